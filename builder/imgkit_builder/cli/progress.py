@@ -156,7 +156,7 @@ class LiveReporter(Reporter):
         task = progress.tasks[progress.task_ids.index(self._task)]
         # A stage without a known size ends with a full bar, not with a frozen spinner.
         total = task.total or max(task.completed, 1)
-        progress.update(self._task, total=total, completed=task.total or 1)
+        progress.update(self._task, total=total, completed=total)
 
 
 def _progress_bar() -> Progress:
