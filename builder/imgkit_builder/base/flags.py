@@ -35,8 +35,6 @@ class Flag:
     help: str
     group: str
     """The heading above the flag in ``--help``; see `option_field`."""
-    minimum: float | None
-    """The smallest number that the flag takes. None if there is no limit."""
 
     @property
     def is_negative(self) -> bool:
@@ -58,7 +56,6 @@ def option_field(
     help: str,
     metavar: str = "",
     group: str = "",
-    minimum: float | None = None,
 ) -> Any:
     """Return a dataclass field that is a flag.
 
@@ -70,9 +67,8 @@ def option_field(
     help : the flag's description in ``--help``.
     metavar : the value's name in ``--help``.
     group : the heading above the flag in ``--help``. Empty: the heading of the verb's other options.
-    minimum : the smallest number that the flag takes.
     """
-    metadata = {"names": names, "help": help, "metavar": metavar, "group": group, "minimum": minimum}
+    metadata = {"names": names, "help": help, "metavar": metavar, "group": group}
     return field(default=default, metadata=metadata)
 
 

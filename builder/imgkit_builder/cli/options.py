@@ -121,7 +121,6 @@ def _typer_option(flag: Flag) -> Any:
         default,
         *flag.names,
         metavar=flag.metavar or None,
-        min=flag.minimum,
         help=flag.help,
         rich_help_panel=flag.group or None,
     )
