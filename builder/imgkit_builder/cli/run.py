@@ -276,7 +276,12 @@ def _announce_job(options: _Options, prepared: PreparedJob, transport: Transport
     from imgkit_builder.jobs.transport import Ssh, VolumeStore
 
     job = prepared.job
-    program = prepared.script.submit[0]
+    script = prepared.script
+    if script.foreground and not isinstance(transport, Ssh):
+        if options.detach:
+            print_message("--detach is not used: the command runs here, and imgkit ends with it")
+        return
+    program = script.submit[0]
     # Pods: the job is submitted from this machine, but its files are on a remote.
     if isinstance(transport, VolumeStore):
         process.require_program(program, "install the cluster's client, and log in with it")
@@ -290,12 +295,10 @@ def _announce_job(options: _Options, prepared: PreparedJob, transport: Transport
         unshared_reason = transport.connection.unshared_reason
         if unshared_reason:
             print_message(f"every ssh command opens its own connection: {unshared_reason}")
-    elif not prepared.script.foreground:
+    else:
         process.require_program(program, _no_scheduler_hint(recipe))
         scheduler = job.recipe.system.scheduler
         print_message(f"{recipe} on this machine, submitted with {program} (its scheduler is {scheduler})")
-    elif options.detach:
-        print_message("--detach is not used: the command runs here, and imgkit ends with it")
 
 
 def _show_dry_run(

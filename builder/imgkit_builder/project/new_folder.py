@@ -104,11 +104,12 @@ def file_texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
         "parent": _parent_reference(options, parent),
         "description": f"{options.name}, on {parent.title}",
         "required": _required_keys(parent),
+        "command": _job_command(options, parent),
         "programs": program.find_start_scripts(options.folder),
         "copies": copies,
         "unfit_reason": options.unfit_reason,
         "pip": program.pip_steps(options.folder, editable=not copies),
-        **_job_values(options, parent),
+        **_queue_values(options, parent),
     }
     sources = {toml_file.NAME: toml_file.NAME, options.recipe_file: "recipe.yaml", GITIGNORE: "gitignore"}
     if not program.has_code(options.folder):
@@ -129,8 +130,12 @@ def _parent_reference(options: NewFolder, parent: Target) -> str:
     return path if path.startswith("../") else f"./{path}"
 
 
-def _job_values(options: NewFolder, parent: Target) -> dict[str, Any]:
-    """Return the values of the templates about jobs: their queue, their nodes and their command."""
+def _queue_values(options: NewFolder, parent: Target) -> dict[str, Any]:
+    """Return the values of the templates that tell how a job asks the scheduler for nodes.
+
+    Keys with a value, and those that the user has to fill in, are under ``queue``. Keys that may be added are
+    under ``unused``.
+    """
     system = systems.get_system(parent.system.scheduler)
     required = _required_keys(parent)
     flags = dict(options.values)
@@ -146,17 +151,19 @@ def _job_values(options: NewFolder, parent: Target) -> dict[str, Any]:
             set_keys.append((key, value))
         elif key in system.uses:  # imgkit run warns about a key that the scheduler does not use
             unset_keys.append(key)
-    command = options.command
-    if command and copies_code(options, parent):
-        # In the image, the program has another path than in the folder of the run's code, where jobs start.
-        launcher, name, *arguments = command
-        command = (launcher, f"{skeleton.CODE_FOLDER}/{name}", *arguments)
     return {
         "queue": set_keys,
         "unused": unset_keys,
         "nodes": int(nodes) if nodes.isdecimal() else nodes,
-        "command": command,
     }
+
+
+def _job_command(options: NewFolder, parent: Target) -> tuple[str, ...]:
+    """Return the command of jobs, with the program's path in the image if the code is there."""
+    if not options.command or not copies_code(options, parent):
+        return options.command
+    launcher, name, *arguments = options.command
+    return (launcher, f"{skeleton.CODE_FOLDER}/{name}", *arguments)
 
 
 def _required_keys(parent: Target) -> Mapping[str, bool]:
@@ -177,29 +184,37 @@ def next_steps(options: NewFolder, parent: Target, folder: Path) -> Iterator[str
     if not options.command:
         names = " or ".join(program.find_start_scripts(options.folder)) or "your program"
         yield f"command in imgkit.toml: the one that starts {names}"
-    runtime = runtimes.get_runtime(parent.system.runtime.kind)
-    if runtime.kind not in ("kubernetes", "docker", "pyxis") and not options.remote:
+    needs_remote = parent.system.runtime.kind not in ("kubernetes", "docker", "pyxis")
+    if needs_remote and not options.remote:
         yield "imgkit remote add NAME USER@HOST:DIR, and its name in imgkit.toml"
     for key, has_value in _required_keys(parent).items():
         # imgkit.toml has a time limit already.
         if not has_value and key != "time" and not options.values[key]:
             yield f"{key} in imgkit.toml, which {parent.name} needs"
-    cd = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
+    change_folder = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
+    first_command, *other_commands = _run_commands(options, parent)
+    yield change_folder + first_command
+    yield from other_commands
+
+
+def _run_commands(options: NewFolder, parent: Target) -> list[str]:
+    """Return the commands that build the image and run a job, which depend on the runtime of the system."""
     recipe = f"./{options.recipe_file}"
     image = f"REGISTRY/{options.name}:1"
+    build = f"imgkit build {recipe}"
     push = f"imgkit push {recipe} {image}"
-    if runtime.kind == "kubernetes":
-        yield f"{cd}imgkit build {recipe} && {push}"
-        yield f"imgkit run --image {image} --pvc CLAIM:/PATH"
-    elif runtime.kind == "docker":
-        yield f"{cd}imgkit build {recipe} && imgkit run"
-    elif runtime.kind == "pyxis":
-        yield f"{cd}imgkit build {recipe} && imgkit sif {recipe} --format sqsh && imgkit run"
-    else:  # a .sif on a cluster, for which imgkit run does all steps
-        yield f"{cd}imgkit run --dry-run && imgkit run"
+    commands_of_runtime = {
+        "kubernetes": [f"{build} && {push}", f"imgkit run --image {image} --pvc CLAIM:/PATH"],
+        "docker": [f"{build} && imgkit run"],
+        "pyxis": [f"{build} && imgkit sif {recipe} --format sqsh && imgkit run"],
+    }
+    kind = parent.system.runtime.kind
+    # The others start a .sif on a cluster, for which imgkit run does all steps.
+    commands = commands_of_runtime.get(kind, ["imgkit run --dry-run && imgkit run"])
     takes_hosts = systems.get_system(parent.system.scheduler).abilities.takes_hosts
-    if takes_hosts and not runtime.image_suffix:
-        yield f"{push} && imgkit run --hosts HOST1,HOST2 --image {image}"
+    if takes_hosts and not runtimes.get_runtime(kind).image_suffix:
+        commands.append(f"{push} && imgkit run --hosts HOST1,HOST2 --image {image}")
+    return commands
 
 
 def write_files(folder: Path, contents: Mapping[str, str]) -> tuple[Path, ...]:

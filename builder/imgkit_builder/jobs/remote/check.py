@@ -140,16 +140,13 @@ def parse_probe(output: bytes, connection: Connection, target: Target | None) ->
         answer.setdefault(key, []).append(value.strip())
     if "end" not in answer:
         raise unreadable_answer(connection.remote.name, output)
-    checks = [*_check_login(answer, connection)]
+    login = _check_login(answer, connection)
+    folder = _check_folder(answer, connection.remote)
     if connection.remote.pvc:
         # Such a remote only stores the files of pods. It needs no scheduler and no runtime.
-        checks.append(_check_folder(answer, connection.remote))
-        checks.append(_check_volume(answer, connection.remote))
-    else:
-        checks.append(_check_scheduler(answer, target))
-        checks.append(_check_runtime(answer, _modules_of_recipe(target)))
-        checks.append(_check_folder(answer, connection.remote))
-    return tuple(checks)
+        return (*login, folder, _check_volume(answer, connection.remote))
+    runtime = _check_runtime(answer, _modules_of_recipe(target))
+    return (*login, _check_scheduler(answer, target), runtime, folder)
 
 
 def _first_value(answer: Answer, key: str) -> str:
