@@ -71,6 +71,7 @@ def _remote_machine(name: str) -> ImageMachine | None:
     """
     if name in ("", HERE):
         return None
+    from imgkit_builder.jobs import runtimes
     from imgkit_builder.jobs.remote import config, connection, packages
     from imgkit_builder.recipe import targets
 
@@ -78,6 +79,7 @@ def _remote_machine(name: str) -> ImageMachine | None:
     runtime = targets.load_target(remote.recipe).system.runtime if remote.recipe else None
     remote_connection = connection.connect(remote, ask=may_ask())
     remote_connection.login()
-    if runtime is None or runtime.kind != "singularity":
-        return packages.machine_of(remote_connection, "singularity")
+    default = runtimes.get_runtime("singularity").kind
+    if runtime is None or runtime.kind != default:
+        return packages.machine_of(remote_connection, default)
     return packages.machine_of(remote_connection, runtime.command, runtime.modules)

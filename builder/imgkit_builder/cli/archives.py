@@ -173,10 +173,10 @@ def _conversion_argv(archive: str, system: SystemFacts | None) -> list[str]:
     argv = ["imgkit", "sif", archive]
     if system is None:
         return argv
-    if system.runtime.kind not in ("singularity", "pyxis"):
+    format_options = {"singularity": [], "pyxis": ["--format", "sqsh"]}
+    if system.runtime.kind not in format_options:
         return ["docker", "load", "-i", archive]
-    if system.runtime.kind == "pyxis":
-        argv += ["--format", "sqsh"]
+    argv += format_options[system.runtime.kind]
     if system.queue.sif:
         # The login node may end a conversion, so the site has nodes for it.
         argv.append("--submit")

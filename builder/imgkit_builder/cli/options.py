@@ -208,10 +208,10 @@ class JobCommand(GroupedCommand):
         click would take the first word of the command for the argument RECIPE if that is left out.
         """
         separator = args.index("--") if "--" in args else len(args)
-        own_args = args[:separator]
+        own_args = tuple(args[:separator])
         ctx.meta[COMMAND] = tuple(args[separator + 1 :])
         try:
-            return super().parse_args(ctx, own_args)
+            return super().parse_args(ctx, [*own_args])
         except Exception as error:
             # Only the error about an unknown option has this attribute. typer does not export its class.
             if hasattr(error, "option_name"):

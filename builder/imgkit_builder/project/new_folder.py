@@ -184,8 +184,8 @@ def next_steps(options: NewFolder, parent: Target, folder: Path) -> Iterator[str
     if not options.command:
         names = " or ".join(program.find_start_scripts(options.folder)) or "your program"
         yield f"command in imgkit.toml: the one that starts {names}"
-    needs_remote = parent.system.runtime.kind not in ("kubernetes", "docker", "pyxis")
-    if needs_remote and not options.remote:
+    starts_sif = runtimes.get_runtime(parent.system.runtime.kind).image_suffix == ".sif"
+    if starts_sif and not options.remote:
         yield "imgkit remote add NAME USER@HOST:DIR, and its name in imgkit.toml"
     for key, has_value in _required_keys(parent).items():
         # imgkit.toml has a time limit already.

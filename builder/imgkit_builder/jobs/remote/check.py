@@ -10,6 +10,7 @@ from imgkit_builder.jobs import systems
 from imgkit_builder.jobs.remote import store
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.remote.connection import FIND_PROGRAM, Connection, unreadable_answer
+from imgkit_builder.jobs.remote.store import Answer, first_value
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
 _LOW_SPACE_BYTES = 20e9
 """Free space below which the check warns: an image of a few GB, its partial copy and the runs must fit."""
-Answer = Mapping[str, Sequence[str]]
-"""The values in the remote's answer by their key: ``{"login": ["me on login1, x86_64, /bin/bash"], ...}``."""
 
 # The script that collects everything for the checks. Its arguments are the modules of the recipe. Each line
 # of its output is a key, a blank and a value:
@@ -149,13 +148,6 @@ def parse_probe(output: bytes, connection: Connection, target: Target | None) ->
     return (*login, _check_scheduler(answer, target), runtime, folder)
 
 
-def _first_value(answer: Answer, key: str) -> str:
-    """Return the value of the first line with this key. Return "" if the answer has no such line."""
-    if key not in answer:
-        return ""
-    return answer[key][0]
-
-
 def _submit_programs() -> Mapping[str, str]:
     """Return the program that submits jobs by the name of the system: ``{"slurm": "sbatch", ...}``."""
     programs = {}
@@ -186,7 +178,7 @@ def _modules_of_recipe(target: Target | None) -> tuple[str, ...]:
 
 def _check_login(answer: Answer, connection: Connection) -> Iterator[Check]:
     """Yield the checks of the connection and of the basic programs on the remote."""
-    login = _first_value(answer, "login") or "?"
+    login = first_value(answer, "login") or "?"
     if connection.socket_folder:
         login += "; one connection for all commands"
     yield Check("login", "ok", login)
@@ -213,10 +205,10 @@ def _check_scheduler(answer: Answer, target: Target | None) -> Check:
         return Check("scheduler", "fail", value, hint)
     for name in _expected_schedulers(target):
         if programs[name] in answer:
-            version = _first_value(answer, programs[name])
+            version = first_value(answer, programs[name])
             return Check("scheduler", "ok", f"{name}: {version}")
     if "broken" in answer:
-        value = f"it does not answer: {_first_value(answer, 'broken')}"
+        value = f"it does not answer: {first_value(answer, 'broken')}"
     else:
         value = _describe_missing_scheduler(answer, target)
     hint = "name a login node of the cluster: imgkit remote add NAME USER@HOST --replace"
@@ -242,10 +234,10 @@ def _check_runtime(answer: Answer, modules: Sequence[str]) -> Check:
     modules : the environment modules that the recipe's jobs load before they start the runtime.
     """
     if "runtime" in answer:
-        return Check("runtime", "ok", _first_value(answer, "runtime"))
+        return Check("runtime", "ok", first_value(answer, "runtime"))
     if "modules" not in answer:  # the remote has no module command
         return _missing_runtime_without_modules(modules)
-    available_modules = _first_value(answer, "modules") or "none of that name"
+    available_modules = first_value(answer, "modules") or "none of that name"
     hint = f"system.runtime.modules of the recipe; module avail lists: {available_modules}"
     if modules:
         return Check("runtime", "fail", f"module load {' '.join(modules)} gives none", hint)
@@ -270,9 +262,9 @@ def _missing_runtime_without_modules(modules: Sequence[str]) -> Check:
 
 def _check_folder(answer: Answer, remote: Remote) -> Check:
     """Return the check of imgkit's folder on the remote: its access, its owner and its free space."""
-    home = _first_value(answer, "home")
-    owner = _first_value(answer, "owner")
-    access_error = _first_value(answer, "closed")
+    home = first_value(answer, "home")
+    owner = first_value(answer, "owner")
+    access_error = first_value(answer, "closed")
     if not home and not access_error:
         access_error = "no answer"
     if access_error and not owner:
@@ -287,10 +279,10 @@ def _check_folder(answer: Answer, remote: Remote) -> Check:
 def _check_space(answer: Answer, home: str) -> Check:
     """Return the check of the free space and the quota in `home`, the path of imgkit's folder."""
     value = home
-    free_bytes = store.free_bytes(_first_value(answer, "disk"))
+    free_bytes = store.free_bytes(first_value(answer, "disk"))
     if free_bytes is not None:
         value += f", {free_bytes / 1e9:.0f} GB free"
-    quota = _first_value(answer, "quota")
+    quota = first_value(answer, "quota")
     if quota:
         value += f"; quota: {_format_quota(quota)}"
     if free_bytes is not None and free_bytes < _LOW_SPACE_BYTES:
@@ -300,12 +292,12 @@ def _check_space(answer: Answer, home: str) -> Check:
 
 def _check_volume(answer: Answer, remote: Remote) -> Check:
     """Return the check of the path by which pods have imgkit's folder, with the user's ids."""
-    home = _first_value(answer, "home")
+    home = first_value(answer, "home")
     try:
-        path = store.pod_folder(remote, home, _first_value(answer, "volume"))
+        path = store.pod_folder(remote, home, first_value(answer, "volume"))
     except UsageError as error:
         return Check("volume", "fail", error.what, error.hint or "")
-    ids = _first_value(answer, "ids") or "?"
+    ids = first_value(answer, "ids") or "?"
     return Check("volume", "ok", f"{path} in pods, for the user and group {ids}")
 
 

@@ -9,7 +9,7 @@ folders whose names imgkit does not give are never removed.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from imgkit_builder.jobs import systems
@@ -271,15 +271,22 @@ def parse_listing(output: bytes, remote: str) -> StoreListing:
     )
 
 
+def _matches(pattern: re.Pattern[str], lines: Sequence[str]) -> Iterator[re.Match[str]]:
+    """Yield the match of each line that `pattern` matches as a whole."""
+    for line in lines:
+        match = pattern.fullmatch(line)
+        if match is not None:
+            yield match
+
+
 def _parse_folders(lines: Sequence[str]) -> tuple[StoredFolder, ...]:
     """Return the folders from the lines of the answer of `_LIST`.
 
     Folders whose paths imgkit does not give are left out.
     """
     folders = []
-    for line in lines:
-        match = _FOLDER.fullmatch(line)
-        if match is None or not _PATH.fullmatch(match["path"]):
+    for match in _matches(_FOLDER, lines):
+        if not _PATH.fullmatch(match["path"]):
             continue
         folder = StoredFolder(
             path=match["path"],
@@ -297,12 +304,11 @@ def _parse_job_notes(lines: Sequence[str]) -> tuple[JobNote, ...]:
     Files in ``jobs`` whose name is not a job id are left out.
     """
     note_lines: dict[str, list[str]] = {}  # the lines of each file in jobs, by the job's id
-    for line in lines:
-        match = _NOTE_LINE.fullmatch(line)
-        if match is not None:
-            note_lines.setdefault(match["id"], []).append(match["text"])
+    for match in _matches(_NOTE_LINE, lines):
+        note_lines.setdefault(match["id"], []).append(match["text"])
     run_times_s = _change_times_s("run", lines)
-    resumable_runs = _runs_matching(_CHECKPOINT, lines) - _runs_matching(_SUCCESS, lines)
+    runs_with_checkpoint = {match["run"] for match in _matches(_CHECKPOINT, lines)}
+    successful_runs = {match["run"] for match in _matches(_SUCCESS, lines)}
     notes = []
     for job_id, submitted_s in _change_times_s("job", lines).items():
         if not is_job_id(job_id):
@@ -313,7 +319,7 @@ def _parse_job_notes(lines: Sequence[str]) -> tuple[JobNote, ...]:
             system=system,
             folders=folders,
             used_s=max(submitted_s, run_times_s.get(run, 0)),
-            is_resumable=run in resumable_runs,
+            is_resumable=run in runs_with_checkpoint and run not in successful_runs,
         )
         notes.append(note)
     return tuple(notes)
@@ -343,21 +349,10 @@ def _change_times_s(kind: str, lines: Sequence[str]) -> dict[str, int]:
     kind : ``run`` or ``job``.
     """
     times_s = {}
-    for line in lines:
-        match = _CHANGE.fullmatch(line)
-        if match is not None and match["kind"] == kind:
+    for match in _matches(_CHANGE, lines):
+        if match["kind"] == kind:
             times_s[match["name"]] = int(match["time_s"])
     return times_s
-
-
-def _runs_matching(pattern: re.Pattern[str], lines: Sequence[str]) -> set[str]:
-    """Return the names of the runs in the lines that match `pattern`."""
-    runs = set()
-    for line in lines:
-        match = pattern.fullmatch(line)
-        if match is not None:
-            runs.add(match["run"])
-    return runs
 
 
 def select_unused(listing: StoreListing, waiting: WaitingJobs, before_s: float) -> Unused:

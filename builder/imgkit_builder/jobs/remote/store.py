@@ -20,7 +20,7 @@ import dataclasses
 import io
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -39,6 +39,8 @@ SIF = "image.sif"
 """Name of the .sif in an image's folder, whatever its name was on the machine that sent it."""
 IMAGE_JSON = "image.json"
 """Name of the file beside the .sif that describes the image."""
+Answer = Mapping[str, Sequence[str]]
+"""The values in the answer of a script on a remote, by their key: ``{"home": ["/scratch/me"], ...}``."""
 IMAGE_NAME = re.compile(r"[0-9a-f]{64}-[0-9a-f]{12}")
 """The name of an image's folder. A folder of data has a name of the same form."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -296,46 +298,36 @@ def parse_store(output: bytes, remote: Remote) -> Store:
     ToolFailed : the output is cut short, or is not the output of imgkit's script.
     UsageError : the folder belongs to another user, or its path cannot be used in a job.
     """
-    lines = list(_parse_lines(output, remote))
-    values = {line.key: line.value for line in lines}
-    home = values.get("home", "")
-    owner = values.get("owner", "")
+    answer, descriptions = _parse_answer(output, remote)
+    home = first_value(answer, "home")
+    owner = first_value(answer, "owner")
     if not home and not owner:
         raise unreadable_answer(remote.name, output)
     error = home_error(home, owner, remote)
     if error is not None:
         raise error
+    images = []
+    for name, description in descriptions.items():
+        stored = _parse_description(description)
+        if stored is not None and stored.name == name:
+            images.append(stored)
     return Store(
         home=home,
-        has_program="program" in values,
-        images=_select_images(lines),
-        code=_select_names(lines, "code", _DIGEST),
-        data=_select_names(lines, "data", IMAGE_NAME),
-        incoming_code=values.get("incoming", ""),
-        volume=values.get("volume", ""),
-        ids=values.get("ids", ""),
+        has_program="program" in answer,
+        images=tuple(images),
+        code=tuple(filter(_DIGEST.fullmatch, answer.get("code", ()))),
+        data=tuple(filter(IMAGE_NAME.fullmatch, answer.get("data", ()))),
+        incoming_code=first_value(answer, "incoming"),
+        volume=first_value(answer, "volume"),
+        ids=first_value(answer, "ids"),
     )
 
 
-def _select_names(lines: Sequence[_Line], key: str, pattern: re.Pattern[str]) -> tuple[str, ...]:
-    """Return the values of the lines with this key that match `pattern`."""
-    names = []
-    for line in lines:
-        if line.key == key and pattern.fullmatch(line.value):
-            names.append(line.value)
-    return tuple(names)
-
-
-def _select_images(lines: Sequence[_Line]) -> tuple[RemoteImage, ...]:
-    """Return the images of the lines ``image NAME`` whose description is valid and fits their name."""
-    images = []
-    for line in lines:
-        if line.key != "image":
-            continue
-        stored = _parse_description(line.description)
-        if stored is not None and stored.name == line.value:
-            images.append(stored)
-    return tuple(images)
+def first_value(answer: Answer, key: str) -> str:
+    """Return the value of the first line with this key. Return "" if the answer has no such line."""
+    if key not in answer:
+        return ""
+    return answer[key][0]
 
 
 def home_error(home: str, owner: str, remote: Remote) -> UsageError | None:
@@ -417,26 +409,18 @@ def free_bytes(row: str) -> int | None:
     return int(match["free_kib"]) * 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Line:
-    """A line of the answer of `_LIST_STORE`, such as ``home /scratch/me``."""
+def _parse_answer(output: bytes, remote: Remote) -> tuple[Answer, Mapping[str, bytes]]:
+    """Return the values in `output`, the answer of `_LIST_STORE`, and the description of each image by name.
 
-    key: str
-    value: str
-    description: bytes = b""
-    """Content of the file `IMAGE_JSON` of an image. All other lines have none."""
-
-
-def _parse_lines(output: bytes, remote: Remote) -> Iterator[_Line]:
-    """Yield the lines of `output`, the answer of `_LIST_STORE`, before the line ``end``.
-
-    Most lines are ``KEY VALUE``. The line of an image is ``image SIZE NAME``, and a description of SIZE bytes
-    follows it.
+    Most lines are ``KEY VALUE``. The line of an image is ``image SIZE NAME``, and the content of its file
+    `IMAGE_JSON`, which has SIZE bytes, follows it. The last line is ``end``.
 
     Raises
     ------
     ToolFailed : the line ``end`` is missing, or an image has no valid size.
     """
+    answer: dict[str, list[str]] = {}
+    descriptions: dict[str, bytes] = {}
     stream = io.BytesIO(output)
     for raw_line in stream:
         if not raw_line.endswith(b"\n"):
@@ -444,14 +428,14 @@ def _parse_lines(output: bytes, remote: Remote) -> Iterator[_Line]:
         line = raw_line.removesuffix(b"\n").decode(errors="replace")
         key, _, value = line.partition(" ")
         if key == "end":
-            return
+            return answer, descriptions
         if key != "image":
-            yield _Line(key=key, value=value)
+            answer.setdefault(key, []).append(value)
             continue
         size, _, name = value.partition(" ")
         if not _DESCRIPTION_SIZE.fullmatch(size):
             break
-        yield _Line(key=key, value=name, description=stream.read(int(size)))
+        descriptions[name] = stream.read(int(size))
     raise unreadable_answer(remote.name, output)
 
 
