@@ -43,7 +43,8 @@ class Flag:
 
     def value(self, request: Any) -> Any:
         """Return the value of this flag's field in `request` or in the part that has the field."""
-        return _part_value(request, self.part, self.field)
+        owner = getattr(request, self.part) if self.part else request
+        return getattr(owner, self.field)
 
 
 USUAL = "Options"
@@ -160,18 +161,6 @@ def replace_fields(request: Value, values: Mapping[str, Any]) -> Value:
     dataclass_value: Any = request  # mypy knows no bound that all dataclasses have
     changed_request: Value = dataclasses.replace(dataclass_value, **changes)
     return changed_request
-
-
-def field_value(request: Any, name: str) -> Any:
-    """Return the value of the field `name` of `request` or of one of its parts."""
-    return _part_value(request, _part_of_field(type(request))[name], name)
-
-
-def _part_value(request: Any, part_name: str, name: str) -> Any:
-    """Return the value of the field `name` of a part of `request`, or of `request` itself without a part."""
-    if part_name:
-        request = getattr(request, part_name)
-    return getattr(request, name)
 
 
 def _part_of_field(kind: type[Any]) -> Mapping[str, str]:

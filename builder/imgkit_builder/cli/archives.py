@@ -109,7 +109,8 @@ def _sidecar_maker(
 ) -> Callable[[SavedFile], Sidecar]:
     """Return a function that makes the sidecar of the archive once its size and digest are known.
 
-    What the sidecar says about the image is read now, while the engine is connected.
+    The sidecar is the .manifest.json beside the archive. What it says about the image is read now, while the
+    engine is connected.
     """
 
     def read_built_file(path: str, parse: Callable[[str], Parsed]) -> Parsed | None:

@@ -211,6 +211,25 @@ def _link_to_blob(link: Path, blob: Path) -> None:
 
 def _download_error(error: Exception, spec: DataSpec) -> ImgkitError:
     """Return the error to show for a download that failed with `error`, which any library may have raised."""
+    from huggingface_hub import constants
+
+    refusal = _refusal(error, spec)
+    if refusal is not None:
+        return refusal
+    reason = str(error.__cause__ or error).partition("\n")[0]
+    is_local_problem = isinstance(error, OSError) and bool(error.errno)
+    if is_local_problem or "No space left" in reason:
+        message = f"{spec.source} cannot be written: {reason}"
+        return CheckFailed(message, where=str(_cache()), hint="another folder: export HF_HOME=/FOLDER")
+    return ToolFailed(
+        f"{spec.source} is not in the cache, and {constants.ENDPOINT} does not send it: {reason}",
+        where=str(_cache()),
+        hint="export https_proxy=http://PROXY:PORT; or a mirror: export HF_ENDPOINT=https://MIRROR",
+    )
+
+
+def _refusal(error: Exception, spec: DataSpec) -> UsageError | None:
+    """Return the error to show if the hub does not give the user what `spec` names. Otherwise return None."""
     from huggingface_hub import constants, errors
 
     page = f"{constants.ENDPOINT}/{spec.source.removeprefix('hf://').partition('@')[0]}"
@@ -231,12 +250,4 @@ def _download_error(error: Exception, spec: DataSpec) -> ImgkitError:
     for kind, (message, hint) in refusals.items():
         if isinstance(error, kind):
             return UsageError(f"{spec.source} {message}", where="data", hint=hint)
-    reason = str(error.__cause__ or error).partition("\n")[0]
-    if "No space left" in reason or (isinstance(error, OSError) and error.errno):
-        message = f"{spec.source} cannot be written: {reason}"
-        return CheckFailed(message, where=str(_cache()), hint="another folder: export HF_HOME=/FOLDER")
-    return ToolFailed(
-        f"{spec.source} is not in the cache, and {constants.ENDPOINT} does not send it: {reason}",
-        where=str(_cache()),
-        hint="export https_proxy=http://PROXY:PORT; or a mirror: export HF_ENDPOINT=https://MIRROR",
-    )
+    return None

@@ -265,7 +265,8 @@ def run(argv: list[str], env: Mapping[str, str]) -> None:
     with subprocess.Popen(
         argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=dict(env)
     ) as process:
-        for line in process.stdout or ():
+        assert process.stdout is not None  # noqa: S101 - for the type checker: stdout=PIPE
+        for line in process.stdout:
             lines.append(line)
             print(line, end="", flush=True)
     if process.returncode:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from imgkit_builder.base import flags as job_flags
 from imgkit_builder.base.flags import declared_options, flags_in
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.memory import size_text
@@ -21,8 +20,8 @@ from imgkit_builder.project.toml_file import ProjectFile, ProjectValues
 from imgkit_builder.recipe.problems import Position, shorten_path
 from imgkit_builder.recipe.targets import Target
 
-_KEYS = ("account", "queue", "qos", "time", "nodes", "group_readable", "command")
-"""Keys of the file that are also fields of `JobRequest`. The flag of such a field replaces the key."""
+_KEYS = ("account", "queue", "qos", "time", "nodes", "group_readable")
+"""Keys of the file that are also flags of a job. The flag replaces the key."""
 
 
 def fill_from_file(request: JobRequest, project: ProjectFile | None) -> JobRequest:
@@ -49,11 +48,12 @@ def fill_from_file(request: JobRequest, project: ProjectFile | None) -> JobReque
         "options": (*values.options, *allocation.options),
         "data": (*values.data, *container.data),
     }
-    for key in _KEYS:
-        changes[key] = job_flags.field_value(request, key) or getattr(values, key)
-    if request.launch.interactive:
-        # An interactive job without a command opens a shell. The command of the file is for its other jobs.
-        changes["command"] = request.launch.command
+    for flag in declared_options(JobRequest):
+        if flag.field in _KEYS:
+            changes[flag.field] = flag.value(request) or getattr(values, flag.field)
+    # An interactive job without a command opens a shell. The command of the file is for the other jobs.
+    if not request.launch.command and not request.launch.interactive:
+        changes["command"] = values.command
     if source.sets_directory:
         changes["directory"] = project.file.parent
     if not allocation.mem and not allocation.mem_per_gpu:  # a flag replaces both keys

@@ -387,33 +387,39 @@ def _prepare_sif(recipe: str | Path, request: SifBuildRequest, report: Reporter)
     loaded = _load_recipe(recipe, request, report)
     _refuse_for_sif(loaded, request)
     # A definition is built for this machine's platform only.
-    loaded = _attach_lock(loaded, host_platform(), request, report)
-    if loaded.lock and not loaded.lock.base.digest and request.base_from in (None, "registry"):
-        raise UsageError(
-            f"the lock's base {loaded.lock.base.name} was never in a registry: only its id is known",
-            where=loaded.where("image", "base"),
-            hint="name its archive, OCI folder or .sif: --base-from PATH",
-        )
+    locked = _attach_lock(loaded, host_platform(), request, report)
+    _refuse_local_base(locked, request)
 
     def pack_context(base: BaseImage) -> BuildContext:
-        _check_base(loaded, base)
-        return _pack_context(loaded, base, request, report)
+        _check_base(locked, base)
+        return _pack_context(locked, base, request, report)
 
     options = Options(
         runtime=request.runtime,
-        compression=loaded.system.runtime.compression,
-        module_hint=module_line(loaded.system) or None,
+        compression=locked.system.runtime.compression,
+        module_hint=module_line(locked.system) or None,
         tmpdir=request.tmpdir,
         test=not request.no_test,
     )
     sif_request = SifRequest(
-        recipe=loaded,
-        target=request.output or Path(f"{loaded.name}.sif"),
-        base=_base_name(loaded, request),
+        recipe=locked,
+        target=request.output or Path(f"{locked.name}.sif"),
+        base=_base_name(locked, request),
         base_from=request.base_from,
         options=options,
     )
     return sif_request, pack_context
+
+
+def _refuse_local_base(recipe: Recipe, request: SifBuildRequest) -> None:
+    """Raise UsageError if the base in the recipe's lock has to be pulled, but was never in a registry."""
+    is_pulled = request.base_from in (None, "registry")
+    if is_pulled and recipe.lock and not recipe.lock.base.digest:
+        raise UsageError(
+            f"the lock's base {recipe.lock.base.name} was never in a registry: only its id is known",
+            where=recipe.where("image", "base"),
+            hint="name its archive, OCI folder or .sif: --base-from PATH",
+        )
 
 
 def _refuse_for_sif(recipe: Recipe, request: SifBuildRequest) -> None:

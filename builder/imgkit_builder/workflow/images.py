@@ -46,6 +46,7 @@ def smoke_test(
     ToolMissing : there is no engine or no runtime.
     """
     report.stage(f"smoke test of {image}")
+    _refuse_missing_sif(str(image))
     if _is_file(str(image)):
         return _test_sif(Path(image), runtime, report)
     report.note(f"python3 runs in the image: {_NOTHING_SHARED}")
@@ -105,6 +106,7 @@ def shell_command(
     if workdir:
         for message, hint in rules.image_path(workdir):  # it yields what is wrong with the path
             raise UsageError(message, where="--workdir", hint=hint)
+    _refuse_missing_sif(image)
     if _is_file(image):
         return _sif_shell(image, host=host, workdir=workdir, packages=packages)
     if packages:
@@ -241,16 +243,11 @@ def _module_hint(target: Target | None) -> str | None:
 
 
 def _is_file(target: str) -> bool:
-    """Return whether `target` is a file, such as a .sif, and not an image of the engine or a recipe.
+    """Return whether `target` is a file, such as a .sif, and not an image of the engine or a recipe."""
+    return Path(target).is_file() and not target.endswith(RECIPE_SUFFIXES)
 
-    Raises
-    ------
-    UsageError : `target` is the name of a .sif that does not exist.
-    """
-    if target.endswith(RECIPE_SUFFIXES):
-        return False
-    if Path(target).is_file():
-        return True
-    if target.endswith(".sif"):
+
+def _refuse_missing_sif(target: str) -> None:
+    """Raise UsageError if `target` is the name of a .sif that does not exist."""
+    if target.endswith(".sif") and not Path(target).is_file():
         raise UsageError(f"there is no file {target}", hint=f"create it: imgkit sif {Path(target).stem}")
-    return False

@@ -301,7 +301,8 @@ def parse_store(output: bytes, remote: Remote) -> Store:
     answer, descriptions = _parse_answer(output, remote)
     home = first_value(answer, "home")
     owner = first_value(answer, "owner")
-    if not home and not owner:
+    has_line_break = len(answer.get("home", ())) > 1  # the path itself has a line "home ..."
+    if not owner and (not home or has_line_break):
         raise unreadable_answer(remote.name, output)
     error = home_error(home, owner, remote)
     if error is not None:
