@@ -157,13 +157,12 @@ def _select_remote_and_recipe(on: str, recipe: str) -> tuple[str, str]:
         return remote.name, recipe or remote.recipe
     if recipe:
         return "", recipe
-    reason = "no remote has a default recipe"
-    hint = "imgkit init --recipe mn5; imgkit list names them"
     if len(remotes) > 1:
         names = ", ".join(item.name for item in remotes)
-        reason = f"there are several remotes: {names}"
-        hint = "imgkit init --on NAME"
-    raise UsageError(f"no recipe given, and {reason}", where="--recipe", hint=hint)
+        message = f"no recipe given, and there are several remotes: {names}"
+        raise UsageError(message, where="--recipe", hint="imgkit init --on NAME")
+    hint = "imgkit init --recipe mn5; imgkit list names them"
+    raise UsageError("no recipe given, and no remote has a default recipe", where="--recipe", hint=hint)
 
 
 def _only_remote(remotes: Sequence[config.Remote], recipe: str) -> config.Remote | None:
