@@ -103,7 +103,10 @@ def sha256(
 def start_sha256(
     stream: BinaryIO, start: int, size_bytes: int, *, advance: Callable[[int, int | None], None] | None = None
 ) -> hashlib._Hash:
-    """Return the digest of the same bytes as `sha256`, as a hashlib object that the caller can update."""
+    """Return the hashlib object for `size_bytes` of `stream` from byte `start` on.
+
+    The caller can update it with further bytes. `advance` is called as in `sha256`.
+    """
     digest = hashlib.sha256()
     position = 0
     stream.seek(start)

@@ -211,7 +211,7 @@ class JobCommand(GroupedCommand):
         own_args = tuple(args[:separator])
         ctx.meta[COMMAND] = tuple(args[separator + 1 :])
         try:
-            return super().parse_args(ctx, [*own_args])
+            return super().parse_args(ctx, [*own_args])  # a copy, which click empties
         except Exception as error:
             # Only the error about an unknown option has this attribute. typer does not export its class.
             if hasattr(error, "option_name"):

@@ -236,7 +236,7 @@ def _check_runtime(answer: Answer, modules: Sequence[str]) -> Check:
     if "runtime" in answer:
         return Check("runtime", "ok", first_value(answer, "runtime"))
     if "modules" not in answer:  # the remote has no module command
-        return _missing_runtime_without_modules(modules)
+        return _runtime_without_module_command(modules)
     available_modules = first_value(answer, "modules") or "none of that name"
     hint = f"system.runtime.modules of the recipe; module avail lists: {available_modules}"
     if modules:
@@ -244,7 +244,7 @@ def _check_runtime(answer: Answer, modules: Sequence[str]) -> Check:
     return Check("runtime", "warn", "no singularity or apptainer here", hint)
 
 
-def _missing_runtime_without_modules(modules: Sequence[str]) -> Check:
+def _runtime_without_module_command(modules: Sequence[str]) -> Check:
     """Return the check of a remote that has neither a runtime nor a module command.
 
     Parameters
