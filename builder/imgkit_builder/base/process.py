@@ -143,8 +143,8 @@ def first_line(output: bytes) -> str:
     return line[:_SHOWN_CHARACTERS] or "(nothing)"
 
 
-def last_lines(output: str, most: int = TAIL_LINES) -> list[str]:
-    """Return the lines of a failed program's output that an error message quotes, `most` at most.
+def last_lines(output: str, limit: int = TAIL_LINES) -> list[str]:
+    """Return the lines of a failed program's output that an error message quotes, at most `limit`.
 
     Up to half of them are the last lines with ERROR or FATAL. The others are the end of the output. Progress
     bars and empty lines are left out. Of a line that was rewritten by carriage returns, the last text counts.
@@ -158,9 +158,9 @@ def last_lines(output: str, most: int = TAIL_LINES) -> list[str]:
         elif not text or _is_progress(text):
             continue
         lines.append(text)
-    quoted_numbers = set(error_numbers[-(most // 2) :])
+    quoted_numbers = set(error_numbers[-(limit // 2) :])
     for number in reversed(range(len(lines))):
-        if len(quoted_numbers) == most:
+        if len(quoted_numbers) == limit:
             break
         quoted_numbers.add(number)
     return [lines[number] for number in sorted(quoted_numbers)]

@@ -293,8 +293,8 @@ def _target_path(request: AddRequest, image: Path) -> Path:
     UsageError : no runtime can mount the path.
     """
     count = len(request.requirements) or 1
-    target = request.output or image.with_name(f"{image.stem}+{count}.sqsh")
-    target = target.absolute()
+    default = image.with_name(f"{image.stem}+{count}.sqsh")
+    target = (request.output or default).absolute()
     if not record.safe_name(str(target)):
         raise UsageError(
             f"no runtime can mount {str(target)!r}",

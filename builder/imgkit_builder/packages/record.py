@@ -143,7 +143,7 @@ def squashfs_sha256(path: Path) -> str:
     ------
     UsageError, CheckFailed : in the cases of `read`.
     """
-    read(path)
+    read(path)  # raises an error if the record is missing or damaged
     with files.open_regular(path) as stream:
         size_bytes = os.fstat(stream.fileno()).st_size
         text = files.read_trailer(stream, 0, size_bytes, _MARK) or b""
