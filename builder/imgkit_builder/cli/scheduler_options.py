@@ -208,14 +208,13 @@ def _find_foreign_options(args: Sequence[str], own_options: Mapping[str, bool]) 
     ----------
     own_options : as in `refuse_scheduler_options`.
     """
-    remaining = collections.deque(args)
-    while remaining:
+    remaining = collections.deque([*args, ""])  # the last argument is followed by an empty one
+    while len(remaining) > 1:
         flag, value = _split_option(remaining.popleft())
-        next_argument = remaining[0] if remaining else ""
+        next_argument = remaining[0]
         if flag in own_options:
-            takes_next_argument = own_options[flag] and not value
-            if takes_next_argument and remaining:
-                remaining.popleft()  # even if it looks like an option
+            if own_options[flag] and not value:
+                remaining.popleft()  # it is the value, even if it looks like an option
         elif flag == "-l":
             yield from _split_pbs_resources(flag, value or next_argument)
         elif re.match("--?[A-Za-z]", flag):

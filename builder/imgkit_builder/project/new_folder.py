@@ -136,26 +136,33 @@ def _queue_values(options: NewFolder, parent: Target) -> dict[str, Any]:
     Keys with a value, and those that the user has to fill in, are under ``queue``. Keys that may be added are
     under ``unused``.
     """
-    system = systems.get_system(parent.system.scheduler)
-    required = _required_keys(parent)
-    flags = dict(options.values)
-    nodes = flags.pop("nodes")
-    if not nodes and not system.abilities.takes_hosts:  # with a list of hosts (--hosts), that list decides
-        nodes = "1"
-    if not flags["time"] and not parent.system.queue.time and "time" in system.uses:
-        flags["time"] = _TIME
+    used_keys = systems.get_system(parent.system.scheduler).uses
+    required_keys = _required_keys(parent)
+    values = _values_with_defaults(options, parent)
+    nodes = values.pop("nodes")
     set_keys = []
     unset_keys = []
-    for key, value in flags.items():
-        if value or key in required:
+    for key, value in values.items():
+        if value or key in required_keys:
             set_keys.append((key, value))
-        elif key in system.uses:  # imgkit run warns about a key that the scheduler does not use
+        elif key in used_keys:  # imgkit run warns about a key that the scheduler does not use
             unset_keys.append(key)
     return {
         "queue": set_keys,
         "unused": unset_keys,
         "nodes": int(nodes) if nodes.isdecimal() else nodes,
     }
+
+
+def _values_with_defaults(options: NewFolder, parent: Target) -> dict[str, str]:
+    """Return the values of the flags, and defaults for nodes and time where nothing else sets them."""
+    system = systems.get_system(parent.system.scheduler)
+    values = dict(options.values)
+    if not values["nodes"] and not system.abilities.takes_hosts:  # a list of hosts (--hosts) sets the nodes
+        values["nodes"] = "1"
+    if not values["time"] and not parent.system.queue.time and "time" in system.uses:
+        values["time"] = _TIME
+    return values
 
 
 def _job_command(options: NewFolder, parent: Target) -> tuple[str, ...]:

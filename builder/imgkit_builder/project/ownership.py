@@ -35,12 +35,16 @@ def named_paths(project: ProjectFile, *, with_recipe: bool) -> Iterator[Path]:
         yield project.code
     yield project.file.with_name(hub.LOCK)
     # A shipped recipe belongs to the installation, whose owner is trusted anyway.
-    if not with_recipe or project.recipe_file is None:
+    if with_recipe and project.recipe_file is not None:
+        yield from _recipe_paths(project.recipe_file)
+
+
+def _recipe_paths(file: Path) -> Iterator[Path]:
+    """Yield the path of a recipe or .sif, and for a recipe the paths of its lock and of what it reads."""
+    yield file
+    if file.suffix not in (".yaml", ".yml") or not file.is_file():
         return
-    yield project.recipe_file
-    if project.recipe_file.suffix not in (".yaml", ".yml") or not project.recipe_file.is_file():
-        return
-    recipe = load.load(str(project.recipe_file))
+    recipe = load.load(str(file))
     yield lock_file.lock_path(recipe)
     for path in recipe.sources:
         if not path.is_relative_to(FOLDER) and not system_files.is_site(path):
