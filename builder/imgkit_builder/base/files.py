@@ -54,7 +54,7 @@ MTIME_S = 315532800
 _END = struct.Struct("<Q8s")
 """The last 16 bytes of a file with a description: the length of that text, and 8 bytes that name its kind."""
 # 1 MB. A larger length is treated as damage, and nothing is read.
-_MOST_DESCRIPTION_BYTES = 1 << 20
+_MAX_DESCRIPTION_BYTES = 1 << 20
 
 
 def make_trailer(text: bytes, mark: bytes) -> bytes:
@@ -82,7 +82,8 @@ def read_trailer(stream: BinaryIO, start: int, size_bytes: int, mark: bytes) -> 
     if len(end) < _END.size:
         return None
     length, actual_mark = _END.unpack(end)
-    if actual_mark != mark or not 0 < length <= min(_MOST_DESCRIPTION_BYTES, size_bytes - _END.size):
+    max_length = min(_MAX_DESCRIPTION_BYTES, size_bytes - _END.size)
+    if actual_mark != mark or not 0 < length <= max_length:
         return None
     stream.seek(start + size_bytes - _END.size - length)
     return stream.read(length)
@@ -102,7 +103,10 @@ def sha256(
 def start_sha256(
     stream: BinaryIO, start: int, size_bytes: int, *, advance: Callable[[int, int | None], None] | None = None
 ) -> hashlib._Hash:
-    """Return the digest of the same bytes as `sha256`, as a hashlib object that the caller can update."""
+    """Return the hashlib object for `size_bytes` of `stream` from byte `start` on.
+
+    The caller can update it with further bytes. `advance` is called as in `sha256`.
+    """
     digest = hashlib.sha256()
     position = 0
     stream.seek(start)

@@ -35,8 +35,6 @@ class Flag:
     help: str
     group: str
     """The heading above the flag in ``--help``; see `option_field`."""
-    minimum: float | None
-    """The smallest number that the flag takes. None if there is no limit."""
 
     @property
     def is_negative(self) -> bool:
@@ -45,7 +43,8 @@ class Flag:
 
     def value(self, request: Any) -> Any:
         """Return the value of this flag's field in `request` or in the part that has the field."""
-        return _part_value(request, self.part, self.field)
+        owner = getattr(request, self.part) if self.part else request
+        return getattr(owner, self.field)
 
 
 USUAL = "Options"
@@ -58,7 +57,6 @@ def option_field(
     help: str,
     metavar: str = "",
     group: str = "",
-    minimum: float | None = None,
 ) -> Any:
     """Return a dataclass field that is a flag.
 
@@ -70,9 +68,8 @@ def option_field(
     help : the flag's description in ``--help``.
     metavar : the value's name in ``--help``.
     group : the heading above the flag in ``--help``. Empty: the heading of the verb's other options.
-    minimum : the smallest number that the flag takes.
     """
-    metadata = {"names": names, "help": help, "metavar": metavar, "group": group, "minimum": minimum}
+    metadata = {"names": names, "help": help, "metavar": metavar, "group": group}
     return field(default=default, metadata=metadata)
 
 
@@ -164,18 +161,6 @@ def replace_fields(request: Value, values: Mapping[str, Any]) -> Value:
     dataclass_value: Any = request  # mypy knows no bound that all dataclasses have
     changed_request: Value = dataclasses.replace(dataclass_value, **changes)
     return changed_request
-
-
-def field_value(request: Any, name: str) -> Any:
-    """Return the value of the field `name` of `request` or of one of its parts."""
-    return _part_value(request, _part_of_field(type(request))[name], name)
-
-
-def _part_value(request: Any, part_name: str, name: str) -> Any:
-    """Return the value of the field `name` of a part of `request`, or of `request` itself without a part."""
-    if part_name:
-        request = getattr(request, part_name)
-    return getattr(request, name)
 
 
 def _part_of_field(kind: type[Any]) -> Mapping[str, str]:

@@ -143,12 +143,11 @@ def first_line(output: bytes) -> str:
     return line[:_SHOWN_CHARACTERS] or "(nothing)"
 
 
-def last_lines(output: str, most: int = TAIL_LINES) -> list[str]:
-    """Return the lines of a failed program's output that an error message quotes.
+def last_lines(output: str, limit: int = TAIL_LINES) -> list[str]:
+    """Return the lines of a failed program's output that an error message quotes, at most `limit`.
 
-    At most half of these lines, whose number is `most`, are the last ones with ERROR or FATAL in them. The
-    others are the end of the output. Progress bars and empty lines are left out. Of a line that was rewritten
-    by carriage returns, the last text counts.
+    Up to half of them are the last lines with ERROR or FATAL. The others are the end of the output. Progress
+    bars and empty lines are left out. Of a line that was rewritten by carriage returns, the last text counts.
     """
     lines: list[str] = []
     error_numbers = []
@@ -156,14 +155,21 @@ def last_lines(output: str, most: int = TAIL_LINES) -> list[str]:
         text = line.rstrip().rpartition("\r")[2]
         if _ERROR.search(text):
             error_numbers.append(len(lines))
-        # A longer line is no progress bar, and the regular expression could take long on it.
-        elif not text or (len(text) <= _SHOWN_CHARACTERS and _PROGRESS.fullmatch(text)):
+        elif not text or _is_progress(text):
             continue
         lines.append(text)
-    quoted_errors = error_numbers[-(most // 2) :]
-    other_numbers = [number for number in range(len(lines)) if number not in quoted_errors]
-    end = other_numbers[len(quoted_errors) - most :]
-    return [lines[number] for number in sorted((*quoted_errors, *end))]
+    quoted_numbers = set(error_numbers[-(limit // 2) :])
+    for number in reversed(range(len(lines))):
+        if len(quoted_numbers) == limit:
+            break
+        quoted_numbers.add(number)
+    return [lines[number] for number in sorted(quoted_numbers)]
+
+
+def _is_progress(line: str) -> bool:
+    """Return whether `line` is a progress bar or a percentage."""
+    # A longer line is no progress bar, and the regular expression could take long on it.
+    return len(line) <= _SHOWN_CHARACTERS and _PROGRESS.fullmatch(line) is not None
 
 
 def quote_output(message: str, output: str, hint: str = "") -> tuple[str, str]:
@@ -238,15 +244,15 @@ def run_attached(argv: Sequence[str], *, until: Callable[[], bool] | None = None
     stdout = subprocess.PIPE if sys.stdout.isatty() else None
     stderr = subprocess.PIPE if sys.stderr.isatty() else None
     if stdout and stderr:
-        stderr = subprocess.STDOUT
+        stderr = subprocess.STDOUT  # one pipe, which keeps the order of both
     with subprocess.Popen(list(argv), stdout=stdout, stderr=stderr) as program:
         if until is not None:
             threading.Thread(target=_terminate_when, args=(program, until), daemon=True).start()
         try:
-            source = program.stdout or program.stderr
-            if source is not None:
+            pipe = program.stdout or program.stderr
+            if pipe is not None:
                 copy_output = terminal.output_copier(to_err=stdout is None)
-                for chunk in iter(lambda: os.read(source.fileno(), PIPE_BYTES), b""):
+                for chunk in iter(lambda: os.read(pipe.fileno(), PIPE_BYTES), b""):
                     copy_output(chunk)
             code = program.wait()
         except KeyboardInterrupt:
@@ -262,17 +268,25 @@ def _terminate_when(program: subprocess.Popen[bytes], is_over: Callable[[], bool
 
     `is_over` is called after 1, 2, 4, 7 and 12 seconds, and then every 10 seconds.
     """
-    for wait_s in itertools.chain((1.0, 1.0, 2.0, 3.0, 5.0), itertools.repeat(10.0)):
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            program.wait(wait_s)
+    for pause_s in itertools.chain((1.0, 1.0, 2.0, 3.0, 5.0), itertools.repeat(10.0)):
+        if _has_ended(program, pause_s):
             return
         # A scheduler that does not answer this time may answer the next.
         with contextlib.suppress(ImgkitError):
             if is_over():
                 break
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        program.wait(2.0)  # `program` may be tail, which looks for new lines once a second
-    program.terminate()
+    # `program` may be tail, which looks for new lines once a second.
+    if not _has_ended(program, 2.0):
+        program.terminate()
+
+
+def _has_ended(program: subprocess.Popen[bytes], timeout_s: float) -> bool:
+    """Wait until `program` ends, but at most `timeout_s` seconds. Return whether it has ended."""
+    try:
+        program.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 def replace_process(argv: Sequence[str], *, cwd: Path) -> NoReturn:

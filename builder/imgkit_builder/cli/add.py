@@ -47,19 +47,28 @@ def verb_add(
         added = add.add(request, report, machine=_remote_machine(on))
     names = ", ".join(f"{package.name} {package.version}" for package in added.record.packages)
     state = "  up to date" if added.up_to_date else ""
+    on_flag = f" --on {on}" if on else ""
     lines = [
         f"{added.path}  {added.size_bytes / MB:.1f} MB{state}",
         f"packages  {names or 'none: the image has all of them'}",
-        f"next:  imgkit run ...{f' --on {on}' if on else ''} --packages {added.path}",
+        f"next:  imgkit run ...{on_flag} --packages {added.path}",
         f"by hand:  {added.exec_line}",
     ]
-    data = {"file": added.path, "size_bytes": added.size_bytes, "up_to_date": added.up_to_date}
-    record = dataclasses.asdict(added.record)
-    print_result({**data, "record": record, "exec": added.exec_line}, *lines, as_json=as_json)
+    data = {
+        "file": added.path,
+        "size_bytes": added.size_bytes,
+        "up_to_date": added.up_to_date,
+        "record": dataclasses.asdict(added.record),
+        "exec": added.exec_line,
+    }
+    print_result(data, *lines, as_json=as_json)
 
 
 def _remote_machine(name: str) -> ImageMachine | None:
-    """Return the remote `name`, with the runtime of its recipe. Return None for this machine."""
+    """Return the remote `name` as the machine that runs pip in the image. Return None for this machine.
+
+    pip runs by the singularity or apptainer of the remote's recipe.
+    """
     if name in ("", HERE):
         return None
     from imgkit_builder.jobs import runtimes
@@ -67,14 +76,10 @@ def _remote_machine(name: str) -> ImageMachine | None:
     from imgkit_builder.recipe import targets
 
     remote = config.get_remote(name)
-    runtime = runtimes.get_runtime("singularity")
-    program: str = runtime.kind
-    modules: tuple[str, ...] = ()
-    if remote.recipe:
-        facts = targets.load_target(remote.recipe).system.runtime
-        if facts.kind == runtime.kind:
-            program = facts.command
-            modules = facts.modules
-    login = connection.connect(remote, ask=may_ask())
-    login.login()
-    return packages.machine_of(login, program, modules)
+    runtime = targets.load_target(remote.recipe).system.runtime if remote.recipe else None
+    remote_connection = connection.connect(remote, ask=may_ask())
+    remote_connection.login()
+    default = runtimes.get_runtime("singularity").kind
+    if runtime is None or runtime.kind != default:
+        return packages.machine_of(remote_connection, default)
+    return packages.machine_of(remote_connection, runtime.command, runtime.modules)

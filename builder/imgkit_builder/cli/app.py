@@ -6,6 +6,7 @@ The module of a verb is imported only when the verb is used, so that ``imgkit --
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from imgkit_builder.base import files
 from imgkit_builder.base.process import INTERRUPTED
-from imgkit_builder.cli.options import with_options
+from imgkit_builder.cli.options import ClickContext, HelpFormatter, with_options
 from imgkit_entrypoints import __version__, terminal
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError, shorten_message
 
@@ -90,20 +91,20 @@ class GroupedVerbs(TyperGroup):
         for name, verb in VERBS.items():
             self.add_command(TyperCommand(name, help=verb.help))
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+    def resolve_command(self, ctx: ClickContext, args: list[str]) -> Any:
         """Return the name and the command of the verb that `args` begin with, and the other arguments."""
         name, command, rest = super().resolve_command(ctx, args)
+        if name not in VERBS:
+            return name, command, rest
         # While the shell completes an argument, messages about plug-ins would be in the way.
-        if name in VERBS:
-            command = verb_command(name, quiet=ctx.resilient_parsing)
-        return name, command, rest
+        return name, verb_command(name, quiet=ctx.resilient_parsing), rest
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
+    def format_commands(self, ctx: ClickContext, formatter: HelpFormatter) -> None:
         """Write a section of the help for each group of verbs."""
         # As in click: the width that is left for the help of a verb beside its name.
-        limit = formatter.width - 6 - max(map(len, self.commands))
+        help_width = formatter.width - 6 - max(map(len, self.commands))
         for title, verbs in VERB_GROUPS.items():
-            rows = [(name, self.commands[name].get_short_help_str(limit)) for name in verbs]
+            rows = [(name, self.commands[name].get_short_help_str(help_width)) for name in verbs]
             with formatter.section(title):
                 formatter.write_dl(rows)
 
@@ -124,22 +125,25 @@ def build_app() -> typer.Typer:
 
 
 def verb_command(name: str, *, quiet: bool = False) -> Any:
-    """Import the module of the verb `name` and return its command.
+    """Import the module of the verb `name` and return its command for typer.
 
-    `quiet` is the parameter of `with_options`.
+    Parameters
+    ----------
+    quiet : do not report plug-ins that cannot be used.
     """
     module = importlib.import_module(f"imgkit_builder.cli.{VERBS[name].module}")
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.callback()(_root)  # so that typer returns a group, also for a single verb
     # The module has a group of verbs of this name, as for `remote`, or a function verb_NAME.
-    if group := getattr(module, "GROUPS", {}).get(name):
-        app.add_typer(group, name=name)
+    groups = getattr(module, "GROUPS", {})
+    if name in groups:
+        app.add_typer(groups[name], name=name)
     else:
         function: Callable[..., Any] = getattr(module, f"verb_{name}")
-        command_class = getattr(module, "COMMAND_CLASSES", {}).get(name)
-        app.command(name, cls=command_class)(with_options(function, quiet=quiet))
-    commands: Any = typer.main.get_command(app)
-    return commands.commands[name]
+        command_classes = getattr(module, "COMMAND_CLASSES", {})
+        app.command(name, cls=command_classes.get(name))(with_options(function, quiet=quiet))
+    group: Any = typer.main.get_command(app)
+    return group.commands[name]
 
 
 def _print_version(value: bool) -> None:
@@ -171,43 +175,45 @@ def main() -> None:
     ``--json``, an error is one JSON object on stdout and one JSON line on stderr, also if the command line is
     wrong.
     """
-    argv = sys.argv[1:]
     # Arguments after "--" belong to the user's program, which may have a --json of its own.
-    as_json = "--json" in (argv[: argv.index("--")] if "--" in argv else argv)
+    own_arguments = itertools.takewhile(lambda argument: argument != "--", sys.argv[1:])
+    as_json = "--json" in own_arguments
     # typer raises errors instead of printing them, so that all errors are printed in one form.
     try:
         code = build_app()(standalone_mode=False)
     except ImgkitError as error:
         _print_error(error, as_json=as_json)
     except OSError as error:
-        # No function has handled this error. A full disk or a folder without permission needs no traceback.
-        full = error.errno in files.FULL
-        path = files.full_file(error) if full else error.filename
-        failure = ToolFailed(
-            error.strerror or str(error),
-            where=str(path) if path else None,
-            hint="free some space there, or write to another disk" if full else None,
-        )
-        _print_error(failure, as_json=as_json)
+        _print_error(_system_error(error), as_json=as_json)
     except typer.Abort:
-        _print_error(Interrupted(_NOTHING_LEFT), as_json=as_json)
+        code = INTERRUPTED
     except Exception as error:
         if not _is_usage_error(error):
             raise
-        _end_usage(error, as_json=as_json)
+        _print_usage_error(error, as_json=as_json)
     # After Ctrl-C, typer raises Abort or returns this exit code.
-    if code == Interrupted.exit_code:
-        _print_error(Interrupted(_NOTHING_LEFT), as_json=as_json)
+    if code == INTERRUPTED:
+        _print_error(Interrupted("interrupted; no partial file is left"), as_json=as_json)
     sys.exit(code if isinstance(code, int) else 0)
-
-
-_NOTHING_LEFT = "interrupted; no partial file is left"
 
 
 class Interrupted(ImgkitError):
     """The user pressed Ctrl-C, or the process got SIGTERM in a block of `exit_on_sigterm`."""
 
     exit_code = INTERRUPTED
+
+
+def _system_error(error: OSError) -> ToolFailed:
+    """Return the message for an error of the system that no function has handled.
+
+    A full disk or a folder without permission needs no traceback.
+    """
+    path = error.filename
+    hint = None
+    if error.errno in files.FULL:
+        path = files.full_file(error)
+        hint = "free some space there, or write to another disk"
+    return ToolFailed(error.strerror or str(error), where=str(path) if path else None, hint=hint)
 
 
 def _is_usage_error(error: Exception) -> bool:
@@ -219,7 +225,7 @@ def _is_usage_error(error: Exception) -> bool:
     return hasattr(error, "ctx") and getattr(error, "exit_code", None) == UsageError.exit_code
 
 
-def _end_usage(error: Any, *, as_json: bool) -> NoReturn:
+def _print_usage_error(error: Any, *, as_json: bool) -> NoReturn:
     """Print `error`, an error of typer about the command line, and exit."""
     error.message = terminal.escape_controls(shorten_message(error.message))
     if not as_json:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from imgkit_builder.engine import Engine, ImageInfo
     from imgkit_entrypoints.system import SystemFacts
 
-Baked = TypeVar("Baked")
+Parsed = TypeVar("Parsed")
 
 
 def verb_save(
@@ -92,8 +92,9 @@ def verb_save(
         lines.append("a STAND-IN without NVIDIA's software: for tests only, not for a cluster")
     cluster = described.system.title if described.system and described.system.title else "the cluster"
     lines += [f"copy it:    {commands['copy']}", f"on {cluster}:"]
-    steps = [commands[step] for step in ("module", "verify", "convert")]
-    lines += [f"            {command}" for command in steps if command]
+    for step in ("module", "verify", "convert"):
+        if commands[step]:
+            lines.append(f"            {commands[step]}")
     data = {
         "image": dataclasses.asdict(described.image),
         "archive": dataclasses.asdict(described.archive) | {"path": target},
@@ -108,22 +109,26 @@ def _sidecar_maker(
 ) -> Callable[[SavedFile], Sidecar]:
     """Return a function that makes the sidecar of the archive once its size and digest are known.
 
-    What the sidecar says about the image is read now, while the engine is connected.
+    The sidecar is the .manifest.json beside the archive. What it says about the image is read now, while the
+    engine is connected.
     """
 
-    def baked(path: str, parse: Callable[[str], Baked]) -> Baked | None:
+    def read_built_file(path: str, parse: Callable[[str], Parsed]) -> Parsed | None:
         """Return the parsed file `path` of the image, or None if imgkit did not build the image."""
         data = engine.read_file(connected, info.ref, path)
+        if data is None:
+            return None
         try:
-            return parse(data.decode()) if data is not None else None
+            return parse(data.decode())
         except (ValueError, TypeError, UsageError) as error:
             report.note(f"another imgkit wrote {path} in the image; the sidecar leaves it out: {error}")
             return None
 
-    system = baked(str(systems.SYSTEM_JSON), systems.from_json)
-    manifest = baked(manifests.MANIFEST_JSON, manifests.from_json)
-    values = {name: getattr(info, name) for name in ("id", "tag", "platform", "diff_ids")}
-    image = sidecar.SavedImage(**values, labels=dict(info.labels))
+    system = read_built_file(str(systems.SYSTEM_JSON), systems.from_json)
+    manifest = read_built_file(manifests.MANIFEST_JSON, manifests.from_json)
+    image = sidecar.SavedImage(
+        id=info.id, tag=info.tag, platform=info.platform, diff_ids=info.diff_ids, labels=dict(info.labels)
+    )
 
     def describe(saved: SavedFile) -> Sidecar:
         archive = sidecar.SavedArchive(
@@ -134,36 +139,52 @@ def _sidecar_maker(
     return describe
 
 
-def _next_commands(path: Path, system: SystemFacts | None) -> dict[str, str]:
-    """Return the commands that copy, verify and convert the archive `path`, by their purpose.
+def _next_commands(archive: Path, system: SystemFacts | None) -> dict[str, str]:
+    """Return the commands that copy, verify and convert the archive, by their purpose.
 
     The values of the image's system are filled in. The command is empty for a step that is not needed.
     """
-    files = [str(path), str(sidecar.sha256_path(path)), str(sidecar.json_path(path))]
-    # The values for an image that names no system.
-    host, folder, kind = "CLUSTER", "", "singularity"
+    checksum_file = sidecar.sha256_path(archive)
+    files = [str(archive), str(checksum_file), str(sidecar.json_path(archive))]
     module = module_line(system) or ""
-    job_options: list[str] = []
-    if system is not None:
-        host, folder = system.transfer.host or host, system.transfer.directory
-        kind = system.runtime.kind
-        if system.queue.sif:
-            # The login node may end a conversion; a job has nodes for it, and loads the module.
-            module = ""
-            account = ["-A", "ACCOUNT"] if "account" in system.queue.required else []
-            job_options = ["--submit", *account, "--time", "1h"]
-    # Quoted for the shell of this machine. The user replaces the words in capitals.
-    address = shlex.quote(f"{'' if '@' in host else 'USER@'}{host}:{folder}")
-    convert = {
-        "singularity": ["imgkit", "sif", path.name, *job_options],
-        "pyxis": ["imgkit", "sif", path.name, "--format", "sqsh", *job_options],
-    }.get(kind, ["docker", "load", "-i", path.name])
+    if system is not None and system.queue.sif:
+        module = ""  # a job converts the archive, and loads the module
     return {
-        "copy": f"rsync -P {shlex.join(files)} {address}",
+        "copy": f"rsync -P {shlex.join(files)} {_copy_destination(system)}",
         "module": module,
-        "verify": shlex.join(["sha256sum", "-c", sidecar.sha256_path(path).name]),
-        "convert": shlex.join(convert),
+        "verify": shlex.join(["sha256sum", "-c", checksum_file.name]),
+        "convert": shlex.join(_conversion_argv(archive.name, system)),
     }
+
+
+def _copy_destination(system: SystemFacts | None) -> str:
+    """Return the folder on the cluster to which an archive is copied, quoted for a shell: ``USER@CLUSTER:``.
+
+    The user replaces the words in capitals.
+    """
+    if system is None:
+        return "USER@CLUSTER:"
+    host = system.transfer.host or "CLUSTER"
+    user = "" if "@" in host else "USER@"
+    return shlex.quote(f"{user}{host}:{system.transfer.directory}")
+
+
+def _conversion_argv(archive: str, system: SystemFacts | None) -> list[str]:
+    """Return the argv that makes the image in `archive` ready to run on the cluster."""
+    argv = ["imgkit", "sif", archive]
+    if system is None:
+        return argv
+    format_options = {"singularity": [], "pyxis": ["--format", "sqsh"]}
+    if system.runtime.kind not in format_options:
+        return ["docker", "load", "-i", archive]
+    argv += format_options[system.runtime.kind]
+    if system.queue.sif:
+        # The login node may end a conversion, so the site has nodes for it.
+        argv.append("--submit")
+        if "account" in system.queue.required:
+            argv += ["-A", "ACCOUNT"]
+        argv += ["--time", "1h"]
+    return argv
 
 
 def verb_verify(

@@ -15,14 +15,14 @@ from imgkit_builder.cli.common import (
     MB,
     RECIPE,
     VERBOSE,
+    confirm_large_code,
     exit_on_sigterm,
     flag_option,
     print_result,
-    with_leave,
 )
 from imgkit_builder.cli.options import GroupedCommand
 from imgkit_builder.cli.progress import reporter
-from imgkit_builder.cli.sif import next_line, result_lines, show_stages
+from imgkit_builder.cli.sif import result_lines, show_stages, sif_command
 from imgkit_builder.cli.submission import SubmitOptions, refuse_without_submit, submit_job
 from imgkit_builder.jobs import runtimes
 from imgkit_builder.workflow import build
@@ -86,9 +86,9 @@ def verb_build(
       imgkit build mn5 --with apptainer --base-from pytorch.tar
       imgkit build mn5 --with apptainer --submit -A bsc98 --time 1h
     """
-    for name in flags_in(options):
-        if name in NOT_WITH[options.program]:
-            raise UsageError(f"{name} cannot be used --with {options.program}", where=name, hint="omit it")
+    for flag in flags_in(options):
+        if flag in NOT_WITH[options.program]:
+            raise UsageError(f"{flag} cannot be used --with {options.program}", where=flag, hint="omit it")
     if job.submit:
         from imgkit_builder.jobs.conversion import prepare_build
 
@@ -105,11 +105,11 @@ def verb_build(
     else:
         run = build.plan_sif if dry_run else build.build_sif
 
-    def attempt(large: bool) -> Any:
+    def run_build(large: bool) -> Any:
         with exit_on_sigterm(), reporter(as_json=as_json, verbose=verbose) as report:
             return run(recipe, dataclasses.replace(options, large=large), report=report)
 
-    result = with_leave(attempt, large=options.large, may_ask=not as_json)
+    result = confirm_large_code(run_build, large=options.large, may_ask=not as_json)
     if dry_run:
         _show_plan(result, as_json=as_json)
     elif options.program == "docker":
@@ -121,14 +121,14 @@ def verb_build(
 
 def _show_plan(plan: ImagePlan | SifPlan, *, as_json: bool) -> None:
     """Print the values of the plan as comments, followed by the Dockerfile or definition."""
-    data = dataclasses.asdict(plan)
+    values = dataclasses.asdict(plan)
     if as_json:
-        print_result({"dry_run": True, **data}, as_json=True)
+        print_result({"dry_run": True, **values}, as_json=True)
         return
-    # The last field of both plans is the Dockerfile or definition.
-    *rows, (_, text) = data.items()
-    comments = "".join(f"# {name:13} {terminal.escape_controls(str(value))}\n" for name, value in rows)
-    terminal.print_document(f"{comments}{text.rstrip()}\n")
+    _, document = values.popitem()  # the last field of both plans is the Dockerfile or definition
+    for name, value in values.items():
+        terminal.print_document(f"# {name:13} {terminal.escape_controls(str(value))}\n")
+    terminal.print_document(f"{document.rstrip()}\n")
 
 
 def _next_command(recipe: str, tag: str | None, runtime: str) -> str:
@@ -139,45 +139,45 @@ def _next_command(recipe: str, tag: str | None, runtime: str) -> str:
     tag : the value of ``--tag``, or None.
     runtime : the kind of runtime of the recipe's system, such as ``singularity``.
     """
-    again, system_runtime = shlex.quote(tag or recipe), runtimes.get_runtime(runtime)
-    # Pods pull their image from a registry. Docker starts the image itself. The other runtimes start a file.
-    if system_runtime.is_isolated:
-        return f"imgkit push {again} REGISTRY/{name_stem(tag or recipe)}:1"
-    if not system_runtime.image_suffix:
-        named = f" --image {again}" if tag else ""
-        return f"imgkit run {shlex.quote(recipe)}{named} -- dist-hello"
-    return f"imgkit sif {again}     # for a cluster: imgkit save {again}"
+    image = tag or recipe
+    quoted_image = shlex.quote(image)
+    recipe_runtime = runtimes.get_runtime(runtime)
+    if recipe_runtime.is_isolated:  # pods pull their image from a registry
+        return f"imgkit push {quoted_image} REGISTRY/{name_stem(image)}:1"
+    if recipe_runtime.image_suffix:  # the job starts a file, such as a .sif
+        return f"imgkit sif {quoted_image}     # for a cluster: imgkit save {quoted_image}"
+    # Docker starts the image itself.
+    image_flag = f" --image {quoted_image}" if tag else ""
+    return f"imgkit run {shlex.quote(recipe)}{image_flag} -- dist-hello"
 
 
-def _show_image(built: BuiltImage, following: str, *, as_json: bool) -> None:
+def _show_image(built: BuiltImage, next_command: str, *, as_json: bool) -> None:
     """Print the image that was built, and the command to type next."""
-    lines = [
-        f"{built.tag}  {built.id}  {built.size_bytes / MB:.1f} MB  {built.platform}",
-        *_standin_lines(built.standin, built.base.name),
-        f"next: {following}",
-    ]
-    print_result(dataclasses.asdict(built), *lines, as_json=as_json)
+    lines = [f"{built.tag}  {built.id}  {built.size_bytes / MB:.1f} MB  {built.platform}"]
+    if built.standin:
+        lines.append(_standin_warning(built.base.name))
+    print_result(dataclasses.asdict(built), *lines, f"next: {next_command}", as_json=as_json)
 
 
 def _show_sif(built: BuiltSif, target: Path, *, as_json: bool) -> None:
     """Print the .sif that was built, the seconds of each stage, and the command to type next."""
-    base, following = built.base, next_line(target, "dist-train")
-    data = dataclasses.asdict(built)
-    del data["record"]["facts"]
-    data |= {
-        "sif": data.pop("path"),
+    base = built.base
+    next_command = sif_command(target)
+    result = dataclasses.asdict(built)
+    result |= {
+        "sif": result.pop("path"),
         "id": built.record.image_id,
         "platform": base.platform,
         "standin": base.standin,
         "base": {"name": base.name, "id": base.id, "digest": base.digest},
-        "next": following,
+        "next": next_command,
     }
-    lines = result_lines(built, target, following)
-    # Before the last line, which is the next command.
-    lines[-1:-1] = _standin_lines(base.standin, base.name)
-    show_stages(data, built.stages, *lines, as_json=as_json)
+    lines = result_lines(built, target)
+    if base.standin:
+        lines.append(_standin_warning(base.name))
+    show_stages(result, *lines, f"next:  {next_command}", as_json=as_json)
 
 
-def _standin_lines(is_standin: bool, base: str) -> list[str]:
-    """Return the warning about a base without NVIDIA software, or nothing for other bases."""
-    return [f"a STAND-IN: {base} has no NVIDIA software; for tests only"] if is_standin else []
+def _standin_warning(base: str) -> str:
+    """Return the warning that the image `base` lacks NVIDIA's software."""
+    return f"a STAND-IN: {base} has no NVIDIA software; for tests only"

@@ -36,13 +36,18 @@ def complete_names(incomplete: str) -> list[str]:
     They are the shipped recipes, and the folders, recipes, archives and .sif files whose names begin with it.
     """
     names = [name for name in recipe_names() if name.startswith(incomplete)]
-    suffixes = (*RECIPE_SUFFIXES, *ARCHIVE_SUFFIXES, ".sif")
-    # "dir/na" stands for the names in dir/ that begin with "na".
-    folder, _, start = incomplete.rpartition("/")
-    directory = Path(f"{folder}/") if "/" in incomplete else Path()
-    paths = sorted(path for path in directory.glob("*") if path.name.startswith(start))
-    folders = [f"{path}/" for path in paths if path.is_dir()]
-    return [*names, *folders, *(str(path) for path in paths if path.name.endswith(suffixes))]
+    # "dir/na" -> the names in "dir/" that begin with "na"
+    folder, slash, start = incomplete.rpartition("/")
+    folders = []
+    files = []
+    for path in sorted(Path(folder + slash).glob("*")):
+        if not path.name.startswith(start):
+            continue
+        if path.is_dir():
+            folders.append(f"{path}/")
+        if path.name.endswith((*RECIPE_SUFFIXES, *ARCHIVE_SUFFIXES, ".sif")):
+            files.append(str(path))
+    return [*names, *folders, *files]
 
 
 def name_argument(metavar: str, help: str, default: Any = ...) -> Any:
@@ -77,7 +82,14 @@ MB = 1e6
 
 def gigabytes_to_bytes(value: float | None) -> int | None:
     """Return the number of bytes in `value` GB of 10^9 bytes each. Return None for None."""
-    return None if value is None else int(value * 1e9)
+    if value is None:
+        return None
+    return int(value * 1e9)
+
+
+def print_message(text: str) -> None:
+    """Print a message of imgkit on stderr: ``imgkit: TEXT``."""
+    terminal.print_messages(f"imgkit: {text}")
 
 
 def print_result(data: Mapping[str, Any], *lines: str, as_json: bool) -> None:
@@ -101,13 +113,14 @@ def show_checks(results: Sequence[Check], *, as_json: bool, **context: Any) -> N
         raise typer.Exit(EXIT_NO)
 
 
-def with_leave(run: Callable[[bool], Result], *, large: bool, may_ask: bool = True) -> Result:
-    """Call `run`, and return its result. If the code is large, ask the user whether to go on.
+def confirm_large_code(pack: Callable[[bool], Result], *, large: bool, may_ask: bool = True) -> Result:
+    """Call `pack`, and return its result. If the code is large, first ask the user whether to go on.
 
     Parameters
     ----------
-    run : packs code. Its argument tells whether it may pack more than 1 GB; otherwise it raises LargeContext.
-    large : whether the user has allowed that by a flag.
+    pack : packs code. Its argument says whether the code may be large. If not, it raises LargeContext for
+        more than 1 GB.
+    large : whether the user has allowed large code by a flag.
     may_ask : whether the verb may ask. It also needs a terminal for that.
 
     Raises
@@ -118,13 +131,14 @@ def with_leave(run: Callable[[bool], Result], *, large: bool, may_ask: bool = Tr
     from imgkit_builder.image.context import LargeContext
 
     try:
-        return run(large)
+        return pack(large)
     except LargeContext as error:
-        can_ask = may_ask and sys.stdin.isatty() and sys.stderr.isatty()
-        question = terminal.escape_controls(f"{error.where}: {error.what}. Pack all of it?")
-        if not can_ask or not typer.confirm(question, err=True):  # noqa: TID251 - the question is escaped
+        if not (may_ask and sys.stdin.isatty() and sys.stderr.isatty()):
             raise
-        return run(True)
+        question = terminal.escape_controls(f"{error.where}: {error.what}. Pack all of it?")
+        if not typer.confirm(question, err=True):  # noqa: TID251 - the question is escaped
+            raise
+        return pack(True)
 
 
 def error_data(error: ImgkitError) -> dict[str, Any]:
@@ -153,20 +167,22 @@ def problem_data(problem: Problem) -> dict[str, Any]:
     }
 
 
-def format_columns(table: Sequence[Sequence[str]], *, most: int | None = None) -> Iterator[str]:
+def format_columns(table: Sequence[Sequence[str]], *, max_width: int = sys.maxsize) -> Iterator[str]:
     """Yield each row of `table` as a line of aligned columns. All rows must have the same number of cells.
 
     Parameters
     ----------
-    most : the largest width of a column after the first one, in characters. A longer cell is not cut: it
-        moves the rest of its line to the right. None: no limit.
+    max_width : the largest width of a column, in characters. A longer cell is not cut: it moves the rest of
+        its line to the right.
     """
-    rows = [[*map(terminal.escape_controls, row)] for row in table]
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    if most is not None:
-        widths[1:] = (min(width, most) for width in widths[1:])
+    rows = [[terminal.escape_controls(cell) for cell in row] for row in table]
+    widths = []
+    for column in zip(*rows, strict=True):
+        longest = max(len(cell) for cell in column)
+        widths.append(min(longest, max_width))
     for row in rows:
-        yield "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        padded_cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        yield "  ".join(padded_cells).rstrip()
 
 
 @contextlib.contextmanager
@@ -179,8 +195,8 @@ def exit_on_sigterm() -> Iterator[None]:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    previous_handler = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)

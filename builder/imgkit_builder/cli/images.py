@@ -5,16 +5,25 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+from collections.abc import Mapping
 
 import typer
 
 from imgkit_builder import engine as engines
-from imgkit_builder.cli.common import JSON, VERBOSE, flag_option, name_argument, print_result, show_checks
+from imgkit_builder.cli.common import (
+    JSON,
+    VERBOSE,
+    flag_option,
+    name_argument,
+    print_message,
+    print_result,
+    show_checks,
+)
 from imgkit_builder.cli.jobs import connect_to, scheduler_runner
 from imgkit_builder.cli.options import field_option
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.jobs import history, quoting, records, systems
-from imgkit_builder.jobs.submitted import FINAL_STATES
+from imgkit_builder.jobs.submitted import FINAL_STATES, SubmittedJob
 from imgkit_builder.sif.conversion import Options
 from imgkit_builder.workflow.images import shell_command, smoke_test
 from imgkit_builder.workflow.names import image_name
@@ -79,23 +88,17 @@ def verb_shell(
       imgkit shell mn5 --dry-run
       imgkit shell --job 4711@mn5 --node as01r1b07
     """
-    if bool(image) == bool(job):
-        raise UsageError(
-            "--job takes its image from the job" if job else "no image and no job was given",
-            where="IMAGE" if job else "imgkit shell",
-            hint=f"imgkit shell --job {job}" if job else "imgkit shell mn5.sif, or imgkit shell --job ID",
-        )
-    for flag, is_set, conflict in (
-        ("--host", host and job, "--job"),
-        ("--workdir", workdir and job, "--job"),
-        ("--packages", packages and job, "--job"),
-        ("--node", node and image, "an image"),
-    ):
-        if is_set:
-            raise UsageError(f"{flag} cannot be combined with {conflict}", where=flag, hint="leave it out")
+    if job and image:
+        hint = f"imgkit shell --job {job}"
+        raise UsageError("--job takes its image from the job", where="IMAGE", hint=hint)
     if job:
-        argv, description = _into_job(job, node, look=not dry_run)
+        _refuse_flags({"--host": host, "--workdir": workdir, "--packages": packages}, "--job")
+        argv, description = _job_shell(job, node, must_run=not dry_run)
+    elif not image:
+        hint = "imgkit shell mn5.sif, or imgkit shell --job ID"
+        raise UsageError("no image and no job was given", where="imgkit shell", hint=hint)
     else:
+        _refuse_flags({"--node": node}, "an image")
         command = shell_command(image, host=host, workdir=workdir, packages=packages)
         argv, description = command.argv, command.reach
         if verbose and command.image:
@@ -103,9 +106,9 @@ def verb_shell(
     if dry_run:
         terminal.print_results(shlex.join(argv))
         return
-    terminal.print_messages(f"imgkit: {description}")
+    print_message(description)
     if verbose or not job:  # the command for a job on a remote has 1,600 characters
-        terminal.print_messages(f"imgkit: {shlex.join(argv)}")
+        print_message(shlex.join(argv))
     if shutil.which(argv[0]) is None:
         install = "sudo apt-get install docker-cli (or docker.io)"
         hint = "run this where the job was submitted" if job else install
@@ -113,37 +116,50 @@ def verb_shell(
     os.execvp(argv[0], argv)  # noqa: S606 - an argv list, no shell; the terminal now belongs to that program
 
 
-def _into_job(job_id: str, node: str, *, look: bool) -> tuple[tuple[str, ...], str]:
+def _refuse_flags(flags: Mapping[str, object], conflict: str) -> None:
+    """Raise UsageError if one of `flags` has a value, since none can be combined with `conflict`."""
+    for flag, value in flags.items():
+        if value:
+            raise UsageError(f"{flag} cannot be combined with {conflict}", where=flag, hint="leave it out")
+
+
+def _job_shell(job_id: str, node: str, *, must_run: bool) -> tuple[tuple[str, ...], str]:
     """Return the command that opens a shell in the job, and a text about what the shell runs in.
 
     Parameters
     ----------
     node : the node or pod in which to open the shell, or "" for the default.
-    look : ask the scheduler first whether the job runs.
+    must_run : first ask the scheduler, and refuse a job that does not run.
     """
     if node and not quoting.is_job_id(node):
         raise UsageError(f"{node!r} cannot be the name of a node or pod", where="--node")
     record = records.find_record(job_id)
+    job = record.job
     # The shell gets this variable, as the job has it.
-    line = f"export IMGKIT_RUN_DIR={shlex.quote(str(record.job.run_folder))}; {record.job.shell_line}"
-    entry = systems.get_system(record.job.system).shell_command(record.job, line, node)
-    state = history.refresh_state(record, scheduler_runner(record)).state if look else ""
-    if state in (*FINAL_STATES, "waiting"):
+    shell_line = f"export IMGKIT_RUN_DIR={shlex.quote(str(job.run_folder))}; {job.shell_line}"
+    command = systems.get_system(job.system).shell_command(job, shell_line, node)
+    if must_run:
+        _refuse_idle_job(record)
+    if not job.shell_line and command.description == systems.NEW_CONTAINER:
         raise UsageError(
-            f"the job {record.job.handle} {'waits' if state == 'waiting' else 'has ended'}",
-            where="--job",
-            hint=f"imgkit status {record.job.handle}",
-        )
-    if not record.job.shell_line and entry.description == systems.NEW_CONTAINER:
-        raise UsageError(
-            f"no shell opens in {record.job.handle}: imgkit starts a second container in a job only by "
+            f"no shell opens in {job.handle}: imgkit starts a second container in a job only by "
             "Singularity and Apptainer",
             where="--job",
             hint="imgkit run --interactive opens one in a job of its own",
         )
-    if not record.job.remote:
-        return entry.argv, entry.description
-    return connect_to(record.job.remote).interactive(entry.argv), entry.description
+    if job.remote:
+        return connect_to(job.remote).interactive(command.argv), command.description
+    return command.argv, command.description
+
+
+def _refuse_idle_job(record: SubmittedJob) -> None:
+    """Raise UsageError if the scheduler says that the job waits or has ended."""
+    state = history.refresh_state(record, scheduler_runner(record)).state
+    if state not in (*FINAL_STATES, "waiting"):
+        return
+    verdict = "waits" if state == "waiting" else "has ended"
+    hint = f"imgkit status {record.job.handle}"
+    raise UsageError(f"the job {record.job.handle} {verdict}", where="--job", hint=hint)
 
 
 def verb_push(
@@ -161,10 +177,10 @@ def verb_push(
       imgkit push mn5 ghcr.io/group/mn5:1
       imgkit push registry.example.org/group/mn5:1
     """
-    name = image_name(image)
+    local_name = image_name(image)
+    target = local_name if ref is None else ref
     with reporter(as_json=as_json, verbose=verbose) as report, engines.connect() as engine:
-        if ref is not None:
-            engines.add_tag(engine, name, ref)
-        target = ref or name
+        if target != local_name:
+            engines.add_tag(engine, local_name, target)
         digest = engines.push(engine, target, report)
     print_result({"ref": target, "digest": digest}, f"{target}  {digest}", as_json=as_json)

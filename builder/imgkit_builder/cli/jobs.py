@@ -16,8 +16,8 @@ import typer
 
 from imgkit_builder.base import process
 from imgkit_builder.base.process import INTERRUPTED, Finished
-from imgkit_builder.cli.common import JOB_ID, JSON, LAST_JOB_ID, flag_option, print_result
-from imgkit_builder.cli.runs import job_data, jobs_table
+from imgkit_builder.cli.common import JOB_ID, JSON, LAST_JOB_ID, flag_option, print_message, print_result
+from imgkit_builder.cli.runs import has_known_id, job_data, jobs_table
 from imgkit_builder.jobs import history, quoting, records, systems
 from imgkit_builder.jobs.history import JobReport, WaitLog
 from imgkit_builder.jobs.remote import jobs as remote_jobs
@@ -47,12 +47,12 @@ def verb_status(
       imgkit status 4711_3@mn5
     """
     if not job_id:
-        _own_jobs(as_json=as_json)
+        _show_own_jobs(as_json=as_json)
         return
     record = records.find_record(job_id)
     run = history.status_runner(record, may_ask=may_ask())
     report = history.report_job(record, run)
-    keep_state(record, report.record)
+    save_new_state(record, report.record)
     use = history.read_gpu_use(record, run)
     if as_json:
         data = _report_to_dict(report)
@@ -61,7 +61,7 @@ def verb_status(
         print_result(data, as_json=True)
         return
     if report.argv:
-        terminal.print_messages(f"imgkit: {_remote_prefix(record)}{shlex.join(report.argv)}")
+        print_message(f"{_remote_prefix(record)}{shlex.join(report.argv)}")
         terminal.output_copier()(report.text.encode())
     if report.has_ended:
         terminal.print_results(history.ending_text(report))
@@ -71,37 +71,46 @@ def verb_status(
         terminal.print_results(gpu_use.describe(use))
 
 
-def _own_jobs(*, as_json: bool) -> None:
+def _show_own_jobs(*, as_json: bool) -> None:
     """Print a table of the jobs that had not ended when imgkit last asked, with their states now.
 
-    A remote that cannot be reached is reported once. Its other jobs are shown with the last known states, and
-    the exit code is that of `ToolFailed`.
+    The exit code is that of `ToolFailed` if the states of some jobs are unknown.
     """
-    jobs = []
-    unreachable_remotes = set()
-    is_complete = True
-    for record in records.list_records():
-        if not _may_run(record):
-            continue
-        current = record
-        try:
-            if record.job.remote not in unreachable_remotes:
-                current = history.refresh_state(record, scheduler_runner(record))
-        except ImgkitError as error:
-            # The other jobs are shown all the same.
-            terminal.print_messages(f"imgkit: {record.job.handle}: {error.what}")
-            is_complete = False
-            if isinstance(error, Cut):
-                unreachable_remotes.add(record.job.remote)
-        keep_state(record, current)
-        jobs.append(current)
+    old_records = [record for record in records.list_records() if _may_run(record)]
+    jobs, is_complete = _refresh_states(old_records)
+    for record, current in zip(old_records, jobs, strict=True):
+        save_new_state(record, current)
     data = {"jobs": [job_data(record) for record in jobs], "complete": is_complete}
-    lines: Iterable[str] = ("no job waits or runs; imgkit runs lists those that have ended",)
     if jobs:
-        lines = jobs_table(jobs)
-    print_result(data, *lines, as_json=as_json)
+        print_result(data, *jobs_table(jobs), as_json=as_json)
+    else:
+        no_jobs = "no job waits or runs; imgkit runs lists those that have ended"
+        print_result(data, no_jobs, as_json=as_json)
     if not is_complete:
         raise typer.Exit(ToolFailed.exit_code)
+
+
+def _refresh_states(jobs: Iterable[SubmittedJob]) -> tuple[list[SubmittedJob], bool]:
+    """Ask the schedulers for the states of `jobs`. Return the jobs with them, and whether all answered.
+
+    A scheduler that does not answer is reported, and its job keeps the last known state. A remote that cannot
+    be reached is reported and tried only once.
+    """
+    current_jobs = []
+    unreachable_remotes = set()
+    is_complete = True
+    for record in jobs:
+        current = record
+        if record.job.remote not in unreachable_remotes:
+            try:
+                current = history.refresh_state(record, scheduler_runner(record))
+            except ImgkitError as error:
+                print_message(f"{record.job.handle}: {error.what}")
+                is_complete = False
+                if isinstance(error, Cut):
+                    unreachable_remotes.add(record.job.remote)
+        current_jobs.append(current)
+    return current_jobs, is_complete
 
 
 def _remote_prefix(record: SubmittedJob) -> str:
@@ -117,17 +126,24 @@ def _may_run(record: SubmittedJob) -> bool:
     """
     if record.state in FINAL_STATES:
         return False
-    try:
-        reports_state = record.answer is None and systems.get_system(record.job.system).reports_state
-    except ImgkitError:  # the system's plug-in is no longer installed
-        reports_state = False
+    if has_known_id(record) and _reports_state(record):
+        return True
     week_ago = datetime.now(timezone.utc) - timedelta(days=7)
-    return reports_state or (not record.cancelled and record.submitted >= week_ago.isoformat())
+    return not record.cancelled and record.submitted >= week_ago.isoformat()
+
+
+def _reports_state(record: SubmittedJob) -> bool:
+    """Return whether the job's system can say if the job waits, runs or has ended."""
+    try:
+        return systems.get_system(record.job.system).reports_state
+    except ImgkitError:  # the system's plug-in is no longer installed
+        return False
 
 
 def _report_to_dict(report: JobReport) -> dict[str, Any]:
     """Return the data that ``imgkit status ID --json`` and ``imgkit wait ID --json`` print."""
     record = report.record
+    has_one_folder = record.has_run_folder and not record.job.array
     data: dict[str, Any] = {
         "id": record.job.handle,
         "state": record.state,
@@ -136,14 +152,14 @@ def _report_to_dict(report: JobReport) -> dict[str, Any]:
         "exit_code": report.code if report.has_ended else None,
         "command": list(report.argv),
         "output": report.text,
-        "folder": None if record.job.array or not record.has_run_folder else str(record.job.run_folder),
+        "folder": str(record.job.run_folder) if has_one_folder else None,
     }
     if record.code is not None:
         data["code"] = dataclasses.asdict(record.code)
     return data
 
 
-def keep_state(record: SubmittedJob, current: SubmittedJob) -> None:
+def save_new_state(record: SubmittedJob, current: SubmittedJob) -> None:
     """Save `current` if its state differs from that of `record`, the same job as it was before."""
     # A task of an array has no file of its own: its record is derived from that of the array.
     if current.state != record.state and records.has_record_file(record):
@@ -186,36 +202,32 @@ def follow_job(record: SubmittedJob) -> int:
     Ctrl-C, which leaves the job running, and 1 otherwise.
     """
     verbs = "logs|status|cancel|fetch" if record.job.remote else "logs|status|cancel"
-    continues = f"the job continues; imgkit {verbs} {record.job.handle}"
-    _print_message(f"job {record.job.handle}; Ctrl-C stops following; the job continues")
+    continue_hint = f"the job continues; imgkit {verbs} {record.job.handle}"
+    print_message(f"job {record.job.handle}; Ctrl-C stops following; the job continues")
     run = scheduler_runner(record)
     try:
         report = _follow_to_end(record, run)
     except KeyboardInterrupt:
-        _print_message(continues)
+        print_message(continue_hint)
         return INTERRUPTED
     except Cut as error:
-        raise Cut(error.what, where=error.where, hint=f"{continues}\n{error.hint}") from error
-    keep_state(record, report.record)
-    _print_message(history.ending_text(report))
-    if report.record.state == "failed":
+        raise Cut(error.what, where=error.where, hint=f"{continue_hint}\n{error.hint}") from error
+    save_new_state(record, report.record)
+    print_message(history.ending_text(report))
+    state = report.record.state
+    if state == "failed":
         for hint in history.failure_hints(report, run):
-            _print_message(hint)
-    return 0 if report.record.state in ("succeeded", "ended") else 1
-
-
-def _print_message(text: str) -> None:
-    """Print a message of imgkit on stderr."""
-    terminal.print_messages(f"imgkit: {text}")
+            print_message(hint)
+    return 0 if state in ("succeeded", "ended") else 1
 
 
 def _follow_to_end(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> JobReport:
     """Show the job's output until the job ends, and return the report about its end."""
-    log = history.WaitLog(record.job, _print_message)
+    log = history.WaitLog(record.job, print_message)
     if record.job.remote:
         connection = connect_to(record.job.remote)
         remote_jobs.follow_output(
-            connection, record, terminal.output_copier(), on_status=log.update, log=_print_message
+            connection, record, terminal.output_copier(), on_status=log.update, log=print_message
         )
         return history.report_job(record, run)
     _show_local_output(record, run, log)
@@ -234,17 +246,16 @@ def _show_local_output(record: SubmittedJob, run: Callable[[Sequence[str]], Fini
     # file.
     argv = systems.get_system(record.job.system).log_source(record.job)
     log_file = Path(argv[-1])
-    is_over = False
     for pause_s in history.poll_pauses():
-        is_over = has_ended()
-        if is_over or log_file.exists():
+        if has_ended():
+            # Without -f or -F, tail prints the whole output and ends.
+            print_argv = [argument for argument in argv if argument not in ("-f", "-F")]
+            process.run_attached(print_argv)
+            return
+        if log_file.exists():
             break
         time.sleep(pause_s)
-    if is_over:
-        # Without -f or -F, tail prints the whole output and ends.
-        process.run_attached(tuple(option for option in argv if option not in ("-f", "-F")), until=None)
-    else:
-        process.run_attached(argv, until=has_ended)
+    process.run_attached(argv, until=has_ended)
 
 
 def verb_logs(
@@ -266,7 +277,7 @@ def verb_logs(
         return
     if can_follow(record):
         raise typer.Exit(follow_job(record))
-    terminal.print_messages(f"imgkit: {shlex.join(argv)}")
+    print_message(shlex.join(argv))
     raise typer.Exit(process.run_attached(argv))
 
 
@@ -278,8 +289,8 @@ def last_job_id() -> str:
     UsageError : no job with a known id was submitted from this machine.
     """
     for record in records.list_records():
-        if record.answer is None:
-            terminal.print_messages(f"imgkit: job {record.job.handle}, the last one")
+        if has_known_id(record):
+            print_message(f"job {record.job.handle}, the last one")
             return record.job.handle
     raise UsageError("no job was submitted from here", where="ID", hint="imgkit run prints the id")
 
@@ -301,18 +312,17 @@ def verb_wait(
     """
     limit_s = quoting.parse_time_limit(timeout, where="--timeout") if timeout else None
     record = records.find_record(job_id)
+    handle = record.job.handle
+    # With --json, standard error has nothing but JSON.
+    log = None if as_json else history.WaitLog(record.job, print_message)
     try:
-        # With --json, standard error has nothing but JSON.
-        log = None if as_json else history.WaitLog(record.job, _print_message)
         report = history.wait_for_job(record, scheduler_runner(record), limit_s=limit_s, log=log)
     except KeyboardInterrupt:
-        terminal.print_messages(f"imgkit: {record.job.handle} continues; imgkit wait {record.job.handle}")
+        print_message(f"{handle} continues; imgkit wait {handle}")
         raise typer.Exit(INTERRUPTED) from None
-    keep_state(record, report.record)
+    save_new_state(record, report.record)
     if not report.has_ended:
-        raise ToolFailed(
-            f"{record.job.handle} has not ended after {timeout}", hint=f"imgkit wait {record.job.handle}"
-        )
+        raise ToolFailed(f"{handle} has not ended after {timeout}", hint=f"imgkit wait {handle}")
     if as_json:
         print_result(_report_to_dict(report), as_json=True)
     else:
@@ -333,11 +343,11 @@ def verb_cancel(
     record = records.find_record(job_id)
     argv = systems.get_system(record.job.system).cancel_command(record.job)
     if not as_json:
-        terminal.print_messages(f"imgkit: {_remote_prefix(record)}{shlex.join(argv)}")
-    answer = history.cancel_job(record, scheduler_runner(record))
+        print_message(f"{_remote_prefix(record)}{shlex.join(argv)}")
+    finished = history.cancel_job(record, scheduler_runner(record))
     if as_json:
-        data = {"command": argv, "exit_code": answer.returncode, "output": answer.output}
+        data = {"command": argv, "exit_code": finished.returncode, "output": finished.output}
         print_result(data, as_json=True)
     else:
-        terminal.output_copier()(answer.output.encode())
-    raise typer.Exit(answer.returncode)
+        terminal.output_copier()(finished.output.encode())
+    raise typer.Exit(finished.returncode)

@@ -7,7 +7,7 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import typer
 
@@ -39,7 +39,7 @@ from imgkit_entrypoints.errors import EXIT_NO, UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.base.progress import Reporter
-    from imgkit_builder.recipe.model import LockRequest, Recipe
+    from imgkit_builder.recipe.model import LockedPlatform, LockRequest, Recipe
 
 
 def verb_lock(
@@ -86,9 +86,10 @@ def verb_lock(
         return
 
     options = dataclasses.replace(options, packages=tuple(packages or ()))
+    file = lock_file.lock_path(loaded)
     with exit_on_sigterm(), reporter(as_json=as_json, verbose=verbose) as report:
-        data, lines = _write_lock(loaded, options, source, writes=not dry_run, report=report)
-    print_result(data, *lines, as_json=as_json)
+        old, new = _update_lock(loaded, options, source, file, writes=not dry_run, report=report)
+    _show_changes(file, old, new, dry_run=dry_run, as_json=as_json)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,20 +101,21 @@ class _BaseOptions(BaseOptions):
     )
 
 
-def _write_lock(
+def _update_lock(
     recipe: Recipe,
     options: LockOptions,
     source: _BaseOptions,
+    file: Path,
     *,
     writes: bool,
     report: Reporter,
-) -> tuple[dict[str, Any], list[str]]:
-    """Resolve the packages of the recipe in its base, and write the lock.
+) -> tuple[LockedPlatform | None, LockedPlatform]:
+    """Resolve the packages of the recipe in its base, and write the lock `file`.
 
-    Return the result as JSON data, and as lines for people. With `writes` False, no file is changed.
+    Return the packages that the lock had for this platform, which is None if it had none, and the new ones.
+    With `writes` False, no file is changed.
     """
     request = _lock_request(recipe, source.base)
-    file = lock_file.lock_path(recipe)
     lock = lock_file.read_lock(file) if file.exists() else None
     if writes and not os.access(file.parent, os.W_OK):
         # Checked first, because to resolve the packages takes minutes.
@@ -150,34 +152,49 @@ def _write_lock(
             folder=Path(folder),
             report=report,
         )
-        same = changes.is_same(old, new)
-        if writes and (options.keep_files or not same):
+        is_same = changes.is_same(old, new)
+        if writes and (options.keep_files or not is_same):
             # A lock with the same packages is written only to keep files beside it.
-            resolved = old if same and old else new
+            resolved = old if is_same and old else new
             write_lock(recipe, file, lock, resolved, Path(folder) if options.keep_files else None)
+    return old, new
+
+
+def _show_changes(
+    file: Path, old: LockedPlatform | None, new: LockedPlatform, *, dry_run: bool, as_json: bool
+) -> None:
+    """Print how the lock `file` has changed.
+
+    Parameters
+    ----------
+    old, new : the results of `_update_lock`.
+    """
+    is_same = changes.is_same(old, new)
     difference = changes.list_changes(old, new)
-    is_written = writes and not same
     data = {
         "file": file,
         "platform": new.platform,
-        "written": is_written,
+        "written": not (dry_run or is_same),
         "apt": len(new.apt),
         "pip": len(new.pip),
         "kept": [package.file for package in new.pip if package.kept],
         "changes": [dataclasses.asdict(change) for change in difference],
     }
-    counted = f"{len(new.apt)} apt and {len(new.pip)} pip packages for {new.platform}"
-    if same:
-        return data, [f"{file} is up to date: {counted}"]
-    verdict = "written" if is_written else "not written (--dry-run)"
+    counts = f"{len(new.apt)} apt and {len(new.pip)} pip packages for {new.platform}"
+    if is_same:
+        print_result(data, f"{file} is up to date: {counts}", as_json=as_json)
+        return
     lines = [str(change) for change in difference if change.kind != "file"]
-    return data, [*lines, f"{file} {verdict}: {counted}"]
+    verdict = "not written (--dry-run)" if dry_run else "written"
+    print_result(data, *lines, f"{file} {verdict}: {counts}", as_json=as_json)
 
 
 def _lock_request(recipe: Recipe, base: str | None) -> LockRequest:
-    """Return what the lock of `recipe` has to resolve.
+    """Return what the lock of `recipe` has to resolve, such as its pip steps.
 
-    Raise UsageError if a file of its pip steps is wrong.
+    Raises
+    ------
+    UsageError : a file of the pip steps, such as a requirements.txt, is wrong.
     """
     try:
         return lock_file.make_request(recipe, base=base)
@@ -189,13 +206,12 @@ def _check_lock(recipe: Recipe, *, base: str | None, platform: str | None, as_js
     """Print whether the lock fits the recipe. If it does not, print the reason and exit with code 1."""
     file = lock_file.lock_path(recipe)
     target = engines.choose_platform(recipe, requested=platform, host=host_platform())
-    reason = ""
+    data = {"file": file, "platform": target}
     try:
         lock_file.attach_lock(recipe, platform=target, base=base, required=True)
     except UsageError as error:
         reason = str(error)
-    lines = reason.split("\n") if reason else [f"{file} fits the recipe on {target}"]
-    data = {"file": file, "platform": target, "current": not reason, "why": reason or None}
-    print_result(data, *lines, as_json=as_json)
-    if reason:
-        raise typer.Exit(EXIT_NO)
+        print_result({**data, "current": False, "why": reason}, *reason.split("\n"), as_json=as_json)
+        raise typer.Exit(EXIT_NO) from None
+    text = f"{file} fits the recipe on {target}"
+    print_result({**data, "current": True, "why": None}, text, as_json=as_json)

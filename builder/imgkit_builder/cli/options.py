@@ -22,6 +22,9 @@ from imgkit_builder.cli import scheduler_options
 from imgkit_entrypoints import terminal
 
 Verb = Callable[..., None]
+# typer exports neither of these classes of click, of which its newer versions have a copy.
+ClickContext = Any
+HelpFormatter = Any
 COMMAND = "imgkit.command"
 """The key of ``Context.meta`` under which a verb finds the arguments after ``--``."""
 _KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY  # typer calls by keyword, so defaults may stand in any order
@@ -57,19 +60,14 @@ def with_options(verb: Verb, *, quiet: bool = False) -> Verb:
     system_requests: dict[str, list[_FieldOptions]] = {}
     for parameter in inspect.signature(verb, eval_str=True).parameters.values():
         name = parameter.name
-        kind = parameter.annotation
-        omitted: Collection[str] = ()
-        # Annotated[JobRequest, Without("nodes")]
-        if typing.get_origin(kind) is Annotated:
-            kind, without = typing.get_args(kind)
-            omitted = without.fields
+        kind, omitted = _split_annotation(parameter.annotation)
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             requests[name] = _FieldOptions(name, kind, omitted)
             parameters += requests[name].parameters()
         elif typing.get_origin(kind) is tuple:
             system_requests[name] = []
-            for number, owner in enumerate(_flags_of_systems(quiet=quiet)):
-                field_options = _FieldOptions(f"{name}_{number}", owner)
+            for number, flags_class in enumerate(_flags_of_systems(quiet=quiet)):
+                field_options = _FieldOptions(f"{name}_{number}", flags_class)
                 system_requests[name].append(field_options)
                 parameters += field_options.parameters()
         else:
@@ -78,10 +76,10 @@ def with_options(verb: Verb, *, quiet: bool = False) -> Verb:
     @functools.wraps(verb)
     def call_verb(**values: Any) -> None:
         for name, field_options in requests.items():
-            values[name] = field_options.take(values)
+            values[name] = field_options.pop_instance(values)
         for name, options_of_systems in system_requests.items():
-            # Flags with their default values were not given, and their system is left out.
-            all_flags = [field_options.take(values) for field_options in options_of_systems]
+            all_flags = [field_options.pop_instance(values) for field_options in options_of_systems]
+            # Flags that equal their defaults were not given, and their system is left out.
             values[name] = tuple(flags for flags in all_flags if flags != type(flags)())
         verb(**values)
 
@@ -91,27 +89,38 @@ def with_options(verb: Verb, *, quiet: bool = False) -> Verb:
     return call_verb
 
 
+def _split_annotation(annotation: Any) -> tuple[Any, Collection[str]]:
+    """Return the type of a parameter, and the names of the fields that are to have no option.
+
+    ``Annotated[JobRequest, Without("nodes")] -> JobRequest, ("nodes",)``
+    """
+    if typing.get_origin(annotation) is not Annotated:
+        return annotation, ()
+    kind, without = typing.get_args(annotation)
+    return kind, without.fields
+
+
 def field_option(owner: type[Any], field: str) -> Any:
     """Return the typer option that `field` of the dataclass `owner` declares.
 
     A verb uses it as the default of a parameter, as typer expects.
     """
-    flags_of_fields = {flag.field: flag for flag in declared_options(owner)}
-    return _typer_option(flags_of_fields[field])
+    flags_by_field = {flag.field: flag for flag in declared_options(owner)}
+    return _typer_option(flags_by_field[field])
 
 
 def _typer_option(flag: Flag) -> Any:
     """Return the typer option for `flag`, to use as the default of a parameter."""
-    default = flag.default
-    if isinstance(default, tuple):
-        default = list(default)  # typer knows lists as repeated options, and no tuples of any length
     if flag.is_negative:
-        default = False  # the value of the option --no-test; the field `test` is True then
+        default: Any = False  # the value of the option --no-test; the field `test` is True then
+    elif isinstance(flag.default, tuple):
+        default = list(flag.default)  # typer knows lists as repeated options, and no tuples of any length
+    else:
+        default = flag.default
     return typer.Option(
         default,
         *flag.names,
         metavar=flag.metavar or None,
-        min=flag.minimum,
         help=flag.help,
         rich_help_panel=flag.group or None,
     )
@@ -126,9 +135,10 @@ class _FieldOptions:
 
     def __init__(self, prefix: str, owner: type[Any], omitted: Collection[str] = ()) -> None:
         self.owner = owner
-        self.flags = {
-            f"{prefix}_{flag.field}": flag for flag in declared_options(owner) if flag.field not in omitted
-        }
+        self.flags: dict[str, Flag] = {}  # by the name of the parameter
+        for flag in declared_options(owner):
+            if flag.field not in omitted:
+                self.flags[f"{prefix}_{flag.field}"] = flag
 
     def parameters(self) -> list[inspect.Parameter]:
         """Return a parameter for each option, with the option as its default."""
@@ -139,16 +149,22 @@ class _FieldOptions:
             parameters.append(inspect.Parameter(name, _KEYWORD_ONLY, default=option, annotation=kind))
         return parameters
 
-    def take(self, values: dict[str, Any]) -> Any:
-        """Remove the values of these options from `values`, and return an instance of `owner` with them."""
-        fields = {}
+    def pop_instance(self, values: dict[str, Any]) -> Any:
+        """Return an instance of `owner` with the values of these options, which `values` then lacks.
+
+        Parameters
+        ----------
+        values : the values of all of the verb's parameters, as typer passes them.
+        """
+        fields: dict[str, Any] = {}
         for name, flag in self.flags.items():
             value = values.pop(name)
             if isinstance(value, list):
-                value = tuple(value)
-            if flag.is_negative:
-                value = not value
-            fields[flag.field] = value
+                fields[flag.field] = tuple(value)
+            elif flag.is_negative:
+                fields[flag.field] = not value
+            else:
+                fields[flag.field] = value
         return replace_fields(self.owner(), fields)
 
 
@@ -158,21 +174,24 @@ class GroupedCommand(TyperCommand):
     default_group = "Options"
     """The heading of the options without a group."""
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:
+    def format_options(self, ctx: ClickContext, formatter: HelpFormatter) -> None:
         """Write a section of the help for the arguments, and one for each group of options."""
         # These come first and in this order. Other groups follow.
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], "Advanced": []}
         for parameter in self.get_params(ctx):
-            title = getattr(parameter, "rich_help_panel", None) or self.default_group
-            if parameter.param_type_name == "argument":
-                title = "Arguments"
-            record = parameter.get_help_record(ctx)
-            if record:  # hidden options have none
-                sections.setdefault(title, []).append(record)
+            record = parameter.get_help_record(ctx)  # the names and the help; None for a hidden option
+            if record is not None:
+                sections.setdefault(self._section_title(parameter), []).append(record)
         for title, records in sections.items():
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+
+    def _section_title(self, parameter: Any) -> str:
+        """Return the title of the section of the help that lists the argument or option `parameter`."""
+        if parameter.param_type_name == "argument":
+            return "Arguments"
+        return getattr(parameter, "rich_help_panel", None) or self.default_group
 
 
 class JobCommand(GroupedCommand):
@@ -183,23 +202,23 @@ class JobCommand(GroupedCommand):
 
     default_group = "Advanced"
 
-    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+    def parse_args(self, ctx: ClickContext, args: list[str]) -> Any:
         """Parse the arguments before ``--``, and store those after it in ``ctx.meta`` as the job's command.
 
         click would take the first word of the command for the argument RECIPE if that is left out.
         """
-        end = args.index("--") if "--" in args else len(args)
-        ctx.meta[COMMAND] = tuple(args[end + 1 :])
+        separator = args.index("--") if "--" in args else len(args)
+        own_args = tuple(args[:separator])
+        ctx.meta[COMMAND] = tuple(args[separator + 1 :])
         try:
-            return super().parse_args(ctx, args[:end])
+            return super().parse_args(ctx, [*own_args])  # a copy, which click empties
         except Exception as error:
-            # An unknown option may be one of a scheduler, and gets a better message then. typer does not
-            # export the class of this error, which has an attribute of its own.
+            # Only the error about an unknown option has this attribute. typer does not export its class.
             if hasattr(error, "option_name"):
-                scheduler_options.refuse_scheduler_options(args[:end], self._own_options(ctx))
+                scheduler_options.refuse_scheduler_options(own_args, self._own_options(ctx))
             raise
 
-    def _own_options(self, ctx: Any) -> dict[str, bool]:
+    def _own_options(self, ctx: ClickContext) -> dict[str, bool]:
         """Return the names of the verb's options, and for each whether it takes a value."""
         takes_value = {}
         parameters: list[Any] = self.get_params(ctx)
@@ -220,5 +239,9 @@ def _flags_of_systems(*, quiet: bool) -> list[type[Any]]:
     if not quiet:
         for error in installed.errors:
             terminal.print_messages(*f"imgkit: {error}".split("\n"))
-    # Each class once: systems without flags have the same class, and so have RunAI and Kubeflow.
-    return list(dict.fromkeys(system.flags for system in installed.systems.values()))
+    classes = []
+    for system in installed.systems.values():
+        # Systems without flags have the same class, and so have RunAI and Kubeflow.
+        if system.flags not in classes:
+            classes.append(system.flags)
+    return classes

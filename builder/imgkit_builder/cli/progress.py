@@ -62,14 +62,15 @@ class PlainReporter(Reporter):
         if now - self._printed_s < PLAIN_EVERY_S:
             return
         self._printed_s = now
-        # The clock may not have moved since the stage began: avoid a division by zero.
-        rate = done_bytes / max(now - self._start_s, 1e-9)
         text = f"{self._stage}: {done_bytes / 1e6:.0f} MB"
         if total_bytes:
             text += f" of {total_bytes / 1e6:.0f} MB"
-        if rate > 1e6:  # below 1 MB/s the engine is still preparing its stream, and this is not its speed
-            text += f", {rate / 1e6:.0f} MB/s"
-            text += f", {max(total_bytes - done_bytes, 0) / rate:.0f} s left" if total_bytes else ""
+        bytes_per_s = done_bytes / (now - self._start_s)  # at least `PLAIN_EVERY_S` after the start
+        if bytes_per_s > 1e6:  # below 1 MB/s the engine is still preparing its stream
+            text += f", {bytes_per_s / 1e6:.0f} MB/s"
+            if total_bytes:
+                remaining_bytes = max(total_bytes - done_bytes, 0)
+                text += f", {remaining_bytes / bytes_per_s:.0f} s left"
         self._print(text)
 
     def line(self, text: str) -> None:
@@ -150,10 +151,12 @@ class LiveReporter(Reporter):
 
     def _finish(self, progress: Progress) -> None:
         """Show the current stage as complete."""
-        if self._task is not None:
-            task = progress.tasks[progress.task_ids.index(self._task)]
-            # A stage without a known size ends with a full bar, not with a frozen spinner.
-            progress.update(self._task, total=task.total or max(task.completed, 1), completed=task.total or 1)
+        if self._task is None:
+            return
+        task = progress.tasks[progress.task_ids.index(self._task)]
+        # A stage without a known size ends with a full bar, not with a frozen spinner.
+        total = task.total or max(task.completed, 1)
+        progress.update(self._task, total=total, completed=total)
 
 
 def _progress_bar() -> Progress:

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.cli.common import JSON, format_columns, print_result
+from imgkit_builder.cli.common import JSON, format_columns, print_message, print_result
 from imgkit_builder.cli.options import field_option
 from imgkit_builder.jobs.remote import config
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.project import new_folder, ownership, program, toml_file
 from imgkit_builder.recipe import targets
 from imgkit_builder.recipe.problems import shorten_path
-from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import ImgkitError, UsageError
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from imgkit_builder.project.toml_file import ProjectFile
 
 
-def project_here(*, recipe: str, trusted: bool) -> ProjectFile | None:
+def read_project(*, recipe: str, trusted: bool) -> ProjectFile | None:
     """Return the imgkit.toml of this folder or above it, and print its path on stderr.
 
     Return None if there is no such file.
@@ -42,32 +41,29 @@ def project_here(*, recipe: str, trusted: bool) -> ProjectFile | None:
     if file is None:
         return None
     if not trusted:
-        ownership.refuse_foreign(file)
+        ownership.refuse_foreign(file)  # before it is read
     project = toml_file.read_file(file)
     if not trusted:
         for path in ownership.named_paths(project, with_recipe=not recipe):
             ownership.refuse_foreign(path)
-    terminal.print_messages(f"imgkit: values from {shorten_path(file)}")
+    print_message(f"values from {shorten_path(file)}")
     return project
 
 
 def values_table(rows: Sequence[ValueSource]) -> Iterator[str]:
     """Yield a line of aligned columns for each of `rows`: its name, value and source."""
-    return format_columns([(row.name, row.value or "-", row.source) for row in rows], most=60)
+    return format_columns([(row.name, row.value or "-", row.source) for row in rows], max_width=60)
 
 
 def values_data(rows: Sequence[ValueSource]) -> list[dict[str, Any]]:
     """Return the JSON form of `rows`."""
-    return [
-        {
-            "name": row.name,
-            "value": row.value,
-            "source": row.source,
-            "file": str(row.position.file) if row.position else None,
-            "line": row.position.line if row.position else None,
-        }
-        for row in rows
-    ]
+    data = []
+    for row in rows:
+        item: dict[str, Any] = {"name": row.name, "value": row.value, "source": row.source}
+        item["file"] = str(row.position.file) if row.position else None
+        item["line"] = row.position.line if row.position else None
+        data.append(item)
+    return data
 
 
 def verb_init(
@@ -113,15 +109,19 @@ def verb_init(
     left_out = ""
     if folder / toml_file.NAME in paths and not new_folder.copies_code(options, parent):
         left_out = _left_out_notice(folder)
-    lines = [
-        *(f"wrote  {path}" for path in paths),
-        *(f"kept   {folder / name}" for name in texts if folder / name not in paths),
-        *([f"added  {' '.join(added)} to {folder / new_folder.GITIGNORE}"] if added else []),
-        *(f"pip    {step}" for step in (pip.steps if pip and is_new_recipe else ())),
-        *([f"omits  {', '.join(pip.left_out)}"] if pip and pip.left_out and is_new_recipe else []),
-        *([f"note   {left_out}"] if left_out else []),
-        *(f"next   {line}" for line in next_steps),
-    ]
+    lines = [f"wrote  {path}" for path in paths]
+    for name in texts:
+        if folder / name not in paths:
+            lines.append(f"kept   {folder / name}")
+    if added:
+        lines.append(f"added  {' '.join(added)} to {folder / new_folder.GITIGNORE}")
+    if pip is not None and is_new_recipe:
+        lines += [f"pip    {step}" for step in pip.steps]
+        if pip.left_out:
+            lines.append(f"omits  {', '.join(pip.left_out)}")
+    if left_out:
+        lines.append(f"note   {left_out}")
+    lines += [f"next   {step}" for step in next_steps]
     print_result({"files": paths, "remote": remote, "recipe": recipe}, *lines, as_json=as_json)
 
 
@@ -130,13 +130,13 @@ def _left_out_notice(folder: Path) -> str:
 
     It is empty if there are none, or if the code cannot be read.
     """
-    from imgkit_builder.jobs import code as code_of
+    from imgkit_builder.jobs import code
 
     try:
-        code = code_of.read_code_folder(JobRequest.of(code=folder), large=False, report=Silent())
+        code_folder = code.read_code_folder(JobRequest.of(code=folder), large=False, report=Silent())
     except ImgkitError:  # imgkit run will report this error
         return ""
-    return code_of.left_out_notice(code, None)
+    return code.left_out_notice(code_folder, None)
 
 
 def _select_remote_and_recipe(on: str, recipe: str) -> tuple[str, str]:
@@ -151,19 +151,29 @@ def _select_remote_and_recipe(on: str, recipe: str) -> tuple[str, str]:
     ------
     UsageError : no recipe is given, and no single remote has one.
     """
-    configured = list(config.read_remotes().values())
-    if on:
-        remotes = [config.get_remote(on)]
-    elif recipe:
+    remotes = list(config.read_remotes().values())
+    remote = config.get_remote(on) if on else _only_remote(remotes, recipe)
+    if remote is not None and (recipe or remote.recipe):
+        return remote.name, recipe or remote.recipe
+    if recipe:
+        return "", recipe
+    if len(remotes) > 1:
+        names = ", ".join(item.name for item in remotes)
+        message = f"no recipe given, and there are several remotes: {names}"
+        raise UsageError(message, where="--recipe", hint="imgkit init --on NAME")
+    hint = "imgkit init --recipe mn5; imgkit list names them"
+    raise UsageError("no recipe given, and no remote has a default recipe", where="--recipe", hint=hint)
+
+
+def _only_remote(remotes: Sequence[config.Remote], recipe: str) -> config.Remote | None:
+    """Return the only remote of `remotes`, or the only one with this recipe. Return None if it is not clear.
+
+    Parameters
+    ----------
+    recipe : a name or path, or "" for remotes with any recipe.
+    """
+    candidates = remotes
+    if recipe:
         spellings = (recipe, str(Path(recipe).absolute()))
-        remotes = [item for item in configured if item.recipe in spellings]
-    else:
-        remotes = configured
-    remote = remotes[0] if len(remotes) == 1 else None
-    if not recipe and (remote is None or not remote.recipe):
-        reason, hint = "no remote has a default recipe", "imgkit init --recipe mn5; imgkit list names them"
-        if len(configured) > 1:
-            names = ", ".join(item.name for item in configured)
-            reason, hint = f"there are several remotes: {names}", "imgkit init --on NAME"
-        raise UsageError(f"no recipe given, and {reason}", where="--recipe", hint=hint)
-    return (remote.name if remote else ""), recipe or (remote.recipe if remote else "")
+        candidates = [remote for remote in remotes if remote.recipe in spellings]
+    return candidates[0] if len(candidates) == 1 else None

@@ -15,6 +15,7 @@ from imgkit_builder.base.suffixes import RECIPE_SUFFIXES
 from imgkit_builder.cli.common import (
     JSON,
     RECIPE,
+    confirm_large_code,
     error_data,
     flag_option,
     format_columns,
@@ -22,7 +23,6 @@ from imgkit_builder.cli.common import (
     output_option,
     print_result,
     problem_data,
-    with_leave,
 )
 from imgkit_builder.cli.options import field_option
 from imgkit_builder.engine.images import image_facts
@@ -72,10 +72,16 @@ def verb_list(
         raise UsageError(
             "--bases cannot be combined with --systems", where="--systems", hint="imgkit list --bases"
         )
-    if of_bases or of_systems:
-        (_list_bases if of_bases else _list_systems)(as_json=as_json)
-        return
+    if of_bases:
+        _list_bases(as_json=as_json)
+    elif of_systems:
+        _list_systems(as_json=as_json)
+    else:
+        _list_recipes(as_json=as_json)
 
+
+def _list_recipes(*, as_json: bool) -> None:
+    """Print the shipped recipes."""
     rows, table = [], []
     for recipe in map(load, recipe_names()):
         image, system = recipe.image, recipe.system
@@ -97,25 +103,32 @@ def verb_list(
 
 
 def _list_bases(*, as_json: bool) -> None:
-    """Print the base images that imgkit knows, with the versions in them."""
-    known_bases = bases.load_table()
+    """Print the base images that imgkit knows, with the versions of the software in them."""
     rows = []
-    lines = []
-    for base in known_bases:
-        cells = {name: dataclasses.asdict(cell) if cell else None for name, cell in base.cells()}
-        rows.append({"reference": base.reference, "tag": base.tag, **cells})
-        lines.append((base.tag, *(cell.value if cell else "unknown" for _, cell in base.cells())))
-    heads = (name.replace("_", "-").upper() for name, _ in known_bases[0].cells())
-    print_result({"bases": rows}, *format_columns([("TAG", *heads), *lines]), as_json=as_json)
+    table: list[Sequence[str]] = []
+    for base in bases.load_table():
+        row: dict[str, Any] = {"reference": base.reference, "tag": base.tag}
+        titles = ["TAG"]
+        cells = [base.tag]
+        for name, version in base.cells():
+            row[name] = dataclasses.asdict(version) if version else None
+            titles.append(name.replace("_", "-").upper())
+            cells.append(version.value if version else "unknown")
+        if not table:
+            table.append(titles)
+        table.append(cells)
+        rows.append(row)
+    print_result({"bases": rows}, *format_columns(table), as_json=as_json)
 
 
 def _list_systems(*, as_json: bool) -> None:
     """Print each known cluster and how its values were tested: the strongest test, or all tests as JSON."""
     rows, table = [], []
     for system in map(load_system, system_files.find_systems()):
-        facts, is_site = system.facts, system_files.is_site(system.file)
-        # The path of a site's own file tells it apart from a shipped one.
-        title = f"{facts.title} ({system.file})" if is_site else facts.title
+        facts = system.facts
+        is_of_site = system_files.is_site(system.file)
+        # The path tells the file of a site apart from a shipped one.
+        title = f"{facts.title} ({system.file})" if is_of_site else facts.title
         table.append((system.name, facts.scheduler, system.proof.strongest, title))
         rows.append(
             {
@@ -124,7 +137,7 @@ def _list_systems(*, as_json: bool) -> None:
                 "scheduler": facts.scheduler,
                 "runtime": facts.runtime.kind,
                 "proof": dataclasses.asdict(system.proof),
-                "site": is_site,
+                "site": is_of_site,
                 "file": system.file,
             }
         )
@@ -147,15 +160,19 @@ def verb_show(
       imgkit show mn5:latest
       imgkit show mn5.sif
     """
-    facts: FileFacts | PackagesFacts | ImageFacts | None = None
+    facts: FileFacts | PackagesFacts | ImageFacts
     if file_facts.is_image_file(recipe):
         facts = file_facts.read_file_facts(recipe)
     elif _is_image(recipe):
         facts = image_facts(recipe)
-    if facts is not None:
-        print_result(facts.to_dict(), *facts.lines(), as_json=as_json)
+    else:
+        _show_recipe(recipe, as_json=as_json)
         return
+    print_result(facts.to_dict(), *facts.lines(), as_json=as_json)
 
+
+def _show_recipe(recipe: str, *, as_json: bool) -> None:
+    """Print each value of the recipe, and the file and line that it comes from."""
     text = targets.describe_as_json(load_recipe(recipe))
     if as_json:
         terminal.print_document(text.rstrip() + "\n")
@@ -167,8 +184,10 @@ def _is_image(name: str) -> bool:
     """Return whether `name` can only be an image: it has a tag, a digest or a slash, and is not a file."""
     if name.endswith(RECIPE_SUFFIXES) or name.startswith((".", "/", "~")):
         return False
+    if ":" not in name and "/" not in name:
+        return False
     try:
-        return (":" in name or "/" in name) and not Path(name).exists()
+        return not Path(name).exists()
     except OSError:  # the name is too long for a file, but not for an image
         return True
 
@@ -203,30 +222,44 @@ def verb_check(
         return
     if not files:
         raise UsageError("no recipe given", where="FILE", hint="imgkit check FILE...")
-    rows, exit_code = [], 0
+    rows = []
+    exit_code = 0
     for file in files:
         warnings, error = _check_recipe(file, strict=strict)
-        passed = error is None and not (strict and warnings)
-        exit_code = max(exit_code, EXIT_USAGE if error else 0 if passed else EXIT_NO)
-        problems = _problems_to_dicts(error) if error else []
-        warning_rows = [problem_data(warning) for warning in warnings]
-        rows.append({"recipe": file, "passed": passed, "problems": problems, "warnings": warning_rows})
+        verdict, file_exit_code = "ok", 0
+        if error:
+            verdict, file_exit_code = "bad", EXIT_USAGE
+        elif strict and warnings:
+            verdict, file_exit_code = "warn", EXIT_NO
+        exit_code = max(exit_code, file_exit_code)
+        rows.append(
+            {
+                "recipe": file,
+                "passed": verdict == "ok",
+                "problems": _problems_to_dicts(error) if error else [],
+                "warnings": [problem_data(warning) for warning in warnings],
+            }
+        )
         if not as_json:
-            terminal.print_messages(
-                *warning_lines(warnings), *(f"imgkit: {error}".split("\n") if error else ())
-            )
-            terminal.print_results(f"{'bad ' if error else 'ok  ' if passed else 'warn'} {file}")
+            error_lines = f"imgkit: {error}".split("\n") if error else ()
+            terminal.print_messages(*warning_lines(warnings), *error_lines)
+            terminal.print_results(f"{verdict:4} {file}")
     if as_json:
         print_result({"passed": not exit_code, "recipes": rows}, as_json=True)
     raise typer.Exit(exit_code)
 
 
 def _check_recipe(file: str, *, strict: bool) -> tuple[Sequence[Problem], UsageError | None]:
-    """Load the recipe `file`, and return its warnings and its error, which is None if it has none."""
-    warnings: Sequence[Problem] = ()
+    """Load the recipe `file`, and return its warnings and its error. The error is None if it has none.
+
+    With `strict`, the warnings also list what the recipe does on this machine.
+    """
+    warnings: list[Problem] = []
     try:
         recipe = load(file)
-        warnings = (*recipe.warnings, *(host_effects.find_host_effects(recipe) if strict else ()))
+        warnings += recipe.warnings
+        if strict:
+            warnings += host_effects.find_host_effects(recipe)
         check_code(recipe)
     except UsageError as error:
         return warnings, error
@@ -234,10 +267,14 @@ def _check_recipe(file: str, *, strict: bool) -> tuple[Sequence[Problem], UsageE
 
 
 def _problems_to_dicts(error: UsageError) -> list[dict[str, Any]]:
-    """Return the JSON form of the problems in `error`."""
-    # An error that is not about the text of the recipe has no list, and counts as one problem without a key.
+    """Return the JSON form of the problems in `error`.
+
+    An error that is not about the text of the recipe counts as one problem without a key.
+    """
     data = error_data(error)["error"]
-    return data.get("problems") or [{**{key: data[key] for key in ("what", "where", "hint")}, "key": ""}]
+    if data.get("problems"):
+        return list(data["problems"])
+    return [{"what": data["what"], "where": data["where"], "hint": data["hint"], "key": ""}]
 
 
 def verb_render(
@@ -292,9 +329,12 @@ def verb_render(
 def _write_context(
     recipe: Recipe, file: Path, *, base: str | None, platform: str | None, large: bool
 ) -> None:
-    """Write the build context of the recipe to `file`, as a tar."""
+    """Write the build context of the recipe to `file`, as a tar.
 
-    def attempt(large: bool) -> BuildContext:
+    The other parameters are those of `verb_render`, with the same defaults for None.
+    """
+
+    def pack(large: bool) -> BuildContext:
         return pack_context(
             recipe,
             base=BaseImage(name=base or recipe.image.base),
@@ -303,5 +343,6 @@ def _write_context(
             large=large,
         )
 
-    with with_leave(attempt, large=large).open() as source, files.replace_file(file) as target:
-        shutil.copyfileobj(source, target, 1 << 20)
+    context = confirm_large_code(pack, large=large)
+    with context.open() as source, files.replace_file(file) as target:
+        shutil.copyfileobj(source, target, files.CHUNK_BYTES)

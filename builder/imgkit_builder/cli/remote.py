@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import typer
 
 from imgkit_builder.base.sizes import size_text
-from imgkit_builder.cli.common import HERE, JSON, flag_option, format_columns, print_result
+from imgkit_builder.cli.common import HERE, JSON, flag_option, format_columns, print_message, print_result
 from imgkit_builder.cli.jobs import connect_to
 from imgkit_builder.jobs import quoting
 from imgkit_builder.jobs.remote import config, connection
 from imgkit_builder.jobs.remote import gc as collector
 from imgkit_builder.recipe import targets
-from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 
 _group = typer.Typer(
@@ -112,10 +112,13 @@ def add(
 @_group.command("list")
 def list_remotes(as_json: bool = JSON) -> None:
     """List the remotes."""
-    remotes = tuple(config.read_remotes().values())
-    table = [(remote.name, f"{remote.address}:{remote.folder}", remote.recipe) for remote in remotes]
+    rows = []
+    table = []
+    for remote in config.read_remotes().values():
+        rows.append(dataclasses.asdict(remote))
+        table.append((remote.name, f"{remote.address}:{remote.folder}", remote.recipe))
     lines = format_columns(table) if table else ("no remotes; imgkit remote add NAME USER@HOST:DIR",)
-    print_result({"remotes": [dataclasses.asdict(remote) for remote in remotes]}, *lines, as_json=as_json)
+    print_result({"remotes": rows}, *lines, as_json=as_json)
 
 
 @_group.command("remove")
@@ -148,45 +151,54 @@ def gc(
       imgkit remote gc mn5
       imgkit remote gc mn5 --days 7 --delete
     """
-    far = connect_to(name)
-    unused = collector.find_unused(far, days)
-    removed = set(collector.remove_unused(far, unused)) if delete else set()
+    remote_connection = connect_to(name)
+    unused = collector.find_unused(remote_connection, days)
+    removed_paths: Collection[str] = ()
+    if delete:
+        removed_paths = collector.remove_unused(remote_connection, unused)
     if unused.unknown:
-        terminal.print_messages(
-            f"imgkit: what any job there names counts as in use: {'; '.join(unused.unknown)}"
-        )
-    rows, lines = [], []
+        print_message(f"what any job there names counts as in use: {'; '.join(unused.unknown)}")
+    rows = []
     for folder in unused.folders:
-        is_removed = folder.path in removed
-        rows.append(
-            {
-                "path": folder.path,
-                "bytes": folder.size_bytes,
-                "last_used": int(folder.used_s),
-                "removed": is_removed,
-            }
-        )
-        day = time.strftime("%Y-%m-%d", time.localtime(folder.used_s))
-        verdict = "" if not delete else "removed  " if is_removed else "in use   "
-        lines.append(f"{verdict}{size_text(folder.size_bytes):>10}  last used {day}  {folder.path}")
-    chosen = [folder for folder in unused.folders if folder.path in removed or not delete]
-    size = size_text(sum(folder.size_bytes for folder in chosen))
-    if not rows:
-        lines.append(f"nothing is unused; {unused.used} in use")
-    elif delete:
-        rest = unused.used + len(rows) - len(chosen)
-        lines.append(f"{len(chosen)} removed, {size}; {rest} stay")
-    else:
-        lines.append(f"{len(rows)} unused, {size}; {unused.used} in use")
-        lines.append(f"next: imgkit remote gc {name} --days {days} --delete")
+        row = {"path": folder.path, "bytes": folder.size_bytes, "last_used": int(folder.used_s)}
+        rows.append({**row, "removed": folder.path in removed_paths})
     data = {
         "remote": name,
-        "folder": far.remote.folder,
+        "folder": remote_connection.remote.folder,
         "days": days,
         "in_use": unused.used,
         "unused": rows,
     }
+    lines = [_folder_line(folder) for folder in unused.folders]
+    if not unused.folders:
+        lines.append(f"nothing is unused; {unused.used} in use")
+    elif delete:
+        lines = _removal_lines(unused, removed_paths)
+    else:
+        size = size_text(sum(folder.size_bytes for folder in unused.folders))
+        lines.append(f"{len(unused.folders)} unused, {size}; {unused.used} in use")
+        lines.append(f"next: imgkit remote gc {name} --days {days} --delete")
     print_result(data, *lines, as_json=as_json)
+
+
+def _removal_lines(unused: collector.Unused, removed_paths: Collection[str]) -> list[str]:
+    """Return a line for each folder that was to be removed, and one with the size of those that were."""
+    lines = []
+    removed_bytes = 0
+    for folder in unused.folders:
+        verdict = "in use   "  # a job has begun to use it meanwhile
+        if folder.path in removed_paths:
+            verdict = "removed  "
+            removed_bytes += folder.size_bytes
+        lines.append(verdict + _folder_line(folder))
+    remaining = unused.used + len(lines) - len(removed_paths)
+    return [*lines, f"{len(removed_paths)} removed, {size_text(removed_bytes)}; {remaining} stay"]
+
+
+def _folder_line(folder: collector.StoredFolder) -> str:
+    """Return the size, the day of the last use and the path of a folder."""
+    day = time.strftime("%Y-%m-%d", time.localtime(folder.used_s))
+    return f"{size_text(folder.size_bytes):>10}  last used {day}  {folder.path}"
 
 
 @_group.command("disconnect")

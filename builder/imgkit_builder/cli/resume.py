@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from imgkit_builder.cli.common import exit_on_sigterm, flag_option
+from imgkit_builder.cli.common import exit_on_sigterm, flag_option, print_message
 from imgkit_builder.cli.jobs import may_ask
 from imgkit_builder.cli.options import COMMAND, JobCommand, Without
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.run import JobOptions, read_code, show_script, show_submitted
 from imgkit_builder.jobs.request import JobRequest
-from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
@@ -57,10 +56,11 @@ def verb_resume(
     prepared = handle.prepare_resume(record, changes, read, same_code=same_code, may_ask=may_ask())
     if options.dry_run:
         if not options.as_json:
-            terminal.print_messages(*(f"imgkit: {warning}" for warning in prepared.job.warnings))
+            for warning in prepared.job.warnings:
+                print_message(warning)
         show_script(prepared.job, prepared.script, (), as_json=options.as_json)
         return
-    terminal.print_messages(f"imgkit: {record.job.handle} goes on in {record.job.run_folder}")
+    print_message(f"{record.job.handle} goes on in {record.job.run_folder}")
     transport = handle.transport_to(handle.remote_of(record), prepared, may_ask=may_ask())
     with exit_on_sigterm(), reporter(as_json=options.as_json) as report:
         ready = submit.make_ready(prepared, transport, report)

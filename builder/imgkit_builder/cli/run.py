@@ -17,17 +17,18 @@ from imgkit_builder.cli.common import (
     HERE,
     JSON,
     LAST_JOB_ID,
+    confirm_large_code,
     exit_on_sigterm,
     flag_option,
     name_argument,
     output_option,
+    print_message,
     print_result,
-    with_leave,
 )
 from imgkit_builder.cli.jobs import can_follow, connect_to, follow_job, last_job_id, may_ask
 from imgkit_builder.cli.options import COMMAND, JobCommand
 from imgkit_builder.cli.progress import reporter
-from imgkit_builder.cli.project import project_here, values_data, values_table
+from imgkit_builder.cli.project import read_project, values_data, values_table
 from imgkit_builder.jobs import code as code_folder
 from imgkit_builder.jobs.request import JobRequest, SystemFlags
 from imgkit_builder.workflow.build import BASE_HELP
@@ -36,6 +37,7 @@ from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.jobs.code import CodeFolder
+    from imgkit_builder.jobs.image_source import ImageSource
     from imgkit_builder.jobs.job import Job, Script
     from imgkit_builder.jobs.prepared import PreparedJob
     from imgkit_builder.jobs.remote.config import Remote
@@ -105,12 +107,13 @@ def find_remote(options: JobOptions) -> tuple[Remote | None, ProjectFile | None]
     project = None
     # The values of imgkit.toml are for the recipe that it names, and not for another one on this machine.
     if not options.recipe or options.on not in ("", HERE):
-        project = project_here(recipe=options.recipe, trusted=options.trust_folder)
+        project = read_project(recipe=options.recipe, trusted=options.trust_folder)
     remote_name = options.on
     if not remote_name and project:
         remote_name = project.values.remote
-    remote = config.get_remote(remote_name) if remote_name not in ("", HERE) else None
-    return remote, project
+    if remote_name in ("", HERE):
+        return None, project
+    return config.get_remote(remote_name), project
 
 
 def refuse_command_as_recipe(recipe: str, verb: str = "run") -> None:
@@ -174,11 +177,11 @@ def read_code(request: JobRequest, *, as_json: bool) -> CodeFolder | None:
     if request.container.code is None:
         return None
 
-    def read(large: bool) -> CodeFolder:
+    def read_folder(large: bool) -> CodeFolder:
         with reporter(as_json=as_json) as report:
             return code_folder.read_code_folder(request, large=large, report=report)
 
-    return with_leave(read, large=request.container.yes, may_ask=not as_json)
+    return confirm_large_code(read_folder, large=request.container.yes, may_ask=not as_json)
 
 
 def _run_job(
@@ -217,7 +220,7 @@ def _run_job(
         if ready.job.is_interactive:
             _show_comments(script)
         on_remote = f"on {transport.name}: " if remote else ""
-        terminal.print_messages(f"imgkit: {on_remote}{shlex.join(script.submit)}")
+        print_message(f"{on_remote}{shlex.join(script.submit)}")
         folder = Path() if remote else ready.job.directory
         process.replace_process(transport.foreground_argv(ready.job, script), cwd=folder)
     show_submitted(record, ready, detach=options.detach, as_json=options.as_json)
@@ -230,10 +233,10 @@ def _check_interactive(options: _Options) -> None:
     ------
     UsageError : standard input is no terminal, or ``--detach`` or ``--json`` is given.
     """
-    for name, value in {"--detach": options.detach, "--json": options.as_json}.items():
-        if value:
-            message = f"{name} cannot be combined with --interactive on a remote"
-            raise UsageError(message, where=name, hint="leave it out; or --dry-run shows the command")
+    for flag, is_set in {"--detach": options.detach, "--json": options.as_json}.items():
+        if is_set:
+            message = f"{flag} cannot be combined with --interactive on a remote"
+            raise UsageError(message, where=flag, hint="leave it out; or --dry-run shows the command")
     if not sys.stdin.isatty():
         raise UsageError(
             "an interactive job needs a terminal, and standard input is none",
@@ -272,35 +275,30 @@ def _announce_job(options: _Options, prepared: PreparedJob, transport: Transport
     from imgkit_builder.base import process
     from imgkit_builder.jobs.transport import Ssh, VolumeStore
 
+    job = prepared.job
     script = prepared.script
+    if script.foreground and not isinstance(transport, Ssh):
+        if options.detach:
+            print_message("--detach is not used: the command runs here, and imgkit ends with it")
+        return
+    program = script.submit[0]
     # Pods: the job is submitted from this machine, but its files are on a remote.
     if isinstance(transport, VolumeStore):
-        process.require_program(script.submit[0], "install the cluster's client, and log in with it")
-        terminal.print_messages(
-            f"imgkit: {prepared.job.recipe.name}, submitted here with {script.submit[0]}; its files are on "
-            f"{transport.connection.remote.name}"
-        )
-        return
-    if isinstance(transport, Ssh):
+        process.require_program(program, "install the cluster's client, and log in with it")
+        files_remote = transport.connection.remote.name
+        print_message(f"{job.recipe.name}, submitted here with {program}; its files are on {files_remote}")
+    elif isinstance(transport, Ssh):
         assert prepared.source is not None  # noqa: S101 - the job of a remote has one
         named_by = "--on" if options.on else "imgkit.toml"
-        terminal.print_messages(
-            f"imgkit: {prepared.source.title} on {transport.name} ({named_by}), submitted there with "
-            f"{script.submit[0]}"
-        )
+        title = f"{prepared.source.title} on {transport.name}"
+        print_message(f"{title} ({named_by}), submitted there with {program}")
         unshared_reason = transport.connection.unshared_reason
         if unshared_reason:
-            terminal.print_messages(f"imgkit: every ssh command opens its own connection: {unshared_reason}")
-    elif not script.foreground:
-        process.require_program(script.submit[0], _no_scheduler_hint(recipe))
-        terminal.print_messages(
-            f"imgkit: {recipe} on this machine, submitted with {script.submit[0]} "
-            f"(its scheduler is {prepared.job.recipe.system.scheduler})"
-        )
-    elif options.detach:
-        terminal.print_messages(
-            "imgkit: --detach is not used: the command runs here, and imgkit ends with it"
-        )
+            print_message(f"every ssh command opens its own connection: {unshared_reason}")
+    else:
+        process.require_program(program, _no_scheduler_hint(recipe))
+        scheduler = job.recipe.system.scheduler
+        print_message(f"{recipe} on this machine, submitted with {program} (its scheduler is {scheduler})")
 
 
 def _show_dry_run(
@@ -320,27 +318,40 @@ def _show_dry_run(
     source = prepared.source
     if remote is not None and remote.pvc:
         uid, gid = volume.UNKNOWN_IDS.split(":")
-        terminal.print_messages(
-            f"imgkit: {prepared.job.directory} stands for the folder on {remote.name}, {uid} and {gid} for "
-            "your ids there"
-        )
+        folder = prepared.job.directory
+        print_message(f"{folder} stands for the folder on {remote.name}, {uid} and {gid} for your ids there")
     elif source is None:
         prepared = _with_bound_entry_points(prepared)
     for warning in prepared.job.warnings:
-        terminal.print_messages(f"imgkit: {warning}")
+        print_message(warning)
     values = list(origins.list_value_sources(prepared.job, flags, project))
     if source is not None and remote is not None:
-        # These values are placeholders on a remote, so that they are not listed.
-        unknown_names = ("directory",) if source.remote_image else ("image", "directory")
-        on_flag = "--on" if options.on else ""
-        recipe_argument = "RECIPE" if options.recipe else ""
-        values = [
-            origins.find_value_source("remote", remote.name, flag=on_flag, project=project),
-            origins.find_value_source("recipe", source.title, flag=recipe_argument, project=project),
-            *(value for value in values if value.name not in unknown_names),
-        ]
-        terminal.print_messages(f"imgkit: {image_source.UNKNOWN_HOME} stands for the folder on {remote.name}")
+        values = _remote_values(options, source, remote, project, values)
+        print_message(f"{image_source.UNKNOWN_HOME} stands for the folder on {remote.name}")
     show_script(prepared.job, prepared.script, values if options.verbose else (), as_json=options.as_json)
+
+
+def _remote_values(
+    options: _Options,
+    source: ImageSource,
+    remote: Remote,
+    project: ProjectFile | None,
+    values: Sequence[ValueSource],
+) -> list[ValueSource]:
+    """Return the values of a job on a remote with their sources: the remote, the recipe and `values`.
+
+    Values that imgkit does not know before it connects to the remote are left out.
+    """
+    from imgkit_builder.project import origins
+
+    unknown_names = ("directory",) if source.remote_image else ("image", "directory")
+    on_flag = "--on" if options.on else ""
+    recipe_argument = "RECIPE" if options.recipe else ""
+    return [
+        origins.find_value_source("remote", remote.name, flag=on_flag, project=project),
+        origins.find_value_source("recipe", source.title, flag=recipe_argument, project=project),
+        *(value for value in values if value.name not in unknown_names),
+    ]
 
 
 def _with_bound_entry_points(prepared: PreparedJob) -> PreparedJob:
@@ -368,16 +379,13 @@ def _no_scheduler_hint(recipe: str) -> str:
     """
     from imgkit_builder.jobs.remote import config
 
-    remotes = config.read_remotes()
-    names = [name for name, remote in remotes.items() if remote.recipe == recipe] or list(remotes)
-    first_step = ""
-    name = "NAME"
-    if names:
-        name = names[0]
-    else:
-        first_step = "imgkit remote add NAME USER@HOST:DIR, then "
+    remotes = config.read_remotes().values()
+    first_step = "" if remotes else "imgkit remote add NAME USER@HOST:DIR, then "
+    names = [remote.name for remote in remotes if remote.recipe == recipe]
+    names += [remote.name for remote in remotes]
+    names.append("NAME")
     return (
-        f"{first_step}imgkit run {recipe} --on {name} ... sends the job to the cluster; "
+        f"{first_step}imgkit run {recipe} --on {names[0]} ... sends the job to the cluster; "
         "on a login node, load the module of the scheduler"
     )
 
@@ -389,35 +397,31 @@ def show_submitted(record: SubmittedJob, ready: PreparedJob, *, detach: bool, as
     """
     from imgkit_builder.jobs import records
 
-    # `answer` is the text of a scheduler in which imgkit found no job id.
-    has_id = record.answer is None
-    is_array = record.job.array
-    is_interactive = ready.job.request.launch.interactive
-    may_follow = not (as_json or detach or is_array or is_interactive)
-    is_followed = may_follow and has_id and can_follow(record)
-    if has_id and not is_followed:
-        data = {**script_data(ready.job, ready.script), "id": record.job.handle}
-        data["folder"] = str(ready.job.directory)
-        print_result(data, record.job.handle, as_json=as_json)
     records.refuse_unknown_id(record)
-    if not as_json:
-        # Each task of an array has its own output, so that there are no logs of the array.
-        verbs = ("status", "cancel") if is_array else ("status", "logs", "cancel")
-        commands = [f"imgkit {verb} {record.job.handle}" for verb in verbs]
-        terminal.print_messages(f"imgkit: {'; '.join(commands)}")
-    if is_array and not as_json:
-        terminal.print_messages(
-            "imgkit: an array is not followed: each of its tasks has an id and an output of its own"
-        )
+    handle = record.job.handle
+    is_interactive = ready.job.request.launch.interactive
+    should_follow = not (as_json or detach or record.job.array or is_interactive)
+    is_followed = should_follow and can_follow(record)
+    if not is_followed:
+        data = {**script_data(ready.job, ready.script), "id": handle, "folder": str(ready.job.directory)}
+        print_result(data, handle, as_json=as_json)
+    if as_json:
+        return
+    if record.job.array:
+        print_message(f"imgkit status {handle}; imgkit cancel {handle}")
+        print_message("an array is not followed: each of its tasks has an id and an output of its own")
+    else:
+        print_message(f"imgkit status {handle}; imgkit logs {handle}; imgkit cancel {handle}")
     if is_followed:
         raise typer.Exit(follow_job(record))
-    if is_interactive and not as_json:
+    if is_interactive:
         _show_comments(ready.script)
 
 
 def _show_comments(script: Script) -> None:
     """Print the comments of an interactive job's script, which say what to type to get into the image."""
-    terminal.print_messages(*(line for line in script.text.splitlines() if line.startswith("#")))
+    comments = [line for line in script.text.splitlines() if line.startswith("#")]
+    terminal.print_messages(*comments)
 
 
 def show_script(job: Job, script: Script, values: Sequence[ValueSource], *, as_json: bool) -> None:
@@ -461,21 +465,22 @@ def _run_on_hosts(script: Script) -> int:
 
     process.require_program("ssh", "apt-get install openssh-client")
 
-    def show(host: str, text: bytes, error: bool) -> None:
+    def show_line(host: str, text: bytes, error: bool) -> None:
         stream = sys.stderr if error else sys.stdout
-        lines = [text]
+        parts = [text]
         if stream.isatty():
             # A progress bar ends with a carriage return. On a terminal, the next text would overwrite the
             # host.
-            lines = re.split(rb"\r+", text.rstrip(b"\r"))
-        for line in lines:
-            terminal.output_copier(to_err=error)(f"{host}: ".encode() + line + b"\n")
-
-    def say(text: str) -> None:
-        terminal.print_messages(f"imgkit: {text}")
+            parts = re.split(rb"\r+", text.rstrip(b"\r"))
+        for part in parts:
+            terminal.output_copier(to_err=error)(f"{host}: ".encode() + part + b"\n")
 
     return fanout.run_on_hosts(
-        script.remote, show=show, say=say, sent=script.sent, head_decides=script.head_decides
+        script.remote,
+        show=show_line,
+        say=print_message,
+        sent=script.sent,
+        head_decides=script.head_decides,
     )
 
 

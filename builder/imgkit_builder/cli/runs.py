@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def verb_runs(
-    most: int = typer.Option(20, "-n", metavar="N", min=1, help="Show the newest N."),
+    limit: int = typer.Option(20, "-n", metavar="N", min=1, help="Show the newest N."),
     as_json: bool = JSON,
 ) -> None:
     """List runs, newest first.
@@ -31,37 +31,41 @@ def verb_runs(
       imgkit runs
       imgkit runs -n 100 --json
     """
-    newest = [history.with_cancellation(record) for record in records.list_records()[:most]]
-    data = {"runs": [job_data(record) for record in newest]}
-    lines = jobs_table(newest) if newest else ("no runs yet; imgkit run starts one",)
+    jobs = [history.with_cancellation(record) for record in records.list_records()[:limit]]
+    data = {"runs": [job_data(record) for record in jobs]}
+    lines = jobs_table(jobs) if jobs else ("no runs yet; imgkit run starts one",)
     print_result(data, *lines, as_json=as_json)
 
 
 def jobs_table(jobs: Sequence[SubmittedJob]) -> Iterator[str]:
     """Return the lines of a table of `jobs`, which begins with a line of titles."""
-    table = [("JOB", "NAME", "SUBMITTED", "STATE", "STEP", "LOSS", "IMAGE", "CODE", "COMMAND")]
-    # Times are shown to the minute, and digests with 12 digits.
-    for record in jobs:
-        numbers = history.last_numbers(record)
-        table.append(
-            (
-                record.job.handle,
-                record.job.name,
-                record.submitted[:16].replace("T", " ") or "-",
-                _recorded_state(record),
-                "-" if numbers.step is None else str(numbers.step),
-                "-" if numbers.loss is None else f"{numbers.loss:.6g}",
-                record.image_id.removeprefix("sha256:")[:12] or "-",
-                record.code.sha256[:12] if record.code else "-",
-                shlex.join(record.command) or "-",
-            )
-        )
-    return format_columns(table)
+    titles = ("JOB", "NAME", "SUBMITTED", "STATE", "STEP", "LOSS", "IMAGE", "CODE", "COMMAND")
+    return format_columns([titles, *(_table_row(record) for record in jobs)])
+
+
+def _table_row(record: SubmittedJob) -> tuple[str, ...]:
+    """Return the cells of `jobs_table` for a job. A value that the job does not have is shown as ``-``."""
+    numbers = history.last_numbers(record)
+    submitted_minute = record.submitted[:16]  # "2026-01-31T12:00"
+    image_digest = record.image_id.removeprefix("sha256:")
+    cells = (
+        record.job.handle,
+        record.job.name,
+        submitted_minute.replace("T", " "),
+        _recorded_state(record),
+        "" if numbers.step is None else str(numbers.step),
+        "" if numbers.loss is None else f"{numbers.loss:.6g}",
+        image_digest[:12],
+        record.code.sha256[:12] if record.code else "",
+        shlex.join(record.command),
+    )
+    return tuple(cell or "-" for cell in cells)
 
 
 def job_data(record: SubmittedJob) -> dict[str, Any]:
     """Return the data about a job for ``--json``, with the last step and loss of its run."""
     folder = history.local_run_folder(record)
+    has_folder = folder is not None and folder.is_dir()
     return {
         "id": record.job.handle,
         "name": record.job.name,
@@ -70,7 +74,7 @@ def job_data(record: SubmittedJob) -> dict[str, Any]:
         "image": record.image_id or None,
         "code": dataclasses.asdict(record.code) if record.code else None,
         "command": list(record.command),
-        "folder": str(folder) if folder and folder.is_dir() else None,
+        "folder": str(folder) if has_folder else None,
         "submitted": record.submitted or None,
         "state": _recorded_state(record),
         **dataclasses.asdict(history.last_numbers(record)),
@@ -85,4 +89,9 @@ def _recorded_state(record: SubmittedJob) -> str:
     """
     if record.state:
         return record.state
-    return "submitted" if record.answer is None else "unknown"
+    return "submitted" if has_known_id(record) else "unknown"
+
+
+def has_known_id(record: SubmittedJob) -> bool:
+    """Return whether the scheduler printed the job's id. Otherwise, `answer` is the text that it printed."""
+    return record.answer is None

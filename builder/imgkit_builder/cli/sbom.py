@@ -11,6 +11,7 @@ from imgkit_builder.cli.common import (
     gigabytes_to_bytes,
     name_argument,
     output_option,
+    print_message,
 )
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.workflow.sbom import sbom_document
@@ -45,4 +46,4 @@ def verb_sbom(
         return
     with files.replace_named_file(output, failed="cannot be written", hint="name a writable file") as stream:
         stream.write(text.encode())
-    terminal.print_messages(f"imgkit: wrote {output}")
+    print_message(f"wrote {output}")

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from imgkit_builder.base.flags import USUAL, flags_in
-from imgkit_builder.cli.common import exit_on_sigterm, format_columns, name_argument, print_result
+from imgkit_builder.cli.common import (
+    exit_on_sigterm,
+    format_columns,
+    name_argument,
+    print_message,
+    print_result,
+)
 from imgkit_builder.cli.jobs import may_ask
 from imgkit_builder.cli.options import COMMAND, JobCommand, Without
 from imgkit_builder.cli.progress import reporter
@@ -103,14 +109,12 @@ def verb_scaling(
         except KeyboardInterrupt:
             if folder is None:
                 raise  # no job was submitted
-            terminal.print_messages(
-                f"imgkit: the jobs continue: {' '.join(scaling.load_report(folder).pending_jobs)}"
-            )
+            print_message(f"the jobs continue: {' '.join(scaling.load_report(folder).pending_jobs)}")
             raise typer.Exit(INTERRUPTED) from None
     data = {**dataclasses.asdict(result), "folder": str(folder)}
     if options.detach:
         print_result(data, str(folder), as_json=options.as_json)
-        terminal.print_messages(f"imgkit: once the jobs have ended: {command}")
+        print_message(f"once the jobs have ended: {command}")
         return
     print_result(
         data,
@@ -118,7 +122,7 @@ def verb_scaling(
         *scaling.verdict_sentences(result),
         as_json=options.as_json,
     )
-    terminal.print_messages(f"imgkit: {folder / scaling.PAGE_FILE}")
+    print_message(str(folder / scaling.PAGE_FILE))
     if not all(size.is_complete for size in result.sizes):
         raise typer.Exit(EXIT_NO)
 
@@ -128,25 +132,30 @@ def _refuse_with_continue(nodes: str, options: JobOptions, flags: JobRequest) ->
 
     The report that it continues has its jobs already.
     """
-    names = [name for name in (*flags_in(flags), *flags_in(options)) if name != "--json"]
+    refused = [*flags_in(flags), *flags_in(dataclasses.replace(options, as_json=False))]
     if nodes:
-        names.append("--nodes")
+        refused.append("--nodes")
     if options.recipe:
-        names.append("RECIPE")
+        refused.append("RECIPE")
     if flags.launch.command:
-        names.append("COMMAND")
-    if names:
-        raise UsageError(
-            f"{names[0]} cannot be combined with --continue", where=names[0], hint="leave it out"
-        )
+        refused.append("COMMAND")
+    if refused:
+        name = refused[0]
+        raise UsageError(f"{name} cannot be combined with --continue", where=name, hint="leave it out")
 
 
 def _plan_sizes(
     nodes: str, options: JobOptions, flags: JobRequest
 ) -> tuple[list[PreparedJob], Remote | None]:
-    """Check the jobs of all numbers of nodes in `nodes`, and return them with their remote.
+    """Check the jobs of all numbers of nodes, and return them, the largest last, with their remote.
 
-    The remote is None for jobs on this machine. ``1,2,4`` gives three jobs.
+    Parameters
+    ----------
+    nodes : the numbers of nodes: ``"1,2,4"`` gives three jobs.
+
+    Returns
+    -------
+    The jobs and the remote. The remote is None for jobs on this machine.
     """
     from imgkit_builder.jobs import scaling
     from imgkit_builder.project import origins
@@ -163,21 +172,19 @@ def _plan_sizes(
 
 
 def _show_scripts(planned: Sequence[PreparedJob], remote: Remote | None, *, as_json: bool) -> None:
-    """Print the scripts of all jobs.
-
-    Their warnings are the same, so that those of the largest job are printed.
-    """
+    """Print the scripts of all jobs, and the warnings, which are the same for all."""
     from imgkit_builder.jobs import image_source, scaling
 
-    terminal.print_messages(*(f"imgkit: {warning}" for warning in planned[-1].job.warnings))
+    largest = planned[-1]
+    for warning in largest.job.warnings:
+        print_message(warning)
     if remote is not None:
-        terminal.print_messages(f"imgkit: {image_source.UNKNOWN_HOME} stands for the folder on {remote.name}")
+        print_message(f"{image_source.UNKNOWN_HOME} stands for the folder on {remote.name}")
     if as_json:
-        print_result(
-            {"jobs": [script_data(prepared.job, prepared.script) for prepared in planned]}, as_json=True
-        )
+        jobs = [script_data(prepared.job, prepared.script) for prepared in planned]
+        print_result({"jobs": jobs}, as_json=True)
         return
     for prepared in planned:
         nodes = scaling.nodes_text(prepared.job.allocation.nodes)
-        terminal.print_messages(f"imgkit: {nodes}, in {prepared.job.directory}:")
+        print_message(f"{nodes}, in {prepared.job.directory}:")
         terminal.print_document(prepared.script.text)

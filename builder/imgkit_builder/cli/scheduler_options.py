@@ -6,6 +6,7 @@ for it. If there is none, ``--option`` passes the option on to the scheduler.
 
 from __future__ import annotations
 
+import collections
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -159,6 +160,10 @@ class TypedOption(NamedTuple):
     """The argument after the option, which may be its value."""
 
 
+Answer = tuple[TypedOption, Row, re.Match[str]]
+"""An option, the row that answers it, and the match of the option's value."""
+
+
 def refuse_scheduler_options(args: Sequence[str], own_options: Mapping[str, bool]) -> None:
     """Raise UsageError with the line to type instead, if `args` has options of a scheduler.
 
@@ -167,48 +172,55 @@ def refuse_scheduler_options(args: Sequence[str], own_options: Mapping[str, bool
     args : the arguments before ``--``.
     own_options : the names of the verb's own options, and for each whether it takes a value.
     """
-    typed_options = tuple(_options_of_others(args, own_options))
-    answers: dict[str, list[tuple[TypedOption, Row, re.Match[str]]]] = {}
-    for scheduler, rows in TABLES.items():
-        answers[scheduler] = [*_find_answers(rows, typed_options)]
+    typed_options = tuple(_find_foreign_options(args, own_options))
+    answers = {name: tuple(_find_answers(rows, typed_options)) for name, rows in TABLES.items()}
     # Options such as -N and -p mean something else to each scheduler. The user has probably meant the one
     # that knows most of the options.
     scheduler = max(answers, key=lambda name: len(answers[name]))
-    if not answers[scheduler]:
-        return
-    flags: list[str] = []
-    line: list[str] = []
-    notes: list[str] = []
-    for option, row, match in answers[scheduler]:
-        if option.flag not in flags:
-            flags.append(option.flag)
+    if answers[scheduler]:
+        raise _foreign_options_error(scheduler, answers[scheduler])
+
+
+def _foreign_options_error(scheduler: str, answers: Sequence[Answer]) -> UsageError:
+    """Return the error for options of `scheduler`. Its hint is the line to type instead, and the notes."""
+    options_to_type = []
+    flags = []
+    notes = []
+    for option, row, match in answers:
+        flags.append(option.flag)
         if row.answer:
-            line.append(row.answer.format(*map(shlex.quote, match.groups())))
-        note = row.note.format(*match.groups(), name=option.name)
-        if note and note not in notes:
-            notes.append(note)
-    if line:
-        notes.insert(0, " ".join(line))
-    kind = "an option" if len(flags) == 1 else "options"
+            options_to_type.append(row.answer.format(*map(shlex.quote, match.groups())))
+        if row.note:
+            notes.append(row.note.format(*match.groups(), name=option.name))
+    unique_flags = list(dict.fromkeys(flags))
+    hints = list(dict.fromkeys(notes))
+    if options_to_type:
+        hints.insert(0, " ".join(options_to_type))
+    kind = "an option" if len(unique_flags) == 1 else "options"
     message = f"{kind} of {scheduler}, not of imgkit"
-    raise UsageError(message, where=", ".join(flags), hint="\n".join(notes))
+    return UsageError(message, where=", ".join(unique_flags), hint="\n".join(hints))
 
 
-def _options_of_others(args: Sequence[str], own_options: Mapping[str, bool]) -> Iterator[TypedOption]:
-    """Yield the options in `args` that the verb does not have."""
-    index = 0
-    while index < len(args):
-        flag, value = _split_option(args[index])
-        index += 1
+def _find_foreign_options(args: Sequence[str], own_options: Mapping[str, bool]) -> Iterator[TypedOption]:
+    """Yield the options in `args` that the verb does not have.
+
+    Parameters
+    ----------
+    own_options : as in `refuse_scheduler_options`.
+    """
+    remaining = collections.deque([*args, ""])  # the last argument is followed by an empty one
+    while len(remaining) > 1:
+        flag, value = _split_option(remaining.popleft())
+        next_argument = remaining[0]
         if flag in own_options:
             if own_options[flag] and not value:
-                index += 1  # the next argument is the value, even if it looks like an option
-            continue
-        next_argument = args[index] if index < len(args) else ""
-        if flag == "-l":
+                remaining.popleft()  # it is the value, even if it looks like an option
+        elif flag == "-l":
             yield from _split_pbs_resources(flag, value or next_argument)
         elif re.match("--?[A-Za-z]", flag):
-            yield TypedOption(flag, flag, value, "" if next_argument.startswith("-") else next_argument)
+            if next_argument.startswith("-"):
+                next_argument = ""
+            yield TypedOption(flag, flag, value, next_argument)
 
 
 def _split_option(argument: str) -> tuple[str, str]:
@@ -233,18 +245,21 @@ def _split_pbs_resources(flag: str, value: str) -> Iterator[TypedOption]:
         yield TypedOption(flag, name, number)
 
 
-def _find_answers(
-    rows: Sequence[Row], typed_options: Sequence[TypedOption]
-) -> Iterator[tuple[TypedOption, Row, re.Match[str]]]:
-    """Yield each option for which `rows` has an answer, with that row and the match of the option's value."""
+def _find_answers(rows: Sequence[Row], typed_options: Sequence[TypedOption]) -> Iterator[Answer]:
+    """Yield the answer of the first row that fits each option. Options that no row fits are left out."""
     for option in typed_options:
         for row in rows:
-            if option.name not in row.names.split():
-                continue
-            value = option.value
-            if row.value and not value:
-                value = option.next_argument
-            match = re.fullmatch(row.value, value)
-            if match:
+            match = _match_option(row, option)
+            if match is not None:
                 yield option, row, match
                 break
+
+
+def _match_option(row: Row, option: TypedOption) -> re.Match[str] | None:
+    """Return the match of the option's value if `row` is about this option and value, or None."""
+    if option.name not in row.names.split():
+        return None
+    takes_value = row.value != ""
+    if takes_value and not option.value:
+        return re.fullmatch(row.value, option.next_argument)
+    return re.fullmatch(row.value, option.value)

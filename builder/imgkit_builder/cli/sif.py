@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,7 @@ from imgkit_entrypoints.errors import ImgkitError
 
 if TYPE_CHECKING:
     from imgkit_builder.apptainer.build import BuiltSif
-    from imgkit_builder.sif.conversion import Converted, Stage
+    from imgkit_builder.sif.conversion import Converted
     from imgkit_entrypoints.system import SystemFacts
 
 COMMAND_CLASSES = {"sif": GroupedCommand}
@@ -79,10 +78,9 @@ def verb_sif(
       imgkit sif mn5.tar --format sqsh
       imgkit sif mn5.tar --submit -A bsc98 --time 1h
     """
-    named: FormatName = "sqsh" if output and output.suffix == ".sqsh" else "sif"
-    request = dataclasses.replace(
-        options, format=format or named, unpack_limit_bytes=gigabytes_to_bytes(unpack_limit)
-    )
+    if format is None:
+        format = "sqsh" if output and output.suffix == ".sqsh" else "sif"
+    request = dataclasses.replace(options, format=format, unpack_limit_bytes=gigabytes_to_bytes(unpack_limit))
     if job.submit:
         from imgkit_builder.jobs.conversion import prepare_conversion
 
@@ -97,72 +95,81 @@ def verb_sif(
     with exit_on_sigterm(), reporter(as_json=as_json, verbose=verbose) as report:
         converted = convert(image, output, request, report=report)
     target = output or Path(converted.path.name)
-    following = (
-        next_line(target, "dist-train") if converted.format == "sif" else _start_command(converted.path)
+    next_command = sif_command(target) if converted.format == "sif" else _sqsh_command(converted.path)
+    result = dataclasses.asdict(converted)
+    lines = result_lines(converted, target, up_to_date=converted.up_to_date)
+    show_stages(
+        {"file": result.pop("path"), **result, "next": next_command},
+        *lines,
+        f"next:  {next_command}",
+        as_json=as_json,
     )
-    data = dataclasses.asdict(converted)
-    del data["record"]["facts"]  # long, and `imgkit sbom` lists the packages
-    data = {"file": data.pop("path"), **data, "next": following}
-    lines = result_lines(converted, target, following, up_to_date=converted.up_to_date)
-    show_stages(data, converted.stages, *lines, as_json=as_json)
 
 
-def _start_command(sqsh: Path) -> str:
+def _sqsh_command(sqsh: Path) -> str:
     """Return the srun command that starts a .sqsh with pyxis.
 
     It starts ``dist-train``, or a shell if imgkit did not build the image.
     """
-    command = ["dist-train"] if named_system(sqsh) else ["--pty", "/bin/sh"]
+    command = ["dist-train"] if _read_system(sqsh) else ["--pty", "/bin/sh"]
     return shlex.join(["srun", f"--container-image={sqsh}", *command])
 
 
-def named_system(file: Path) -> SystemFacts | None:
-    """Return the system that a .sif or .sqsh names, or None if it names none or cannot be read."""
+def _read_system(image: Path) -> SystemFacts | None:
+    """Return the system that a .sif or .sqsh is for, or None if it names none or cannot be read."""
     try:
-        return baked.system_facts(file)
+        return baked.system_facts(image)
     except (ImgkitError, OSError):
         return None
 
 
-def next_line(sif: Path, command: str) -> str:
-    """Return the command that runs `command` in `sif` with the options of the system that its image is for.
+def sif_command(sif: Path) -> str:
+    """Return the command that runs ``dist-train`` in `sif` with the options of the image's system.
 
-    An image that imgkit did not build has no ``dist-*`` commands, so that the command opens a shell in it
-    instead.
+    An image that imgkit did not build has no ``dist-train``, so that the command opens a shell in it instead.
     """
-    system = named_system(sif)
+    system = _read_system(sif)
     if system is None:
         return shlex.join(("singularity", "shell", str(sif)))
     runtime = system.runtime
-    starts_sif = runtimes.get_runtime(runtime.kind).image_suffix == ".sif"
-    # The options of another runtime mean nothing to Singularity.
-    program, options = (runtime.command, runtime.options) if starts_sif else ("singularity", ())
-    mounts = quoting.repeat_option("--bind", map(quoting.quote_with_site_variables, runtime.binds))
-    return " ".join(map(quoting.quote, (program, "exec", *options, *mounts, str(sif), command)))
+    if runtimes.get_runtime(runtime.kind).image_suffix == ".sif":
+        argv = [runtime.command, "exec", *runtime.options]
+    else:
+        argv = ["singularity", "exec"]  # to which the options of another runtime mean nothing
+    for bind in runtime.binds:
+        argv += ["--bind", quoting.quote_with_site_variables(bind)]
+    argv += [str(sif), "dist-train"]
+    return " ".join(quoting.quote(argument) for argument in argv)
 
 
-def show_stages(data: Mapping[str, Any], stages: Sequence[Stage], *lines: str, as_json: bool) -> None:
-    """Print `data` or `lines` as `print_result` does, with the seconds of each stage and their sum."""
-    seconds = {stage.name: round(stage.seconds, 2) for stage in stages}
-    rows = [f"{stage.seconds:7.1f} s  {stage.name}" for stage in stages]
-    if stages:
-        rows.append(f"{sum(stage.seconds for stage in stages):7.1f} s  in all")
-    data = {name: value for name, value in data.items() if name != "stages"}
-    print_result({**data, "seconds": seconds}, *rows, *lines, as_json=as_json)
+def show_stages(result: dict[str, Any], *lines: str, as_json: bool) -> None:
+    """Print the result of a conversion or build as JSON, or as lines with the seconds of each stage.
 
-
-def result_lines(
-    result: Converted | BuiltSif, target: Path, following: str, *, up_to_date: bool = False
-) -> list[str]:
-    """Return the lines for people about the file that a conversion or a build has written to `target`.
-
-    `following` is the command to type next.
+    Parameters
+    ----------
+    result : the JSON form of `Converted` or `BuiltSif`.
+    lines : the other lines for people, which follow those of the stages.
     """
+    del result["record"]["facts"]  # long, and `imgkit sbom` lists the packages
+    result["seconds"] = {}
+    stage_lines = []
+    total_s = 0.0
+    for stage in result.pop("stages"):
+        result["seconds"][stage["name"]] = round(stage["seconds"], 2)
+        stage_lines.append(f"{stage['seconds']:7.1f} s  {stage['name']}")
+        total_s += stage["seconds"]
+    if stage_lines:
+        stage_lines.append(f"{total_s:7.1f} s  in all")
+    print_result(result, *stage_lines, *lines, as_json=as_json)
+
+
+def result_lines(result: Converted | BuiltSif, target: Path, *, up_to_date: bool = False) -> list[str]:
+    """Return the lines for people about the file that a conversion or a build has written to `target`."""
     record = result.record
+    state = "  up to date" if up_to_date else ""
     summary = f"{result.size_bytes / MB:.1f} MB  {result.arch}  {record.compression}, {record.runtime}"
-    return [
-        f"{target}  {summary}{'  up to date' if up_to_date else ''}",
-        *([f"image  {record.image_id}"] if record.image_id else []),
-        f"root   sha256:{record.root_sha256}",
-        f"next:  {following}",
-    ]
+    lines = [f"{target}  {summary}{state}"]
+    if record.image_id:
+        lines.append(f"image  {record.image_id}")
+    lines.append(f"root   sha256:{record.root_sha256}")
+    return lines

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from imgkit_builder.base.flags import flags_in, option_field, part
-from imgkit_builder.cli.common import exit_on_sigterm
+from imgkit_builder.cli.common import exit_on_sigterm, print_message
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.jobs.request import SubmitRequest
-from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def submit_job(prepared: PreparedJob, options: SubmitOptions, *, dry_run: bool, 
 
     if dry_run:
         for warning in prepared.job.warnings:
-            terminal.print_messages(f"imgkit: {warning}")
+            print_message(warning)
         show_script(prepared.job, prepared.script, (), as_json=as_json)
         return
     with exit_on_sigterm(), reporter(as_json=as_json) as report:

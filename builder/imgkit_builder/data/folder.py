@@ -83,19 +83,13 @@ def list_folder(spec: DataSpec, path: Path) -> DataFolder:
     # The first line is the version of the form below. With another form, all folders get other names.
     digest = hashlib.sha256(b"imgkit data 1\n")
     file_count = 0
-    size_bytes = 0
+    total_bytes = 0
     try:
         for name, status, link in _walk_entries(path.resolve(), ""):
-            size = 0
-            time_ns = status.st_mtime_ns
+            digest.update(_entry_line(name, status, link))
             if stat.S_ISREG(status.st_mode):
                 file_count += 1
-                size = status.st_size
-                size_bytes += size
-            elif stat.S_ISDIR(status.st_mode):
-                time_ns = 0  # a program that looks into the folder may have changed its time
-            fields = (name, str(stat.S_IFMT(status.st_mode)), str(size), str(time_ns), link)
-            digest.update(b"\0".join(os.fsencode(field) for field in fields) + b"\n")
+                total_bytes += status.st_size
     except OSError as error:
         raise UsageError(
             f"it cannot be read: {error.strerror}",
@@ -104,28 +98,43 @@ def list_folder(spec: DataSpec, path: Path) -> DataFolder:
         ) from error
     if not file_count:
         raise UsageError("it holds no files", where=str(path), hint="fill it, or remove it from `data`")
-    # All revisions of a hub repository are in folders side by side. With their common parent as the project,
-    # they count as versions of one folder, so that a new revision shares files with the earlier ones.
+    folder_name = f"{digest.hexdigest()}-{_project_digits(spec, path)}"
+    return DataFolder(spec=spec, path=path, name=folder_name, files=file_count, size_bytes=total_bytes)
+
+
+def _project_digits(spec: DataSpec, path: Path) -> str:
+    """Return the project's part of a folder's name, which stands for this machine and the folder's path.
+
+    All revisions of a hub repository are in folders side by side. With their common parent as the project,
+    they count as versions of one folder, so that a new revision shares files with the earlier ones.
+    """
     common_path = path.parent if spec.hub else path
-    project = hashlib.sha256(os.fsencode(f"{socket.gethostname()}:{common_path}")).hexdigest()
-    return DataFolder(
-        spec=spec,
-        path=path,
-        name=f"{digest.hexdigest()}-{project[:_PROJECT_DIGITS]}",
-        files=file_count,
-        size_bytes=size_bytes,
-    )
+    digest = hashlib.sha256(os.fsencode(f"{socket.gethostname()}:{common_path}"))
+    return digest.hexdigest()[:_PROJECT_DIGITS]
 
 
-def _walk_entries(folder: Path, below: str) -> Iterator[tuple[str, os.stat_result, str]]:
+def _entry_line(name: str, status: os.stat_result, link: str) -> bytes:
+    """Return the line about an entry from which the folder's name is computed.
+
+    The parameters are what `_walk_entries` yields.
+    """
+    size = status.st_size if stat.S_ISREG(status.st_mode) else 0
+    # A program that looks into a folder may have changed its time.
+    time_ns = 0 if stat.S_ISDIR(status.st_mode) else status.st_mtime_ns
+    fields = (name, str(stat.S_IFMT(status.st_mode)), str(size), str(time_ns), link)
+    return b"\0".join(os.fsencode(field) for field in fields) + b"\n"
+
+
+def _walk_entries(folder: Path, prefix: str) -> Iterator[tuple[str, os.stat_result, str]]:
     """Yield the name, the status and the target of each file, folder and link in `folder` and below it.
 
-    The name is the path below the folder of data, such as ``train/0001.tar``. The target is empty if the
-    entry is no link.
+    The name is the path below the folder of data, such as ``train/0001.tar``. The target is that of a link,
+    and empty for files and folders.
 
     Parameters
     ----------
-    below : the path of `folder` below the folder of data, with a slash at its end; empty for that folder.
+    prefix : the path of `folder` below the folder of data, with a slash at its end: ``train/``. It is empty
+        for the folder of data itself.
 
     Raises
     ------
@@ -135,23 +144,29 @@ def _walk_entries(folder: Path, below: str) -> Iterator[tuple[str, os.stat_resul
     with os.scandir(folder) as scan:
         entries = sorted(scan, key=lambda entry: os.fsencode(entry.name))
     for entry in entries:
-        name = f"{below}{entry.name}"
+        name = f"{prefix}{entry.name}"
         status = entry.stat(follow_symlinks=False)
-        link = ""
         if stat.S_ISLNK(status.st_mode):
             link = os.readlink(entry.path)  # noqa: PTH115 - Path.readlink loses ./ and //
             _refuse_outside(entry.path, link, name)
-        elif not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
-            raise UsageError(
-                "only files, folders and links can be sent, and this is none",
-                where=entry.path,
-                hint="remove it from the data",
-            )
-        elif not os.access(entry.path, os.R_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), entry.path)
-        yield name, status, link
+            yield name, status, link
+            continue
+        _refuse_unreadable(entry.path, status)
+        yield name, status, ""
         if stat.S_ISDIR(status.st_mode):
             yield from _walk_entries(Path(entry.path), f"{name}/")
+
+
+def _refuse_unreadable(path: str, status: os.stat_result) -> None:
+    """Raise UsageError for a device, socket or pipe, and PermissionError for what the user may not read."""
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+        raise UsageError(
+            "only files, folders and links can be sent, and this is none",
+            where=path,
+            hint="remove it from the data",
+        )
+    if not os.access(path, os.R_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
 
 
 def _refuse_outside(path: str, link: str, name: str) -> None:
@@ -166,7 +181,8 @@ def _refuse_outside(path: str, link: str, name: str) -> None:
     name : the link's path below the folder of data.
     """
     target = posixpath.normpath(posixpath.join(posixpath.dirname(name), link))
-    if link.startswith("/") or f"{target}/".startswith("../"):
+    is_outside = target == ".." or target.startswith("../")
+    if link.startswith("/") or is_outside:
         raise UsageError(
             f"a link out of the folder of data, to {link}",
             where=path,

@@ -47,7 +47,7 @@ def find(spec: DataSpec, project: Path) -> DataFolder:
     UsageError : ``hf.lock`` or the folder cannot be read.
     """
     repo = spec.hub
-    assert repo is not None  # noqa: S101 - callers have looked
+    assert repo is not None  # noqa: S101 - the caller has checked it
     # The commit in hf.lock comes before the branch or tag in imgkit.toml, which may have moved since.
     revision = read_lock(project / LOCK).get(spec.source, repo.revision)
     path = _folder(repo, revision or "main")
@@ -79,7 +79,7 @@ def download(spec: DataSpec, project: Path, report: Reporter) -> DataFolder:
             hint='pip install "imgkit-hpc[hf]"',
         ) from error
     repo = spec.hub
-    assert repo is not None  # noqa: S101 - callers have looked
+    assert repo is not None  # noqa: S101 - the caller has checked it
     commits = read_lock(project / LOCK)
     report.stage(f"download {spec.source}")
     try:
@@ -92,14 +92,7 @@ def download(spec: DataSpec, project: Path, report: Reporter) -> DataFolder:
         )
         path = _folder(repo, Path(snapshot).name)
         if not path.is_dir():
-            # The folder is filled under a temporary name, so that no other process sees a part of it.
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=path.parent, prefix=files.TEMPORARY) as temporary:
-                complete = Path(temporary, path.name)
-                _link_files(repo, Path(snapshot), complete)
-                # The rename fails if another run has made the folder meanwhile. That one has the same files.
-                with contextlib.suppress(OSError):
-                    files.publish_file(complete, path)
+            _publish_snapshot(repo, Path(snapshot), path)
         commits[spec.source] = path.name
         text = _LOCK_HEAD
         for item, commit in sorted(commits.items()):
@@ -116,9 +109,10 @@ def _cache() -> Path:
     The variables and their order are those of huggingface_hub, which cannot be asked because it may not be
     installed.
     """
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = os.environ.get("HF_HOME") or f"{home}/huggingface"
-    return Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser().absolute()
+    user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    hf_home = os.environ.get("HF_HOME") or f"{user_cache}/huggingface"
+    hub_cache = os.environ.get("HF_HUB_CACHE") or f"{hf_home}/hub"
+    return Path(hub_cache).expanduser().absolute()
 
 
 def _folder(repo: HubRepo, revision: str) -> Path:
@@ -138,13 +132,13 @@ def read_lock(file: Path) -> dict[str, str]:
     ------
     UsageError : the file cannot be read, or has a line that is not ``ITEM COMMIT``.
     """
-    commits: dict[str, str] = {}
     try:
         lines = files.read_text(file, most_bytes=_MAX_LOCK_BYTES).splitlines()
     except FileNotFoundError:
-        return commits
+        return {}
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot be read: {error}", where=str(file), hint="remove it") from error
+    commits = {}
     for number, line in enumerate(lines, 1):
         item, _, commit = line.partition(" ")
         if COMMIT.fullmatch(commit):
@@ -171,37 +165,71 @@ def _progress_bar(report: Reporter) -> type:
     return Bar
 
 
+def _publish_snapshot(repo: HubRepo, snapshot: Path, path: Path) -> None:
+    """Make the folder `path` with the files of `snapshot`, a revision in the user's cache.
+
+    The folder is filled under a temporary name, so that no other process sees a part of it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=files.TEMPORARY) as temporary:
+        complete = Path(temporary, path.name)
+        _link_files(repo, snapshot, complete)
+        # The rename fails if another run has made the folder meanwhile. That folder has the same files.
+        with contextlib.suppress(OSError):
+            files.publish_file(complete, path)
+
+
 def _link_files(repo: HubRepo, snapshot: Path, path: Path) -> None:
     """Fill the folder `path` with the files of `snapshot`, laid out as the hub's cache.
 
     A data set has its files at their own paths, and the layout of the cache in the folder `HUB_CACHE` below.
     """
-    cache = path
-    folders = [cache / "snapshots" / snapshot.name]
-    if repo.is_data_set:
-        cache = path / HUB_CACHE
-        folders = [path, cache / "snapshots" / snapshot.name]
-    for part in ("blobs", "refs"):
-        (cache / part).mkdir(parents=True)
+    cache = path / HUB_CACHE if repo.is_data_set else path
+    (cache / "blobs").mkdir(parents=True)
+    (cache / "refs").mkdir()
     files.write_file(cache / "refs" / "main", snapshot.name)
     for file in sorted(snapshot.rglob("*")):
         if file.is_dir():
             continue
-        blob = file.resolve()
-        copy = cache / "blobs" / blob.name
-        if not copy.exists():
-            copy.hardlink_to(blob)
-        for parent in folders:
-            link = parent / file.relative_to(snapshot)
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(os.path.relpath(copy, link.parent))
-            # `list_folder` makes the folder's name also from the times of links. With a fixed time, a folder
-            # that is made again gets the same name.
-            os.utime(link, (0, 0), follow_symlinks=False)
+        blob = cache / "blobs" / file.resolve().name
+        if not blob.exists():
+            blob.hardlink_to(file.resolve())
+        name = file.relative_to(snapshot)
+        _link_to_blob(cache / "snapshots" / snapshot.name / name, blob)
+        if repo.is_data_set:
+            _link_to_blob(path / name, blob)
+
+
+def _link_to_blob(link: Path, blob: Path) -> None:
+    """Create the relative symbolic `link` to `blob`."""
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(os.path.relpath(blob, link.parent))
+    # `list_folder` makes the folder's name also from the times of links. With a fixed time, a folder that is
+    # made again gets the same name.
+    os.utime(link, (0, 0), follow_symlinks=False)
 
 
 def _download_error(error: Exception, spec: DataSpec) -> ImgkitError:
     """Return the error to show for a download that failed with `error`, which any library may have raised."""
+    from huggingface_hub import constants
+
+    refusal = _refusal(error, spec)
+    if refusal is not None:
+        return refusal
+    reason = str(error.__cause__ or error).partition("\n")[0]
+    is_local_problem = isinstance(error, OSError) and bool(error.errno)
+    if is_local_problem or "No space left" in reason:
+        message = f"{spec.source} cannot be written: {reason}"
+        return CheckFailed(message, where=str(_cache()), hint="another folder: export HF_HOME=/FOLDER")
+    return ToolFailed(
+        f"{spec.source} is not in the cache, and {constants.ENDPOINT} does not send it: {reason}",
+        where=str(_cache()),
+        hint="export https_proxy=http://PROXY:PORT; or a mirror: export HF_ENDPOINT=https://MIRROR",
+    )
+
+
+def _refusal(error: Exception, spec: DataSpec) -> UsageError | None:
+    """Return the error to show if the hub does not give the user what `spec` names. Otherwise return None."""
     from huggingface_hub import constants, errors
 
     page = f"{constants.ENDPOINT}/{spec.source.removeprefix('hf://').partition('@')[0]}"
@@ -222,12 +250,4 @@ def _download_error(error: Exception, spec: DataSpec) -> ImgkitError:
     for kind, (message, hint) in refusals.items():
         if isinstance(error, kind):
             return UsageError(f"{spec.source} {message}", where="data", hint=hint)
-    reason = str(error.__cause__ or error).partition("\n")[0]
-    if "No space left" in reason or (isinstance(error, OSError) and error.errno):
-        message = f"{spec.source} cannot be written: {reason}"
-        return CheckFailed(message, where=str(_cache()), hint="another folder: export HF_HOME=/FOLDER")
-    return ToolFailed(
-        f"{spec.source} is not in the cache, and {constants.ENDPOINT} does not send it: {reason}",
-        where=str(_cache()),
-        hint="export https_proxy=http://PROXY:PORT; or a mirror: export HF_ENDPOINT=https://MIRROR",
-    )
+    return None

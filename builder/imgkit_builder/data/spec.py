@@ -6,9 +6,10 @@ They see data sets in ``/workspace/hf/data``, because ``datasets`` does not read
 
 from __future__ import annotations
 
+import itertools
 import posixpath
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from imgkit_builder.recipe import rules as recipe_rules
@@ -103,26 +104,22 @@ def parse_all(texts: Iterable[str]) -> tuple[DataSpec, ...]:
     ------
     UsageError : an item cannot be parsed, or the target of one is the target of another or below it.
     """
-    specs: list[DataSpec] = []
-    for text in texts:
-        spec = parse_spec(text)
-        for earlier in specs:
-            outer, inner = sorted((earlier.target, spec.target), key=len)
-            if f"{inner}/".startswith(f"{outer}/"):
-                raise UsageError(
-                    f"{inner} is in {outer}, which is another folder of data",
-                    where="data",
-                    hint="remove one of them, or give it another place: /SRC:/DEST",
-                )
-        specs.append(spec)
-    return tuple(specs)
+    specs = tuple(parse_spec(text) for text in texts)
+    for first, second in itertools.combinations(specs, 2):
+        outer, inner = sorted((first.target, second.target), key=len)
+        if posixpath.commonpath((outer, inner)) == outer:
+            raise UsageError(
+                f"{inner} is in {outer}, which is another folder of data",
+                where="data",
+                hint="remove one of them, or give it another place: /SRC:/DEST",
+            )
+    return specs
 
 
 def _parse_hub_item(text: str) -> DataSpec:
     """Parse ``hf://NAME[@REVISION]`` or ``hf://datasets/NAME[@REVISION]``."""
     match = _HUB_ITEM.fullmatch(text)
-    # "--" separates the parts of a folder's name in the hub's cache, so a name that has it would be
-    # ambiguous.
+    # "--" separates the parts of a folder's name in the hub's cache, so "--" in a name would be ambiguous.
     if match is None or ".." in text or "--" in match["name"]:
         raise UsageError(
             f"{text!r} is no model or data set of the hub",
@@ -139,12 +136,20 @@ def _parse_hub_item(text: str) -> DataSpec:
 def _parse_cluster_path(text: str) -> DataSpec:
     """Parse ``/SRC:/DEST``. SRC may begin with a variable of the site: ``$SCRATCH/letters:/data``."""
     source, _, target = text.partition(":")
-    faults = [*rules.printable_text(text), *rules.bind_mount(text)]
-    if not faults and (not target or ":" in target):
-        faults = [(f"{text!r} does not say where the job sees it", f"write {source}:/DEST")]
-    if not faults:
-        faults += recipe_rules.copy_target(target)
-    if faults:
-        message, hint = faults[0]
+    for message, hint in _cluster_path_faults(text, source, target):
         raise UsageError(message, where="data", hint=hint)
     return DataSpec(source=source, target=posixpath.normpath(target))
+
+
+def _cluster_path_faults(text: str, source: str, target: str) -> Iterator[rules.Fault]:
+    """Yield what is wrong with ``SOURCE:TARGET``, and a hint for each. The most important fault comes first.
+
+    Parameters
+    ----------
+    text : the whole item.
+    """
+    yield from rules.printable_text(text)
+    yield from rules.bind_mount(text)
+    if not target or ":" in target:
+        yield f"{text!r} does not say where the job sees it", f"write {source}:/DEST"
+    yield from recipe_rules.copy_target(target)

@@ -15,7 +15,7 @@ import json
 import secrets
 import shlex
 import shutil
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -78,27 +78,26 @@ class AddRequest:
     )
 
     @property
+    def path_options(self) -> dict[str, Path]:
+        """Return the files and folders of this machine that decide what is installed, by their options.
+
+        For example, ``{"-r": Path("requirements.txt")}``.
+        """
+        paths = {"-r": self.requirements_file, "--project": self.project, "--wheels": self.wheels}
+        return {option: path for option, path in paths.items() if path is not None}
+
+    @property
     def arguments(self) -> tuple[str, ...]:
         """Return the arguments that decide what is installed: ``("einops", "--replace", "numpy")``.
 
         They stand in the file's record. The image and the output file are not among them.
         """
-        options = {"-r": self.requirements_file, "--project": self.project, "--wheels": self.wheels}
         arguments = list(self.requirements)
-        for name, value in options.items():
-            if value is not None:
-                arguments += (name, str(value))
+        for option, path in self.path_options.items():
+            arguments += (option, str(path))
         for name in self.replace:
             arguments += ("--replace", name)
         return tuple(arguments)
-
-    @property
-    def reads_files(self) -> bool:
-        """Return whether files of this machine decide what is installed.
-
-        Their content can change, so the same request may install something else the next time.
-        """
-        return any((self.requirements_file, self.project, self.wheels))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,16 +172,13 @@ def add(
     target = _target_path(request, image)
     if machine is None:
         machine = this_machine()
-        if sif_image.is_sif(image):
-            sif = sif_image.read(image)
-            # `record.refuse_unfit` also accepts an image by its id. A .sif that imgkit packed again from the
-            # same image has another digest, but the same id.
-            image_id = sif.record.image_id if sif.record else ""
+        image_id = _read_image_id(image)
     steps = _Steps(request=request, machine=machine, image=image, target=target, token=secrets.token_hex(8))
-    digest, existing, size_bytes = steps.look()
+    digest, existing, size_bytes = steps.find_existing()
     if existing is not None:
         _refuse_other_packages(existing, request, target)
-        if existing.image_digest == digest and not request.reads_files:
+        # The content of files can change, and then the same request installs something else.
+        if existing.image_digest == digest and not request.path_options:
             return Added(path=target, image=image, size_bytes=size_bytes, record=existing, up_to_date=True)
     with runtime.log_file(target.stem) as log:
         report.stage(f"pip in {image.name}")
@@ -197,7 +193,7 @@ def add(
                 remote=machine.remote,
             )
     packages = [AddedPackage(**package) for package in answer["packages"]]
-    added = PackagesRecord(
+    new_record = PackagesRecord(
         imgkit=__version__,
         image=image.name,
         image_digest=digest,
@@ -209,12 +205,29 @@ def add(
         modules=tuple(sorted(set(answer["modules"]))),
         squashfs_sha256=squashfs_sha256,
     )
-    size_bytes = steps.publish(added)
-    return Added(path=target, image=image, size_bytes=size_bytes, record=added, up_to_date=False)
+    new_bytes = steps.publish(new_record)
+    return Added(path=target, image=image, size_bytes=new_bytes, record=new_record, up_to_date=False)
+
+
+def _read_image_id(image: Path) -> str:
+    """Return the id of the image in a .sif of this machine, or "" if the file has none.
+
+    `record.refuse_unfit` also accepts an image by its id. A .sif that imgkit packed again from the same image
+    has another digest, but the same id.
+    """
+    if not sif_image.is_sif(image):
+        return ""
+    sif = sif_image.read(image)
+    return sif.record.image_id if sif.record else ""
 
 
 def _image_path(request: AddRequest, machine: ImageMachine | None) -> Path:
-    """Return the absolute path of the image. Raise UsageError if none is named."""
+    """Return the absolute path of the image.
+
+    Raises
+    ------
+    UsageError : the request names no image, or a relative path for a remote.
+    """
     if request.image is None:
         packages = ", ".join(request.requirements) or "PACKAGE"
         raise UsageError(
@@ -253,12 +266,8 @@ def _check_requirements(request: AddRequest) -> None:
             where="PACKAGE",
             hint="export PIP_INDEX_URL=..., which is not recorded",
         )
-    for option, path in (
-        ("-r", request.requirements_file),
-        ("--project", request.project),
-        ("--wheels", request.wheels),
-    ):
-        if path is not None and not path.exists():
+    for option, path in request.path_options.items():
+        if not path.exists():
             raise UsageError("there is no such file or folder", where=f"{option} {path}")
 
 
@@ -284,8 +293,8 @@ def _target_path(request: AddRequest, image: Path) -> Path:
     UsageError : no runtime can mount the path.
     """
     count = len(request.requirements) or 1
-    target = request.output or image.with_name(f"{image.stem}+{count}.sqsh")
-    target = target.absolute()
+    default = image.with_name(f"{image.stem}+{count}.sqsh")
+    target = (request.output or default).absolute()
     if not record.safe_name(str(target)):
         raise UsageError(
             f"no runtime can mount {str(target)!r}",
@@ -317,17 +326,20 @@ class _Steps:
     token: str
     """A random number, by which the script tells its own files and output from others."""
 
-    def look(self) -> tuple[str, PackagesRecord | None, int]:
-        """Return the digest of the image, and the record and the size of the file if it exists.
+    def find_existing(self) -> tuple[str, PackagesRecord | None, int]:
+        """Return the digest of the image, and the record and the size of the file that is to be written.
+
+        The record is None and the size is 0 if the file does not exist.
 
         Raises
         ------
         UsageError : the image or the folder of the file cannot be used, or imgkit did not write the file.
         """
         output = b"".join(self._run("look"))
-        digest_line, _, rest = output.partition(b"\n")
-        self._refuse_problem(digest_line.decode())
-        digest = digest_line.decode().split()[0]
+        # "DIGEST  -", and for a file that exists a line with its size, and then its last bytes
+        first_line, _, rest = output.partition(b"\n")
+        self._refuse_problem(first_line.decode())
+        digest = first_line.decode().split()[0]
         if not rest:
             return digest, None, 0
         size_line, _, end = rest.partition(b"\n")
@@ -350,29 +362,30 @@ class _Steps:
         tar, options = self._pack_inputs()
         args = (str(members.tar_size(tar)), self.machine.program, " ".join(self.machine.modules), *options)
         answer_lines: list[str] = []
-        output: collections.deque[str] = collections.deque(maxlen=process.KEPT_LINES)
+        pip_lines: collections.deque[str] = collections.deque(maxlen=process.KEPT_LINES)
         try:
             script_output = self._run("install", *args, data=members.tar_chunks(tar))
             for raw_line in process.split_lines(script_output):
                 line = raw_line.decode(errors="replace")
-                if answer_lines or line == self.token:
+                if answer_lines or line == self.token:  # the token is the first line of the answer
                     answer_lines.append(line)
                     if line.startswith("{") and not line.startswith('{"failure"'):
                         report.stage("squash")
                 else:
                     self._refuse_problem(line)
-                    output.append(line)
+                    pip_lines.append(line)
                     log.write(f"{line}\n")
                     report.line(secret_patterns.mask_secrets(line))
         except ToolFailed as error:
-            raise self._explain(error, "\n".join(output), log.name) from error
-        # The token, the answer, and the digest of the squashfs if there is one: "DIGEST  -".
+            raise self._explain(error, "\n".join(pip_lines), log.name) from error
         try:
-            answer: dict[str, Any] = json_text.parse(answer_lines[1])
-        except (IndexError, ValueError) as error:
+            _, answer_json, *digest_lines = answer_lines
+            answer: dict[str, Any] = json_text.parse(answer_json)
+        except ValueError as error:
             message = f"the answer of the image cannot be read: {error}"
             raise ToolFailed(message, where=str(self.image), hint=f"full log: {log.name}") from error
-        return answer, "".join(answer_lines[2:]).partition(" ")[0]
+        squashfs_sha256, _, _ = "".join(digest_lines).partition(" ")  # "DIGEST  -"; no line after a failure
+        return answer, squashfs_sha256
 
     def publish(self, added: PackagesRecord) -> int:
         """Append the record to the squashfs, give the file its name, and return its size in bytes."""
@@ -406,29 +419,20 @@ class _Steps:
         )
 
     def _pack_inputs(self) -> tuple[list[TarMember], list[str]]:
-        """Return what pip reads, as members of a tar, and the runtime's options that mount the rest of it.
-
-        Large folders of this machine are mounted. A remote gets the files of them.
-        """
+        """Return what pip reads, as members of a tar, and the runtime's options that mount the rest of it."""
         request = self.request
         requirements = [*request.requirements]
         pip_options: list[str] = []
-        folders: dict[str, tuple[Path, tuple[str, ...]]] = {}
+        tar = [members.memory_file("inside.py", _read_source("inside.py"))]
+        mounts: list[str] = []
         if request.wheels is not None:
             pip_options = ["--no-index", "--find-links", f"{INSIDE}/wheels"]
-            folders["wheels"] = (request.wheels, ("*",))
+            self._add_folder("wheels", request.wheels, ["*"], tar, mounts)
         if request.requirements_file is not None:
             file = request.requirements_file.absolute()
             requirements += ["-r", f"{INSIDE}/requirements/{file.name}"]
-            folders["requirements"] = (file.parent, (file.name, *_REQUIREMENTS_FILES))
-        tar = [members.memory_file("inside.py", _read_source("inside.py"))]
-        options: list[str] = []
-        for name, (folder, patterns) in folders.items():
-            tar.append(members.empty_folder(name))
-            if self.machine.remote:
-                tar += _list_files(name, folder, patterns)
-            else:
-                options += ["--bind", f"{folder.absolute()}:{INSIDE}/{name}:ro"]
+            patterns = [file.name, *_REQUIREMENTS_FILES]
+            self._add_folder("requirements", file.parent, patterns, tar, mounts)
         if request.project is not None:
             # The project is copied and not mounted, because a build writes into the folder.
             requirements.append(f"{INSIDE}/project")
@@ -442,15 +446,30 @@ class _Steps:
             "protected": PROTECTED,
         }
         tar.append(members.memory_file("order.json", json.dumps(order).encode()))
-        return tar, options
+        return tar, mounts
 
+    def _add_folder(
+        self, name: str, folder: Path, patterns: Sequence[str], tar: list[TarMember], mounts: list[str]
+    ) -> None:
+        """Bring a folder of this machine into the container, as the folder `name` in `INSIDE`.
 
-def _list_files(member: str, folder: Path, patterns: Sequence[str]) -> Iterator[TarMember]:
-    """Yield the files of `folder` whose names match one of `patterns`, as members of a tar below `member`."""
-    names = {path.name for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
-    for name in sorted(names):
-        size_bytes = (folder / name).stat().st_size
-        yield TarMember(name=f"{member}/{name}", size_bytes=size_bytes, source=folder / name)
+        On this machine, the folder is mounted. A remote gets the files whose names match one of `patterns`.
+
+        Parameters
+        ----------
+        tar, mounts : the results of `_pack_inputs`, to which this function adds.
+        """
+        tar.append(members.empty_folder(name))
+        if not self.machine.remote:
+            mounts += ["--bind", f"{folder.absolute()}:{INSIDE}/{name}:ro"]
+            return
+        paths: set[Path] = set()
+        for pattern in patterns:
+            paths.update(folder.glob(pattern))
+        for path in sorted(paths):
+            if path.is_file():
+                size_bytes = path.stat().st_size
+                tar.append(TarMember(name=f"{name}/{path.name}", size_bytes=size_bytes, source=path))
 
 
 def _read_source(name: str) -> bytes:

@@ -24,14 +24,12 @@ _NO_NETWORK = re.compile(
     r"|dns error|Connection (?:timed out|refused)|Network is unreachable|SSLError"
 )
 # "The user requested (constraint) numpy==1.26.4": a package of the image stands in the way.
-_CONSTRAINT = re.compile(r"\(constraint\) ([A-Za-z0-9._-]+)==(\S+)")
-_MISSING = re.compile(r"No matching distribution found for ([^\n]+)")
+_CONSTRAINT = re.compile(r"\(constraint\) (?P<name>[A-Za-z0-9._-]+)==\S+")
+_MISSING = re.compile(r"No matching distribution found for (?P<package>[^\n]+)")
 # Lines of pip that say nothing about a failure. "━" is the progress bar.
 _NOISE = re.compile(r"WARNING: |\[notice\]|DEPRECATION: |Looking in |Collecting |  Downloading | +━")
 # Lines of pip's output that a hint shows at most. The log has all of them.
-_MOST_LINES = 12
-
-
+_MAX_LINES = 12
 _SIF_HINT = "imgkit sif IMAGE makes a .sif of an archive or an image"
 # The lines "problem NAME" of `machine.sh`: the error for each name, with its hint.
 _PROBLEMS = {
@@ -55,13 +53,13 @@ _PROBLEMS = {
 
 def refuse_problem(line: str, *, image: str, target: Path) -> None:
     """Raise the error for a line ``problem NAME`` of `machine.sh`. Do nothing for any other line."""
-    name = line.removeprefix("problem ")
-    if name == line or name not in _PROBLEMS:
+    word, _, name = line.partition(" ")
+    if word != "problem" or name not in _PROBLEMS:
         return
-    kind, message, hint = _PROBLEMS[name]
-    values = {"folder": target.parent, "name": target.name}
+    error_class, message, hint = _PROBLEMS[name]
     where = image if hint == _SIF_HINT else str(target)
-    raise kind(message.format(**values), where=where, hint=hint.format(**values))
+    values = {"folder": target.parent, "name": target.name}
+    raise error_class(message.format(**values), where=where, hint=hint.format(**values))
 
 
 def explain_crash(
@@ -76,19 +74,19 @@ def explain_crash(
     command : the `imgkit add` command that makes the file.
     log : path of the file with all of the output.
     """
-    text = f"{output}\n{error.what}\n{error.hint}"
+    messages = f"{output}\n{error.what}\n{error.hint}"
     # "the image's architecture (arm64) could not run on the host's (amd64)"
-    if "could not run on the host" in text:
+    if "could not run on the host" in messages:
         return UsageError(
             "the image is for another processor, and pip cannot run in it on this machine",
             where=str(image),
             hint=f"on a node for the image: srun --nodes 1 --ntasks 1 {command}",
         )
-    if "executable file not found" in text:
+    if "executable file not found" in messages:
         return UsageError("the image has no python3", where=str(image), hint="another image")
-    if NO_SPACE.search(text):
+    if NO_SPACE.search(messages):
         return _full_disk_error(target)
-    lines = process.last_lines(secret_patterns.mask_secrets(output), _MOST_LINES)
+    lines = process.last_lines(secret_patterns.mask_secrets(output), _MAX_LINES)
     if not lines:
         return error
     hint = "\n".join(["its last lines:", *lines, f"full log: {log}"])
@@ -118,16 +116,15 @@ def explain(
     log : path of the file with all of pip's output.
     remote : name of the remote with the image, or empty for this machine.
     """
-    kind, output = answer["failure"], answer["output"]
+    failure, output = answer["failure"], answer["output"]
     versions: Mapping[str, str] = answer["image"]
     typed = shlex.join(requirements)
     # `inside.py` needs pip's --report, which pip has from 22.2 on.
-    if kind == "no pip" or "no such option: --report" in output:
-        problem = "has no pip" if kind == "no pip" else "has a pip older than 22.2, which cannot do this"
-        return UsageError(
-            f"the image {problem}", where=str(image), hint=f"build one that has it: {_recipe_line(typed)}"
-        )
-    if kind == "protected":
+    if failure == "no pip":
+        return _pip_error("has no pip", image, typed)
+    if "no such option: --report" in output:
+        return _pip_error("has a pip older than 22.2, which cannot do this", image, typed)
+    if failure == "protected":
         return UsageError(
             f"nothing may replace {output} {versions.get(output, '')}, which belongs to the image's torch",
             where="--replace",
@@ -137,52 +134,87 @@ def explain(
         return _full_disk_error(target)
     constraint = _CONSTRAINT.search(output)
     if constraint:
-        return _conflict_error(canonical_name(constraint[1]), output, versions, typed)
+        return _conflict_error(canonical_name(constraint["name"]), output, versions, typed)
     # This comes before the search for a missing package: without a network, pip prints that message, too.
     if _NO_NETWORK.search(output):
-        # The command downloads wheels for the image's processor and Python, whatever machine runs it.
-        platform = f"manylinux_2_28_{answer['machine']}"
-        fetch = "python3 -m pip download --only-binary :all: -d wheels"
-        fetch += f" --platform {platform} --python-version {answer['python']} {typed}"
-        again = f"imgkit add {typed} --image {image} --wheels wheels"
-        if remote:
-            hint = f"{fetch}; then: {again} --on {remote}"
-        else:
-            hint = f"where there is a network: {fetch}; copy the folder here, and: {again}"
-        return ToolFailed(
-            f"the image's pip cannot reach a package index from {remote or 'this machine'}",
-            where=str(image),
-            hint=hint,
-        )
+        return _network_error(answer, image, typed, remote)
     missing = _MISSING.search(output)
     if missing:
         return UsageError(
-            f"there is no {missing[1]} for Python {answer['python']} on {answer['machine']}",
+            f"there is no {missing['package']} for Python {answer['python']} on {answer['machine']}",
             where=str(image),
             hint="\n".join(["check its name and version at the index", *_last_lines(output)]),
         )
-    return ToolFailed(
-        "pip failed in the image",
-        where=str(image),
-        hint="\n".join([*_last_lines(output), f"full log: {log}"]),
+    hint = "\n".join([*_last_lines(output), f"full log: {log}"])
+    return ToolFailed("pip failed in the image", where=str(image), hint=hint)
+
+
+def _pip_error(problem: str, image: Path, typed: str) -> UsageError:
+    """Return the error for an image without a usable pip.
+
+    Parameters
+    ----------
+    typed : the requirements as the user typed them.
+    """
+    hint = f"build one that has it: {_recipe_line(typed)}"
+    return UsageError(f"the image {problem}", where=str(image), hint=hint)
+
+
+def _network_error(answer: Mapping[str, Any], image: Path, typed: str, remote: str) -> ToolFailed:
+    """Return the error for a pip that cannot reach a package index. Its hint downloads wheels elsewhere.
+
+    Parameters
+    ----------
+    answer, remote : as in `explain`.
+    typed : the requirements as the user typed them.
+    """
+    # The command downloads wheels for the image's processor and Python, whatever machine runs it.
+    download = (
+        "python3 -m pip download --only-binary :all: -d wheels "
+        f"--platform manylinux_2_28_{answer['machine']} --python-version {answer['python']} {typed}"
     )
+    add_again = f"imgkit add {typed} --image {image} --wheels wheels"
+    if remote:
+        hint = f"{download}; then: {add_again} --on {remote}"
+    else:
+        hint = f"where there is a network: {download}; copy the folder here, and: {add_again}"
+    machine = remote or "this machine"
+    message = f"the image's pip cannot reach a package index from {machine}"
+    return ToolFailed(message, where=str(image), hint=hint)
 
 
 def _conflict_error(name: str, output: str, versions: Mapping[str, str], typed: str) -> UsageError:
-    """Return the error for a request that needs another version of the package `name` than the image has."""
-    askers = re.findall(rf"(?mi)^ +(\S+) (\S+) depends on ({re.escape(name)}\b[^\n]*)", output)
-    own = re.search(rf"(?mi)^ +The user requested ({re.escape(name)}[^\n]*)", output)
-    problem = f"{own[1]} is asked for" if own else "another version is asked for"
-    if askers:
-        package, version, requirement = askers[0]
-        problem = f"{package} {version} needs {requirement}"
-    problem += f", and the image has {name} {versions.get(name, '')}"
+    """Return the error for a request that needs another version of the package `name` than the image has.
+
+    Parameters
+    ----------
+    output : the output of pip, which says why it needs another version.
+    versions : the versions of the image's packages.
+    typed : the requirements as the user typed them.
+    """
+    reason = _conflict_reason(name, output)
     # `inside.py` refuses to replace what belongs to the image's torch, so --replace would not help.
     if re.fullmatch(PROTECTED, name) or name.startswith("nvidia-"):
-        hint = f"another version of it; or build an image with another torch: {_recipe_line(typed)}"
+        remedy = f"build an image with another torch: {_recipe_line(typed)}"
+        hint = f"another version of it; or {remedy}"
     else:
         hint = f"another version of it, or let it replace the image's: --replace {name}"
+    problem = f"{reason}, and the image has {name} {versions.get(name, '')}"
     return UsageError(problem, where="PACKAGE", hint=hint)
+
+
+def _conflict_reason(name: str, output: str) -> str:
+    """Return why pip needs another version of the package `name`: ``"timm 1.0.9 needs torch>=2.4"``."""
+    pattern = re.escape(name)
+    dependency = re.search(
+        rf"(?mi)^ +(?P<package>\S+) (?P<version>\S+) depends on (?P<needed>{pattern}\b[^\n]*)", output
+    )
+    if dependency:
+        return f"{dependency['package']} {dependency['version']} needs {dependency['needed']}"
+    request = re.search(rf"(?mi)^ +The user requested (?P<needed>{pattern}[^\n]*)", output)
+    if request:
+        return f"{request['needed']} is asked for"
+    return "another version is asked for"
 
 
 def _recipe_line(typed: str) -> str:
@@ -197,6 +229,10 @@ def _last_lines(output: str) -> list[str]:
     These are the lines that begin with ``ERROR:``. If there are none, they are all lines except progress and
     notices.
     """
-    lines = [line.rstrip() for line in output.splitlines() if line.strip() and not _NOISE.match(line)]
+    lines = []
+    for line in output.splitlines():
+        if line.strip() and not _NOISE.match(line):
+            lines.append(line.rstrip())
     errors = [line for line in lines if line.startswith("ERROR:")]
-    return (errors or lines)[-_MOST_LINES:]
+    shown_lines = errors or lines
+    return shown_lines[-_MAX_LINES:]

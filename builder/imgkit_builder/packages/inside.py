@@ -24,7 +24,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,8 @@ def main(folder: Path) -> None:
     except Failure as failure:
         answer = {"failure": failure.kind, "output": failure.output[-OUTPUT_CHARACTERS:]}
     answer["image"] = versions
-    answer["python"], answer["machine"] = platform.python_version(), platform.machine()
+    answer["python"] = platform.python_version()
+    answer["machine"] = platform.machine()
     (folder / "answer.json").write_text(json.dumps(answer), encoding="utf-8")
 
 
@@ -67,6 +68,10 @@ def install(folder: Path, order: Mapping[str, Any], versions: Mapping[str, str])
     pip runs twice. The first run only resolves the requirements against everything in the image. The second
     one installs exactly the result of the first, without looking at dependencies again.
 
+    Parameters
+    ----------
+    versions : the versions of the image's packages, by name.
+
     Returns
     -------
     The keys ``packages`` and ``modules`` of the answer: the installed packages, and the names to import.
@@ -75,26 +80,21 @@ def install(folder: Path, order: Mapping[str, Any], versions: Mapping[str, str])
     ------
     Failure : the image has no pip, a package to replace is protected, or pip failed.
     """
-    # Shadows are needed only for packages whose version pip shall see changed.
     shadows = folder / "shadows"
+    constraints = folder / "constraints.txt"
     env = pip_environment(folder, shadows)
     pip = importlib.util.find_spec("pip")
     if pip is None or pip.origin is None:  # an empty folder is a namespace package, which has no origin
         fetch_pip(folder / "pip", order["options"], env)
     protected = protected_names(order["protected"])
-    for name in map(canonical, order["replace"]):
+    replaced = [canonical(name) for name in order["replace"]]
+    for name in replaced:
         if name in protected:
             raise Failure("protected", name)
-    replaced = set(map(canonical, order["replace"]))
-    kept = {name: version for name, version in released(versions).items() if name not in replaced}
-    write_shadows(shadows, {name: version for name, version in kept.items() if version != versions[name]})
-    constraints = folder / "constraints.txt"
-    constraints.write_text(
-        "".join(f"{name}=={version}\n" for name, version in kept.items()), encoding="utf-8"
-    )
+    write_constraints(constraints, shadows, versions, replaced)
+    env["PIP_CONSTRAINT"] = str(constraints)
     report = folder / "report.json"
-    resolve = [*order["options"], "--dry-run", "--report", str(report), *order["requirements"]]
-    run_pip(resolve, {**env, "PIP_CONSTRAINT": str(constraints)})
+    run_pip([*order["options"], "--dry-run", "--report", str(report), *order["requirements"]], env)
     items = json.loads(report.read_text(encoding="utf-8"))["install"]
     root = folder / "root"
     root.mkdir()
@@ -104,13 +104,36 @@ def install(folder: Path, order: Mapping[str, Any], versions: Mapping[str, str])
         # The versions are exact, so nothing is constrained now. The variable still names the file, so that
         # the constraints of the image's own configuration do not apply either.
         constraints.write_text("", encoding="utf-8")
-        arguments = ["--no-deps", "--target", str(root), *order["options"], "-r", str(exact)]
-        run_pip(arguments, {**env, "PIP_CONSTRAINT": str(constraints)})
+        run_pip(["--no-deps", "--target", str(root), *order["options"], "-r", str(exact)], env)
     names = sorted(path.name for path in root.iterdir())
     return {
         "packages": [summary(item) for item in items],
         "modules": [name.partition(".")[0] for name in names if is_module(name)],
     }
+
+
+def write_constraints(
+    constraints: Path, shadows: Path, versions: Mapping[str, str], replaced: Collection[str]
+) -> None:
+    """Write the file `constraints` for pip, with the version of every package of the image.
+
+    A package whose version pip shall see changed also gets a copy of its metadata in `shadows`.
+
+    Parameters
+    ----------
+    versions : the versions of the image's packages, by name.
+    replaced : the names of packages that pip may replace.
+    """
+    lines = []
+    changed_versions = {}
+    for name, version in released(versions).items():
+        if name in replaced:
+            continue
+        lines.append(f"{name}=={version}\n")
+        if version != versions[name]:
+            changed_versions[name] = version
+    write_shadows(shadows, changed_versions)
+    constraints.write_text("".join(lines), encoding="utf-8")
 
 
 def installed_versions() -> dict[str, str]:
@@ -158,8 +181,9 @@ def released(versions: Mapping[str, str]) -> dict[str, str]:
             version = versioning.Version(text)
         except versioning.InvalidVersion:
             continue
-        is_local_prerelease = version.is_prerelease and version.local
-        result[name] = f"{version.base_version}+{version.local}" if is_local_prerelease else text
+        result[name] = text
+        if version.is_prerelease and version.local:
+            result[name] = f"{version.base_version}+{version.local}"
     return result
 
 
@@ -170,14 +194,13 @@ def write_shadows(folder: Path, versions: Mapping[str, str]) -> None:
         distribution = metadata.distribution(name)
         text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or f"Name: {name}\n"
         # The version is replaced only in the header, because a description may have such a line, too.
-        header, blank, description = text.partition("\n\n")
-        header = re.sub(r"(?m)^Version:.*\n?", "", header).rstrip("\n")
-        info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(
-            f"{header}\nVersion: {version}{blank}{description}\n", encoding="utf-8"
-        )
-        (info / "INSTALLER").write_text("imgkit\n", encoding="utf-8")
+        header, blank_line, description = text.partition("\n\n")
+        other_lines = re.sub(r"(?m)^Version:.*\n?", "", header).rstrip("\n")
+        new_text = f"{other_lines}\nVersion: {version}{blank_line}{description}\n"
+        dist_info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+        dist_info.mkdir()
+        (dist_info / "METADATA").write_text(new_text, encoding="utf-8")
+        (dist_info / "INSTALLER").write_text("imgkit\n", encoding="utf-8")
 
 
 def pip_environment(folder: Path, shadows: Path) -> dict[str, str]:
@@ -193,7 +216,9 @@ def pip_environment(folder: Path, shadows: Path) -> dict[str, str]:
     certificates = folder.with_name(f"{folder.name}.pem")
     if certificates.exists():
         env["PIP_CERT"] = str(certificates)
-    search_path = [str(shadows), str(folder / "pip"), *filter(None, [env.get("PYTHONPATH", "")])]
+    search_path = [str(shadows), str(folder / "pip")]
+    if env.get("PYTHONPATH"):
+        search_path.append(env["PYTHONPATH"])
     env["PYTHONPATH"] = os.pathsep.join(search_path)
     env |= {
         "PIP_BREAK_SYSTEM_PACKAGES": "1",
@@ -240,7 +265,8 @@ def run(argv: list[str], env: Mapping[str, str]) -> None:
     with subprocess.Popen(
         argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=dict(env)
     ) as process:
-        for line in process.stdout or ():
+        assert process.stdout is not None  # noqa: S101 - for the type checker: stdout=PIPE
+        for line in process.stdout:
             lines.append(line)
             print(line, end="", flush=True)
     if process.returncode:
@@ -250,25 +276,32 @@ def run(argv: list[str], env: Mapping[str, str]) -> None:
 def exact_requirements(items: list[dict[str, Any]]) -> list[str]:
     """Return the lines of a requirements file for exactly the items of pip's report.
 
-    An example is ``einops==0.8.0 --hash=sha256:5f...``. A package of a URL or repository has the form
-    ``NAME @ git+https://...@COMMIT``. No line has a hash if one of the items has none, because pip requires a
-    hash of all requirements as soon as one has it.
+    An example is ``einops==0.8.0 --hash=sha256:5f...``. No line has a hash if one of the items has none,
+    because pip requires a hash of all requirements as soon as one has it.
     """
     has_hashes = all(summary(item)["sha256"] for item in items)
     lines = []
     for item in items:
-        name, download = item["metadata"]["name"], item["download_info"]
-        line = f"{name}=={item['metadata']['version']}"
-        if item.get("is_direct"):
-            repository = download.get("vcs_info")
-            url = download["url"]
-            if repository:
-                url = f"{repository['vcs']}+{url}@{repository['commit_id']}"
-            line = f"{name} @ {url}"
+        line = exact_requirement(item)
         if has_hashes:
-            line = f"{line} --hash=sha256:{summary(item)['sha256']}"
+            line += f" --hash=sha256:{summary(item)['sha256']}"
         lines.append(line)
     return lines
+
+
+def exact_requirement(item: Mapping[str, Any]) -> str:
+    """Return the requirement of one item of pip's report, without a hash: ``einops==0.8.0``.
+
+    A package of a URL or repository has the form ``NAME @ git+https://...@COMMIT``.
+    """
+    name = item["metadata"]["name"]
+    download = item["download_info"]
+    if not item.get("is_direct"):
+        return f"{name}=={item['metadata']['version']}"
+    repository = download.get("vcs_info")
+    if repository:
+        return f"{name} @ {repository['vcs']}+{download['url']}@{repository['commit_id']}"
+    return f"{name} @ {download['url']}"
 
 
 def summary(item: Mapping[str, Any]) -> dict[str, str]:

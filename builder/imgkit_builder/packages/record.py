@@ -82,18 +82,17 @@ class PackagesRecord:
 
 
 def image_digest(path: Path) -> str:
-    """Return a digest that stands for the content of the image file `path`.
+    """Return a SHA-256 digest, in hex, that stands for the content of the image file `path`.
 
-    It is the digest of the two ends of the file and of its size, so that a large file is not read as a whole.
-    `digest_command` computes the same digest on machines without imgkit.
+    It covers the first and the last `EDGE_BYTES` of the file, and its size, so that a file of gigabytes is
+    not read as a whole. `digest_command` computes the same digest on machines without imgkit.
     """
     with files.open_regular(path) as stream:
-        size = os.fstat(stream.fileno()).st_size
-        digest = hashlib.sha256(stream.read(EDGE_BYTES))
-        stream.seek(max(0, size - EDGE_BYTES))
-        digest.update(stream.read(EDGE_BYTES))
-    digest.update(f"{size}\n".encode())
-    return digest.hexdigest()
+        size_bytes = os.fstat(stream.fileno()).st_size
+        start = stream.read(EDGE_BYTES)
+        stream.seek(max(0, size_bytes - EDGE_BYTES))
+        end = stream.read(EDGE_BYTES)
+    return hashlib.sha256(start + end + f"{size_bytes}\n".encode()).hexdigest()
 
 
 def digest_command(variable: str) -> str:
@@ -144,7 +143,7 @@ def squashfs_sha256(path: Path) -> str:
     ------
     UsageError, CheckFailed : in the cases of `read`.
     """
-    read(path)
+    read(path)  # raises an error if the record is missing or damaged
     with files.open_regular(path) as stream:
         size_bytes = os.fstat(stream.fileno()).st_size
         text = files.read_trailer(stream, 0, size_bytes, _MARK) or b""
@@ -188,11 +187,11 @@ def refuse_unfit(
     ------
     UsageError : a file was made for another image, or a package is in two files with different versions.
     """
-    known = set(digests) - {""}
+    image_digests = set(digests) - {""}
     # The file that has a package first, and the version there, by the package's normalised name.
-    sources: dict[str, tuple[str, str]] = {}
+    first_versions: dict[str, tuple[str, str]] = {}
     for path, record in records:
-        if not known & {record.image_digest, record.image_id}:
+        if image_digests.isdisjoint((record.image_digest, record.image_id)):
             raise UsageError(
                 f"{Path(path).name} was made for another image, {record.image}, and not for this {image}",
                 where="--packages",
@@ -200,10 +199,10 @@ def refuse_unfit(
             )
         for package in record.packages:
             name = canonical_name(package.name)
-            earlier_path, earlier_version = sources.setdefault(name, (path, package.version))
-            if earlier_version != package.version:
+            first_path, first_version = first_versions.setdefault(name, (path, package.version))
+            if first_version != package.version:
                 raise UsageError(
-                    f"{name} is {earlier_version} in {earlier_path}, and {package.version} in {path}",
+                    f"{name} is {first_version} in {first_path}, and {package.version} in {path}",
                     where="--packages",
                     hint=f"make one file of both: imgkit add ... {name} --image {image}",
                 )
@@ -217,10 +216,13 @@ def refuse_unfit_files(paths: Iterable[str], image: Path) -> tuple[PackagesRecor
     UsageError, CheckFailed : in the cases of `read` and of `refuse_unfit`.
     """
     records = [(path, read(Path(path))) for path in paths]
-    digests = [image_digest(image)] if image.is_file() else []
-    sif = sif_image.read(image) if sif_image.is_sif(image) else None
-    if sif is not None and sif.record is not None:
-        digests.append(sif.record.image_id)
+    digests = []
+    if image.is_file():
+        digests.append(image_digest(image))
+    if sif_image.is_sif(image):
+        sif = sif_image.read(image)
+        if sif.record is not None:
+            digests.append(sif.record.image_id)
     refuse_unfit(records, image=str(image), digests=digests)
     return tuple(record for _, record in records)
 
@@ -233,9 +235,9 @@ def target(number: int) -> str:
 def search_first(count: int) -> str:
     """Return a line of sh that runs its arguments with the packages of `count` files before the image's."""
     folders = [target(number) for number in range(1, count + 1)]
-    programs = ":".join(f"{folder}/bin" for folder in folders)
-    modules = ":".join(folders)
-    return f'export PYTHONPATH="{modules}${{PYTHONPATH:+:$PYTHONPATH}}" PATH="{programs}:$PATH"; exec "$@"'
+    path = ":".join(f"{folder}/bin" for folder in folders)
+    python_path = ":".join(folders)
+    return f'export PYTHONPATH="{python_path}${{PYTHONPATH:+:$PYTHONPATH}}" PATH="{path}:$PATH"; exec "$@"'
 
 
 def safe_name(path: str) -> bool:

@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from imgkit_builder.base import files
 from imgkit_builder.image import skeleton
@@ -96,47 +97,19 @@ def file_texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
     ----------
     parent : the recipe that `options` name.
     """
-    system = systems.get_system(parent.system.scheduler)
-    required = _required_keys(parent)
-    parent_name = options.recipe
-    if is_path(parent_name):
-        # A path from the folder, so that the folder and the recipe can move or be cloned together.
-        parent_name = os.path.relpath(parent.file.resolve(), options.folder.resolve())
-        if not parent_name.startswith("../"):
-            parent_name = f"./{parent_name}"
-    flags = dict(options.values)
-    nodes = flags.pop("nodes")
-    if not nodes and not system.abilities.takes_hosts:  # with a list of hosts (--hosts), that list decides
-        nodes = "1"
-    if not flags["time"] and not parent.system.queue.time and "time" in system.uses:
-        flags["time"] = _TIME
-    set_keys = []
-    unset_keys = []
-    for key, value in flags.items():
-        if value or key in required:
-            set_keys.append((key, value))
-        elif key in system.uses:  # imgkit run warns about a key that the scheduler does not use
-            unset_keys.append(key)
-    # In the image, the program has another path than in the folder of the run's code, where jobs start.
-    command = options.command
     copies = copies_code(options, parent)
-    if command and copies:
-        launcher, name, *arguments = command
-        command = (launcher, f"{skeleton.CODE_FOLDER}/{name}", *arguments)
     values = {
         "name": options.name,
         "remote": options.remote,
-        "parent": parent_name,
+        "parent": _parent_reference(options, parent),
         "description": f"{options.name}, on {parent.title}",
-        "queue": set_keys,
-        "unused": unset_keys,
-        "required": required,
-        "nodes": int(nodes) if nodes.isdecimal() else nodes,
-        "command": command,
+        "required": _required_keys(parent),
+        "command": _job_command(options, parent),
         "programs": program.find_start_scripts(options.folder),
         "copies": copies,
         "unfit_reason": options.unfit_reason,
         "pip": program.pip_steps(options.folder, editable=not copies),
+        **_queue_values(options, parent),
     }
     sources = {toml_file.NAME: toml_file.NAME, options.recipe_file: "recipe.yaml", GITIGNORE: "gitignore"}
     if not program.has_code(options.folder):
@@ -146,6 +119,58 @@ def file_texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
     for file, source in sources.items():
         texts[file] = templates.get_template(f"{source}.j2").render(values)
     return texts
+
+
+def _parent_reference(options: NewFolder, parent: Target) -> str:
+    """Return what the folder's recipe extends: a name, or a path that begins with ``./`` or ``../``."""
+    if not is_path(options.recipe):
+        return options.recipe
+    # A path from the folder, so that the folder and the recipe can move or be cloned together.
+    path = os.path.relpath(parent.file.resolve(), options.folder.resolve())
+    return path if path.startswith("../") else f"./{path}"
+
+
+def _queue_values(options: NewFolder, parent: Target) -> dict[str, Any]:
+    """Return the values of the templates that tell how a job asks the scheduler for nodes.
+
+    Keys with a value, and those that the user has to fill in, are under ``queue``. Keys that may be added are
+    under ``unused``.
+    """
+    used_keys = systems.get_system(parent.system.scheduler).uses
+    required_keys = _required_keys(parent)
+    values = _values_with_defaults(options, parent)
+    nodes = values.pop("nodes")
+    set_keys = []
+    unset_keys = []
+    for key, value in values.items():
+        if value or key in required_keys:
+            set_keys.append((key, value))
+        elif key in used_keys:  # imgkit run warns about a key that the scheduler does not use
+            unset_keys.append(key)
+    return {
+        "queue": set_keys,
+        "unused": unset_keys,
+        "nodes": int(nodes) if nodes.isdecimal() else nodes,
+    }
+
+
+def _values_with_defaults(options: NewFolder, parent: Target) -> dict[str, str]:
+    """Return the values of the flags, and defaults for nodes and time where nothing else sets them."""
+    system = systems.get_system(parent.system.scheduler)
+    values = dict(options.values)
+    if not values["nodes"] and not system.abilities.takes_hosts:  # a list of hosts (--hosts) sets the nodes
+        values["nodes"] = "1"
+    if not values["time"] and not parent.system.queue.time and "time" in system.uses:
+        values["time"] = _TIME
+    return values
+
+
+def _job_command(options: NewFolder, parent: Target) -> tuple[str, ...]:
+    """Return the command of jobs, with the program's path in the image if the code is there."""
+    if not options.command or not copies_code(options, parent):
+        return options.command
+    launcher, name, *arguments = options.command
+    return (launcher, f"{skeleton.CODE_FOLDER}/{name}", *arguments)
 
 
 def _required_keys(parent: Target) -> Mapping[str, bool]:
@@ -163,33 +188,40 @@ def next_steps(options: NewFolder, parent: Target, folder: Path) -> Iterator[str
 
     They are commands, or keys of imgkit.toml to fill in. Values that only the user knows are in capitals.
     """
-    cd = ""
-    if folder != Path():
-        cd = f"cd {shlex.quote(str(folder))} && "
     if not options.command:
         names = " or ".join(program.find_start_scripts(options.folder)) or "your program"
         yield f"command in imgkit.toml: the one that starts {names}"
-    recipe = f"./{options.recipe_file}"
-    ref = f"REGISTRY/{options.name}:1"
-    build = f"{cd}imgkit build {recipe}"
-    push = f"imgkit push {recipe} {ref}"
-    # By the kind of runtime. The others start a .sif on a cluster, for which imgkit run does all steps.
-    commands_of_kind = {
-        "kubernetes": [f"{build} && {push}", f"imgkit run --image {ref} --pvc CLAIM:/PATH"],
-        "docker": [f"{build} && imgkit run"],
-        "pyxis": [f"{build} && imgkit sif {recipe} --format sqsh && imgkit run"],
-    }
-    kind = parent.system.runtime.kind
-    if kind not in commands_of_kind and not options.remote:
+    starts_sif = runtimes.get_runtime(parent.system.runtime.kind).image_suffix == ".sif"
+    if starts_sif and not options.remote:
         yield "imgkit remote add NAME USER@HOST:DIR, and its name in imgkit.toml"
     for key, has_value in _required_keys(parent).items():
         # imgkit.toml has a time limit already.
         if not has_value and key != "time" and not options.values[key]:
             yield f"{key} in imgkit.toml, which {parent.name} needs"
-    yield from commands_of_kind.get(kind, [f"{cd}imgkit run --dry-run && imgkit run"])
-    starts_files = runtimes.get_runtime(kind).image_suffix
-    if systems.get_system(parent.system.scheduler).abilities.takes_hosts and not starts_files:
-        yield f"{push} && imgkit run --hosts HOST1,HOST2 --image {ref}"
+    change_folder = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
+    first_command, *other_commands = _run_commands(options, parent)
+    yield change_folder + first_command
+    yield from other_commands
+
+
+def _run_commands(options: NewFolder, parent: Target) -> list[str]:
+    """Return the commands that build the image and run a job, which depend on the runtime of the system."""
+    recipe = f"./{options.recipe_file}"
+    image = f"REGISTRY/{options.name}:1"
+    build = f"imgkit build {recipe}"
+    push = f"imgkit push {recipe} {image}"
+    commands_of_runtime = {
+        "kubernetes": [f"{build} && {push}", f"imgkit run --image {image} --pvc CLAIM:/PATH"],
+        "docker": [f"{build} && imgkit run"],
+        "pyxis": [f"{build} && imgkit sif {recipe} --format sqsh && imgkit run"],
+    }
+    kind = parent.system.runtime.kind
+    # The others start a .sif on a cluster, for which imgkit run does all steps.
+    commands = commands_of_runtime.get(kind, ["imgkit run --dry-run && imgkit run"])
+    takes_hosts = systems.get_system(parent.system.scheduler).abilities.takes_hosts
+    if takes_hosts and not runtimes.get_runtime(kind).image_suffix:
+        commands.append(f"{push} && imgkit run --hosts HOST1,HOST2 --image {image}")
+    return commands
 
 
 def write_files(folder: Path, contents: Mapping[str, str]) -> tuple[Path, ...]:
@@ -222,9 +254,10 @@ def complete_gitignore(folder: Path) -> tuple[str, ...]:
     if path.is_symlink() or not path.is_file():
         return ()
     text = files.read_text(path)
-    lines = tuple(line for line in _OUTPUTS if line not in text.splitlines())
-    if lines:
+    present_lines = text.splitlines()
+    missing_lines = [line for line in _OUTPUTS if line not in present_lines]
+    if missing_lines:
         if text and not text.endswith("\n"):
             text += "\n"
-        files.write_file(path, text + "\n".join(lines) + "\n")
-    return lines
+        files.write_file(path, text + "\n".join(missing_lines) + "\n")
+    return tuple(missing_lines)

@@ -12,18 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from imgkit_builder.base import flags as job_flags
 from imgkit_builder.base.flags import declared_options, flags_in
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.memory import size_text
 from imgkit_builder.jobs.request import JobRequest, ProjectSource
 from imgkit_builder.project.toml_file import ProjectFile, ProjectValues
 from imgkit_builder.recipe.problems import Position, shorten_path
+from imgkit_builder.recipe.targets import Target
 
-_KEYS = ("account", "queue", "qos", "time", "nodes", "group_readable", "command")
-"""Keys of the file that are also fields of `JobRequest`. The flag of such a field replaces the key."""
-_MEMORY_KEYS = ("mem", "mem_per_gpu")
-"""Keys for the memory. The flag of either of them replaces both keys of the file."""
+_KEYS = ("account", "queue", "qos", "time", "nodes", "group_readable")
+"""Keys of the file that are also flags of a job. The flag replaces the key."""
 
 
 def fill_from_file(request: JobRequest, project: ProjectFile | None) -> JobRequest:
@@ -36,31 +34,32 @@ def fill_from_file(request: JobRequest, project: ProjectFile | None) -> JobReque
     if project is None:
         return request
     values = project.values
+    container = request.container
+    allocation = request.allocation
     source = ProjectSource(
         file=project.file,
         recipe=project.recipe,
         lines={key: _location_text(position) for key, position in project.positions.items()},
         sets_directory=request.directory == Path(),
     )
-    changes: dict[str, Any] = {}
-    for key in _KEYS:
-        changes[key] = job_flags.field_value(request, key) or getattr(values, key)
-    if request.launch.interactive:
-        # An interactive job without a command opens a shell. The command of the file is for its other jobs.
-        changes["command"] = request.launch.command
+    changes: dict[str, Any] = {
+        "env": _combined_env(values.env, container.env),
+        "binds": (*values.binds, *container.binds),
+        "options": (*values.options, *allocation.options),
+        "data": (*values.data, *container.data),
+    }
+    for flag in declared_options(JobRequest):
+        if flag.field in _KEYS:
+            changes[flag.field] = flag.value(request) or getattr(values, flag.field)
+    # An interactive job without a command opens a shell. The command of the file is for the other jobs.
+    if not request.launch.command and not request.launch.interactive:
+        changes["command"] = values.command
     if source.sets_directory:
         changes["directory"] = project.file.parent
-    if not any(job_flags.field_value(request, key) for key in _MEMORY_KEYS):
-        for key in _MEMORY_KEYS:
-            changes[key] = getattr(values, key)
-    container = request.container
-    changes["env"] = _combined_env(values.env, container.env)
-    changes["binds"] = (*values.binds, *container.binds)
-    changes["options"] = (*values.options, *request.allocation.options)
-    changes["data"] = (*values.data, *container.data)
+    if not allocation.mem and not allocation.mem_per_gpu:  # a flag replaces both keys
+        changes |= {"mem": values.mem, "mem_per_gpu": values.mem_per_gpu}
     if not container.packages:
         changes["requirements"] = values.packages
-    changes["code"] = container.code
     if container.code is None and not container.no_code:
         changes["code"] = project.code
     return request.changed(**changes, project=source)
@@ -71,9 +70,9 @@ def _combined_env(file_items: Sequence[str], flag_items: Sequence[str]) -> tuple
 
     An item is ``NAME`` or ``NAME=VALUE``.
     """
-    flag_variables = {_variable_name(item) for item in flag_items}
-    inherited = [item for item in file_items if _variable_name(item) not in flag_variables]
-    return (*inherited, *flag_items)
+    flag_variables = _variable_names(flag_items)
+    kept_items = [item for item in file_items if _variable_name(item) not in flag_variables]
+    return (*kept_items, *flag_items)
 
 
 def _location_text(position: Position) -> str:
@@ -84,6 +83,11 @@ def _location_text(position: Position) -> str:
 def _variable_name(item: str) -> str:
     """Return the name in `item`, which is ``NAME=VALUE`` or ``NAME``."""
     return item.partition("=")[0]
+
+
+def _variable_names(items: Sequence[str]) -> set[str]:
+    """Return the names in `items`, each of which is ``NAME=VALUE`` or ``NAME``."""
+    return {_variable_name(item) for item in items}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,15 +154,27 @@ def _single_value_sources(job: Job, flags: JobRequest, project: ProjectFile) -> 
         flag_of_value[flag.lstrip("-").removeprefix("no-")] = flag
     if flags.launch.command:
         flag_of_value["command"] = "--"
-    for name, (value, *keys) in _single_values(job).items():
+    for name, (value, *recipe_keys) in _single_values(job).items():
         flag = flag_of_value.get(name, "")
-        if name in ("code", "command") and not value and not flag:
+        is_unset = not value and not flag
+        if name in ("code", "command") and is_unset:
             continue
-        default = None
-        for key in keys:
-            default = default or job.recipe.positions.get(tuple(key.split(".")))
-        text = "" if value is None else str(value)
-        yield find_value_source(name, text, flag=flag, project=project, default=default)
+        yield find_value_source(
+            name,
+            "" if value is None else str(value),
+            flag=flag,
+            project=project,
+            default=_first_position(job.recipe, recipe_keys),
+        )
+
+
+def _first_position(recipe: Target, keys: Sequence[str]) -> Position | None:
+    """Return the position of the first of `keys`, such as ``"system.queue.time"``, that the recipe sets."""
+    for key in keys:
+        position = recipe.positions.get(tuple(key.split(".")))
+        if position is not None:
+            return position
+    return None
 
 
 def _single_values(job: Job) -> dict[str, tuple[Any, ...]]:
@@ -206,21 +222,26 @@ def _list_item_sources(job: Job, flags: JobRequest, project: ProjectFile) -> Ite
     packages = flags.container.packages
     for package in packages or job.request.container.requirements:
         yield _item_source("packages", package, packages, values.packages, lines.get("packages"))
-    flag_variables = {_variable_name(item) for item in flags.container.env}
-    file_variables = {_variable_name(item) for item in values.env}
-    for name in (*job.container.env, *job.container.names):
-        # The value of a variable that the user names without a value may be a secret, and is not shown.
-        text = f"{name} (with its value from here)"
-        if name in job.container.env:
-            text = f"{name}={job.container.env[name]}"
-        source = _item_source("env", name, flag_variables, file_variables, lines.get("env"))
-        yield dataclasses.replace(source, value=text)
-    options = (*job.recipe.system.queue.options, *values.options, *flags.allocation.options)
-    for number, option in enumerate(options):
+    yield from _variable_sources(job, flags, project)
+    flag_options = flags.allocation.options
+    for number, option in enumerate((*job.recipe.system.queue.options, *values.options, *flag_options)):
         recipe_line = recipe_lines.get(("system", "queue", "options", number))
-        yield _item_source(
-            "option", option, flags.allocation.options, values.options, lines.get("options"), recipe_line
-        )
+        yield _item_source("option", option, flag_options, values.options, lines.get("options"), recipe_line)
+
+
+def _variable_sources(job: Job, flags: JobRequest, project: ProjectFile) -> Iterator[ValueSource]:
+    """Yield the environment variables of the job, each with its source.
+
+    The value of a variable that the user names without a value may be a secret, and is not shown.
+    """
+    flag_variables = _variable_names(flags.container.env)
+    file_variables = _variable_names(project.values.env)
+    texts = {name: f"{name}={value}" for name, value in job.container.env.items()}
+    for name in job.container.names:
+        texts.setdefault(name, f"{name} (with its value from here)")
+    for name, text in texts.items():
+        source = _item_source("env", name, flag_variables, file_variables, project.positions.get("env"))
+        yield dataclasses.replace(source, value=text)
 
 
 def _item_source(

@@ -35,9 +35,12 @@ def named_paths(project: ProjectFile, *, with_recipe: bool) -> Iterator[Path]:
         yield project.code
     yield project.file.with_name(hub.LOCK)
     # A shipped recipe belongs to the installation, whose owner is trusted anyway.
-    file = project.recipe_file
-    if not with_recipe or file is None:
-        return
+    if with_recipe and project.recipe_file is not None:
+        yield from _recipe_paths(project.recipe_file)
+
+
+def _recipe_paths(file: Path) -> Iterator[Path]:
+    """Yield the path of a recipe or .sif, and for a recipe the paths of its lock and of what it reads."""
     yield file
     if file.suffix not in (".yaml", ".yml") or not file.is_file():
         return
@@ -57,28 +60,38 @@ def refuse_foreign(path: Path) -> None:
     ------
     UsageError : another user can change it. The error names the owner and the mode, and what to type.
     """
-    if not path.exists():
-        return
+    if path.exists():
+        link = Path(os.path.abspath(path))  # noqa: PTH100 - Path.resolve would follow it
+        _refuse_foreign_path(link)
+        _refuse_foreign_path(path.resolve())
+
+
+def _refuse_foreign_path(path: Path) -> None:
+    """Raise the error of `refuse_foreign` for an absolute `path`. A link at its end is not followed."""
     trusted_users = (os.geteuid(), 0, Path(__file__).stat().st_uid)
-    for end in dict.fromkeys((Path(os.path.abspath(path)), path.resolve())):  # noqa: PTH100 - keeps links
-        status = end.lstat()
-        if status.st_uid not in trusted_users:
-            owner, mode = _owner_and_mode(status)
-            message = f"belongs to {owner} (mode {mode}), not to you, root or the owner of imgkit"
-            raise UsageError(message, where=str(end), hint=_READ_IT)
-        # Linux ignores the mode of a link.
-        if status.st_mode & stat.S_IWOTH and not stat.S_ISLNK(status.st_mode):
-            raise _writable_error("every user can write it", end, end, status)
-        for folder in end.parents:
-            status = folder.stat()
-            # In a folder with the sticky bit, such as /tmp, only the owner of a file can replace it.
-            if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
-                raise _writable_error(f"every user can replace it in {folder}", end, folder, status)
+    status = path.lstat()
+    if status.st_uid not in trusted_users:
+        owner, mode = _owner_and_mode(status)
+        message = f"belongs to {owner} (mode {mode}), not to you, root or the owner of imgkit"
+        raise UsageError(message, where=str(path), hint=_READ_IT)
+    # Linux ignores the mode of a link.
+    if status.st_mode & stat.S_IWOTH and not stat.S_ISLNK(status.st_mode):
+        raise _writable_error("every user can write it", path, path)
+    for folder in path.parents:
+        mode_bits = folder.stat().st_mode
+        # In a folder with the sticky bit, such as /tmp, only the owner of a file can replace it.
+        if mode_bits & stat.S_IWOTH and not mode_bits & stat.S_ISVTX:
+            raise _writable_error(f"every user can replace it in {folder}", path, folder)
 
 
-def _writable_error(message: str, path: Path, writable: Path, status: os.stat_result) -> UsageError:
-    """Return the error for a `path` that is `writable` by other users, or has a folder above it that is."""
-    owner, mode = _owner_and_mode(status)
+def _writable_error(message: str, path: Path, writable: Path) -> UsageError:
+    """Return the error about `path` if every user can write to `writable`, which is `path` or a folder above.
+
+    Parameters
+    ----------
+    message : says what other users can do with `path`.
+    """
+    owner, mode = _owner_and_mode(writable.stat())
     hint = f"chmod o-w {shlex.quote(str(writable))}\nor {_READ_IT}"
     return UsageError(f"{message} (owner {owner}, mode {mode})", where=str(path), hint=hint)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from imgkit_builder.image.skeleton import CODE_FOLDER
 from imgkit_builder.recipe import requirements, rules, yaml_tree
@@ -43,7 +45,7 @@ _SAME_IN_CONDA = re.compile(
 # "conda-forge::numpy=1.26", "numpy >=1.26"
 _CONDA_SPEC = re.compile(r"(?:[\w/.-]+::)?(?P<name>[\w.-]+)\s*(?P<versions>[<>=!~].*)?")
 # "=1.26", "==1.26", or with a build "=1.26.4=py311h64a7726_0"
-_CONDA_BUILD = re.compile(r"={1,2}(?P<version>[0-9][\w.]*)(?P<exact>=[^=]*)?")
+_CONDA_VERSION = re.compile(r"={1,2}(?P<version>[0-9][\w.]*)(?P<build>=[^=]*)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +79,8 @@ def find_start_scripts(folder: Path) -> tuple[str, ...]:
 
 def has_code(folder: Path) -> bool:
     """Return whether there is a Python file in `folder` or directly in one of its folders."""
-    files_here = (*folder.glob("*.py"), *folder.glob("*/*.py"))
-    return any(path.is_file() for path in files_here)
+    paths = (*folder.glob("*.py"), *folder.glob("*/*.py"))
+    return any(path.is_file() for path in paths)
 
 
 def pip_steps(folder: Path, *, editable: bool) -> PipProposal | None:
@@ -95,20 +97,19 @@ def pip_steps(folder: Path, *, editable: bool) -> PipProposal | None:
     packages = _package_steps(folder)
     if not is_project(folder):
         return packages
-    file = requirements.PYPROJECT
+    if packages is None:
+        packages = PipProposal(file=requirements.PYPROJECT, steps=())
     keys = ["project: ."]
     if editable:
         keys.append(f"editable: {CODE_FOLDER}")
-    left_out: tuple[str, ...] = ()
-    steps: tuple[str, ...] = ()
-    if packages is not None:
-        file, left_out = packages.file, packages.left_out
-        if left_out or file != requirements.PYPROJECT:
-            steps = packages.steps
-        if left_out and file != CONDA:
-            # The project may depend on the omitted packages, and pip would install these.
-            keys.append(f"options: [{NO_DEPS}]")
-    return PipProposal(file=file, steps=(*steps, f"{{{', '.join(keys)}}}"), left_out=left_out)
+    if packages.left_out and packages.file != CONDA:
+        # The project may depend on the omitted packages, and pip would install these.
+        keys.append(f"options: [{NO_DEPS}]")
+    project_step = f"{{{', '.join(keys)}}}"
+    steps = (*packages.steps, project_step)
+    if packages.file == requirements.PYPROJECT and not packages.left_out:
+        steps = (project_step,)  # which installs the dependencies in pyproject.toml as well
+    return dataclasses.replace(packages, steps=steps)
 
 
 def is_project(folder: Path) -> bool:
@@ -126,15 +127,15 @@ def is_project(folder: Path) -> bool:
 
 def _package_steps(folder: Path) -> PipProposal | None:
     """Return the steps for the packages that a file in `folder` names, or None if none names any."""
-    lines = _requirement_lines(requirements.read_dependencies, folder)
-    if lines:
-        return _propose_step(requirements.PYPROJECT, lines)
-    lines = _requirement_lines(requirements.read_requirements, folder / REQUIREMENTS)
-    if lines:
-        return _propose_step(REQUIREMENTS, lines)
-    lines = tuple(_conda_lines(folder / CONDA))
-    if lines:
-        return _propose_step(CONDA, lines)
+    dependencies = _requirement_lines(requirements.read_dependencies, folder)
+    if dependencies:
+        return _propose_step(requirements.PYPROJECT, dependencies)
+    requirement_lines = _requirement_lines(requirements.read_requirements, folder / REQUIREMENTS)
+    if requirement_lines:
+        return _propose_step(REQUIREMENTS, requirement_lines)
+    conda_lines = tuple(_conda_lines(folder / CONDA))
+    if conda_lines:
+        return _propose_step(CONDA, conda_lines)
     return None
 
 
@@ -162,43 +163,49 @@ def _propose_step(file: str, lines: tuple[str, ...]) -> PipProposal:
 
     It is the file requirements.txt as a whole, or else a list of the lines that pip can install.
     """
+    unfit_lines = [line for line in lines if _is_unfit(line)]
+    if file == REQUIREMENTS and not unfit_lines:
+        return PipProposal(file=file, steps=(f"requirements: {file}",))
     packages = []
     left_out = []
-    has_unfit_lines = False
     for line in lines:
-        # The base image has some packages that must not be replaced.
-        is_in_base = re.fullmatch(requirements.PROTECTED, requirements.requirement_name(line))
-        is_unfit = bool(is_in_base or requirements.names_other_file(line))
-        has_unfit_lines = has_unfit_lines or is_unfit
         # A list of packages in a recipe cannot hold options and URLs, as a requirements file can.
-        if is_unfit or any(rules.pip_package(line)):
+        if line in unfit_lines or any(rules.pip_package(line)):
             left_out.append(terminal.escape_controls(line))
         else:
             packages.append(line)
-    if file == REQUIREMENTS and not has_unfit_lines:
-        return PipProposal(file=file, steps=(f"requirements: {file}",))
     steps = (f"packages: {json.dumps(packages)}",) if packages else ()
     return PipProposal(file=file, steps=steps, left_out=tuple(left_out))
 
 
-def _conda_lines(file: Path) -> Iterator[str]:
-    """Yield the requirements in a conda environment.
+def _is_unfit(line: str) -> bool:
+    """Return whether a requirement names another file, or a package of the base that must stay as it is."""
+    name = requirements.requirement_name(line)
+    is_in_base = re.fullmatch(requirements.PROTECTED, name) is not None
+    return is_in_base or requirements.names_other_file(line)
 
-    A package that PyPI may not have begins with ``conda:``.
+
+def _conda_lines(file: Path) -> Iterator[str]:
+    """Yield the requirements in a conda environment, whose ``dependencies`` also have the list ``pip``.
+
+    A package that PyPI may not have begins with ``conda:``. Values of other types than the usual ones are
+    left out.
     """
-    if not file.is_file():
+    tree = yaml_tree.read_yaml(file, Collector()) if file.is_file() else None
+    if tree is None:
         return
-    tree = yaml_tree.read_yaml(file, Collector())
-    dependencies = yaml_tree.to_data(tree).get("dependencies") if tree else None
-    if not isinstance(dependencies, list):
-        return
-    for item in dependencies:
+    for item in _as_list(yaml_tree.to_data(tree).get("dependencies")):
         if isinstance(item, str):
             yield _convert_conda_spec(item)
-        elif isinstance(item, dict) and isinstance(item.get("pip"), list):
-            for line in item["pip"]:
+        elif isinstance(item, dict):
+            for line in _as_list(item.get("pip")):
                 if isinstance(line, str):
                     yield line
+
+
+def _as_list(value: Any) -> list[Any]:
+    """Return `value` if it is a list, and an empty list otherwise."""
+    return value if isinstance(value, list) else []
 
 
 def _convert_conda_spec(spec: str) -> str:
@@ -209,11 +216,12 @@ def _convert_conda_spec(spec: str) -> str:
     match = _CONDA_SPEC.fullmatch(spec.strip())
     if match is None or not _SAME_IN_CONDA.fullmatch(requirements.canonical_name(match["name"])):
         return f"conda:{spec}"
+    name = match["name"]
     versions = match["versions"] or ""
-    build = _CONDA_BUILD.fullmatch(versions)
-    if build is None:
-        return match["name"] + versions
-    exact_version = f"{match['name']}=={build['version']}"
-    if versions.startswith("==") or build["exact"]:
-        return exact_version
-    return f"{exact_version}.*"  # conda's "=1.26" means any 1.26
+    single_version = _CONDA_VERSION.fullmatch(versions)
+    if single_version is None:
+        return name + versions
+    requirement = f"{name}=={single_version['version']}"
+    if versions.startswith("==") or single_version["build"]:
+        return requirement
+    return f"{requirement}.*"  # conda's "=1.26" means any 1.26

@@ -106,14 +106,15 @@ def find_file(folder: Path) -> Path | None:
     Outside of a repository only `folder` itself is searched, because a file in /tmp or in a home folder is
     not meant for the folders below it. Return None if there is no such file.
     """
-    folder = folder.absolute()
-    candidates = (folder, *folder.parents)
+    start = folder.absolute()
+    candidates = (start, *start.parents)
     repositories = [candidate for candidate in candidates if (candidate / ".git").exists()]
-    top = repositories[0] if repositories else folder
+    last_candidate = repositories[0] if repositories else start
     for candidate in candidates:
-        if (candidate / NAME).is_file():
-            return candidate / NAME
-        if candidate == top:
+        file = candidate / NAME
+        if file.is_file():
+            return file
+        if candidate == last_candidate:
             break
     return None
 

@@ -28,23 +28,24 @@ def read_target(path: Path) -> Target:
     ToolMissing : another program wrote the file, and there is no unsquashfs for its compression.
     UsageError : the system in the image has a value that no recipe may have.
     """
-    facts = unsquash.baked_facts(path)
-    if not facts.manifest or not facts.system:
+    baked_files = unsquash.baked_facts(path)
+    if not baked_files.manifest or not baked_files.system:
         raise CheckFailed(
             "it does not name its system: imgkit did not build this image",
             where=str(path),
             hint=f"name the recipe: imgkit run RECIPE --image {path} ...",
         )
-    platform = f"linux/{recorded_arch(path)}"
-    return target_of(manifest.from_json(facts.manifest), system.from_json(facts.system), platform, path)
+    image_manifest = manifest.from_json(baked_files.manifest)
+    image_system = system.from_json(baked_files.system)
+    return target_of(image_manifest, image_system, f"linux/{recorded_arch(path)}", path)
 
 
-def target_of(image_manifest: Manifest, facts: SystemFacts, platform: str, file: Path) -> Target:
-    """Return the recipe's name, system and projects as one value.
+def target_of(image_manifest: Manifest, image_system: SystemFacts, platform: str, file: Path) -> Target:
+    """Return the name, the system and the projects of the recipe of which an image was built.
 
     Parameters
     ----------
-    image_manifest, facts : the manifest and the system that imgkit wrote into the image or beside it.
+    image_manifest, image_system : what imgkit wrote into the image or beside it.
     platform : the platform of the image, ``linux/amd64``.
     file : the file that holds the image.
 
@@ -55,7 +56,7 @@ def target_of(image_manifest: Manifest, facts: SystemFacts, platform: str, file:
     return validate_target(
         Target(
             name=image_manifest.recipe,
-            system=facts,
+            system=image_system,
             platforms=(platform,),
             file=file,
             projects=image_manifest.projects,
@@ -96,41 +97,46 @@ def read_projects(path: Path, name: str) -> tuple[InstalledProject, ...]:
     CheckFailed, ToolMissing : as in `read_target`.
     UsageError : the manifest in the image cannot be read.
     """
-    facts = unsquash.baked_facts(path)
-    installed: list[InstalledProject] = []
-    if facts.manifest:
-        installed += manifest.from_json(facts.manifest).projects
-    if any(project.name == name for project in installed):
-        return tuple(installed)
-    distributions = facts.distributions
-    if distributions is None:
+    baked_files = unsquash.baked_facts(path)
+    projects: list[InstalledProject] = []
+    if baked_files.manifest:
+        projects += manifest.from_json(baked_files.manifest).projects
+    if name in [project.name for project in projects]:
+        return tuple(projects)
+    distributions = baked_files.distributions
+    if distributions is None:  # another program wrote the file
         distributions = _read_distributions(path)
     for distribution in distributions:
         if canonical_name(distribution.name) == name:
-            installed.append(InstalledProject(name=name, folder=distribution.folder))
-    return tuple(installed)
+            projects.append(InstalledProject(name=name, folder=distribution.folder))
+    return tuple(projects)
 
 
 def _read_distributions(path: Path) -> tuple[Distribution, ...]:
     """Return the Python packages in the .sif `path`, whose record does not list them."""
-    # As in a container, the variable PATH says which Python counts. A runtime has written it into this
-    # script.
-    script = unsquash.read(path, [runtime_files.ENVIRONMENT]).get(runtime_files.ENVIRONMENT, b"")
-    search_path = runtime_files.variables(script.decode(errors="replace")).get("PATH", "")
+    search_path = _read_search_path(path)
     # With a lock in the image, packages have no origin, so the collector has to know whether there is one.
     patterns = [manifest.LOCK_TOML.lstrip("/")]
     for folder in library_folders(search_path):
         patterns.append(f"{folder}/python3*/*-packages/*.dist-info")
     collector = BakedFactsCollector()
-    names = []
     # Two calls of unsquashfs: the first one lists all names, and the second reads the files that count.
+    names = []
     for squashfs in unsquash.open_squashfs(path):
         for file in squashfs.list_files(*patterns):
-            names.append(file.path)
             collector.add_name(file.path)
-    for name, data in unsquash.read(path, filter(collector.wants, names)).items():
+            if collector.wants(file.path):
+                names.append(file.path)
+    for name, data in unsquash.read(path, names).items():
         collector.add(name, data)
     return collector.facts(search_path).distributions or ()
+
+
+def _read_search_path(path: Path) -> str:
+    """Return the variable PATH of the .sif `path`, which says which Python of the image counts."""
+    # The runtime that made the .sif has written the image's variables into this script.
+    script = unsquash.read(path, [runtime_files.ENVIRONMENT]).get(runtime_files.ENVIRONMENT, b"")
+    return runtime_files.variables(script.decode(errors="replace")).get("PATH", "")
 
 
 def has_manifest(path: Path) -> bool:
@@ -161,11 +167,11 @@ def read_arch(path: Path) -> str:
         programs = unsquash.read(path, _PROGRAMS)
     except (CheckFailed, ToolMissing, UsageError):
         return ""
-    for data in programs.values():
+    for program in programs.values():
         # An ELF header has a 1 in byte 5 for little-endian numbers, and e_machine in bytes 18 and 19.
-        is_little_endian = data[:4] == b"\x7fELF" and data[5:6] == b"\x01"
-        machine = int.from_bytes(data[18:20], "little")
-        if is_little_endian and machine in _MACHINES:
+        is_little_endian_elf = program[:4] == b"\x7fELF" and program[5:6] == b"\x01"
+        machine = int.from_bytes(program[18:20], "little")
+        if is_little_endian_elf and machine in _MACHINES:
             return _MACHINES[machine]
     return ""
 

@@ -211,22 +211,8 @@ def build(
         builder = engines.choose(engine.facts(), request.builder, secrets_at=secrets_at)
         # A lock has a part for each platform, and names the base by its digest, so both come before the base.
         target = engines.choose_platform(loaded, requested=request.platform, host=engine.platform)
-        loaded = _follow_lock(loaded, target, request, report)
-        base_name = _base_of(loaded, request)
-        name = base_name or loaded.image.base
-        report.stage(f"base {name}")
-        base = engines.resolve_base(
-            engine, loaded, override=base_name, platform=request.platform, pull=request.pull, report=report
-        )
-        _check_base(loaded, base)
-        evidence = bases.amd_image_evidence(name, base.env)
-        if evidence:
-            report.note(f"warning: {bases.amd_warning(evidence)[0]}")
-        probe = engines.probe(engine, base)
-        if probe.skipped:
-            report.note(f"the base could not be probed: {probe.skipped}")
-        # The versions in the base become a part of the manifest in the image.
-        base = dataclasses.replace(base, probe=probe)
+        loaded = _attach_lock(loaded, target, request, report)
+        base = _resolve_base(engine, loaded, request, report)
         report.stage("context")
         context = _pack_context(loaded, base, request, report)
         # A secret in a file of the context would become a part of the image.
@@ -248,7 +234,7 @@ def build(
             no_cache=request.no_cache,
             accept=accept,
         )
-    build_input_sha256 = input_sha256(loaded, context, name)
+    build_input_sha256 = input_sha256(loaded, context, _base_name(loaded, request) or loaded.image.base)
     record_build(build_input_sha256, built.image.id)
     if built.up_to_date:
         report.note(f"{built.tag} is up to date: the engine's cache has every step (to run them: --no-cache)")
@@ -269,6 +255,31 @@ def build(
     )
 
 
+def _resolve_base(engine: Engine, recipe: Recipe, request: BuildRequest, report: Reporter) -> BaseImage:
+    """Return the base image, pulled if necessary, with the versions of the software in it.
+
+    Raises
+    ------
+    CheckFailed : it is another image than the one in the recipe's lock.
+    ToolFailed : it cannot be pulled.
+    """
+    override = _base_name(recipe, request)
+    name = override or recipe.image.base
+    report.stage(f"base {name}")
+    base = engines.resolve_base(
+        engine, recipe, override=override, platform=request.platform, pull=request.pull, report=report
+    )
+    _check_base(recipe, base)
+    evidence = bases.amd_image_evidence(name, base.env)
+    if evidence:
+        report.note(f"warning: {bases.amd_warning(evidence)[0]}")
+    probe = engines.probe(engine, base)
+    if probe.skipped:
+        report.note(f"the base could not be probed: {probe.skipped}")
+    # The versions become a part of the manifest in the image.
+    return dataclasses.replace(base, probe=probe)
+
+
 def plan(
     recipe: str | Path, request: BuildRequest = BuildRequest(), *, report: Reporter = SILENT
 ) -> ImagePlan:
@@ -280,8 +291,8 @@ def plan(
     """
     loaded = _load_recipe(recipe, request, report)
     target = engines.choose_platform(loaded, requested=request.platform, host=host_platform())
-    loaded = _follow_lock(loaded, target, request, report)
-    base = _base_of(loaded, request) or loaded.image.base
+    loaded = _attach_lock(loaded, target, request, report)
+    base = _base_name(loaded, request) or loaded.image.base
     tag = request.tag or default_tag(loaded.name)
     engines.check_name(base, where="--base")
     engines.check_name(tag, where="--tag")
@@ -377,54 +388,63 @@ def _prepare_sif(recipe: str | Path, request: SifBuildRequest, report: Reporter)
     loaded = _load_recipe(recipe, request, report)
     _refuse_for_sif(loaded, request)
     # A definition is built for this machine's platform only.
-    loaded = _follow_lock(loaded, host_platform(), request, report)
-    if loaded.lock and not loaded.lock.base.digest and request.base_from in (None, "registry"):
-        raise UsageError(
-            f"the lock's base {loaded.lock.base.name} was never in a registry: only its id is known",
-            where=loaded.where("image", "base"),
-            hint="name its archive, OCI folder or .sif: --base-from PATH",
-        )
+    locked = _attach_lock(loaded, host_platform(), request, report)
+    _refuse_local_base(locked, request)
 
     def pack_context(base: BaseImage) -> BuildContext:
-        _check_base(loaded, base)
-        return _pack_context(loaded, base, request, report)
+        _check_base(locked, base)
+        return _pack_context(locked, base, request, report)
 
+    options = Options(
+        runtime=request.runtime,
+        compression=locked.system.runtime.compression,
+        module_hint=module_line(locked.system) or None,
+        tmpdir=request.tmpdir,
+        test=not request.no_test,
+    )
     sif_request = SifRequest(
-        recipe=loaded,
-        target=request.output or Path(f"{loaded.name}.sif"),
-        base=_base_of(loaded, request),
+        recipe=locked,
+        target=request.output or Path(f"{locked.name}.sif"),
+        base=_base_name(locked, request),
         base_from=request.base_from,
-        options=Options(
-            runtime=request.runtime,
-            compression=loaded.system.runtime.compression,
-            module_hint=module_line(loaded.system) or None,
-            tmpdir=request.tmpdir,
-            test=not request.no_test,
-        ),
+        options=options,
     )
     return sif_request, pack_context
 
 
+def _refuse_local_base(recipe: Recipe, request: SifBuildRequest) -> None:
+    """Raise UsageError if the base in the recipe's lock has to be pulled, but was never in a registry."""
+    is_pulled = request.base_from in (None, "registry")
+    if is_pulled and recipe.lock and not recipe.lock.base.digest:
+        raise UsageError(
+            f"the lock's base {recipe.lock.base.name} was never in a registry: only its id is known",
+            where=recipe.where("image", "base"),
+            hint="name its archive, OCI folder or .sif: --base-from PATH",
+        )
+
+
 def _refuse_for_sif(recipe: Recipe, request: SifBuildRequest) -> None:
     """Raise UsageError if the build is for another platform than this machine's, or uses secrets."""
-    host = host_platform()
-    # A recipe for several platforms is built for this machine's, if that is one of them.
-    platforms = recipe.image.platforms
-    where = recipe.where("image", "platform")
     if request.platform:
-        platforms = (request.platform,)
-        where = "--platform"
-    if host not in platforms:
-        raise UsageError(
-            f"--with apptainer builds for this machine's platform, {host}, and not for {platforms[0]}",
-            where=where,
-            hint=f"run it on a machine of that kind, or build with Docker: imgkit build {recipe.name}",
-        )
+        _refuse_other_platform((request.platform,), "--platform", recipe.name)
+    else:
+        _refuse_other_platform(recipe.image.platforms, recipe.where("image", "platform"), recipe.name)
     if recipe.image.used_secrets:
         raise UsageError(
             "--with apptainer has no build secrets: a definition file would store them",
             where=recipe.where("image", "secrets"),
             hint=f"build with Docker: imgkit build {recipe.name}",
+        )
+
+
+def _refuse_other_platform(platforms: Sequence[str], where: str, recipe: str) -> None:
+    """Raise UsageError, with the position `where`, if this machine's platform is not one of `platforms`."""
+    host = host_platform()
+    if host not in platforms:
+        raise UsageError(
+            f"--with apptainer builds for this machine's platform, {host}, and not for {platforms[0]}",
+            where=where,
+            hint=f"run it on a machine of that kind, or build with Docker: imgkit build {recipe}",
         )
 
 
@@ -459,8 +479,10 @@ def _pack_context(recipe: Recipe, base: BaseImage, request: _Build, report: Repo
     return context
 
 
-def _follow_lock(recipe: Recipe, platform: str, request: _Build, report: Reporter) -> Recipe:
+def _attach_lock(recipe: Recipe, platform: str, request: _Build, report: Reporter) -> Recipe:
     """Return `recipe` with its lock, or unchanged if there is no lock or the request has ``--no-lock``.
+
+    The file of the lock and the number of packages in it are reported.
 
     Raises
     ------
@@ -469,18 +491,18 @@ def _follow_lock(recipe: Recipe, platform: str, request: _Build, report: Reporte
     if request.no_lock or recipe.lock:
         return recipe
     base = bases.select_base(request.base, recipe)
-    locked = lock_file.attach_lock(recipe, platform=platform, base=base, required=request.locked)
-    lock = locked.lock
+    locked_recipe = lock_file.attach_lock(recipe, platform=platform, base=base, required=request.locked)
+    lock = locked_recipe.lock
     if lock is not None:
-        file = shorten_path(lock_file.lock_path(locked))
+        file = shorten_path(lock_file.lock_path(recipe))
         counts = f"{len(lock.apt)} apt and {len(lock.pip)} pip packages"
-        if locked.kept:
-            counts += f", {len(locked.kept)} of them kept here"
+        if locked_recipe.kept:
+            counts += f", {len(locked_recipe.kept)} of them kept here"
         report.note(f"locked: {file}, {counts} (to ignore it: --no-lock)")
-    return locked
+    return locked_recipe
 
 
-def _base_of(recipe: Recipe, request: _Build) -> str | None:
+def _base_name(recipe: Recipe, request: _Build) -> str | None:
     """Return the name of the base to use, or None for the recipe's base.
 
     The digest in the lock takes precedence over ``--base``.

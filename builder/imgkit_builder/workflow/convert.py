@@ -30,7 +30,6 @@ from imgkit_builder.workflow.names import (
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 
 if TYPE_CHECKING:
-    from imgkit_builder.archive.sidecar import Sidecar
     from imgkit_builder.sif.conversion import Converted
     from imgkit_builder.sif.entries import EngineImage, Source
     from imgkit_entrypoints.system import CompressionChoice, SystemFacts
@@ -64,8 +63,8 @@ def convert(
     CheckFailed : the archive is damaged, or the new file fails its check.
     ToolMissing, ToolFailed : the runtime, mksquashfs or the engine is missing or failed.
     """
-    with _prepare_source(str(image), sif, options) as (source, target, options):
-        return conversion.convert(source, target, options, report)
+    with _prepare_source(str(image), sif, options) as (source, target, system_options):
+        return conversion.convert(source, target, system_options, report)
 
 
 def plan_conversion(
@@ -77,9 +76,9 @@ def plan_conversion(
     ------
     UsageError, CheckFailed, ToolMissing : as in `convert`.
     """
-    with _prepare_source(str(image), sif, options) as (source, target, options):
+    with _prepare_source(str(image), sif, options) as (source, target, system_options):
         conversion.check_target(target.absolute(), force=options.force, format=options.format)
-        return target, tuple(conversion.list_commands(source, target.absolute(), options))
+        return target, tuple(conversion.list_commands(source, target.absolute(), system_options))
 
 
 def refuse_format(sif: str | Path | None, options: Options) -> None:
@@ -114,12 +113,13 @@ def _prepare_source(
             raise UsageError(
                 "an image from standard input has no name yet", where="-", hint=f"-o FILE.{options.format}"
             )
-        options = dataclasses.replace(
-            options,
-            module_hint=module_line(system),
-            compression=compression_for(system, options.compression),
+        target = Path(sif or f"{name_stem(image)}.{options.format}")
+        compression = compression_for(system, options.compression)
+        yield (
+            source,
+            target,
+            dataclasses.replace(options, module_hint=module_line(system), compression=compression),
         )
-        yield source, Path(sif or f"{name_stem(image)}.{options.format}"), options
 
 
 def compression_for(system: SystemFacts | None, choice: CompressionChoice = "auto") -> CompressionChoice:
@@ -146,32 +146,35 @@ def source_of(image: str) -> Iterator[tuple[Source, SystemFacts | None]]:
         yield Piped(stream=sys.stdin.buffer), None
     elif path.is_file() and path.suffix not in RECIPE_SUFFIXES:
         _refuse_converted(path)
-        # imgkit save has written this file beside the archive. It names the system of the image.
-        described = sidecar.read_sidecar(path)
-        system = None
-        if described:
-            _refuse_unfinished(path, described)
-            system = described.system
-        yield Archive(path=path), system
+        yield Archive(path=path), _system_of_archive(path)
     elif (path / "oci-layout").is_file():
         yield OciFolder(path=path), None
+    elif image.endswith(ARCHIVE_SUFFIXES):
+        raise UsageError(
+            "there is no such archive",
+            where=image,
+            hint=f"save it on the build host: imgkit save {name_stem(image)}",
+        )
     else:
-        if image.endswith(ARCHIVE_SUFFIXES):
-            raise UsageError(
-                "there is no such archive",
-                where=image,
-                hint=f"save it on the build host: imgkit save {name_stem(image)}",
-            )
-        with engine_image(image) as engine_source:
-            yield engine_source, system_of(image)
+        with engine_image(image) as source:
+            yield source, system_of(image)
 
 
-def _refuse_unfinished(path: Path, described: Sidecar) -> None:
-    """Raise CheckFailed if the checksum beside the archive is missing, as after an interrupted save."""
+def _system_of_archive(path: Path) -> SystemFacts | None:
+    """Return the system of the image in an archive. Return None if no file beside the archive names it.
+
+    Raises
+    ------
+    CheckFailed : the checksum beside the archive is missing, as after an interrupted save.
+    """
+    description = sidecar.read_sidecar(path)  # imgkit save writes this file
+    if description is None:
+        return None
     if sidecar.read_sha256(path) is None:
-        actual = read.hash_file(path, report=SILENT)
-        message, hint = sidecar.describe_incomplete(path, actual, described)
+        actual_sha256 = read.hash_file(path, report=SILENT)
+        message, hint = sidecar.describe_incomplete(path, actual_sha256, description)
         raise CheckFailed(message, where=str(path), hint=hint)
+    return description.system
 
 
 def _refuse_converted(path: Path) -> None:
@@ -191,9 +194,9 @@ def engine_image(image: str) -> Iterator[EngineImage]:
     """Yield the image called `image` of the engine, which stays connected within the block."""
     name = image_name(image)
     try:
-        opened = engine.connect()
+        connection = engine.connect()
     except ToolMissing as error:
         hint = f"{error.hint}\nwithout Docker, give the archive: imgkit sif {name_stem(image)}.tar"
         raise ToolMissing(error.what, where=error.where, hint=hint) from error
-    with opened as connected:
-        yield engine.local_image(connected, name)
+    with connection as connected_engine:
+        yield engine.local_image(connected_engine, name)

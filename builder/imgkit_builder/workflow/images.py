@@ -47,6 +47,7 @@ def smoke_test(
     ToolMissing : there is no engine or no runtime.
     """
     report.stage(f"smoke test of {image}")
+    _refuse_missing_sif(str(image))
     if _is_file(str(image)):
         return _test_sif(Path(image), runtime, report)
     report.note(f"python3 runs in the image: {_NOTHING_SHARED}")
@@ -106,6 +107,7 @@ def shell_command(
     if workdir:
         for message, hint in rules.image_path(workdir):  # it yields what is wrong with the path
             raise UsageError(message, where="--workdir", hint=hint)
+    _refuse_missing_sif(image)
     if _is_file(image):
         return _sif_shell(image, host=host, workdir=workdir, packages=packages)
     if packages:
@@ -116,10 +118,10 @@ def shell_command(
         return _docker_shell(image, host=host, workdir=workdir)
     except ToolMissing:
         # A cluster has no engine. There the name means the .sif that was made of the image.
-        beside = Path(f"{image}.sif")
-        if not beside.is_file():
+        sif = f"{image}.sif"
+        if not Path(sif).is_file():
             raise
-        return _sif_shell(str(beside), host=host, workdir=workdir)
+        return _sif_shell(sif, host=host, workdir=workdir)
 
 
 def _docker_shell(target: str, *, host: bool, workdir: str) -> ShellCommand:
@@ -135,7 +137,7 @@ def _docker_shell(target: str, *, host: bool, workdir: str) -> ShellCommand:
 
 
 def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] = ()) -> ShellCommand:
-    """Return the command for the .sif `path`."""
+    """Return the command for the .sif `path`. The parameters are those of `shell_command`."""
     if is_sqsh(Path(path)):
         raise UsageError(
             f"{path} is not a .sif, and a runtime would start it without the variables of its image",
@@ -143,25 +145,23 @@ def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] =
         )
     target = _target_of(Path(path))
     tool = find_runtime(module_hint=_module_hint(target))
+    record.refuse_unfit_files(packages, Path(path))
     options: list[str] = []
     reach = _SHARED
     if not host:
         isolated = isolation(tool)
         options += isolated.options
         reach = isolated.description("a shell")
-    record.refuse_unfit_files(packages, Path(path))
     bind_options: list[str] = []
-    variables = []
+    variables: list[str] = []
     if target is not None:
         options += target.system.runtime.options
         workdir = workdir or target.workdir
         if host:
             bind_options = _bind_options(target)
-            for name, value in target.system.on_node(os.environ).env.items():
-                if name not in os.environ:  # a variable that the user has set keeps its value
-                    variables.append(f"{name}={value}")
-    # `shell` runs no command in the image, but env and sh are needed to set variables.
-    argv = [str(tool.path), "exec" if variables or packages else "shell", "--nv"]
+            variables = _unset_variables(target)
+    command = _shell_in_image(len(packages), variables)
+    argv = [str(tool.path), "exec" if command else "shell", "--nv"]
     # A file of packages is a squashfs, which the runtime mounts to a folder of its own.
     for number, file in enumerate(packages, 1):
         argv += ["--bind", f"{Path(file).absolute()}:{record.target(number)}:image-src=/,ro"]
@@ -170,16 +170,39 @@ def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] =
     argv += bind_options
     if workdir:
         argv += ["--pwd", workdir]
-    argv.append(str(Path(path).absolute()))
-    if packages:
-        argv += ["sh", "-c", record.search_first(len(packages)), "sh"]
+    argv += [str(Path(path).absolute()), *command]
+    return ShellCommand(argv=tuple(argv), reach=reach)
+
+
+def _shell_in_image(package_files: int, variables: Sequence[str]) -> list[str]:
+    """Return the command that starts bash in the image with packages and variables.
+
+    It is empty if there are neither. Then the runtime's own ``shell`` is enough.
+
+    Parameters
+    ----------
+    package_files : the number of files with packages.
+    variables : items of the form ``NAME=VALUE``.
+    """
+    command = []
+    if package_files:
+        command += ["sh", "-c", record.search_first(package_files), "sh"]
     # env sets the variables inside the container, as in a job (ADR 5). A variable that is set outside would
     # be overridden by the image's variable of the same name.
     if variables:
-        argv += ["env", *variables]
-    if packages or variables:
-        argv.append("bash")
-    return ShellCommand(argv=tuple(argv), reach=reach)
+        command += ["env", *variables]
+    if command:
+        command.append("bash")
+    return command
+
+
+def _unset_variables(target: Target) -> list[str]:
+    """Return ``NAME=VALUE`` for each variable of the image's system that the user has not set."""
+    variables = []
+    for name, value in target.system.on_node(os.environ).env.items():
+        if name not in os.environ:
+            variables.append(f"{name}={value}")
+    return variables
 
 
 def _bind_options(target: Target) -> list[str]:
@@ -221,16 +244,11 @@ def _module_hint(target: Target | None) -> str | None:
 
 
 def _is_file(target: str) -> bool:
-    """Return whether `target` is a file, such as a .sif, and not an image of the engine or a recipe.
+    """Return whether `target` is a file, such as a .sif, and not an image of the engine or a recipe."""
+    return Path(target).is_file() and not target.endswith(RECIPE_SUFFIXES)
 
-    Raises
-    ------
-    UsageError : `target` is the name of a .sif that does not exist.
-    """
-    if target.endswith(RECIPE_SUFFIXES):
-        return False
-    if Path(target).is_file():
-        return True
-    if target.endswith(".sif"):
+
+def _refuse_missing_sif(target: str) -> None:
+    """Raise UsageError if `target` is the name of a .sif that does not exist."""
+    if target.endswith(".sif") and not Path(target).is_file():
         raise UsageError(f"there is no file {target}", hint=f"create it: imgkit sif {Path(target).stem}")
-    return False

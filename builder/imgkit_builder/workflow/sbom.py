@@ -46,24 +46,11 @@ def sbom_document(name: str, report: Reporter, *, unpack_limit_bytes: int | None
 
 def _document_of_file(path: Path) -> str:
     """Return the document of the .sif or .sqsh `path`, its own or a new one."""
-    stored = unsquash.read(path, [DOCUMENT]).get(DOCUMENT, b"")
+    stored_document = unsquash.read(path, [DOCUMENT]).get(DOCUMENT, b"")
     with contextlib.suppress(ValueError):
-        json_text.parse(stored, most_bytes=unsquash.MOST_BYTES)
-        return stored.decode()
-    # Reading costs a run of unsquashfs. So the names are listed first, and the files that count are read at
-    # once.
-    collector = InventoryCollector()
-    names = []
-    for squashfs in unsquash.open_squashfs(path):
-        for file in squashfs.list_files():
-            if not file.mode.startswith("-") or not collector.wants(file.path):
-                continue
-            if int(file.size) > MOST_BYTES:
-                collector.add(file.path, None)  # the inventory says that it is left out
-            else:
-                names.append(file.path)
-    for name, data in unsquash.read(path, names).items():
-        collector.add(name, data)
+        json_text.parse(stored_document, most_bytes=unsquash.MOST_BYTES)
+        return stored_document.decode()
+    collector = _collect_files(path)
     is_sif = image.is_sif(path)
     superblock = image.root_superblock(image.read(path)) if is_sif else sqsh.check_structure(path)
     # The time in a squashfs that imgkit writes is that of the image's creation.
@@ -71,13 +58,41 @@ def _document_of_file(path: Path) -> str:
     return spdx.spdx_document(collector.inventory(arch=recorded_arch(path), created_s=created_s))
 
 
+def _collect_files(path: Path) -> InventoryCollector:
+    """Return the collector of an inventory, filled with the files of the .sif or .sqsh `path`.
+
+    Reading costs a run of unsquashfs. So the names are listed first, and the files that count are read at
+    once.
+    """
+    collector = InventoryCollector()
+    names = []
+    for squashfs in unsquash.open_squashfs(path):
+        for file in squashfs.list_files():
+            is_regular = file.mode.startswith("-")  # "-rw-r--r--"
+            if not is_regular or not collector.wants(file.path):
+                continue
+            if int(file.size) > MOST_BYTES:
+                collector.add(file.path, None)  # the inventory says that it is left out
+            else:
+                names.append(file.path)
+    for name, data in unsquash.read(path, names).items():
+        collector.add(name, data)
+    return collector
+
+
 def _document_of_source(source: Source, path: Path, report: Reporter, unpack_limit_bytes: int | None) -> str:
-    """Return the document of an archive, an OCI folder or an image of the engine. All its files are read."""
+    """Return the document of an archive, an OCI folder or an image of the engine. All its files are read.
+
+    Parameters
+    ----------
+    path : the path of `source`. Temporary files are made beside it, or here if there is no such path.
+    unpack_limit_bytes : as in `sbom_document`.
+    """
     exports = isinstance(source, entries.EngineImage)
     collector = InventoryCollector()
-    beside = path.absolute() if path.exists() else Path.cwd() / "image"
+    neighbour = path.absolute() if path.exists() else Path.cwd() / "image"
     with (
-        scratch(beside) as folder,
+        scratch(neighbour) as folder,
         entries.open_source(
             source, folder, report, exports=exports, unpack_limit_bytes=unpack_limit_bytes
         ) as opened,
@@ -85,7 +100,5 @@ def _document_of_source(source: Source, path: Path, report: Reporter, unpack_lim
     ):
         for entry in stream:
             entries.copy_for_inventory(entry, collector)
-    config = opened.config
-    return spdx.spdx_document(
-        collector.inventory(arch=config.arch, created_s=creation_time_s(config.created))
-    )
+    created_s = creation_time_s(opened.config.created)
+    return spdx.spdx_document(collector.inventory(arch=opened.config.arch, created_s=created_s))

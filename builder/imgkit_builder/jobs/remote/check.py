@@ -10,6 +10,7 @@ from imgkit_builder.jobs import systems
 from imgkit_builder.jobs.remote import store
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.remote.connection import FIND_PROGRAM, Connection, unreadable_answer
+from imgkit_builder.jobs.remote.store import Answer, first_value
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
 _LOW_SPACE_BYTES = 20e9
 """Free space below which the check warns: an image of a few GB, its partial copy and the runs must fit."""
-Answer = Mapping[str, Sequence[str]]
-"""The values in the remote's answer by their key: ``{"login": ["me on login1, x86_64, /bin/bash"], ...}``."""
 
 # The script that collects everything for the checks. Its arguments are the modules of the recipe. Each line
 # of its output is a key, a blank and a value:
@@ -110,20 +109,21 @@ def check_remote(connection: Connection, target: Target | None) -> tuple[Check, 
     Cut : ssh cannot log in.
     ToolFailed : the remote's answer is cut short, or is not the output of imgkit's script.
     """
-    programs = list(_submit_programs().values())
+    submit_programs = _submit_programs()
+    expected_programs = [submit_programs[name] for name in _expected_schedulers(target)]
     values = {
         "folder": connection.remote.folder,
         "volume": connection.remote.volume,
-        # FIND_PROGRAM extends PATH for this program. Without a recipe, any scheduler may be there.
-        "program": _submit_program(target) or programs[0],
-        "schedulers": " ".join(programs),
+        # FIND_PROGRAM extends PATH until this program is found.
+        "program": expected_programs[0],
+        "schedulers": " ".join(submit_programs.values()),
     }
-    stream = connection.stream(_PROBE, values, args=_modules_of_recipe(target))
-    return parse_probe(connection.answer(stream), connection, target)
+    output = connection.stream(_PROBE, values, args=_modules_of_recipe(target))
+    return parse_probe(connection.answer(output), connection, target)
 
 
 def parse_probe(output: bytes, connection: Connection, target: Target | None) -> tuple[Check, ...]:
-    """Return the checks for the `output` of `_PROBE`.
+    """Return the checks for the `output` of `_PROBE`, the script that `check_remote` runs.
 
     Parameters
     ----------
@@ -139,33 +139,13 @@ def parse_probe(output: bytes, connection: Connection, target: Target | None) ->
         answer.setdefault(key, []).append(value.strip())
     if "end" not in answer:
         raise unreadable_answer(connection.remote.name, output)
+    login = _check_login(answer, connection)
+    folder = _check_folder(answer, connection.remote)
     if connection.remote.pvc:
         # Such a remote only stores the files of pods. It needs no scheduler and no runtime.
-        folder = _check_folder(answer, connection.remote)
-        return (*_check_login(answer, connection), folder, _check_volume(answer, connection.remote))
-    return (
-        *_check_login(answer, connection),
-        _check_scheduler(answer, target),
-        _check_runtime(answer, _modules_of_recipe(target)),
-        _check_folder(answer, connection.remote),
-    )
-
-
-def _modules_of_recipe(target: Target | None) -> tuple[str, ...]:
-    """Return the environment modules that jobs of the recipe load before they start the runtime."""
-    if target is None:
-        return ()
-    return tuple(target.system.runtime.modules)
-
-
-def _submit_program(target: Target | None) -> str:
-    """Return the program that submits jobs of the recipe, such as ``sbatch``.
-
-    The result is empty if the remote has no recipe, or if its system has no such program.
-    """
-    if target is None:
-        return ""
-    return _submit_programs().get(target.system.scheduler, "")
+        return (*login, folder, _check_volume(answer, connection.remote))
+    runtime = _check_runtime(answer, _modules_of_recipe(target))
+    return (*login, _check_scheduler(answer, target), runtime, folder)
 
 
 def _submit_programs() -> Mapping[str, str]:
@@ -178,9 +158,27 @@ def _submit_programs() -> Mapping[str, str]:
     return programs
 
 
+def _expected_schedulers(target: Target | None) -> Sequence[str]:
+    """Return the names of the schedulers of which the remote must have one, such as ``["slurm"]``.
+
+    Without a recipe, and for a recipe whose scheduler imgkit cannot submit to, these are all that it can.
+    """
+    programs = _submit_programs()
+    if target is not None and target.system.scheduler in programs:
+        return [target.system.scheduler]
+    return list(programs)
+
+
+def _modules_of_recipe(target: Target | None) -> tuple[str, ...]:
+    """Return the environment modules that jobs of the recipe load before they start the runtime."""
+    if target is None:
+        return ()
+    return tuple(target.system.runtime.modules)
+
+
 def _check_login(answer: Answer, connection: Connection) -> Iterator[Check]:
     """Yield the checks of the connection and of the basic programs on the remote."""
-    login = answer.get("login", ["?"])[0]
+    login = first_value(answer, "login") or "?"
     if connection.socket_folder:
         login += "; one connection for all commands"
     yield Check("login", "ok", login)
@@ -188,92 +186,119 @@ def _check_login(answer: Answer, connection: Connection) -> Iterator[Check]:
         value = f"every command opens its own connection: {connection.unshared_reason}"
         hint = "export XDG_RUNTIME_DIR=/run/user/$(id -u), or another short folder of mode 700"
         yield Check("sharing", "warn", value, hint)
-    missing_tools = answer.get("lacks")
-    if missing_tools:
+    if "lacks" in answer:
+        value = f"no {', '.join(answer['lacks'])}"
         hint = (
             "there: dnf install coreutils findutils rsync, or apt-get install; plain commands must find them"
         )
-        yield Check("tools", "fail", f"no {', '.join(missing_tools)}", hint)
+        yield Check("tools", "fail", value, hint)
 
 
 def _check_scheduler(answer: Answer, target: Target | None) -> Check:
     """Return the check of the recipe's scheduler, or of any scheduler if the remote has no recipe."""
     programs = _submit_programs()
-    versions = {system: answer[program][0] for system, program in programs.items() if program in answer}
-    system = target.system.scheduler if target else next(iter(versions), "")
-    if target and system not in programs:
-        value = f"the recipe {target.name} runs by {system}, which imgkit run does not support"
+    if target is not None and target.system.scheduler not in programs:
+        value = (
+            f"the recipe {target.name} runs by {target.system.scheduler}, which imgkit run does not support"
+        )
         hint = f"a recipe with scheduler: {' or '.join(programs)}; imgkit list"
         return Check("scheduler", "fail", value, hint)
-    if system in versions:
-        return Check("scheduler", "ok", f"{system}: {versions[system]}")
+    for name in _expected_schedulers(target):
+        if programs[name] in answer:
+            version = first_value(answer, programs[name])
+            return Check("scheduler", "ok", f"{name}: {version}")
+    if "broken" in answer:
+        value = f"it does not answer: {first_value(answer, 'broken')}"
+    else:
+        value = _describe_missing_scheduler(answer, target)
     hint = "name a login node of the cluster: imgkit remote add NAME USER@HOST --replace"
-    errors = answer.get("broken")
-    if errors:
-        return Check("scheduler", "fail", f"it does not answer: {errors[0]}", hint)
-    expected_programs = _submit_program(target) or " or ".join(programs.values())
-    value = f"{expected_programs} is not on the PATH"
-    if versions:
-        value += f", but {', '.join(versions)} is there"
     return Check("scheduler", "fail", value, hint)
 
 
-def _check_runtime(answer: Answer, modules: Sequence[str]) -> Check:
-    """Return the check of Singularity or Apptainer, which the `modules` of the recipe may provide.
+def _describe_missing_scheduler(answer: Answer, target: Target | None) -> str:
+    """Return a text such as ``"sbatch is not on the PATH, but pbs is there"``."""
+    programs = _submit_programs()
+    expected_programs = [programs[name] for name in _expected_schedulers(target)]
+    value = f"{' or '.join(expected_programs)} is not on the PATH"
+    other_schedulers = [name for name, program in programs.items() if program in answer]
+    if other_schedulers:
+        value += f", but {', '.join(other_schedulers)} is there"
+    return value
 
-    The key ``modules`` is in the answer if the remote has a module command. Its value lists the modules whose
-    name begins with singularity or apptainer.
+
+def _check_runtime(answer: Answer, modules: Sequence[str]) -> Check:
+    """Return the check of Singularity or Apptainer.
+
+    Parameters
+    ----------
+    modules : the environment modules that the recipe's jobs load before they start the runtime.
     """
     if "runtime" in answer:
-        return Check("runtime", "ok", answer["runtime"][0])
-    has_module_command = "modules" in answer
-    if modules and not has_module_command:
-        value = f"the recipe's jobs load {', '.join(modules)}, and there is no module command"
-        hint = "a recipe of your own without system.runtime.modules; start from: imgkit show RECIPE"
-        return Check("runtime", "fail", value, hint)
-    if not has_module_command:
-        # Some sites have the runtime on the compute nodes only.
-        hint = "look on a compute node: srun -N1 singularity --version"
-        return Check("runtime", "warn", "no singularity or apptainer here", hint)
-    names = answer["modules"][0] or "none of that name"
-    hint = f"system.runtime.modules of the recipe; module avail lists: {names}"
+        return Check("runtime", "ok", first_value(answer, "runtime"))
+    if "modules" not in answer:  # the remote has no module command
+        return _runtime_without_module_command(modules)
+    available_modules = first_value(answer, "modules") or "none of that name"
+    hint = f"system.runtime.modules of the recipe; module avail lists: {available_modules}"
     if modules:
         return Check("runtime", "fail", f"module load {' '.join(modules)} gives none", hint)
     return Check("runtime", "warn", "no singularity or apptainer here", hint)
 
 
+def _runtime_without_module_command(modules: Sequence[str]) -> Check:
+    """Return the check of a remote that has neither a runtime nor a module command.
+
+    Parameters
+    ----------
+    modules : as in `_check_runtime`.
+    """
+    if modules:
+        value = f"the recipe's jobs load {', '.join(modules)}, and there is no module command"
+        hint = "a recipe of your own without system.runtime.modules; start from: imgkit show RECIPE"
+        return Check("runtime", "fail", value, hint)
+    # Some sites have the runtime on the compute nodes only.
+    hint = "look on a compute node: srun -N1 singularity --version"
+    return Check("runtime", "warn", "no singularity or apptainer here", hint)
+
+
 def _check_folder(answer: Answer, remote: Remote) -> Check:
-    """Return the check of imgkit's folder: its access, its owner and its free space."""
-    error_text = answer.get("closed", [""])[0]
-    home = answer.get("home", [""])[0]
-    owner = answer.get("owner", [""])[0]
-    if not owner and (error_text or not home):
-        value = f"{remote.folder} cannot be used: {error_text or 'no answer'}"
+    """Return the check of imgkit's folder on the remote: its access, its owner and its free space."""
+    home = first_value(answer, "home")
+    owner = first_value(answer, "owner")
+    access_error = first_value(answer, "closed")
+    if not home and not access_error:
+        access_error = "no answer"
+    if access_error and not owner:
         hint = "another folder: imgkit remote add NAME USER@HOST:/PATH --replace"
-        return Check("folder", "fail", value, hint)
+        return Check("folder", "fail", f"{remote.folder} cannot be used: {access_error}", hint)
     error = store.home_error(home, owner, remote)
     if error is not None:
         return Check("folder", "fail", error.what, error.hint or "")
+    return _check_space(answer, home)
+
+
+def _check_space(answer: Answer, home: str) -> Check:
+    """Return the check of the free space and the quota in `home`, the path of imgkit's folder."""
     value = home
-    free = store.free_bytes(answer["disk"][0]) if "disk" in answer else None
-    if free is not None:
-        value += f", {free / 1e9:.0f} GB free"
-    quota = answer.get("quota", [""])[0]
+    free_bytes = store.free_bytes(first_value(answer, "disk"))
+    if free_bytes is not None:
+        value += f", {free_bytes / 1e9:.0f} GB free"
+    quota = first_value(answer, "quota")
     if quota:
         value += f"; quota: {_format_quota(quota)}"
-    if free is not None and free < _LOW_SPACE_BYTES:
+    if free_bytes is not None and free_bytes < _LOW_SPACE_BYTES:
         return Check("folder", "warn", value, "an image takes several GB: a folder on a larger file system")
     return Check("folder", "ok", value)
 
 
 def _check_volume(answer: Answer, remote: Remote) -> Check:
     """Return the check of the path by which pods have imgkit's folder, with the user's ids."""
-    home = answer.get("home", [""])[0]
+    home = first_value(answer, "home")
     try:
-        path = store.pod_folder(remote, home, answer.get("volume", [""])[0])
+        path = store.pod_folder(remote, home, first_value(answer, "volume"))
     except UsageError as error:
         return Check("volume", "fail", error.what, error.hint or "")
-    return Check("volume", "ok", f"{path} in pods, for the user and group {answer.get('ids', ['?'])[0]}")
+    ids = first_value(answer, "ids") or "?"
+    return Check("volume", "ok", f"{path} in pods, for the user and group {ids}")
 
 
 def _format_quota(row: str) -> str:
@@ -282,15 +307,15 @@ def _format_quota(row: str) -> str:
     The columns are the file system, the used space, the soft limit and the hard limit. A limit of 0 means
     that there is no limit.
     """
-    fields = row.split()
-    if len(fields) < 4:
-        return " ".join(fields)
-    used, soft_limit, hard_limit = fields[1:4]
-    texts = [f"{used} used"]
+    columns = row.split()
+    if len(columns) < 4:
+        return " ".join(columns)
+    _, used, soft_limit, hard_limit, *_ = columns
+    limits = []
     for kind, limit in (("soft", soft_limit), ("hard", hard_limit)):
         is_zero = not limit.strip("0kKB")  # "0", "0k" and "0KB"
         if not is_zero:
-            texts.append(f"{kind} limit {limit}")
-    if len(texts) == 1:
-        texts.append("no limit")
-    return ", ".join(texts)
+            limits.append(f"{kind} limit {limit}")
+    if not limits:
+        limits.append("no limit")
+    return ", ".join([f"{used} used", *limits])

@@ -24,7 +24,7 @@ from imgkit_builder.jobs.systems import fanout, pods
 from imgkit_builder.recipe import problems
 from imgkit_builder.recipe.model import KEYS
 from imgkit_builder.recipe.problems import allowed_hint
-from imgkit_builder.recipe.validation import rule_of, validate
+from imgkit_builder.recipe.validation import Mistake, rule_of, validate
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rules import Fault, Rule, pattern_rule
 
@@ -62,14 +62,14 @@ def check_folder(folder: str, *, where: str) -> str:
     ------
     UsageError : the path has a character with a meaning in job scripts or bind options.
     """
-    folder = folder.removeprefix("~/")
-    if not _FOLDER.fullmatch(folder):
+    path = folder.removeprefix("~/")
+    if not _FOLDER.fullmatch(path):
         raise UsageError(
-            f"{folder!r} cannot be the folder of jobs",
+            f"{path!r} cannot be the folder of jobs",
             where=where,
             hint="a path there, absolute or in your home folder, without quotes and \\ % $ ` : ,",
         )
-    return folder
+    return path
 
 
 def check_host(text: str, *, where: str = "") -> str:
@@ -190,8 +190,9 @@ def parse_address(text: str) -> tuple[str, str]:
     match = _ADDRESS.fullmatch(text)
     address = ""
     if match is not None:
+        user = match["user"] or ""  # with the @
         host = match["ipv6"] or match["host"] or ""
-        address = (match["user"] or "") + host
+        address = user + host
     if match is None or not fanout.is_host(address):
         raise UsageError(
             f"{text!r} is not an address",
@@ -236,14 +237,15 @@ def get_remote(name: str) -> Remote:
     ------
     UsageError : no remote has this name; the hint lists the names, the most similar one first.
     """
-    configured = read_remotes()
-    if name in configured:
-        return configured[name]
-    if configured:
-        hint = allowed_hint(name, configured)
+    remotes = read_remotes()
+    if name in remotes:
+        return remotes[name]
+    if remotes:
+        hint = allowed_hint(name, remotes)
+    elif re.fullmatch(_NAME, name):
+        hint = f"imgkit remote add {name} USER@HOST:DIR"
     else:
-        new_name = name if re.fullmatch(_NAME, name) else "NAME"
-        hint = f"imgkit remote add {new_name} USER@HOST:DIR"
+        hint = "imgkit remote add NAME USER@HOST:DIR"
     raise UsageError(f"there is no remote {name!r}", where="--on", hint=hint)
 
 
@@ -259,18 +261,18 @@ def add_remote(remote: Remote, *, replace: bool = False) -> None:
     UsageError : the name is already used and `replace` is false, or the file cannot be read or has an error.
     """
     text = _read_file()
-    if remote.name in _parse_file(text):
-        if not replace:
-            raise UsageError(
-                f"the remote {remote.name} already exists",
-                where=str(remotes_file()),
-                hint=f"imgkit remote add {remote.name} ... --replace",
-            )
-        text = _remove_table(text, remote.name)
-    table = _format_table(remote)
-    if text.strip():
-        table = f"{text.rstrip()}\n\n{table}"
-    _write_file(table)
+    if remote.name not in _parse_file(text):
+        other_tables = text
+    elif replace:
+        other_tables = _remove_table(text, remote.name)
+    else:
+        raise UsageError(
+            f"the remote {remote.name} already exists",
+            where=str(remotes_file()),
+            hint=f"imgkit remote add {remote.name} ... --replace",
+        )
+    new_text = f"{other_tables.rstrip()}\n\n{_format_table(remote)}"
+    _write_file(new_text.lstrip())  # the first table of a file follows no blank lines
 
 
 def _format_table(remote: Remote) -> str:
@@ -329,39 +331,43 @@ def _parse_file(text: str) -> dict[str, Remote]:
     ------
     UsageError : `text` is not TOML, or one of its values is wrong.
     """
-    if not text.strip():
+    if not text.strip():  # the usual case, which needs no parser
         return {}
     try:
-        data = problems.parse_toml(text)
+        tables = problems.parse_toml(text)
     except problems.NotToml as error:
         where = f"{remotes_file()}:{error.line}"
         raise UsageError(error.what, where=where, hint="correct the file") from error
-    content, mistakes = validate(_RemoteFile, {"remotes": data})
+    content, mistakes = validate(_RemoteFile, {"remotes": tables})
     if content is None:
-        mistake = mistakes[0]
-        # The first part of the path is "remotes", which is not in the file.
-        key = ".".join(str(part) for part in mistake.path[1:])
-        message = f"{key}: {mistake.message}"
-        raise UsageError(message, where=str(remotes_file()), hint=mistake.hint or "correct the value")
-    configured = {}
+        raise _value_error(mistakes[0])
+    remotes = {}
     for name, table in content.remotes.items():
-        configured[name] = Remote(name=name, **dataclasses.asdict(table))
-    return configured
+        remotes[name] = Remote(name=name, **dataclasses.asdict(table))
+    return remotes
+
+
+def _value_error(mistake: Mistake) -> UsageError:
+    """Return the error for a wrong value in the file."""
+    _, *keys = mistake.path  # the first key is "remotes", which is not in the file
+    dotted_key = ".".join(str(key) for key in keys)
+    message = f"{dotted_key}: {mistake.message}"
+    return UsageError(message, where=str(remotes_file()), hint=mistake.hint or "correct the value")
 
 
 def _remove_table(text: str, name: str) -> str:
     """Return `text`, the content of the file, without the table of the remote `name`.
 
     The table begins with its header, ``[name]``, whose name may be quoted, and ends before the next header.
+    The result is empty, or ends with a line break.
     """
     header = re.compile(rf"\s*\[\s*([\"']?){re.escape(name)}\1\s*\]")
     remaining_lines = []
     is_in_table = False
     for line in text.splitlines():
-        if line.lstrip().startswith("["):
+        if line.lstrip().startswith("["):  # the header of any table
             is_in_table = header.match(line) is not None
         if not is_in_table:
             remaining_lines.append(line)
-    if not remaining_lines:
-        return ""
-    return "\n".join(remaining_lines).strip() + "\n"
+    remaining_text = "\n".join(remaining_lines).strip()
+    return f"{remaining_text}\n" if remaining_text else ""

@@ -134,20 +134,17 @@ class Connection:
         token = secrets.token_hex(16)
         host = self.host(by_transfer=by_transfer)
         text = f"{self.prelude(token, values)}\nset -- {shlex.join(args)}\n{script}".encode()
-        source = process.filter_through(
-            (*self.ssh_argv(host), LOGIN_SHELL_LINE.format(count=len(text))),
-            itertools.chain([text], data),
-            hold=hold,
-            hint="apt-get install openssh-client",
-        )
+        argv = (*self.ssh_argv(host), LOGIN_SHELL_LINE.format(count=len(text)))
+        stdin = itertools.chain([text], data)
+        stdout = process.filter_through(argv, stdin, hold=hold, hint="apt-get install openssh-client")
         try:
-            yield from _skip_banner(source, f"{token}\n".encode(), host)
+            yield from _skip_banner(stdout, f"{token}\n".encode(), host)
         except Exited as error:
             raise self.exit_error(error.code, error.errors, host) from error
         except ErrorsTooLong as error:
             raise self.flood_error(error, host) from error
         finally:
-            source.close()
+            stdout.close()  # ends ssh if the caller reads no more
 
     def host(self, *, by_transfer: bool = False) -> str:
         """Return the address of the login node, or that of the host for transfers if there is one."""
@@ -230,25 +227,36 @@ class Connection:
         ----------
         errors : the end of the standard error of ssh and of the script.
         """
-        output = "\n".join(process.last_lines(errors, _SHOWN_LINES))
+        last_lines = "\n".join(process.last_lines(errors, _SHOWN_LINES))
         name = self.remote.name
         if code != SSH_FAILED and code > 0:
             message = f"a command on {name} failed with exit code {code}"
-            return ScriptFailed(message, where=name, code=code, output=output)
-        hint = fanout.ssh_remedy(errors, host)
-        if not self.ask and "Permission denied" in errors:
-            login = f"in a terminal, where ssh can ask: imgkit doctor --on {name}"
-            # After one login with a second factor, this command can use the shared connection.
-            if fanout.SECOND_FACTOR in errors and self.socket_folder is not None:
-                hint = f"{login}; then this command again"
-            else:
-                hint = f"{login}; or without questions: {hint}"
-        output = output or "the connection was lost"
-        message, hint = process.quote_output(f"ssh to {host} failed", output, hint)
+            return ScriptFailed(message, where=name, code=code, output=last_lines)
+        message, hint = process.quote_output(
+            f"ssh to {host} failed",
+            last_lines or "the connection was lost",
+            self._connection_hint(errors, host),
+        )
         return Cut(message, where=name, hint=hint)
 
+    def _connection_hint(self, errors: str, host: str) -> str:
+        """Return what the user can do if ssh to `host` failed with `errors`, its error messages."""
+        remedy = fanout.ssh_remedy(errors, host)
+        if self.ask or "Permission denied" not in errors:
+            return remedy
+        login = f"in a terminal, where ssh can ask: imgkit doctor --on {self.remote.name}"
+        # After one login with a second factor, this command can use the shared connection.
+        if fanout.SECOND_FACTOR in errors and self.socket_folder is not None:
+            return f"{login}; then this command again"
+        return f"{login}; or without questions: {remedy}"
+
     def flood_error(self, error: ErrorsTooLong, host: str) -> ToolFailed:
-        """Return the error for a command on `host` that printed error messages without end."""
+        """Return the error for a command on `host` that printed error messages without end.
+
+        Parameters
+        ----------
+        error : the error of the local ssh. The result quotes the start of the messages from it.
+        """
         message = ErrorsTooLong(f"a command on {host}", error.start).what
         return ToolFailed(message, where=self.remote.name, hint=_startup_hint(host))
 
@@ -284,19 +292,20 @@ def connect(remote: Remote, *, ask: bool = False) -> Connection:
 def _find_socket_folder() -> tuple[Path | None, str]:
     """Return a private folder for sockets and an empty text.
 
-    If no folder can be used, return None and the reason why the preferred one cannot be used.
+    If no folder can be used, return None and the reason why the first choice cannot be used.
     """
-    candidates = [Path(f"/tmp/imgkit-{os.geteuid()}")]  # noqa: S108 - it is checked to be this user's
+    candidates = []
     runtime_dir = os.environ.get("XDG_RUNTIME_DIR", "")
     if runtime_dir.startswith("/"):
-        candidates.insert(0, Path(runtime_dir, "imgkit"))
-    first_reason = ""
+        candidates.append(Path(runtime_dir, "imgkit"))
+    candidates.append(Path(f"/tmp/imgkit-{os.geteuid()}"))  # noqa: S108 - it is checked to be this user's
+    problems = []
     for folder in candidates:
-        reason = _prepare_socket_folder(folder)
-        if not reason:
+        problem = _prepare_socket_folder(folder)
+        if not problem:
             return folder, ""
-        first_reason = first_reason or reason
-    return None, first_reason
+        problems.append(problem)
+    return None, problems[0]
 
 
 def _prepare_socket_folder(folder: Path) -> str:
@@ -304,9 +313,10 @@ def _prepare_socket_folder(folder: Path) -> str:
 
     The result is empty if it can.
     """
-    is_too_long = len(os.fsencode(folder)) + _SOCKET_NAME_BYTES > _MAX_SOCKET_BYTES
+    socket_bytes = len(os.fsencode(folder)) + _SOCKET_NAME_BYTES
     # ssh splits the value of ControlPath at blanks and quotes, and expands "%".
-    if is_too_long or set(str(folder)) & set(" %\"'\\"):
+    has_special_character = not set(" %\"'\\").isdisjoint(str(folder))
+    if socket_bytes > _MAX_SOCKET_BYTES or has_special_character:
         return f"{folder} is too long for a socket, or has a blank or quote"
     try:
         files.make_own_folder(folder)
@@ -326,19 +336,24 @@ def _skip_banner(output: Iterable[bytes], token_line: bytes, host: str) -> Gener
     ToolFailed : the line is missing, or does not come within the first `_MAX_BANNER_BYTES`.
     """
     chunks = iter(output)
-    banner = b""
+    start = b""
     for chunk in chunks:
-        banner += chunk
-        if token_line in banner or len(banner) > _MAX_BANNER_BYTES:
+        start += chunk
+        if token_line in start or len(start) > _MAX_BANNER_BYTES:
             break
-    banner, separator, script_output = banner.partition(token_line)
+    banner, separator, script_output = start.partition(token_line)
     if not separator:
-        message = f"the login shell of {host} runs no command"
-        banner_end = banner[-_SHOWN_BANNER_BYTES:].decode(errors="replace").strip()
-        if banner_end:
-            message += "; it printed"
-        message, hint = process.quote_output(message, banner_end, _startup_hint(host))
-        raise ToolFailed(message, hint=hint)
+        raise _no_command_error(banner, host)
     if script_output:
         yield script_output
     yield from chunks
+
+
+def _no_command_error(banner: bytes, host: str) -> ToolFailed:
+    """Return the error for a login shell on `host` that printed `banner` and did not run the script."""
+    message = f"the login shell of {host} runs no command"
+    banner_end = banner[-_SHOWN_BANNER_BYTES:].decode(errors="replace").strip()
+    if banner_end:
+        message += "; it printed"
+    quoted_message, hint = process.quote_output(message, banner_end, _startup_hint(host))
+    return ToolFailed(quoted_message, hint=hint)

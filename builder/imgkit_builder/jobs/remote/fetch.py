@@ -11,7 +11,7 @@ import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.jobs import workspace
@@ -54,55 +54,90 @@ def fetch_run(
     Cut : the connection was lost. Files that have arrived stay, and the next call resumes the transfer.
     CheckFailed : the job has neither a run folder nor output yet.
     """
-    report.stage(f"fetch {record.job.handle}")
+    job = record.job
+    report.stage(f"fetch {job.handle}")
     folder.mkdir(parents=True, exist_ok=True)
-    before = _list_files(folder)
-    target = f"{folder.absolute()}/"
-    if not record.job.store:  # the output of pods is in the run folder
-        log = jobs.log_file(record)
-        log_args = ("-rt", f"--include=/{_escape_pattern(log.name)}", "--exclude=*", "remote:./", target)
-        rsync.run_rsync(connection, str(log.parent), log_args, report)
+    files_before = _list_files(folder)
+    if not job.store:  # the output of pods is in the run folder
+        _fetch_log(connection, jobs.log_file(record), folder, report)
+    _fetch_run_folder(connection, record, folder, checkpoints=checkpoints, report=report)
+    files = _list_files(folder)
+    if not files:
+        raise CheckFailed(
+            f"there is no {job.run_folder} on {job.files_remote} yet",
+            where=job.handle,
+            hint=f"imgkit status {job.handle}",
+        )
+    new_files = []
+    new_bytes = 0
+    for path, version in files.items():
+        if files_before.get(path) != version:
+            new_files.append(path)
+            new_bytes += version.size_bytes
+    return Fetched(folder=folder, new=tuple(new_files), files=len(files), bytes=new_bytes)
+
+
+def _fetch_log(connection: Connection, log: PurePosixPath, folder: Path, report: Reporter) -> None:
+    """Copy the file `log` on the remote into the local `folder`, if the job has already written it."""
+    # Including one name and excluding all others is no error while the file does not exist.
+    args = (
+        "-rt",
+        f"--include=/{_escape_pattern(log.name)}",
+        "--exclude=*",
+        "remote:./",
+        f"{folder.absolute()}/",
+    )
+    rsync.run_rsync(connection, str(log.parent), args, report)
+
+
+def _fetch_run_folder(
+    connection: Connection, record: SubmittedJob, folder: Path, *, checkpoints: bool, report: Reporter
+) -> None:
+    """Copy the job's run folder into the local `folder`, unless the job has not created it yet.
+
+    Parameters
+    ----------
+    checkpoints : copy the checkpoints of the training as well.
+    """
     # Without -p, files get the permissions of new local files. The names of a run's secret and of an
     # unfinished copy of its code begin with a dot, so that they are not copied.
     options = ["-rt", "--exclude=.*"]
     if not checkpoints:
         options.append("--exclude=checkpoints/")
-    run_folder = str(record.job.run_folder)
     with tempfile.NamedTemporaryFile(
         "w", prefix="imgkit-", encoding="utf-8", errors="surrogateescape"
-    ) as file:
-        unchanged = _unchanged_code(connection, record)
-        if unchanged:
-            file.writelines(f"/{WORKSPACE}/{_escape_pattern(name)}\n" for name in unchanged)
-            file.flush()
-            options += (f"--exclude-from={file.name}", "--prune-empty-dirs")
+    ) as patterns:
+        unchanged_names = _unchanged_code(connection, record)
+        for name in unchanged_names:
+            patterns.write(f"/{WORKSPACE}/{_escape_pattern(name)}\n")
+        patterns.flush()
+        if unchanged_names:
+            options += [f"--exclude-from={patterns.name}", "--prune-empty-dirs"]
         try:
-            rsync.run_rsync(connection, run_folder, (*options, "remote:./", target), report)
+            rsync.run_rsync(
+                connection,
+                str(record.job.run_folder),
+                (*options, "remote:./", f"{folder.absolute()}/"),
+                report,
+            )
         except ScriptFailed as error:
             if error.code != rsync.NO_FOLDER:
                 raise
-    after = _list_files(folder)
-    if not after:
-        message = f"there is no {run_folder} on {record.job.files_remote} yet"
-        raise CheckFailed(message, where=record.job.handle, hint=f"imgkit status {record.job.handle}")
-    new = tuple(path for path, version in after.items() if before.get(path) != version)
-    new_bytes = sum(after[path].size_bytes for path in new)
-    return Fetched(folder=folder, new=new, files=len(after), bytes=new_bytes)
 
 
 def _unchanged_code(connection: Connection, record: SubmittedJob) -> list[str]:
     """Return the names of the code files in the run's copy that are still as they were sent.
 
-    The result is empty for a job without code.
+    The result is empty for a job without code. A name with a line break is left out, since rsync reads the
+    names from a file with one pattern per line.
     """
     if record.code is None:
         return []
     args = (str(record.job.run_folder), f"{record.job.directory}/code", "")
-    listing = workspace.parse_listing(b"".join(connection.stream(workspace.LIST, {}, args=args)))
+    output = b"".join(connection.stream(workspace.LIST, {}, args=args))
+    listing = workspace.parse_listing(output)
     names = []
     for name, version in listing.sent.items():
-        # rsync reads the names from a file with one pattern per line, so a name with a line break is left
-        # out.
         if listing.current.get(name) == version and "\n" not in name:
             names.append(name)
     return names

@@ -9,7 +9,7 @@ folders whose names imgkit does not give are never removed.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from imgkit_builder.jobs import systems
@@ -140,13 +140,13 @@ class Unused:
 
     folders: tuple[StoredFolder, ...]
     """The unused folders, the oldest first."""
-    used: int
+    used: int = 0
     """Number of folders in use."""
-    ended_jobs: tuple[str, ...]
+    ended_jobs: tuple[str, ...] = ()
     """Ids of old jobs whose notes are no longer needed."""
-    before_s: float
+    before_s: float = 0
     """Unix time on the remote: a folder that was used at this time or later counts as in use."""
-    unknown: tuple[str, ...]
+    unknown: tuple[str, ...] = ()
     """For each system whose waiting jobs are unknown, the reason. All folders of its jobs count as in use."""
 
 
@@ -188,26 +188,31 @@ def find_superseded(
     older = [image for image in images if image.project == current.project and image.name != current.name]
     by_path = {f"images/{image.name}": image for image in older[1:]}
     if not by_path:
-        return Unused(folders=(), used=0, ended_jobs=(), before_s=0, unknown=()), {}
+        return Unused(folders=()), {}
     listing = _list_store(connection)
     waiting = _waiting_jobs(connection, listing)
-    needed_paths: set[str] = set()
-    for note in listing.notes:
-        if note.is_resumable or _may_run(note, waiting):
-            needed_paths.update(note.folders)
+    needed_paths = _paths_of_jobs_to_run(listing, waiting)
     folders = []
     for folder in listing.folders:
-        if folder.path not in by_path or folder.path in needed_paths or folder.is_linked:
-            continue
-        folders.append(folder)
+        is_needed = folder.is_linked or folder.path in needed_paths
+        if folder.path in by_path and not is_needed:
+            folders.append(folder)
     unused = Unused(
         folders=tuple(folders),
         used=len(by_path) - len(folders),
-        ended_jobs=(),
         before_s=listing.clock_s,
         unknown=_unknown_reasons(waiting),
     )
     return unused, by_path
+
+
+def _paths_of_jobs_to_run(listing: StoreListing, waiting: WaitingJobs) -> Collection[str]:
+    """Return the paths of the folders that jobs use which may still run or can be resumed."""
+    paths: set[str] = set()
+    for note in listing.notes:
+        if note.is_resumable or _may_run(note, waiting):
+            paths.update(note.folders)
+    return paths
 
 
 def remove_unused(connection: Connection, unused: Unused) -> tuple[str, ...]:
@@ -228,8 +233,8 @@ def remove_unused(connection: Connection, unused: Unused) -> tuple[str, ...]:
         return ()
     values = {"folder": connection.remote.folder, "before": str(int(unused.before_s))}
     # The script reads the paths of the folders from its standard input; its arguments are the job ids.
-    paths = "".join(f"{folder.path}\n" for folder in unused.folders)
-    stream = connection.stream(_REMOVE, values, args=unused.ended_jobs, data=[paths.encode()])
+    paths = [f"{folder.path}\n".encode() for folder in unused.folders]
+    stream = connection.stream(_REMOVE, values, args=unused.ended_jobs, data=paths)
     output = connection.answer(stream).decode(errors="replace")
     removed_paths = []
     for line in output.splitlines():
@@ -259,10 +264,29 @@ def parse_listing(output: bytes, remote: str) -> StoreListing:
     clock = _CLOCK.fullmatch(lines[0]) if lines else None
     if clock is None or lines[-1] != "end":
         raise unreadable_answer(remote, output)
-    folders = []
+    return StoreListing(
+        folders=_parse_folders(lines),
+        notes=_parse_job_notes(lines),
+        clock_s=float(clock["time_s"]),
+    )
+
+
+def _matches(pattern: re.Pattern[str], lines: Sequence[str]) -> Iterator[re.Match[str]]:
+    """Yield the match of each line that `pattern` matches as a whole."""
     for line in lines:
-        match = _FOLDER.fullmatch(line)
-        if match is None or not _PATH.fullmatch(match["path"]):
+        match = pattern.fullmatch(line)
+        if match is not None:
+            yield match
+
+
+def _parse_folders(lines: Sequence[str]) -> tuple[StoredFolder, ...]:
+    """Return the folders from the lines of the answer of `_LIST`.
+
+    Folders whose paths imgkit does not give are left out.
+    """
+    folders = []
+    for match in _matches(_FOLDER, lines):
+        if not _PATH.fullmatch(match["path"]):
             continue
         folder = StoredFolder(
             path=match["path"],
@@ -271,11 +295,7 @@ def parse_listing(output: bytes, remote: str) -> StoreListing:
             is_linked=int(match["links"]) > 1,
         )
         folders.append(folder)
-    return StoreListing(
-        folders=tuple(folders),
-        notes=_parse_job_notes(lines),
-        clock_s=float(clock["time_s"]),
-    )
+    return tuple(folders)
 
 
 def _parse_job_notes(lines: Sequence[str]) -> tuple[JobNote, ...]:
@@ -284,34 +304,41 @@ def _parse_job_notes(lines: Sequence[str]) -> tuple[JobNote, ...]:
     Files in ``jobs`` whose name is not a job id are left out.
     """
     note_lines: dict[str, list[str]] = {}  # the lines of each file in jobs, by the job's id
-    for line in lines:
-        match = _NOTE_LINE.fullmatch(line)
-        if match is not None:
-            note_lines.setdefault(match["id"], []).append(match["text"])
+    for match in _matches(_NOTE_LINE, lines):
+        note_lines.setdefault(match["id"], []).append(match["text"])
     run_times_s = _change_times_s("run", lines)
-    resumable_runs = _runs_matching(_CHECKPOINT, lines) - _runs_matching(_SUCCESS, lines)
+    runs_with_checkpoint = {match["run"] for match in _matches(_CHECKPOINT, lines)}
+    successful_runs = {match["run"] for match in _matches(_SUCCESS, lines)}
     notes = []
     for job_id, submitted_s in _change_times_s("job", lines).items():
         if not is_job_id(job_id):
             continue
-        # As `store.note_lines` wrote them. Missing lines of a note that is cut short count as empty.
-        system, job_name, *paths = [*note_lines.get(job_id, []), "", ""]
-        run = f"{job_name}-{job_id}"
-        folders: list[str] = []
-        for path in paths:
-            if path.startswith("runs/"):
-                run = path.removeprefix("runs/")
-            elif path:
-                folders.append(path.removesuffix(f"/{SIF}"))
+        system, run, folders = _parse_note_lines(job_id, note_lines.get(job_id, []))
         note = JobNote(
             id=job_id,
             system=system,
-            folders=tuple(folders),
+            folders=folders,
             used_s=max(submitted_s, run_times_s.get(run, 0)),
-            is_resumable=run in resumable_runs,
+            is_resumable=run in runs_with_checkpoint and run not in successful_runs,
         )
         notes.append(note)
     return tuple(notes)
+
+
+def _parse_note_lines(job_id: str, lines: Sequence[str]) -> tuple[str, str, tuple[str, ...]]:
+    """Return the system, the name of the run folder and the used folders from the lines of ``jobs/ID``.
+
+    `store.note_lines` made the lines. Missing lines of a file that is cut short count as empty.
+    """
+    system, job_name, *paths = [*lines, "", ""]
+    run = f"{job_name}-{job_id}"
+    folders = []
+    for path in paths:
+        if path.startswith("runs/"):
+            run = path.removeprefix("runs/")
+        elif path:
+            folders.append(path.removesuffix(f"/{SIF}"))
+    return system, run, tuple(folders)
 
 
 def _change_times_s(kind: str, lines: Sequence[str]) -> dict[str, int]:
@@ -322,21 +349,10 @@ def _change_times_s(kind: str, lines: Sequence[str]) -> dict[str, int]:
     kind : ``run`` or ``job``.
     """
     times_s = {}
-    for line in lines:
-        match = _CHANGE.fullmatch(line)
-        if match is not None and match["kind"] == kind:
+    for match in _matches(_CHANGE, lines):
+        if match["kind"] == kind:
             times_s[match["name"]] = int(match["time_s"])
     return times_s
-
-
-def _runs_matching(pattern: re.Pattern[str], lines: Sequence[str]) -> set[str]:
-    """Return the names of the runs in the lines that match `pattern`."""
-    runs = set()
-    for line in lines:
-        match = pattern.fullmatch(line)
-        if match is not None:
-            runs.add(match["run"])
-    return runs
 
 
 def select_unused(listing: StoreListing, waiting: WaitingJobs, before_s: float) -> Unused:
@@ -410,8 +426,8 @@ def unfinished_jobs(connection: Connection, name: str) -> Collection[str] | str:
         return f"{system_name} lists no jobs"
     argv = []
     for argument in system.queue.unfinished_ids:
-        # An argument with "{cluster}" is for a scheduler of several clusters only.
-        if cluster or "{" not in argument:
+        is_for_cluster = "{cluster}" in argument  # the option that a scheduler of several clusters needs
+        if cluster or not is_for_cluster:
             argv.append(argument.format(cluster=cluster))
     result = jobs.run_scheduler_command(connection, argv)
     if result.returncode != 0:

@@ -48,9 +48,10 @@ def interactive_argv(connection: Connection, job: Job, script: Script) -> Argv:
     Cut, ScriptFailed : the remote cannot be reached, or the file cannot be written.
     """
     folder = str(job.directory)
-    text = _script_text(job, script)
-    output = connection.answer(connection.stream(_WRITE, {"folder": folder}, data=[os.fsencode(text)]))
-    return connection.interactive(("bash", f"{folder}/{output.decode().strip()}"))
+    text = os.fsencode(_script_text(job, script))
+    answer = connection.answer(connection.stream(_WRITE, {"folder": folder}, data=[text]))
+    file_name = answer.decode().strip()
+    return connection.interactive(("bash", f"{folder}/{file_name}"))
 
 
 def _script_text(job: Job, script: Script) -> str:
@@ -61,9 +62,10 @@ def _script_text(job: Job, script: Script) -> str:
     """
     folder = str(job.directory)
     image = job.container.image.removeprefix(f"{folder}/")
-    code_folder = job.container.code_folder.removeprefix(f"{folder}/")
-    files = [path for path in (image, code_folder) if path]
-    start = _START.format(folder=shlex.quote(folder), files=shlex.join(files), image=shlex.quote(image))
+    used_paths = [image]
+    if job.container.code_folder:
+        used_paths.append(job.container.code_folder.removeprefix(f"{folder}/"))
+    text = _START.format(folder=shlex.quote(folder), files=shlex.join(used_paths), image=shlex.quote(image))
     for name in job.container.names:
-        start += f"export {name}={shlex.quote(os.environ[name])}\n"
-    return start + script.text
+        text += f"export {name}={shlex.quote(os.environ[name])}\n"
+    return text + script.text

@@ -121,27 +121,22 @@ def submit_script(connection: Connection, job: Job, script: Script) -> Generator
         may be in the queue.
     """
     remote = connection.remote
-    folder = str(job.directory)
+    program = script.submit[0]
     # Values of variables go into the script and not into arguments, which other users of the remote can see.
     values = {name: os.environ[name] for name in job.container.names}
-    script_text = _SUBMIT
-    if values:
-        script_text = f"export {' '.join(values)}\n{_SUBMIT}"
-    resumed = job.request.resumed
-    note = store.note_lines(job, str(resumed.folder) if resumed else "")
-    used_paths = [path for path in note[2:] if not path.startswith("runs/")]
+    export_line = f"export {' '.join(values)}\n" if values else ""
     output = connection.stream(
-        script_text,
-        {**values, "folder": folder, "program": script.submit[0]},
-        args=(note[0], "\n".join(note[1:]), "\n".join(used_paths), *script.submit),
+        export_line + _SUBMIT,
+        {**values, "folder": str(job.directory), "program": program},
+        args=(*_note_args(job), *script.submit),
         data=[script.text.encode()] if script.on_stdin else [],
     )
     try:
         yield from output
     except ScriptFailed as error:
-        message = f"{script.submit[0]} on {remote.name} failed with exit code {error.code}"
-        message, hint = process.quote_output(message, error.output)
-        raise ToolFailed(message, hint=hint or None) from error
+        message = f"{program} on {remote.name} failed with exit code {error.code}"
+        quoted_message, hint = process.quote_output(message, error.output)
+        raise ToolFailed(quoted_message, hint=hint or None) from error
     except Cut as error:
         raise ToolFailed(
             f"the connection was lost while the job was submitted: {error.what}",
@@ -150,13 +145,26 @@ def submit_script(connection: Connection, job: Job, script: Script) -> Generator
         ) from error
 
 
+def _note_args(job: Job) -> Argv:
+    """Return the first three arguments of `_SUBMIT`, from which it writes the file ``jobs/ID``.
+
+    They are the system, the other lines of the file, and the paths that must still exist.
+    """
+    resumed_folder = ""
+    if job.request.resumed is not None:
+        resumed_folder = str(job.request.resumed.folder)
+    system, name, *paths = store.note_lines(job, resumed_folder)
+    used_paths = [path for path in paths if not path.startswith("runs/")]
+    return (system, "\n".join((name, *paths)), "\n".join(used_paths))
+
+
 def run_scheduler_command(connection: Connection, argv: Sequence[str], *, file: str = "") -> Finished:
     """Run a scheduler command on the remote, and return its exit code and its output with its errors.
 
     Parameters
     ----------
-    file : the path of a file on the remote. A zero byte and the file's content follow the output. If there is
-        no such file, the zero byte is the end.
+    file : the path of a file on the remote, or "". A zero byte and the file's content follow the output. If
+        there is no such file, the zero byte is the end.
 
     Raises
     ------
@@ -179,23 +187,24 @@ def run_scheduler_command(connection: Connection, argv: Sequence[str], *, file: 
 class RunnerWithFile:
     """Runs scheduler commands on a remote. The first one also reads a file there, which saves a connection.
 
-    A later command ``cat -- FILE`` is answered without the remote.
+    A later command ``cat -- FILE`` is answered from that, without the remote.
     """
 
     def __init__(self, connection: Connection, file: str) -> None:
         self._connection = connection
         self._file = file
-        self._text: str | None = None
+        self._read_command = ("cat", "--", file)
+        self._file_text: str | None = None
         """The content of the file, or "" if there is no such file. None before the first command."""
 
     def __call__(self, argv: Sequence[str]) -> Finished:
         """Run the command `argv`. The result and the errors are those of `run_scheduler_command`."""
-        if self._text is None:
+        if self._file_text is None:
             finished = run_scheduler_command(self._connection, argv, file=self._file)
-            output, _, self._text = finished.output.rpartition("\0")
+            output, _, self._file_text = finished.output.rpartition("\0")
             return dataclasses.replace(finished, output=output)
-        if tuple(argv) == ("cat", "--", self._file):
-            return Finished(argv=tuple(argv), returncode=0, output=self._text)
+        if tuple(argv) == self._read_command:
+            return Finished(argv=self._read_command, returncode=0, output=self._file_text)
         return run_scheduler_command(self._connection, argv)
 
 
@@ -219,29 +228,13 @@ def follow_output(
     Cut : `ATTEMPTS` connections in a row were lost before new output came.
     """
     system = systems.get_system(record.job.system)
-    status_argv: Argv = ()
-    program = "tail"
-    if system.reports_state:
-        status_argv = system.status_commands(record.job)[0]
-        program = status_argv[0]
-    mark = _MARK_START + secrets.token_hex(16)  # a random number, so that no output has it
-    values = {
-        "program": program,
-        "log": str(log_file(record)),
-        "unknown_job": system.queue.unknown_job,
-        "mark": mark,
-    }
     written_bytes = 0
     failures = 0
     while True:
         written_before = written_bytes
         try:
             for script in (_FOLLOW, _REST):
-                values["from"] = str(written_bytes + 1)  # tail -c counts bytes from 1
-                for part in split_stream(
-                    connection.stream(script, values, args=status_argv, hold=script is _FOLLOW),
-                    mark.encode(),
-                ):
+                for part in _stream_output(connection, record, script, start=written_bytes):
                     if isinstance(part, str):
                         status = system.parse_status(part)
                         on_status(status.state, status.wait)
@@ -260,13 +253,45 @@ def follow_output(
             return
 
 
+def _stream_output(
+    connection: Connection, record: SubmittedJob, script: str, *, start: int
+) -> Generator[bytes | str, None, None]:
+    """Run `_FOLLOW` or `_REST`, and return its output as `split_stream` yields it.
+
+    Parameters
+    ----------
+    start : the number of bytes of the job's output to leave out, because they have been written before.
+    """
+    system = systems.get_system(record.job.system)
+    status_argv: Argv = ()
+    program = "tail"
+    if system.reports_state:
+        status_argv = system.status_commands(record.job)[0]
+        program = status_argv[0]
+    mark = _MARK_START + secrets.token_hex(16)  # a random number, so that no output has it
+    values = {
+        "program": program,
+        "log": str(log_file(record)),
+        "unknown_job": system.queue.unknown_job,
+        "mark": mark,
+        "from": str(start + 1),  # tail -c counts bytes from 1
+    }
+    # The script _FOLLOW ends when its input does, so the input stays open.
+    stream = connection.stream(script, values, args=status_argv, hold=script is _FOLLOW)
+    return split_stream(stream, mark.encode())
+
+
 def split_stream(chunks: Iterable[bytes], mark: bytes) -> Generator[bytes | str, None, None]:
     """Yield the job's output in a stream of `_FOLLOW` as bytes, and each answer of the scheduler as text.
 
     Output is yielded as soon as it comes. An answer that a lost connection has cut off is left out.
+
+    Parameters
+    ----------
+    mark : stands before and after each row of an answer. An empty row ends the answer.
     """
     rows: list[bytes] = []
-    is_row = False
+    is_row = False  # the stream begins with output
     rest = b""
     for chunk in chunks:
         *parts, rest = (rest + chunk).split(mark)
@@ -280,14 +305,18 @@ def split_stream(chunks: Iterable[bytes], mark: bytes) -> Generator[bytes | str,
                 rows.clear()
             is_row = not is_row
         if not is_row:
-            # The last bytes may be the start of a mark.
-            start = rest.rfind(mark[:1], -len(mark))
-            if start < 0:
-                start = len(rest)
-            yield rest[:start]
-            rest = rest[start:]
+            output, rest = _split_before_mark(rest, mark)
+            yield output
     if not is_row:
         yield rest
+
+
+def _split_before_mark(data: bytes, mark: bytes) -> tuple[bytes, bytes]:
+    """Return `data` in two parts: the first is surely output, the second may be the start of `mark`."""
+    mark_start = data.rfind(mark[:1], -len(mark))
+    if mark_start < 0:
+        return data, b""
+    return data[:mark_start], data[mark_start:]
 
 
 def log_file(record: SubmittedJob) -> PurePosixPath:

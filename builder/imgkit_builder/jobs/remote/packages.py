@@ -56,28 +56,37 @@ def bring(job: Job, image_id: str, connection: Connection, run: Runner, report: 
     job = added_packages.with_packages(job)
     if not job.container.packages:
         return job
-    runtime = runtime_of(job)
-    digest = runtime.image_digest(job, run)
-    requested, image = job.request.container, job.container.image
+    image = job.container.image
+    image_digest = runtime_of(job).image_digest(job, run)
     # A file beside an image in the store is removed together with the image. For other images, the file is in
     # the job's folder.
-    folder = posixpath.dirname(image)
-    if not image.startswith(f"{job.directory}/images/"):
-        folder = str(job.directory)
-    records = []
-    for path in requested.packages:
-        records.append(_bring_file(path, folder, connection, report))
-    if not requested.packages:
-        name = added_packages.file_name(image, requested.requirements, digest)
-        request = AddRequest(
-            requirements=requested.requirements, image=Path(image), output=Path(folder, name)
-        )
-        machine = machine_of(connection, runtime.program(job.recipe), runtime.modules(job))
-        added = add.add(request, report, machine=machine, image_id=image_id)
-        records.append((str(added.path), added.record))
-    record.refuse_unfit(records, image=image, digests=[digest, image_id])
+    folder = str(job.directory)
+    if image.startswith(f"{folder}/images/"):
+        folder = posixpath.dirname(image)
+    local_paths = job.request.container.packages
+    if local_paths:
+        records = [_bring_file(path, folder, connection, report) for path in local_paths]
+    else:
+        request = _add_request(job, folder, image_digest)
+        added = add.add(request, report, machine=_machine_of_job(job, connection), image_id=image_id)
+        records = [(str(added.path), added.record)]
+    record.refuse_unfit(records, image=image, digests=[image_digest, image_id])
     added_packages.refuse_unseen(job, [stored for _, stored in records])
     return job.with_container(packages=tuple(path for path, _ in records))
+
+
+def _machine_of_job(job: Job, connection: Connection) -> ImageMachine:
+    """Return the remote as the machine on which pip runs with the runtime of the job."""
+    runtime = runtime_of(job)
+    return machine_of(connection, runtime.program(job.recipe), runtime.modules(job))
+
+
+def _add_request(job: Job, folder: str, image_digest: str) -> AddRequest:
+    """Return the request to install the packages of imgkit.toml into a file in `folder` on the remote."""
+    image = job.container.image
+    requirements = job.request.container.requirements
+    name = added_packages.file_name(image, requirements, image_digest)
+    return AddRequest(requirements=requirements, image=Path(image), output=Path(folder, name))
 
 
 def _bring_file(
@@ -92,13 +101,16 @@ def _bring_file(
     def run_script(script: str, args: Sequence[str], data: Iterable[bytes] = ()) -> bytes:
         return b"".join(connection.stream(script, {}, args=args, data=data))
 
-    if not Path(path).exists():
-        end = run_script('tail -c "$2" -- "$1"\n', (path, str(record.END_BYTES)))
-        return path, record.parse_end(end, path)
-    stored = record.read(Path(path))
-    target = f"{folder}/{stored.squashfs_sha256}.sqsh"
-    if run_script('if [ -e "$1" ]; then echo there; fi\n', (target,)) == b"":
+    local_file = Path(path)
+    if not local_file.exists():
+        record_bytes = run_script('tail -c "$2" -- "$1"\n', (path, str(record.END_BYTES)))
+        return path, record.parse_end(record_bytes, path)
+    stored = record.read(local_file)
+    remote_path = f"{folder}/{stored.squashfs_sha256}.sqsh"
+    answer = run_script('if [ -e "$1" ]; then echo there; fi\n', (remote_path,))
+    if not answer:
         report.note(f"to send: packages: {path}")
-        with files.open_regular(Path(path)) as stream:
-            run_script(_WRITE, (target,), iter(lambda: stream.read(files.CHUNK_BYTES), b""))
-    return target, stored
+        with files.open_regular(local_file) as stream:
+            chunks = iter(lambda: stream.read(files.CHUNK_BYTES), b"")
+            run_script(_WRITE, (remote_path,), chunks)
+    return remote_path, stored

@@ -107,10 +107,10 @@ def run_rsync(
     # openrsync splits the value of --rsh at blanks, so the folder is in /tmp, whose path has none. `shell` is
     # started by sh, because some sites mount /tmp without permission to execute files.
     with tempfile.TemporaryDirectory(prefix="imgkit-", dir="/tmp") as work:
-        status = Path(work, "status")  # rsync_shell writes the exit code of ssh into it
-        config = _shell_config(connection, host, folder, status)
+        status_file = Path(work, "status")  # rsync_shell writes the exit code of ssh into it
+        files.write_file(status_file, "")
+        config = _shell_config(connection, host, folder, status_file)
         shell = shlex.join((sys.executable, "-I", "-S", rsync_shell.__file__, config))
-        files.write_file(status, "")
         files.write_file(Path(work, "shell"), f'exec {shell} "$@"\n')
         argv = (shutil.which("rsync") or "rsync", *_OPTIONS, f"--rsh=sh {work}/shell", *args)
         try:
@@ -119,12 +119,15 @@ def run_rsync(
             raise connection.flood_error(error, host) from error
         except Exited as error:
             # The status is empty or 0 if only rsync on this machine failed.
-            remote_code = int(files.read_text(status) or 0)
+            remote_code = int(files.read_text(status_file) or 0)
             raise _exit_error(connection, host, remote_code or error.code, error.errors) from error
 
 
-def _shell_config(connection: Connection, host: str, folder: str, status: Path) -> str:
-    """Return the first argument of `rsync_shell`: how to run rsync's server in `folder` on `host`."""
+def _shell_config(connection: Connection, host: str, folder: str, status_file: Path) -> str:
+    """Return the first argument of `rsync_shell`: how to run rsync's server in `folder` on `host`.
+
+    It is a JSON object.
+    """
     token = secrets.token_hex(16)
     config = {
         "ssh": connection.ssh_argv(host),
@@ -134,7 +137,7 @@ def _shell_config(connection: Connection, host: str, folder: str, status: Path) 
         "script": _SERVER,
         "placeholder": FOLDER,
         "folder": folder,
-        "status": str(status),
+        "status": str(status_file),
     }
     return json.dumps(config)
 
@@ -150,17 +153,26 @@ def _exit_error(connection: Connection, host: str, code: int, errors: str) -> To
 
 
 def _run_with_progress(argv: Sequence[str], report: Reporter, size_bytes: int | None) -> Transferred | None:
-    """Run rsync, and report the sum of the bytes of finished files and of the current file as progress."""
+    """Run rsync, and report the bytes of all finished files and of the current file as progress.
+
+    Parameters
+    ----------
+    size_bytes : the expected size of all files. None if it is unknown.
+
+    Returns
+    -------
+    The statistics at the end of rsync's output. None if it prints none.
+    """
     finished_bytes = 0
-    tail = b""
+    output_end = b""
     for chunk in process.filter_through(argv, ()):
-        tail = (tail + chunk)[-_TAIL_BYTES:]
+        output_end = (output_end + chunk)[-_TAIL_BYTES:]
         for match in _POSITION.finditer(chunk):
             position = finished_bytes + _parse_number(match["bytes"].decode())
             report.advance(position, size_bytes)
-            if match["percent"] == b"100":
+            if match["percent"] == b"100":  # the current file is complete
                 finished_bytes = position
-    statistics = _STATISTICS.search(tail.decode(errors="replace"))
+    statistics = _STATISTICS.search(output_end.decode(errors="replace"))
     if statistics is None:
         return None
     return Transferred(

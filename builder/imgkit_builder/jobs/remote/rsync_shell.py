@@ -14,6 +14,7 @@ import shlex
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -32,7 +33,23 @@ def main(config_json: str, _host: str, *args: str) -> int:
     config = json.loads(config_json)
     server_argv = [argument.replace(config["placeholder"], config["folder"]) for argument in args]
     script = f"{config['prelude']}\nset -- {shlex.join(server_argv)}\n{config['script']}".encode()
-    argv = [*config["ssh"], config["line"].format(count=len(script))]
+    ssh_argv = [*config["ssh"], config["line"].format(count=len(script))]
+    code = _run_ssh(ssh_argv, script, config["token"].encode() + b"\n")
+    # "r+b" does not create the file: this process may outlive imgkit's temporary folder, and a new file would
+    # make its removal fail.
+    with contextlib.suppress(FileNotFoundError), Path(config["status"]).open("r+b") as stream:
+        stream.write(str(code).encode())
+    return code
+
+
+def _run_ssh(argv: Sequence[str], script: bytes, token_line: bytes) -> int:
+    """Run ssh between rsync, on standard input and output, and the remote. Return the exit status of ssh.
+
+    Parameters
+    ----------
+    script : is sent before the data of rsync.
+    token_line : the first line that the script prints. The data for rsync follows it.
+    """
     for descriptor in (0, 1):
         os.set_blocking(descriptor, True)  # rsync opens them in non-blocking mode
     # With a buffer, Python would write the rest again when it closes the pipe, and fail if ssh has ended.
@@ -40,18 +57,12 @@ def main(config_json: str, _host: str, *args: str) -> int:
         assert ssh.stdin is not None  # noqa: S101 - for the type checker: both are pipes
         assert ssh.stdout is not None  # noqa: S101
         threading.Thread(target=_send_script_and_output, args=(ssh, ssh.stdin, script), daemon=True).start()
-        output = ssh.stdout.fileno()
-        data = _skip_banner(output, config["token"].encode() + b"\n")
+        ssh_output = ssh.stdout.fileno()
+        data = _skip_banner(ssh_output, token_line)
         if data is None:
-            code = _end_without_command(ssh)
-        else:
-            _copy_stream(data, output, 1)
-            code = ssh.wait()
-    # "r+b" does not create the file: this process may outlive imgkit's temporary folder, and a new file would
-    # make its removal fail.
-    with contextlib.suppress(FileNotFoundError), Path(config["status"]).open("r+b") as stream:
-        stream.write(str(code).encode())
-    return code
+            return _end_without_command(ssh)
+        _copy_stream(data, ssh_output, 1)
+        return ssh.wait()
 
 
 def _end_without_command(ssh: subprocess.Popen[bytes]) -> int:
@@ -80,7 +91,12 @@ def _send_script_and_output(ssh: subprocess.Popen[bytes], sink: IO[bytes], scrip
 
 
 def _copy_stream(data: bytes, source: int, sink: int) -> None:
-    """Write `data` and then everything from `source` to `sink`, until `source` ends or `sink` is closed."""
+    """Write `data` and then everything from `source` to `sink`, until `source` ends or `sink` is closed.
+
+    Parameters
+    ----------
+    source, sink : file descriptors in blocking mode.
+    """
     with contextlib.suppress(OSError):
         while data:
             written_bytes = os.write(sink, data)
@@ -89,19 +105,22 @@ def _copy_stream(data: bytes, source: int, sink: int) -> None:
                 data = os.read(source, CHUNK_BYTES)
 
 
-def _skip_banner(source: int, token: bytes) -> bytes | None:
-    """Return the first data after the line `token`. Print an error and return None if the line is missing."""
-    banner = b""
-    while len(banner) < CHUNK_BYTES:
+def _skip_banner(source: int, token_line: bytes) -> bytes | None:
+    """Return the first data from the file descriptor `source` that follows `token_line`.
+
+    Print an error and return None if the line is missing.
+    """
+    start = b""
+    while len(start) < CHUNK_BYTES:
         data = os.read(source, CHUNK_BYTES)
         if not data:
             break
-        banner += data
-        _, separator, script_output = banner.partition(token)
+        start += data
+        _, separator, script_output = start.partition(token_line)
         if separator:
             return script_output or os.read(source, CHUNK_BYTES)
-    text = banner[-200:].decode(errors="replace").strip()
-    print(f"the login shell runs no command; it printed: {text}", file=sys.stderr)
+    banner_end = start[-200:].decode(errors="replace").strip()
+    print(f"the login shell runs no command; it printed: {banner_end}", file=sys.stderr)
     return None
 
 

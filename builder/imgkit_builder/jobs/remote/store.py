@@ -20,7 +20,7 @@ import dataclasses
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -37,15 +37,17 @@ FOLDERS = ("images", "code", "data")
 """The folders in the store into which imgkit sends files."""
 SIF = "image.sif"
 """Name of the .sif in an image's folder, whatever its name was on the machine that sent it."""
-NOTE = "image.json"
+IMAGE_JSON = "image.json"
 """Name of the file beside the .sif that describes the image."""
+Answer = Mapping[str, Sequence[str]]
+"""The values in the answer of a script on a remote, by their key: ``{"home": ["/scratch/me"], ...}``."""
 IMAGE_NAME = re.compile(r"[0-9a-f]{64}-[0-9a-f]{12}")
 """The name of an image's folder. A folder of data has a name of the same form."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_NOTE_SIZE = re.compile(r"\d{1,9}", re.ASCII)
-_NOTE_SCHEMA = 1
-_MOST_NOTE_BYTES = 1 << 16
-"""Largest size of a note that is read. The note of an image with 500 layers has 40 kB."""
+_DESCRIPTION_SIZE = re.compile(r"\d{1,9}", re.ASCII)
+_DESCRIPTION_SCHEMA = 1
+_MAX_DESCRIPTION_BYTES = 1 << 16
+"""Largest size of an `IMAGE_JSON` that is read. With 500 layers, it has 40 kB."""
 _DF_NUMBERS = re.compile(r"\s\d+\s+\d+\s+(?P<free_kib>-?\d{1,15})\s+(?:\d+%|-)\s")
 """The numbers in a row of ``df -Pk``: size, used space, free space and use. Free space can be negative."""
 
@@ -77,7 +79,7 @@ Pods need both, to find the files on the volume and to be allowed to read them.
 # The code and the output of a run may be private, so the umask keeps other users out of all new folders. The
 # script renews the time of the code's folder, by which `imgkit remote gc` knows that it is in use. For code
 # that is missing, it makes the folder into which it will be sent, which saves a round trip after each edit.
-_LOOK = (
+_LIST_STORE = (
     FIND_PROGRAM
     + """\
 umask 077
@@ -99,10 +101,10 @@ if [ -n "$code" ] && [ ! -e "code/$code" ] && mkdir -p code/.incoming; then
 fi
 ls -t data | sed 's/^/data /'
 ls -t images | while IFS= read -r name; do
-    note=images/$name/{NOTE}
-    if [ -f "images/$name/{SIF}" ] && size=$(wc -c < "$note"); then
+    description=images/$name/{IMAGE_JSON}
+    if [ -f "images/$name/{SIF}" ] && size=$(wc -c < "$description"); then
         echo "image $((size)) $name"
-        cat "$note"
+        cat "$description"
     fi
 done
 echo end
@@ -112,7 +114,7 @@ echo end
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteImage:
-    """An image in a store: the content of the file `NOTE` beside its .sif."""
+    """An image in a store: the content of the file `IMAGE_JSON` beside its .sif."""
 
     image_id: str
     """``sha256:...``, the digest of the image's configuration.
@@ -147,8 +149,8 @@ class RemoteImage:
         return f"images/{self.name}/{SIF}"
 
     def to_json(self) -> bytes:
-        """Return the content of the image's file `NOTE`."""
-        return json.dumps({"schema": _NOTE_SCHEMA, **dataclasses.asdict(self)}).encode() + b"\n"
+        """Return the content of the image's file `IMAGE_JSON`."""
+        return json.dumps({"schema": _DESCRIPTION_SCHEMA, **dataclasses.asdict(self)}).encode() + b"\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,34 +242,40 @@ def describe_sif(path: Path, *, input_sha256: str = "", project: str = "") -> Re
 
 
 def note_lines(job: Job, run_folder: str = "") -> tuple[str, ...]:
-    """Return the content of the file ``jobs/ID`` of `job`, from which `gc` knows what the job uses.
+    """Return the lines of the file ``jobs/ID``, which tells `gc` what the job uses.
 
-    The lines are the system, the job's name, the paths of its image, code and data, and the run folder.
+    The lines are the system, the job's name, the paths of its image, code and data below imgkit's folder, and
+    the run folder.
 
     Parameters
     ----------
     run_folder : the path of the run folder of a resumed job, whose name is not ``NAME-ID``. It is empty for
         all other jobs.
     """
-    home = f"{job.directory}/"
+    store_prefix = f"{job.directory}/"
     container = job.container
-    paths = [container.code_folder, *(mount.source for mount in container.data)]
-    # Folders of data outside of the store are left out, because `gc` never removes them.
-    paths = [path.removeprefix(home) for path in paths if path.startswith(home)]
+    lines = [job.system, job.name]
     if container.image.startswith("/"):  # pods pull their image
-        paths.insert(0, container.image.removeprefix(home))
+        lines.append(container.image.removeprefix(store_prefix))
+    data_folders = [mount.source for mount in container.data]
+    for path in (container.code_folder, *data_folders):
+        # Folders of data outside of the store are left out, because `gc` never removes them.
+        if path.startswith(store_prefix):
+            lines.append(path.removeprefix(store_prefix))
     if run_folder:
-        paths.append(f"runs/{PurePosixPath(run_folder).name}")
-    return (job.system, job.name, *paths)
+        lines.append(f"runs/{PurePosixPath(run_folder).name}")
+    return tuple(lines)
 
 
 def open_store(connection: Connection, *, program: str, code: str = "") -> Store:
-    """Return the content of the store. Create the store if it does not exist. This takes one round trip.
+    """Return the content of the store. Create the store if it does not exist.
+
+    One round trip does both, and marks the code that the job uses as used now.
 
     Parameters
     ----------
-    program : the scheduler's program, such as ``sbatch``.
-    code : digest of the code that the job uses; its folder counts as used from now on.
+    program : the scheduler's program, such as ``sbatch``. The result says whether the remote has it.
+    code : digest of the code that the job uses. It is empty for a job without code.
 
     Raises
     ------
@@ -276,50 +284,51 @@ def open_store(connection: Connection, *, program: str, code: str = "") -> Store
     """
     remote = connection.remote
     values = {"folder": remote.folder, "program": program, "code": code, "volume": remote.volume}
-    output = connection.run(_LOOK, values)
+    output = connection.run(_LIST_STORE, values)
     return parse_store(output, remote)
 
 
 def parse_store(output: bytes, remote: Remote) -> Store:
     """Return the content of the store of `remote` from the `output` of its script.
 
-    Folders that imgkit did not name and images with a damaged note are left out.
+    Folders that imgkit did not name and images with a damaged description are left out.
 
     Raises
     ------
     ToolFailed : the output is cut short, or is not the output of imgkit's script.
     UsageError : the folder belongs to another user, or its path cannot be used in a job.
     """
-    values = {"home": "", "owner": "", "program": "", "incoming": "", "volume": "", "ids": ""}
-    code: list[str] = []
-    data: list[str] = []
-    images: list[RemoteImage] = []
-    for line in _parse_lines(output, remote):
-        if line.key in values:
-            values[line.key] = line.value
-        elif line.key == "code" and _DIGEST.fullmatch(line.value):
-            code.append(line.value)
-        elif line.key == "data" and IMAGE_NAME.fullmatch(line.value):
-            data.append(line.value)
-        elif line.key == "image" and IMAGE_NAME.fullmatch(line.value):
-            stored = _parse_note(line.note)
-            if stored is not None and stored.name == line.value:
-                images.append(stored)
-    if not values["home"] and not values["owner"]:
+    answer, descriptions = _parse_answer(output, remote)
+    home = first_value(answer, "home")
+    owner = first_value(answer, "owner")
+    has_line_break = len(answer.get("home", ())) > 1  # the path itself has a line "home ..."
+    if not owner and (not home or has_line_break):
         raise unreadable_answer(remote.name, output)
-    error = home_error(values["home"], values["owner"], remote)
+    error = home_error(home, owner, remote)
     if error is not None:
         raise error
+    images = []
+    for name, description in descriptions.items():
+        stored = _parse_description(description)
+        if stored is not None and stored.name == name:
+            images.append(stored)
     return Store(
-        home=values["home"],
-        has_program=bool(values["program"]),
+        home=home,
+        has_program="program" in answer,
         images=tuple(images),
-        code=tuple(code),
-        data=tuple(data),
-        incoming_code=values["incoming"],
-        volume=values["volume"],
-        ids=values["ids"],
+        code=tuple(filter(_DIGEST.fullmatch, answer.get("code", ()))),
+        data=tuple(filter(IMAGE_NAME.fullmatch, answer.get("data", ()))),
+        incoming_code=first_value(answer, "incoming"),
+        volume=first_value(answer, "volume"),
+        ids=first_value(answer, "ids"),
     )
+
+
+def first_value(answer: Answer, key: str) -> str:
+    """Return the value of the first line with this key. Return "" if the answer has no such line."""
+    if key not in answer:
+        return ""
+    return answer[key][0]
 
 
 def home_error(home: str, owner: str, remote: Remote) -> UsageError | None:
@@ -355,33 +364,35 @@ def pod_folder(remote: Remote, home: str, volume: str) -> str:
 
     Parameters
     ----------
-    home, volume : absolute paths on the remote, without symbolic links, of imgkit's folder and of the root of
-        the volume; an empty `volume` does not exist.
+    home : the absolute path of imgkit's folder on the remote, without symbolic links.
+    volume : the path of the volume's root there. It is empty if the folder that the user named as the root
+        does not exist.
 
     Raises
     ------
     UsageError : the folder is not on a volume.
     """
     claim = pods.parse_claim(remote.pvc)
-    again = f"imgkit remote add {remote.name} {remote.address}:/DIR --pvc {remote.pvc} --replace"
+    add_command = f"imgkit remote add {remote.name} {remote.address}:/DIR --pvc {remote.pvc} --replace"
     if not volume:
         raise UsageError(
             f"{remote.address} has no folder {remote.volume}, the root of the volume {claim.name}",
             where=remote.name,
-            hint=f"{again} --volume /PATH",
+            hint=f"{add_command} --volume /PATH",
         )
     if volume == "/" and not remote.volume:
         raise UsageError(
             f"{home} is on the root file system of {remote.address}, and not on a volume of pods",
             where=remote.name,
-            hint=f"{again}; if it is on the volume {claim.name}: --volume /PATH, that of the volume there",
+            hint=f"{add_command}; if it is on the volume {claim.name}: --volume /PATH, "
+            "that of the volume there",
         )
     path = PurePosixPath(home)
     if not path.is_relative_to(volume):
         raise UsageError(
             f"{home} is not below {volume}, where {remote.address} has the volume {claim.name}",
             where=remote.name,
-            hint=again,
+            hint=add_command,
         )
     return str(claim.path / path.relative_to(volume))
 
@@ -399,25 +410,18 @@ def free_bytes(row: str) -> int | None:
     return int(match["free_kib"]) * 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Line:
-    """A line of the answer of `_LOOK`, such as ``home /scratch/me``."""
+def _parse_answer(output: bytes, remote: Remote) -> tuple[Answer, Mapping[str, bytes]]:
+    """Return the values in `output`, the answer of `_LIST_STORE`, and the description of each image by name.
 
-    key: str
-    value: str
-    note: bytes = b""
-    """Content of the note of an image. All other lines have no note."""
-
-
-def _parse_lines(output: bytes, remote: Remote) -> Iterator[_Line]:
-    """Yield the lines of `output` before the line ``end``.
-
-    The line of an image is ``image SIZE NAME``; the note, which has SIZE bytes, follows it.
+    Most lines are ``KEY VALUE``. The line of an image is ``image SIZE NAME``, and the content of its file
+    `IMAGE_JSON`, which has SIZE bytes, follows it. The last line is ``end``.
 
     Raises
     ------
     ToolFailed : the line ``end`` is missing, or an image has no valid size.
     """
+    answer: dict[str, list[str]] = {}
+    descriptions: dict[str, bytes] = {}
     stream = io.BytesIO(output)
     for raw_line in stream:
         if not raw_line.endswith(b"\n"):
@@ -425,23 +429,25 @@ def _parse_lines(output: bytes, remote: Remote) -> Iterator[_Line]:
         line = raw_line.removesuffix(b"\n").decode(errors="replace")
         key, _, value = line.partition(" ")
         if key == "end":
-            return
+            return answer, descriptions
         if key != "image":
-            yield _Line(key=key, value=value)
+            answer.setdefault(key, []).append(value)
             continue
         size, _, name = value.partition(" ")
-        if not _NOTE_SIZE.fullmatch(size):
+        if not _DESCRIPTION_SIZE.fullmatch(size):
             break
-        note = stream.read(int(size))
-        yield _Line(key=key, value=name, note=note)
+        descriptions[name] = stream.read(int(size))
     raise unreadable_answer(remote.name, output)
 
 
-def _parse_note(note: bytes) -> RemoteImage | None:
-    """Return the image that `note` describes. Return None if it is damaged, or has another schema."""
+def _parse_description(text: bytes) -> RemoteImage | None:
+    """Return the image that `text`, the content of its file `IMAGE_JSON`, describes.
+
+    Return None if the text is damaged, or has the schema of another version of imgkit.
+    """
     try:
-        values = json_text.parse(note, most_bytes=_MOST_NOTE_BYTES)
-        if values.pop("schema") != _NOTE_SCHEMA:
+        values = json_text.parse(text, most_bytes=_MAX_DESCRIPTION_BYTES)
+        if values.pop("schema") != _DESCRIPTION_SCHEMA:
             return None
         stored: RemoteImage = json_text.build_value(RemoteImage, values, "it", closed=True)
     except (ValueError, TypeError, KeyError, AttributeError):

@@ -33,7 +33,7 @@ from imgkit_builder.data.folder import DataFolder
 from imgkit_builder.jobs.remote import rsync
 from imgkit_builder.jobs.remote.connection import Connection, Cut, ScriptFailed, unreadable_answer
 from imgkit_builder.jobs.remote.rsync import Transferred
-from imgkit_builder.jobs.remote.store import NOTE, SIF, RemoteImage, free_bytes
+from imgkit_builder.jobs.remote.store import IMAGE_JSON, SIF, RemoteImage, free_bytes
 from imgkit_entrypoints.errors import CheckFailed
 
 ATTEMPTS = 4
@@ -121,7 +121,11 @@ class Source:
     """The name of the content in messages: ``image``, ``data``, ``code`` or ``entry points``."""
     size_bytes: int
     options: tuple[str, ...]
-    """Options of rsync for this kind of content."""
+    """Options of rsync for this kind of content.
+
+    They begin with ``-rpt``. ``-a`` would also keep the owner: if the remote user is root, the files would
+    get a user id of this machine.
+    """
     check: Callable[[], None] | None = None
     """Function that raises an error if the content has changed since the transfer began."""
     may_be_linked: bool = False
@@ -131,7 +135,7 @@ class Source:
     image: RemoteImage | None = None
     """The image whose .sif is in the folder. It is None if the folder has other files."""
     basis: str = ""
-    """Name of the older image on the remote that is the basis of the new one. It is empty without a basis."""
+    """Name of an older image on the remote, whose equal blocks are not sent. It is empty without a basis."""
 
 
 def send_folder(
@@ -212,7 +216,7 @@ def send_image(
     basis: RemoteImage | None,
     report: Reporter,
 ) -> Transferred | None:
-    """Send the .sif to the store in the folder `home` of the remote, with the note about it.
+    """Send the .sif to the store in the folder `home` of the remote, with the file that describes it.
 
     Parameters
     ----------
@@ -235,7 +239,7 @@ def send_image(
         folder = Path(work, image.name)
         folder.mkdir()
         (folder / SIF).symlink_to(sif.absolute())
-        files.write_file(folder / NOTE, image.to_json().decode())
+        files.write_file(folder / IMAGE_JSON, image.to_json().decode())
         source = Source(
             path=folder,
             label="image",
@@ -247,6 +251,22 @@ def send_image(
         return _send_and_publish(connection, source, home=home, target=f"images/{image.name}", report=report)
 
 
+@dataclass(slots=True)
+class _Progress:
+    """How far a transfer has come, over all its attempts."""
+
+    failures: int = 0
+    """Number of connections that were lost in a row without progress in between."""
+    arrived_bytes: int = -1
+    """Bytes that had arrived when the best attempt began. -1 until an attempt has reached the remote."""
+
+    def start_attempt(self, arrived_bytes: int) -> None:
+        """Record how much has arrived. If it is more than before, the failures count from 0 again."""
+        if arrived_bytes > self.arrived_bytes:
+            self.failures = 0
+            self.arrived_bytes = arrived_bytes
+
+
 def _send_and_publish(
     connection: Connection, source: Source, *, home: str, target: str, report: Reporter
 ) -> Transferred | None:
@@ -256,42 +276,59 @@ def _send_and_publish(
     """
     folder, _, name = target.rpartition("/")
     values = {"home": home, "folder": folder, "name": name, "partial": rsync.PARTIAL}
-    remote = connection.remote.name
-    failures = 0
-    best_arrived_bytes = -1  # no attempt has reached the remote
-    is_prepared = source.is_prepared
+    progress = _Progress()
     while True:
         try:
-            arrived_bytes = 0
-            if not is_prepared:
-                arrived_bytes = _prepare_incoming(connection, values, source, is_retry=failures > 0)
-            is_prepared = False
-            if arrived_bytes > best_arrived_bytes:
-                failures = 0
-                best_arrived_bytes = arrived_bytes
-            if arrived_bytes:
-                report.note(f"{size_text(arrived_bytes)} of {size_text(source.size_bytes)} were sent before")
-            report.stage(f"send the {source.label} to {remote}")
-            sent = _send_files(connection, values, source, report)
-            if source.check is not None:
-                source.check()
-            report.stage(f"check the {source.label} on {remote}")
-            _publish(connection, values, source)
+            return _attempt_transfer(connection, values, source, progress, report)
         except Cut as error:
-            failures += 1
-            if best_arrived_bytes < 0 or failures >= ATTEMPTS:
+            progress.failures += 1
+            has_reached_remote = progress.arrived_bytes >= 0
+            if not has_reached_remote or progress.failures >= ATTEMPTS:
                 hint = str(error.hint)
-                if best_arrived_bytes > 0:
+                if progress.arrived_bytes > 0:
                     hint += "; the same command resumes the transfer"
                 raise Cut(error.what, where=error.where, hint=hint) from error
             report.note(f"the connection was lost, and imgkit connects again: {error.what}")
-            time.sleep(failures - 1)
-        else:
-            return sent
+        time.sleep(progress.failures - 1)  # at once after the first failure
+
+
+def _attempt_transfer(
+    connection: Connection, values: Mapping[str, str], source: Source, progress: _Progress, report: Reporter
+) -> Transferred | None:
+    """Send what the remote does not have yet, and publish the folder.
+
+    Parameters
+    ----------
+    values : the variables of the scripts: ``home``, ``folder``, ``name`` and ``partial``.
+    progress : is updated when the remote has said how much has arrived.
+
+    Raises
+    ------
+    Cut : the connection was lost.
+    """
+    remote = connection.remote.name
+    is_retry = progress.failures > 0
+    arrived_bytes = 0
+    if is_retry or not source.is_prepared:
+        arrived_bytes = _prepare_incoming(connection, values, source, is_retry=is_retry)
+    progress.start_attempt(arrived_bytes)
+    if arrived_bytes:
+        report.note(f"{size_text(arrived_bytes)} of {size_text(source.size_bytes)} were sent before")
+    report.stage(f"send the {source.label} to {remote}")
+    transferred = _send_files(connection, values, source, report)
+    if source.check is not None:
+        source.check()
+    report.stage(f"check the {source.label} on {remote}")
+    _publish(connection, values, source)
+    return transferred
 
 
 def _publish(connection: Connection, values: Mapping[str, str], source: Source) -> None:
     """Check what has arrived on the remote, and give it its name in the store.
+
+    Parameters
+    ----------
+    values : the variables of the scripts, as in `_attempt_transfer`.
 
     Raises
     ------
@@ -299,14 +336,7 @@ def _publish(connection: Connection, values: Mapping[str, str], source: Source) 
     ToolFailed : the remote's answer cannot be read.
     """
     remote = connection.remote.name
-    root = {"sum": ""}  # only an image is checked
-    if source.image is not None:
-        root = {
-            "sum": source.image.root_sha256,
-            "start": str(source.image.root_offset + 1),  # tail -c counts bytes from 1
-            "length": str(source.image.root_bytes),
-        }
-    output = connection.run(_PUBLISH, {**values, **root}, by_transfer=True)
+    output = connection.run(_PUBLISH, {**values, **_checked_partition(source.image)}, by_transfer=True)
     if output == b"different\n":
         path = str((source.path / SIF).resolve())
         raise CheckFailed(
@@ -318,6 +348,20 @@ def _publish(connection: Connection, values: Mapping[str, str], source: Source) 
         raise unreadable_answer(remote, output)
 
 
+def _checked_partition(image: RemoteImage | None) -> dict[str, str]:
+    """Return the variables of `_PUBLISH` with the digest, start and length of the image's root partition.
+
+    Folders without an image are not checked. For them, the digest is "".
+    """
+    if image is None:
+        return {"sum": ""}
+    return {
+        "sum": image.root_sha256,
+        "start": str(image.root_offset + 1),  # tail -c counts bytes from 1
+        "length": str(image.root_bytes),
+    }
+
+
 def _prepare_incoming(
     connection: Connection, values: Mapping[str, str], source: Source, *, is_retry: bool
 ) -> int:
@@ -325,27 +369,28 @@ def _prepare_incoming(
 
     Parameters
     ----------
-    is_retry : wait until the rsync of the earlier attempt has ended on the remote.
+    values : the variables of the scripts, as in `_attempt_transfer`.
+    is_retry : first wait until the rsync of the earlier attempt has ended on the remote.
 
     Raises
     ------
-    CheckFailed : the file system has less free space than the content needs. rsync writes a new file beside
-        the partial one, so the bytes that have arrived do not count.
+    CheckFailed : the file system of the remote has too little free space.
     """
-    values = {**values, "wait": str(_WAIT_S if is_retry else 0)}
-    output = connection.run(_PREPARE, values, by_transfer=True)
+    wait_s = _WAIT_S if is_retry else 0
+    output = connection.run(_PREPARE, {**values, "wait": str(wait_s)}, by_transfer=True)
     answer = _PREPARED.fullmatch(output)
     if answer is None:
         raise unreadable_answer(connection.remote.name, output)
     arrived_bytes = min(int(answer["arrived_bytes"]), source.size_bytes)
     free = free_bytes(answer["df_row"].decode(errors="replace"))
     if free is not None and free < source.size_bytes and not source.may_be_linked:
+        # rsync writes a new file beside the partial one, so the bytes that have arrived do not count.
         raise CheckFailed(
             f"{size_text(source.size_bytes)} to send to {connection.remote.name}, but {size_text(free)} free",
             where=values["home"],
             hint=_space_hint(connection),
         )
-    # Joining adds as many bytes as the basis has, and rsync may write a new file beside the joined one.
+    # The partial image grows by the size of the basis, and rsync may write a new image beside it.
     has_space_to_join = free is None or free > 2 * source.size_bytes
     if arrived_bytes and source.basis and has_space_to_join:
         connection.run(_JOIN, {**values, "basis": source.basis}, by_transfer=True)
@@ -364,13 +409,16 @@ def _send_files(
 ) -> Transferred | None:
     """Send the files of `source` into the folder in ``.incoming``. The result is that of `rsync.run_rsync`.
 
+    Parameters
+    ----------
+    values : the variables of the scripts, as in `_attempt_transfer`.
+
     Raises
     ------
     Cut, ToolMissing, ScriptFailed : in the cases of `rsync.run_rsync`.
     CheckFailed : the disk of the remote is full, or the user's quota is used up.
     """
     folder = f"{values['home']}/{values['folder']}"
-    # -a would also keep the owner. If the remote user is root, the files would get a user id of this machine.
     options = list(source.options)
     if connection.remote.bwlimit:
         limit_kib = round(connection.remote.bwlimit * 1e6 / 1024)  # the unit of rsync
@@ -379,18 +427,34 @@ def _send_files(
     try:
         return rsync.run_rsync(connection, folder, args, report, source.size_bytes)
     except ScriptFailed as error:
-        message = f"the disk of {connection.remote.name} is full"
-        if not _FULL_DISK.search(error.output):
-            if error.code != rsync.FILE_ERROR:
-                raise
-            # rsync on the remote ends after such an error, and its message is lost if rsync here has noticed
-            # the closed pipe before it has read the message.
-            answer = connection.run('df -Pk -- "$folder"\n', {"folder": folder}, by_transfer=True)
-            free = free_bytes(answer.decode(errors="replace"))
-            if free is None or free >= source.size_bytes:
-                raise
-            message += f": {size_text(free)} free"
+        message = _full_disk_message(connection, folder, error, source.size_bytes)
+        if message is None:
+            raise
         hint = _space_hint(connection)
         if error.hint:
             hint = f"{error.hint}\n{hint}"
         raise CheckFailed(message, where=folder, hint=hint) from error
+
+
+def _full_disk_message(
+    connection: Connection, folder: str, error: ScriptFailed, size_bytes: int
+) -> str | None:
+    """Return the message if rsync failed because the remote's disk is full. Return None after other errors.
+
+    Parameters
+    ----------
+    folder : a path on the full file system.
+    size_bytes : the size of the content that rsync could not write.
+    """
+    message = f"the disk of {connection.remote.name} is full"
+    if _FULL_DISK.search(error.output):
+        return message
+    if error.code != rsync.FILE_ERROR:
+        return None
+    # rsync on the remote ends after such an error. Its message is lost if rsync on this machine notices the
+    # closed pipe before it has read the message. Then only the free space tells.
+    df_row = connection.run('df -Pk -- "$folder"\n', {"folder": folder}, by_transfer=True)
+    free = free_bytes(df_row.decode(errors="replace"))
+    if free is None or free >= size_bytes:
+        return None
+    return f"{message}: {size_text(free)} free"

@@ -33,3 +33,13 @@ def test_each_stage_begins_with_an_event_of_its_bytes(capsys: pytest.CaptureFixt
             report.advance(1, 2)
             report.advance(2, 2)
     assert events(capsys) == [("stage", "read"), ("bytes", 1), ("stage", "check"), ("bytes", 1)]
+
+
+@pytest.mark.parametrize("total_bytes", [None, 9000])
+def test_stage_that_has_ended_has_a_full_bar(total_bytes: int | None) -> None:
+    live = progress.LiveReporter()
+    live.stage("read")
+    live.advance(5000, total_bytes)
+    live.close()
+    assert live._progress is not None
+    assert [task.percentage for task in live._progress.tasks] == [100]
