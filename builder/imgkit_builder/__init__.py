@@ -26,15 +26,8 @@ if TYPE_CHECKING:
     from imgkit_builder.recipe.model import Recipe
     from imgkit_builder.sif.conversion import Converted
     from imgkit_builder.sif.conversion import Options as ConversionRequest
-    from imgkit_builder.workflow.build import (
-        BuildRequest,
-        BuiltImage,
-        ImagePlan,
-        SifBuildRequest,
-        build,
-        build_sif,
-        plan,
-    )
+    from imgkit_builder.workflow.build import BuiltImage, ImagePlan, build, build_sif, plan
+    from imgkit_builder.workflow.build_request import BuildRequest, SifBuildRequest
     from imgkit_builder.workflow.convert import convert
     from imgkit_builder.workflow.images import smoke_test
     from imgkit_entrypoints.errors import ImgkitError
@@ -83,15 +76,8 @@ _MODULES = {
     "imgkit_builder.recipe.load": ("load",),
     "imgkit_builder.recipe.model": ("Recipe",),
     "imgkit_builder.sif.conversion": ("Converted", "Options"),
-    "imgkit_builder.workflow.build": (
-        "BuildRequest",
-        "BuiltImage",
-        "ImagePlan",
-        "SifBuildRequest",
-        "build",
-        "build_sif",
-        "plan",
-    ),
+    "imgkit_builder.workflow.build": ("BuiltImage", "ImagePlan", "build", "build_sif", "plan"),
+    "imgkit_builder.workflow.build_request": ("BuildRequest", "SifBuildRequest"),
     "imgkit_builder.workflow.convert": ("convert",),
     "imgkit_builder.workflow.images": ("smoke_test",),
     "imgkit_builder.jobs.conversion": ("prepare_build", "prepare_conversion"),

@@ -67,7 +67,7 @@ VERB_GROUPS: dict[str, dict[str, Verb]] = {
     },
     "Checks": {
         "check": Verb("recipes", "Check recipes and report every problem in one run."),
-        "show": Verb("recipes", "Show a recipe, an image, a .sif or a .sqsh."),
+        "show": Verb("show", "Show a recipe, an image, a .sif or a .sqsh."),
         "doctor": Verb("doctor", "Check what this machine or a remote has and lacks, and suggest fixes."),
         "verify": Verb("archives", "Check an archive, .sif or .sqsh against its recorded digests."),
         "render": Verb("recipes", "Print the Dockerfile or definition file of a recipe."),

@@ -26,7 +26,7 @@ from imgkit_builder.cli.sif import result_lines, show_stages, sif_command
 from imgkit_builder.cli.submission import SubmitOptions, refuse_without_submit, submit_job
 from imgkit_builder.jobs import runtimes
 from imgkit_builder.workflow import build
-from imgkit_builder.workflow.build import BuildRequest, SifBuildRequest
+from imgkit_builder.workflow.build_request import BuildRequest, SifBuildRequest
 from imgkit_builder.workflow.names import name_stem
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError

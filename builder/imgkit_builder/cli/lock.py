@@ -34,7 +34,7 @@ from imgkit_builder.lock.resolve import (
 )
 from imgkit_builder.oci.platform import host_platform
 from imgkit_builder.recipe import bases, lock_file
-from imgkit_builder.workflow.build import BaseOptions
+from imgkit_builder.workflow.build_request import BaseOptions
 from imgkit_entrypoints.errors import EXIT_NO, UsageError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Verbs for recipes: list, show, check, render."""
+"""Verbs for recipes: list, check, render."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from imgkit_builder.base import files
-from imgkit_builder.base.suffixes import RECIPE_SUFFIXES
 from imgkit_builder.cli.common import (
     JSON,
     RECIPE,
@@ -25,22 +24,19 @@ from imgkit_builder.cli.common import (
     problem_data,
 )
 from imgkit_builder.cli.options import field_option
-from imgkit_builder.engine.images import image_facts
-from imgkit_builder.examine import file_facts
 from imgkit_builder.image import render
 from imgkit_builder.image.context import BuildContext, check_code, code_revision, pack_context
 from imgkit_builder.oci.manifest import BaseImage
-from imgkit_builder.recipe import bases, host_effects, lock_file, system_files, targets
+from imgkit_builder.recipe import bases, host_effects, lock_file, system_files
 from imgkit_builder.recipe.load import load, load_system
+from imgkit_builder.recipe.problems import warning_lines
 from imgkit_builder.recipe.schema import schema_json
-from imgkit_builder.workflow.build import BuildRequest, warning_lines
+from imgkit_builder.workflow.build_request import BuildRequest
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_USAGE, UsageError
 from imgkit_recipes import recipe_names
 
 if TYPE_CHECKING:
-    from imgkit_builder.engine.images import ImageFacts
-    from imgkit_builder.examine.file_facts import FileFacts, PackagesFacts
     from imgkit_builder.recipe.model import Recipe
     from imgkit_builder.recipe.problems import Problem
 
@@ -142,54 +138,6 @@ def _list_systems(*, as_json: bool) -> None:
             }
         )
     print_result({"systems": rows}, *format_columns(table), as_json=as_json)
-
-
-def verb_show(
-    recipe: str = name_argument("RECIPE|IMAGE|FILE", "A recipe, an image, or a .sif or .sqsh file."),
-    as_json: bool = JSON,
-) -> None:
-    """Show a recipe, an image, a .sif or a .sqsh.
-
-    For a recipe, show each value and the file and line that it comes from. A name
-    without a colon or slash is a recipe; write NAME:TAG for an image.
-
-    \b
-    Examples:
-      imgkit show mn5
-      imgkit show ./mine.yaml --json
-      imgkit show mn5:latest
-      imgkit show mn5.sif
-    """
-    facts: FileFacts | PackagesFacts | ImageFacts
-    if file_facts.is_image_file(recipe):
-        facts = file_facts.read_file_facts(recipe)
-    elif _is_image(recipe):
-        facts = image_facts(recipe)
-    else:
-        _show_recipe(recipe, as_json=as_json)
-        return
-    print_result(facts.to_dict(), *facts.lines(), as_json=as_json)
-
-
-def _show_recipe(recipe: str, *, as_json: bool) -> None:
-    """Print each value of the recipe, and the file and line that it comes from."""
-    text = targets.describe_as_json(load_recipe(recipe))
-    if as_json:
-        terminal.print_document(text.rstrip() + "\n")
-    else:
-        terminal.print_results(*targets.format_table(text))
-
-
-def _is_image(name: str) -> bool:
-    """Return whether `name` can only be an image: it has a tag, a digest or a slash, and is not a file."""
-    if name.endswith(RECIPE_SUFFIXES) or name.startswith((".", "/", "~")):
-        return False
-    if ":" not in name and "/" not in name:
-        return False
-    try:
-        return not Path(name).exists()
-    except OSError:  # the name is too long for a file, but not for an image
-        return True
 
 
 def verb_check(

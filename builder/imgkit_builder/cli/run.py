@@ -31,7 +31,7 @@ from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.project import read_project, values_data, values_table
 from imgkit_builder.jobs import code as code_folder
 from imgkit_builder.jobs.request import JobRequest, SystemFlags
-from imgkit_builder.workflow.build import BASE_HELP
+from imgkit_builder.workflow.build_request import BASE_HELP
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 

@@ -25,7 +25,7 @@ from imgkit_builder.recipe import targets
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.targets import Target
 from imgkit_builder.sif.conversion import Options
-from imgkit_builder.workflow.build import SifBuildRequest
+from imgkit_builder.workflow.build_request import SifBuildRequest
 from imgkit_builder.workflow.convert import refuse_format
 from imgkit_builder.workflow.names import name_stem
 from imgkit_entrypoints.errors import UsageError

@@ -19,8 +19,9 @@ from imgkit_builder.jobs.remote.connection import Connection
 from imgkit_builder.jobs.remote.store import RemoteImage, Store
 from imgkit_builder.sif import convert as sif_convert
 from imgkit_builder.sif.conversion import Options
-from imgkit_builder.workflow.build import BuildRequest, build, plan
+from imgkit_builder.workflow.build import build, plan
 from imgkit_builder.workflow.build_record import built_image_id
+from imgkit_builder.workflow.build_request import BuildRequest
 from imgkit_builder.workflow.convert import compression_for, convert, engine_image
 from imgkit_builder.workflow.names import system_of
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing

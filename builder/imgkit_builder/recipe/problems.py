@@ -74,6 +74,17 @@ class Problem:
         return f"{text}\n    {before}{after}\n    {marker}"
 
 
+def warning_lines(problems: Iterable[Problem]) -> tuple[str, ...]:
+    """Return the lines to print for `problems`.
+
+    Each problem begins with ``warning:`` and its place in a file.
+    """
+    lines: list[str] = []
+    for problem in problems:
+        lines += f"warning: {problem}".split("\n")
+    return tuple(lines)
+
+
 class RecipeErrors(UsageError):
     """The error of an unusable recipe, or of another file, which `of` names.
 

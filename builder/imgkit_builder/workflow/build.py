@@ -1,22 +1,18 @@
-"""Build and test a recipe's image with an engine, or its .sif with Singularity or Apptainer.
-
-The fields of `BuildRequest` and `SifBuildRequest` declare the options of ``imgkit build``.
-"""
+"""Build and test a recipe's image with an engine, or its .sif with Singularity or Apptainer."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from imgkit_builder import engine as engines
 from imgkit_builder.apptainer import build as builds
 from imgkit_builder.apptainer.build import SifRequest
 from imgkit_builder.base import checks
 from imgkit_builder.base.checks import Check
-from imgkit_builder.base.flags import option_field
 from imgkit_builder.base.progress import SILENT, Reporter
 from imgkit_builder.image import secret_values, smoke
 from imgkit_builder.image.context import code_revision, input_sha256, pack_context, whole_project_notes
@@ -24,10 +20,11 @@ from imgkit_builder.oci.manifest import BaseImage
 from imgkit_builder.oci.platform import host_platform
 from imgkit_builder.recipe import bases, lock_file, sources
 from imgkit_builder.recipe.load import load
-from imgkit_builder.recipe.problems import shorten_path
+from imgkit_builder.recipe.problems import shorten_path, warning_lines
 from imgkit_builder.recipe.targets import module_line
 from imgkit_builder.sif.conversion import Options
 from imgkit_builder.workflow.build_record import record_build
+from imgkit_builder.workflow.build_request import AnyBuildRequest, BuildRequest, SifBuildRequest
 from imgkit_builder.workflow.names import default_tag
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
@@ -37,83 +34,6 @@ if TYPE_CHECKING:
     from imgkit_builder.image.context import BuildContext
     from imgkit_builder.image.members import PackedCode
     from imgkit_builder.recipe.model import Recipe
-    from imgkit_builder.recipe.problems import Problem
-
-BASE_HELP = "Base image instead of the recipe's; current: the recipe's current_base."
-
-
-# These dataclasses have no slots: the options of ``imgkit build`` inherit from both kinds of request, and
-# Python allows only one base class with slots.
-@dataclass(frozen=True, kw_only=True)
-class BaseOptions:
-    """The options about the base of an image, of ``imgkit build`` and ``imgkit lock``.
-
-    None stands for the recipe's value.
-    """
-
-    base: str | None = option_field(None, metavar="REF", help=BASE_HELP)
-    platform: str | None = option_field(
-        None, metavar="PLATFORM", help="linux/amd64 or linux/arm64, if the recipe allows both."
-    )
-    pull: bool = option_field(False, help="Pull the base even if it is local.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Build(BaseOptions):
-    """The options that both kinds of build have."""
-
-    build_args: tuple[str, ...] = option_field(
-        (), "--build-arg", metavar="NAME=VALUE", help="Value for the recipe's image.args; repeatable."
-    )
-    locked: bool = option_field(
-        False, help="Build from the recipe's lock; fail if there is none, or if it is stale."
-    )
-    no_lock: bool = option_field(False, help="Build without the recipe's lock.")
-    no_cache: bool = option_field(False, help="Run every step again.")
-    no_test: bool = option_field(False, help="Skip the smoke test.")
-    large: bool = option_field(False, help="Do not ask for confirmation above 1 GB of code.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class BuildRequest(_Build):
-    """The options of a build by an engine."""
-
-    tag: str | None = option_field(None, help="Tag of the image (default: RECIPE:latest).")
-    builder: Literal["auto", "classic", "buildx", "podman"] = option_field(
-        "auto",
-        help="classic: the engine's API. buildx: docker buildx. podman: podman build. "
-        "auto: podman for Podman, else classic.",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SifBuildRequest(_Build):
-    """The options of a build by Singularity or Apptainer."""
-
-    output: Path | None = option_field(
-        None,
-        "--output",
-        "-o",
-        metavar="X.sif",
-        help="Without Docker: file to write (default: RECIPE.sif).",
-    )
-    base_from: str | None = option_field(
-        None,
-        metavar="PATH|registry",
-        help="Without Docker: an archive, an OCI folder or a .sif of the base (default: its registry).",
-    )
-    tmpdir: Path | None = option_field(
-        None,
-        metavar="DIR",
-        help="Without Docker: folder for temporary files, best on a large local disk (default: "
-        "$IMGKIT_TMPDIR, $APPTAINER_TMPDIR, $SINGULARITY_TMPDIR, $TMPDIR, else next to the .sif).",
-    )
-    runtime: str | None = option_field(
-        None,
-        "--runtime-command",
-        metavar="COMMAND",
-        help="Without Docker: name or path of the runtime (default: singularity, else apptainer).",
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -448,7 +368,7 @@ def _refuse_other_platform(platforms: Sequence[str], where: str, recipe: str) ->
         )
 
 
-def _load_recipe(recipe: str | Path, request: _Build, report: Reporter) -> Recipe:
+def _load_recipe(recipe: str | Path, request: AnyBuildRequest, report: Reporter) -> Recipe:
     """Load the recipe, and report its warnings.
 
     Raises
@@ -463,7 +383,9 @@ def _load_recipe(recipe: str | Path, request: _Build, report: Reporter) -> Recip
     return loaded
 
 
-def _pack_context(recipe: Recipe, base: BaseImage, request: _Build, report: Reporter) -> BuildContext:
+def _pack_context(
+    recipe: Recipe, base: BaseImage, request: AnyBuildRequest, report: Reporter
+) -> BuildContext:
     """Pack the build context for `base`, and report the files of the recipe's code that stay out of it."""
     context = pack_context(
         recipe,
@@ -479,7 +401,7 @@ def _pack_context(recipe: Recipe, base: BaseImage, request: _Build, report: Repo
     return context
 
 
-def _attach_lock(recipe: Recipe, platform: str, request: _Build, report: Reporter) -> Recipe:
+def _attach_lock(recipe: Recipe, platform: str, request: AnyBuildRequest, report: Reporter) -> Recipe:
     """Return `recipe` with its lock, or unchanged if there is no lock or the request has ``--no-lock``.
 
     The file of the lock and the number of packages in it are reported.
@@ -502,7 +424,7 @@ def _attach_lock(recipe: Recipe, platform: str, request: _Build, report: Reporte
     return locked_recipe
 
 
-def _base_name(recipe: Recipe, request: _Build) -> str | None:
+def _base_name(recipe: Recipe, request: AnyBuildRequest) -> str | None:
     """Return the name of the base to use, or None for the recipe's base.
 
     The digest in the lock takes precedence over ``--base``.
@@ -526,17 +448,6 @@ def _check_base(recipe: Recipe, base: BaseImage) -> None:
             hint="bring back the image that was locked, or lock the new one: imgkit lock; to build without "
             "the lock: --no-lock",
         )
-
-
-def warning_lines(problems: Iterable[Problem]) -> tuple[str, ...]:
-    """Return the lines to print for `problems`.
-
-    Each problem begins with ``warning:`` and its place in a file.
-    """
-    lines: list[str] = []
-    for problem in problems:
-        lines += f"warning: {problem}".split("\n")
-    return tuple(lines)
 
 
 def _note_left_out(code: PackedCode, report: Reporter) -> None:

@@ -23,6 +23,7 @@ from imgkit_builder.engine import image_source
 from imgkit_builder.oci.manifest import Probe
 from imgkit_builder.workflow import build as workflow
 from imgkit_builder.workflow import build_record
+from imgkit_builder.workflow.build_request import BuildRequest
 from imgkit_entrypoints.errors import UsageError
 
 pytestmark = pytest.mark.docker
@@ -89,7 +90,7 @@ def test_edit_during_a_build_belongs_to_the_image(
     note = home / "note.txt"
     note.write_text("before\n")
     file = write("edited", extra="  copy: [{source: note.txt, target: /opt/}]\n")
-    request = workflow.BuildRequest(base=standin_notorch, no_test=True)
+    request = BuildRequest(base=standin_notorch, no_test=True)
     before = workflow.plan(file, request).input_sha256
     probe = engines.probe
 

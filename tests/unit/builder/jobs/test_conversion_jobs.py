@@ -20,7 +20,7 @@ from imgkit_builder.jobs.request import SubmitRequest
 from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.recipe import targets
 from imgkit_builder.sif.conversion import Options
-from imgkit_builder.workflow.build import SifBuildRequest
+from imgkit_builder.workflow.build_request import SifBuildRequest
 from imgkit_entrypoints.errors import UsageError
 
 REQUEST = SubmitRequest(account="a1", time="1h")

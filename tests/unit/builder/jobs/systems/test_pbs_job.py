@@ -20,7 +20,7 @@ from imgkit_builder.jobs.systems.pbs import SYSTEM as pbs
 from imgkit_builder.jobs.systems.pbs import PbsFlags
 from imgkit_builder.jobs.systems.slurm import SYSTEM as slurm
 from imgkit_builder.recipe.targets import load_target
-from imgkit_builder.workflow.build import SifBuildRequest
+from imgkit_builder.workflow.build_request import SifBuildRequest
 from imgkit_entrypoints.errors import UsageError
 
 RECIPE = load_target("olivia-eap")
