@@ -128,7 +128,7 @@ def _read_distributions(path: Path) -> tuple[Distribution, ...]:
         for file in squashfs.list_files(*patterns):
             names.append(file.path)
             collector.add_name(file.path)
-    for name, data in unsquash.read(path, filter(collector.wants, names)).items():
+    for name, data in unsquash.read(path, filter(collector.is_relevant, names)).items():
         collector.add(name, data)
     return collector.facts(search_path).distributions or ()
 
