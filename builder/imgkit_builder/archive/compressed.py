@@ -220,7 +220,7 @@ def _unpack_batch(plain: Iterator[bytes]) -> tuple[list[bytes], bool]:
 
     So much at once, because each batch costs the threads a wait for each other.
     """
-    batch: list[bytes] = []
+    batch = []
     batch_bytes = 0
     for chunk in plain:
         batch.append(chunk)
@@ -293,7 +293,7 @@ def _split_at_members(chunks: Iterator[bytes]) -> Iterator[list[bytes]]:
 def _inflate_members(pieces: list[bytes]) -> list[bytes | None]:
     """Return what each of `pieces` unpacks to. It is None for what is not one small member of a gzip file."""
     budget_bytes = _AHEAD_BYTES
-    members: list[bytes | None] = []
+    members = []
     for piece in pieces:
         plain = None
         # What is beyond the budget is left to `Gunzip`, which unpacks in small pieces.

@@ -72,7 +72,7 @@ def scan_layers(
     # Equal layers are one file, which is hashed or unpacked once.
     hashing: dict[Region, Future[str]] = {}
     unpacking: dict[Region, Future[tuple[StoredLayer, str]]] = {}
-    layers: list[StoredLayer] = []
+    layers = []
     # Without `with`: at an error, nobody waits for layers that have not begun.
     pool = ThreadPoolExecutor(threads)
     try:
@@ -295,13 +295,16 @@ class LayerTree:
         return self._special.get(number, REGULAR)
 
     def _parts(self, member: Member) -> list[str]:
-        """Return the names in the path of `member`, and refuse those that no file may have."""
+        """Return the names in the path of `member`: ``./usr/lib`` -> ``usr``, ``lib``.
+
+        A path with ``..`` is refused, and so is a name that is too long for Linux.
+        """
         parts = [part for part in member.name.split("/") if part not in ("", ".")]
         if ".." in parts:
             raise self._error(member, "its name leads out of the image with '..'")
         # A character has up to 4 bytes: only long names need to be encoded.
-        shortest_long_name = _MOST_NAME_BYTES // 4
-        if len(member.name) > shortest_long_name and any(len(part) > shortest_long_name for part in parts):
+        safe_length = _MOST_NAME_BYTES // 4
+        if len(member.name) > safe_length and any(len(part) > safe_length for part in parts):
             longest_bytes = max(len(part.encode("utf-8", "surrogateescape")) for part in parts)
             if longest_bytes > _MOST_NAME_BYTES:
                 reason = f"a name of {longest_bytes} bytes, and Linux has at most {_MOST_NAME_BYTES}"

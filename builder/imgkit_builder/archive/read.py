@@ -261,12 +261,14 @@ class _Selector(Generic[File]):
         return SelectedImage(config=parsed, config_name=config, layers=layer_files, names=tags)
 
     def _require_file(self, name: str, named_by: str) -> File:
+        """Return the file `name`, to which the file `named_by` refers."""
         file = self._find(name)
         if file is None:
             raise self._error(f"{name!r} is missing, though {named_by} names it")
         return file
 
     def _read_document(self, name: str, named_by: str) -> bytes:
+        """Return the bytes of the JSON file `name`, to which the file `named_by` refers."""
         raw = self._require_file(name, named_by).document()
         if raw is None:
             size = f"{MAX_JSON_BYTES >> 20} MiB"
@@ -420,7 +422,7 @@ def digest_archive(
     digest = hashlib.sha256()
     size_bytes = 0
     image: SelectedImage[HashedFile] | None = None
-    wrong_blobs: list[str] = []
+    wrong_blobs = []
     problem = ""
     with contextlib.closing(FileChunks(path, chunk_bytes=CHUNK_BYTES)) as chunks:
 
@@ -474,6 +476,7 @@ def _hash_members(chunks: Iterator[bytes], allowance: Allowance, where: str) -> 
     json_bytes = 0
 
     def store(member: Member) -> HashedFile:
+        """Return the digests of a file, and its content if that may be JSON."""
         nonlocal json_bytes
         pieces = stream.body()
         # The first piece may be shorter than a mark.

@@ -155,8 +155,8 @@ def from_json(text: str, *, where: str) -> Sidecar:
 
 def _parse_document(document: dict[str, Any]) -> Sidecar:
     """Return the values of a JSON object that has the keys of a sidecar."""
-    image: SavedImage = json_text.build_value(SavedImage, document["image"], "image", closed=True)
-    archive: SavedArchive = json_text.build_value(SavedArchive, document["archive"], "archive", closed=True)
+    image = json_text.build_value(SavedImage, document["image"], "image", closed=True)
+    archive = json_text.build_value(SavedArchive, document["archive"], "archive", closed=True)
     system = None
     manifest = None
     if document["system"]:

@@ -127,7 +127,7 @@ class StoredImage:
         return sum(layer.region.size_bytes for layer in self.layers if layer.compress != "none")
 
     def refuse_other_digest(self, number: int, sha256: str) -> None:
-        """Raise CheckFailed unless `sha256` is that of the plain bytes of layer `number`, counted from 1."""
+        """Raise CheckFailed if the plain bytes of layer `number`, from 1, should have another `sha256`."""
         expected = self.layers[number - 1].diff_id.removeprefix("sha256:")
         if sha256 != expected:
             raise CheckFailed(

@@ -194,7 +194,9 @@ class TarStream:
             if kind not in _EXTENDED_KINDS:
                 member = _parse_member(header, pax, gnu, extended=b"".join(extended), offset=self.position)
                 sparse_map = self._read_sparse_map(member)
-                return member if sparse_map is None else self._with_sparse_map(member, sparse_map)
+                if sparse_map is None:
+                    return member
+                return self._with_sparse_map(member, sparse_map)
             size = _parse_count(header[_SIZE])
             allowed_bytes -= BLOCK_BYTES + size
             if allowed_bytes < 0:
@@ -559,7 +561,7 @@ def _parse_time(raw: bytes) -> int:
 
 def _parse_pax(data: bytes) -> dict[str, bytes]:
     """Return the records of a pax header, ``LENGTH KEY=VALUE\\n`` each. LENGTH counts the whole record."""
-    records: dict[str, bytes] = {}
+    records = {}
     start = 0
     while start < len(data):
         # A record of 1 MiB has a length of 7 digits.

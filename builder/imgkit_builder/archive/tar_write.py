@@ -101,6 +101,10 @@ def padding(size_bytes: int) -> bytes:
 
 
 def _block(name: bytes, fields: bytes, kind: bytes, link: bytes, magic: bytes, device: bytes) -> bytes:
+    """Return a header of 512 bytes with its checksum.
+
+    `fields` are mode, owner, size and time, and `device` is the major and minor number, all as text.
+    """
     start = name[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0") + fields
     end = kind + link[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
     end += magic.ljust(72, b"\0")  # 64 of these bytes are for names of user and group, which stay empty

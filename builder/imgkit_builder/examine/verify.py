@@ -117,7 +117,7 @@ def check_checksum(path: Path, actual: str, size_bytes: int) -> Check:
 
 
 def _check_layers(image: SelectedImage[HashedFile]) -> Check:
-    """Compare the digests of the layers with those that the configuration lists."""
+    """Compare the digests of the layers with the configuration's list."""
     if image.count_problem:
         return Check("layers", "fail", image.count_problem, _COPY_AGAIN)
     for (layer, file), diff_id in zip(image.layers, image.config.diff_ids, strict=True):
@@ -261,7 +261,7 @@ def _check_content(name: str, record: ImgkitRecord | None, actual: str) -> Check
 def _check_manifest(path: Path, arch: str) -> Check:
     """Check that the image has a manifest of imgkit, and that it names the architecture of the file.
 
-    `arch` is that of the file, or ``unknown``.
+    `arch` is the architecture of the file, or ``unknown``.
     """
     name = "manifest"
     try:

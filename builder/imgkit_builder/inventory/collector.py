@@ -26,9 +26,9 @@ from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
 
-IMGKIT_FOLDER = "opt/imgkit"
+OWN_FOLDER = "opt/imgkit"
 """The folder of imgkit's own files in an image."""
-SPDX_PATH = f"{IMGKIT_FOLDER}/sbom.spdx.json"
+SPDX_PATH = f"{OWN_FOLDER}/sbom.spdx.json"
 """The path of the SPDX document that an image holds about itself. No inventory lists this file."""
 
 MAX_FILE_BYTES = 16 << 20
@@ -36,7 +36,7 @@ MAX_FILE_BYTES = 16 << 20
 # Limits that keep an inventory small, whatever the image holds.
 _MOST_PACKAGES = 50_000
 _MOST_LEFT_OUT = 100
-_IMGKIT_PREFIX = f"{IMGKIT_FOLDER}/"
+_IMGKIT_PREFIX = f"{OWN_FOLDER}/"
 # dpkg's list, and the folder that a distroless image has instead, with one file per package.
 _DPKG_LIST = "var/lib/dpkg/status"
 _DPKG_LIST_FOLDER = "var/lib/dpkg/status.d/"
@@ -97,7 +97,7 @@ class InventoryCollector:
 
         `data` is its content, or None if the file exceeds `MAX_FILE_BYTES`.
         """
-        if data is not None and path.startswith(IMGKIT_FOLDER):
+        if data is not None and path.startswith(OWN_FOLDER):
             self._add_imgkit_file(path, data)
             return
         text = ""

@@ -241,7 +241,9 @@ def file_entries(image: OpenImage, job: ConversionJob, *, spool_bytes: int) -> I
 
 def _make_record(image: OpenImage, plan: ConversionPlan, facts: BakedFacts | None) -> ImgkitRecord:
     """Return the record of the new file. `facts` are what imgkit and pip noted in the image, if known."""
-    writer = str(plan.tool) if plan.squasher is None else f"imgkit {__version__}"
+    writer = f"imgkit {__version__}"
+    if plan.squasher is None:
+        writer = str(plan.tool)
     return ImgkitRecord(
         image_id=image.config.image_id,
         diff_ids=image.config.diff_ids,

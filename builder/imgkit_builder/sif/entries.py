@@ -31,7 +31,7 @@ from imgkit_builder.archive.stored import NoRoom, Spool, StoredImage
 from imgkit_builder.archive.tar_read import DIRECTORY, HARD_LINK, REGULAR, SYMLINK, Member, TarStream
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.inventory import spdx
-from imgkit_builder.inventory.collector import IMGKIT_FOLDER, MAX_FILE_BYTES, SPDX_PATH, InventoryCollector
+from imgkit_builder.inventory.collector import MAX_FILE_BYTES, OWN_FOLDER, SPDX_PATH, InventoryCollector
 from imgkit_builder.oci.config import ImageConfig, creation_time_s
 from imgkit_builder.sif import mksquashfs
 from imgkit_entrypoints.errors import CheckFailed, UsageError
@@ -404,20 +404,22 @@ def _visible_files(image: StoredImage, plan: MergePlan, report: Reporter) -> Ite
     `plan` is emptied on the way, so that the memory of its names is free.
     """
     total_bytes = image.stored_bytes
-    layer_start = 0
+    next_start = 0
     for layer, visible_names in zip(image.layers, plan.names, strict=True):
-        if visible_names:
-            with layer.open(bodies=True) as stream:
-                for number, member in enumerate(stream):
-                    if number not in visible_names:
-                        continue
-                    yield member_entry(member, stream.content(), names=visible_names.pop(number))
-                    done_bytes = layer_start + stream.position
-                    report.advance(done_bytes, max(total_bytes, done_bytes))
-                    # The rest of the layer is hidden by later ones, or is nothing but whiteouts.
-                    if not visible_names:
-                        break
-        layer_start += layer.region.size_bytes
+        layer_start = next_start
+        next_start += layer.region.size_bytes
+        if not visible_names:
+            continue
+        with layer.open(bodies=True) as stream:
+            for number, member in enumerate(stream):
+                if number not in visible_names:
+                    continue
+                yield member_entry(member, stream.content(), names=visible_names.pop(number))
+                done_bytes = layer_start + stream.position
+                report.advance(done_bytes, max(total_bytes, done_bytes))
+                # The rest of the layer is hidden by later ones, or is nothing but whiteouts.
+                if not visible_names:
+                    break
 
 
 def member_entry(
@@ -570,7 +572,7 @@ def with_package_list(entries: Iterator[ImageEntry], config: ImageConfig) -> Ite
     document's place.
     """
     collector = InventoryCollector()
-    kinds: dict[str, bytes] = {}
+    kinds = {}
     for entry in entries:
         remaining: ImageEntry | None = entry
         if SPDX_PATH in entry.names and entry.kind != DIRECTORY:
@@ -578,13 +580,13 @@ def with_package_list(entries: Iterator[ImageEntry], config: ImageConfig) -> Ite
             remaining = entry.without_names((SPDX_PATH,))
         if remaining is None:
             continue
-        if remaining.name in ("opt", IMGKIT_FOLDER, SPDX_PATH):
+        if remaining.name in ("opt", OWN_FOLDER, SPDX_PATH):
             kinds[remaining.name] = remaining.kind
         yield copy_for_inventory(remaining, collector)
     if SPDX_PATH in kinds or any(kind != DIRECTORY for kind in kinds.values()):
         return
     created_s = creation_time_s(config.created)
-    for folder in ("opt", IMGKIT_FOLDER):
+    for folder in ("opt", OWN_FOLDER):
         if folder not in kinds:
             yield ImageEntry(names=(folder,), kind=DIRECTORY, mtime_s=created_s)
     text = spdx.spdx_document(collector.inventory(arch=config.arch, created_s=created_s))

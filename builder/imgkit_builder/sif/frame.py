@@ -108,7 +108,7 @@ def _find_unused_id(sif: image.SifImage) -> int:
 def _make_descriptor(new: NewObject, size_bytes: int, *, id: int, end: int, time_s: int) -> Descriptor:
     """Return the descriptor of `new`, which has `size_bytes`, as object number `id`.
 
-    `end` is the end of the object before it, from which padding leads to its aligned begin.
+    `end` is the end of the object before it, from which padding leads to the aligned `offset`.
     """
     offset = _round_up(end, new.align)
     return Descriptor(

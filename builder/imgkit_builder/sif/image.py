@@ -267,7 +267,7 @@ class SifImage:
     def overlays(self) -> tuple[Descriptor, ...]:
         """The overlay partitions that a runtime lays over the root partition, lowest first.
 
-        A runtime ignores those that are in another group than the root partition.
+        A runtime ignores partitions in another group than the root partition's.
         """
         root = self.root
         if root is None:

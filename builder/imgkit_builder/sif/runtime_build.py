@@ -122,6 +122,7 @@ def refuse_links(layers: Iterable[Path], where: str) -> None:
 
 
 def _special_file_error(path: str, file_type: bytes, target: str, reason: str, where: str) -> CheckFailed:
+    """Return the refusal of the file `path` of an image: a device, a FIFO, or a link to `target`."""
     description = _SPECIAL_FILES.get(file_type, f"a link to {target!r}")
     return CheckFailed(
         f"/{path} in the image is {description}, and {reason}",

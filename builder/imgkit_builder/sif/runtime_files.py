@@ -124,9 +124,9 @@ def skipped_variables(config: ImageConfig) -> tuple[str, ...]:
 def variables(script: str) -> dict[str, str]:
     """Return the variables that `script`, the text of `ENVIRONMENT`, sets. imgkit or a runtime wrote it.
 
-    The script is not run: that of a stranger's image could do anything.
+    The script is not run, because a stranger's script could do anything.
     """
-    values: dict[str, str] = {}
+    values = {}
     for line in script.splitlines():
         match = _ASSIGNMENT.fullmatch(line)
         if match is None:
@@ -159,7 +159,7 @@ def _can_export(name: str, value: str | None) -> bool:
 
 
 def _environment(config: ImageConfig) -> str:
-    """Return the script that sets the image's variables, except those that the user has set."""
+    """Return the script that sets the image's variables, unless the user has set them already."""
     lines = ["#!/bin/sh"]
     # The last of two values counts, as in docker run; a default would keep the first one.
     for name, value in dict(config.env).items():

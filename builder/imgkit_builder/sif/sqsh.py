@@ -153,8 +153,9 @@ def _environment(config: ImageConfig) -> str:
                 hint=f"change image.env.{name} of the recipe (or ENV of the image), or make a .sif of it",
             )
         # enroot and ch-run remove a pair of quotes around a value. A value that has one gets another.
-        quote = "'" if value.startswith(_REMOVED_PAIRS) else ""
-        lines.append(f"{name}={quote}{value}{quote}\n")
+        if value.startswith(_REMOVED_PAIRS):
+            value = f"'{value}'"
+        lines.append(f"{name}={value}\n")
     return "".join(lines)
 
 
@@ -316,7 +317,7 @@ def _record_text(path: Path) -> bytes | None:
 
 
 def hash_sqsh(path: Path, *, advance: Advance | None = None) -> tuple[str, str]:
-    """Return two sha256 in hex: that of the squashfs alone, and that of the whole file with its record.
+    """Return the sha256 of the squashfs, and the sha256 of the whole file, both in hex.
 
     The file is read once. `advance` is called with the number of bytes read so far and the total.
 

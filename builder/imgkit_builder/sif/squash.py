@@ -121,6 +121,7 @@ class Squasher(abc.ABC):
         """
 
     def _options(self, target: SquashTarget) -> tuple[str, ...]:
+        """Return the options that every mksquashfs gets."""
         return (
             *("-noappend", "-no-progress"),
             *target.compression.options,
@@ -251,6 +252,7 @@ def write_tar(entries: Iterator[ImageEntry], sink: IO[bytes]) -> None:
 
 
 def _tar_header(entry: ImageEntry) -> bytes:
+    """Return the blocks of a tar before the content of `entry`."""
     return tar_write.header(
         entry.name,
         entry.kind,
@@ -404,6 +406,7 @@ class UnpackedTree:
         self._lines[entry.name] = sys.intern(f"m {mode:o} {entry.uid} {entry.gid}")
 
     def _link(self, name: str, target: str) -> None:
+        """Make `name` a hard link to `target`, which has been written before."""
         line = self._lines.get(target)
         if line is None or target in self._folder_times:
             raise CheckFailed(f"{name!r} is a hard link to {target!r}", where="the merged layers")

@@ -62,7 +62,7 @@ class Squashfs:
             yield ListedFile(path=path, mode=mode, uid=int(uid), gid=int(gid), size=size.replace(" ", ""))
 
     def read(self, names: Iterable[str]) -> dict[str, bytes]:
-        """Return the content of those of the regular files `names` that are there and not too large.
+        """Return the content of the regular files `names`. Files that are absent or too large are left out.
 
         Raises
         ------
@@ -86,7 +86,7 @@ class Squashfs:
         return contents
 
     def unpack(self, folder: Path, *options: str) -> None:
-        """Write all files to `folder`, or those that `options` name. They belong to this user.
+        """Write the files that `options` name to `folder`, or all files. They will belong to this user.
 
         Raises
         ------
@@ -149,7 +149,7 @@ def open_squashfs(path: Path) -> tuple[Squashfs, ...]:
 
 
 def read(path: Path, names: Iterable[str]) -> dict[str, bytes]:
-    """Return the content of those of the files `names` that the .sif or .sqsh `path` has.
+    """Return the content of the files `names` in the .sif or .sqsh `path`. Absent files are left out.
 
     Raises
     ------

@@ -49,7 +49,7 @@ class Workspace:
 
 
 def tmp_base(target: Path, chosen: Path | None) -> Path:
-    """Return the folder for temporary files: `chosen`, else that of a variable, else the target's own.
+    """Return the folder for temporary files: `chosen`, or what a variable names, or the target's folder.
 
     It is not /tmp: on many clusters that is memory, and a conversion needs several times the image's size.
 
@@ -196,6 +196,7 @@ def _explain_full_disk(target: Path, base: Path) -> Iterator[None]:
 
 
 def _disk_full_error(target: Path, base: Path, message: str, details: str) -> ToolFailed:
+    """Return the error that names the full disk, and the option for another. `details` end the hint."""
     folder = files.fullest_folder(target.parent, base)
     if _is_on_one_disk(base, target):
         option = "-o FILE, and --tmpdir DIR,"  # it fills again after either alone
