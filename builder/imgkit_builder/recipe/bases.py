@@ -102,8 +102,10 @@ class Base:
                 continue
             yield column.name, getattr(self, column.name)
             if column.name == "cuda":
-                driver = self.driver
-                yield "driver", Cell(str(driver), cuda_drivers.SOURCE) if driver else None
+                driver = None
+                if self.driver:
+                    driver = Cell(str(self.driver), cuda_drivers.SOURCE)
+                yield "driver", driver
 
 
 @functools.cache
@@ -231,7 +233,7 @@ def _check_base(reference: str, image: Image, system: SystemFacts) -> Iterator[F
 
 def _known_issues(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, Fault]]:
     """Yield the known issues of the bases' versions and of the system's variables, each once."""
-    reported: set[str] = set()
+    reported = set()
     for key in ("base", "current_base"):
         lookup = _make_lookup(getattr(image, key) or "", system)
         for issue in known_issues.load_issues(system.known_issues, {}):
@@ -248,7 +250,7 @@ def _make_lookup(reference: str, system: SystemFacts) -> known_issues.Lookup:
 
     Only a node knows the variables that neither the base nor `system` sets.
     """
-    values: dict[str, str] = {}
+    values = {}
     base = ngc_image(reference)
     if base is not None:
         values = {name: cell.value for name, cell in base.cells() if cell}
@@ -266,6 +268,7 @@ def _make_lookup(reference: str, system: SystemFacts) -> known_issues.Lookup:
     }
 
     def lookup(name: str) -> Value:
+        """Return the value of a fact such as ``driver``, or of a variable such as ``$NCCL_DEBUG``."""
         if name in known_issues.FACTS:
             text = values.get(name, "")
             return Value(text, f"{known_issues.FACTS[name]} {text or 'unknown'}")

@@ -24,14 +24,14 @@ def check(tree: Table, problems: Collector, *, is_complete: bool) -> Document | 
     If `tree` is not complete, a parent could not be read. The parent may state the keys that are missing
     here.
     """
-    # Paths of values with a problem. Other rules skip them: one mistake gives one message.
+    # Paths of values with a problem. Later rules skip them: one mistake gives one message.
     faulty = _report_empty_values(tree, problems)
     document, mistakes = validate(Document, to_data(tree))
     for mistake in mistakes:
         may_be_inherited = mistake.kind == "missing" and not is_complete
         if mistake.path not in faulty and not may_be_inherited:
             _report(mistake, tree, problems)
-        if mistake.kind not in ("missing", "unknown") and not mistake.is_key:
+        if mistake.is_value:
             _, path = tree.deepest(mistake.path)
             faulty.add(path)
     for path, node in tree.walk():
@@ -213,6 +213,7 @@ def _check_text(path: KeyPath, node: Scalar, problems: Collector) -> None:
     """Report a variable that cannot be expanded, and warn of secrets and of ``$`` without a meaning."""
     name = str(path[-1])
     parents = path[:-1]
+    # ("image", "args", "VERSION"), ("image", "env", "PATH"), ("image", "pip", 0, "env", "CC")
     is_argument = parents == ("image", "args")
     is_variable = is_argument or (parents[:1] == ("image",) and parents[-1] == "env")
     if is_variable:
@@ -255,9 +256,7 @@ def _check_secrets(tree: Table, problems: Collector) -> None:
     used = set()
     # Steps of a parent may use a secret that the child declares: both are in the merged tree.
     for key in ("pip", "run"):
-        for path, node in tree.select("image", key, ANY, "secrets", ANY):
-            if not isinstance(node, Scalar) or node.type != "text":
-                continue
+        for path, node in tree.select_texts("image", key, ANY, "secrets", ANY):
             used.add(node.text)
             if node.text not in declared:
                 hint = "declare it below image.secrets"
@@ -300,7 +299,7 @@ _PROJECT_KEYS = {
 
 
 def _check_pip_steps(tree: Table, problems: Collector) -> None:
-    """Report steps that do not install exactly one thing, and keys and options that do not fit theirs."""
+    """Report pip steps that do not install exactly one thing, and lists of options that begin with none."""
     for path, step in _select_tables(tree, "image", "pip", ANY):
         _check_pip_step(path, step, problems)
     for path, option in tree.select("image", "pip", ANY, "options", ANY):
@@ -313,6 +312,7 @@ def _check_pip_steps(tree: Table, problems: Collector) -> None:
 
 
 def _check_pip_step(path: KeyPath, step: Table, problems: Collector) -> None:
+    """Report a step that does not install exactly one thing, and keys that do not fit it."""
     sources = [key for key in _PIP_SOURCES if key in step.entries]
     if len(sources) != 1:
         present = " and ".join(sources) or "none of them"
@@ -333,7 +333,7 @@ def _check_platforms(tree: Table, problems: Collector) -> None:
     for path, node in tree.select("image", "platform"):
         if isinstance(node, Items) and not node.items:
             problems.error(node.position, path, "is empty", "allowed: amd64, arm64")
-        platforms: set[str] = set()
+        platforms = set()
         for index, item in node.children():
             if not isinstance(item, Scalar) or not item.text:
                 continue
@@ -359,8 +359,8 @@ def _check_runtime(tree: Table, problems: Collector) -> None:
 
 def _check_scheduler(tree: Table, problems: Collector) -> None:
     """Report a scheduler that is neither shipped nor a plug-in's."""
-    for path, node in tree.select("system", "scheduler"):
-        if isinstance(node, Scalar) and node.type == "text" and not systems.is_scheduler(node.text):
+    for path, node in tree.select_texts("system", "scheduler"):
+        if not systems.is_scheduler(node.text):
             hint = allowed_hint(systems.resolve_alias(node.text), systems.scheduler_names())
             problems.error(node.position, path, f"{node.text!r} is not known", hint)
 

@@ -366,8 +366,8 @@ def _refuse_system_file(tree: Table, problems: Collector) -> None:
 def _merge_named_system(tree: Table, file: Path, problems: Collector) -> tuple[Table, bool, bool]:
     """Return `tree` with the values of the system that ``system: NAME`` or ``system: {extends: NAME}`` names.
 
-    The second value says whether it names one, which then replaces that of a recipe which `tree` extends. The
-    third says whether that system could be read.
+    The second value says whether it names one, which then replaces the system of a parent recipe. The
+    third value says whether that system could be read.
     """
     system = tree.entries.get("system")
     if system is None or (isinstance(system, Scalar) and system.type == "nothing"):
@@ -436,7 +436,11 @@ def _locate_named(
 
 
 def _read_system(file: Path, children: Sequence[Path], problems: Collector) -> tuple[Table | None, Proof]:
-    """Return the values of the system `file` over those that it extends, and the proof that it states."""
+    """Return the values of the system in `file`, and how they were tested.
+
+    The values of the system that it extends fill in what the file does not state. `children` are the resolved
+    files that extend it. After a problem the values are None.
+    """
     tree = read_yaml(file, problems)
     if tree is None:
         return None, Proof()

@@ -143,7 +143,7 @@ def _validate(values: dict[str, Any]) -> tuple[Lock | None, list[_Problem]]:
     if schema != LOCK_SCHEMA:
         return None, [(("schema",), f"{schema!r} is not a schema of a lock", LOCK_HINT)]
     lock, mistakes = validate(Lock, values)
-    problems: list[_Problem] = []
+    problems = []
     for mistake in mistakes:
         message = mistake.message.replace("a mapping", "a table")  # the word of TOML
         problems.append((mistake.path, message, mistake.hint or LOCK_HINT))
@@ -171,7 +171,7 @@ def _describe_package(path: KeyPath, values: Any) -> str:
 
 def _find_contradictions(lock: Lock) -> Iterator[tuple[KeyPath, str]]:
     """Yield what is wrong with several values together: the path of the value to change, and a message."""
-    platforms: set[str] = set()
+    platforms = set()
     for number, part in enumerate(lock.platforms):
         path = ("platforms", number)
         if part.platform in platforms:

@@ -39,17 +39,16 @@ def check(tree: Table, problems: Collector, faulty: Collection[KeyPath]) -> None
     Values at a path of `faulty` have a problem already.
     """
     ngc_base = _ngc_base(tree)
-    for path, node in tree.select("image", "pip", ANY, "packages", ANY):
-        if isinstance(node, Scalar):
-            _check_torch(node.text, ngc_base, node.position, path, problems)
+    for path, node in tree.select_texts("image", "pip", ANY, "packages", ANY):
+        _check_torch(node.text, ngc_base, node.position, path, problems)
     steps_without_dependencies = set()
-    for path, node in tree.select("image", "pip", ANY, "options", ANY):
-        if isinstance(node, Scalar) and node.text == NO_DEPS:
+    for path, node in tree.select_texts("image", "pip", ANY, "options", ANY):
+        if node.text == NO_DEPS:
             step = path[:-2]  # ("image", "pip", 0, "options", 1) -> ("image", "pip", 0)
             steps_without_dependencies.add(step)
     for pattern, check_content in _CONTENT_CHECKS.items():
-        for path, node in tree.select(*pattern):
-            if not isinstance(node, Scalar) or node.type != "text" or path in faulty:
+        for path, node in tree.select_texts(*pattern):
+            if path in faulty:
                 continue
             named = NamedFile(
                 node=node,
@@ -105,9 +104,7 @@ def _find_problem(text: str, folder: Path, *, folder_allowed: bool) -> tuple[str
 
 def _ngc_base(tree: Table) -> str:
     """Return the recipe's base if it is an image of NVIDIA's PyTorch, from any registry, or else ""."""
-    for _, node in tree.select("image", "base"):
-        if not isinstance(node, Scalar):
-            continue
+    for _, node in tree.select_texts("image", "base"):
         with contextlib.suppress(Unfit):
             repository = parse_reference(node.text).repository
             # A mirror may have folders before the name.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 from imgkit_builder.recipe import problems
 from imgkit_entrypoints import files
@@ -79,7 +78,7 @@ def read_dependencies(folder: Path) -> tuple[str, ...]:
     ValueError : it is not TOML, or its dependencies are not a list of strings.
     """
     text = files.read_text(folder / PYPROJECT, most_bytes=_MOST_BYTES)
-    content: dict[str, Any] = problems.parse_toml(text)
+    content = problems.parse_toml(text)
     project = content.get("project", {})
     dependencies = None
     if isinstance(project, dict):

@@ -164,22 +164,28 @@ class _Walker:
             file = folder / ".gitignore"
             early = (*early, *_make_patterns(_read_lines(file), file, below=prefix))
         for entry in entries:
-            if entry.name in NEVER or entry.name.startswith(TEMPORARY) or self._is_hidden(entry):
-                continue
             name = prefix + entry.name
             is_folder = entry.is_dir(follow_symlinks=False)
             if is_folder:
                 # It lets a folder match patterns such as "data/"; as in git, this excludes all below it.
                 name += "/"
-            if self._stays_out(entry, name, siblings, early):
-                if self.recipe_patterns.excludes(name) is None:
-                    self.left_out.append(name)
-            elif not self._is_brought_back(entry, name) and _is_secret(entry, name):
-                self.secret.append(name)
-            else:
+            if self._includes(entry, name, siblings, early):
                 yield SourceEntry(name=name.rstrip("/"), entry=entry)
                 if is_folder:
                     yield from self.walk_folder(Path(entry.path), name, early)
+
+    def _includes(self, entry: os.DirEntry[str], name: str, siblings: set[str], early: _Rules) -> bool:
+        """Return whether `entry` goes into the image. If not, `left_out` or `secret` receives its name."""
+        if entry.name in NEVER or entry.name.startswith(TEMPORARY) or self._is_hidden(entry):
+            return False
+        if self._stays_out(entry, name, siblings, early):
+            if self.recipe_patterns.excludes(name) is None:
+                self.left_out.append(name)
+            return False
+        if not self._is_brought_back(entry, name) and _is_secret(entry, name):
+            self.secret.append(name)
+            return False
+        return True
 
     def _stays_out(self, entry: os.DirEntry[str], name: str, siblings: set[str], early: _Rules) -> bool:
         """Return whether a pattern leaves `entry` out. If none matches: whether a program made it."""
@@ -204,7 +210,7 @@ class _Walker:
             if entry.name.startswith(TEMPORARY):
                 continue
             if entry.is_dir(follow_symlinks=False):
-                is_output = _is_run_folder(Path(entry.path))
+                is_output = all(Path(entry.path, name).exists() for name in _RUN_FOLDER_NAMES)
             else:
                 is_output = _is_output(entry.name, names)
             # What a pattern names was put there by a person.
@@ -222,10 +228,6 @@ class _Walker:
         return any(entry.name == path.name and Path(entry.path).resolve() == path for path in self.hidden)
 
 
-def _is_run_folder(folder: Path) -> bool:
-    return all((folder / name).exists() for name in _RUN_FOLDER_NAMES)
-
-
 def describe_left_out(names: Sequence[str]) -> str:
     """Return names that `walk_source` leaves out as text: ``a, b (git, Docker or imgkit ignores it)``."""
     text = ", ".join(names[:5])
@@ -236,7 +238,7 @@ def describe_left_out(names: Sequence[str]) -> str:
 
 def _with_folders(paths: Iterable[str]) -> frozenset[str]:
     """Return `paths` and the folders above them: ``a/b/c.py`` -> ``a/``, ``a/b/``, ``a/b/c.py``."""
-    names: set[str] = set()
+    names = set()
     for path in paths:
         names.add(path)
         folder, _, _ = path.rpartition("/")

@@ -71,6 +71,11 @@ class Mistake:
     is_key: bool = False
     """Whether the last key of `path` is wrong, rather than its value."""
 
+    @property
+    def is_value(self) -> bool:
+        """Whether there is a value at `path`, and it is wrong."""
+        return not self.is_key and self.kind != "missing"
+
 
 def validate(model: Callable[..., Model], data: Any) -> tuple[Model | None, tuple[Mistake, ...]]:
     """Make a value of the dataclass `model` from `data`. Return it, or None and every mistake in `data`."""

@@ -80,7 +80,7 @@ class YamlNode:
         return node.position
 
     def select(self, *pattern: str) -> Iterator[tuple[KeyPath, YamlNode]]:
-        """Yield each node whose path fits `pattern`, in which `ANY` stands for any key or index."""
+        """Yield the path and node of each value that fits `pattern`, in which `ANY` is any key or index."""
         if not pattern:
             yield (), self
             return
@@ -88,6 +88,12 @@ class YamlNode:
             if pattern[0] in (ANY, part):
                 for path, node in child.select(*pattern[1:]):
                     yield (part, *path), node
+
+    def select_texts(self, *pattern: str) -> Iterator[tuple[KeyPath, Scalar]]:
+        """Yield as `select` does, but only texts. The rules of types report a value that should be one."""
+        for path, node in self.select(*pattern):
+            if isinstance(node, Scalar) and node.type == "text":
+                yield path, node
 
     def walk(self, path: KeyPath = ()) -> Iterator[tuple[KeyPath, YamlNode]]:
         """Yield every node below this one with its path."""
@@ -309,7 +315,7 @@ class _Converter:
 
     def _convert_mapping(self, node: yaml.MappingNode, position: Position, path: KeyPath) -> Table:
         """Return the mapping without the keys and values that have a problem."""
-        entries: dict[str, YamlNode] = {}
+        entries = {}
         keys: dict[str, Position] = {}
         for key, value in node.value:
             key_position = self._position(key)
