@@ -180,6 +180,7 @@ def seal_context(
     total_bytes = sum(member.size_bytes for member in contents)
 
     def chunks() -> Iterator[bytes]:
+        """Yield the tar, and add to `files_digest` what does not depend on the base."""
         for member in contents:
             depends_on_base = member.name in (_DOCKERFILE, _MANIFEST)
             for chunk in members.member_chunks(member):
@@ -434,7 +435,7 @@ def _list_locked_step(recipe: Recipe, number: int) -> Iterator[TarMember]:
 def _list_kept_files(
     recipe: Recipe, folder: str, packages: Iterable[LockedDeb | LockedWheel]
 ) -> Iterator[TarMember]:
-    """Yield those of `packages` that lie on this machine, as members in `folder`.
+    """Yield a member in `folder` for each of `packages` whose file is on this machine.
 
     Raise CheckFailed for a file that the lock does not have.
     """

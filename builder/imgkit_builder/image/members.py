@@ -93,7 +93,7 @@ def collect_code(codes: Iterable[Code], hidden: Collection[Path]) -> PackedCode:
 def _list_members(
     code: Code, hidden: Collection[Path], left_out: list[str], secret: list[str]
 ) -> Iterator[TarMember]:
-    """Yield the files of `code`. `left_out` and `secret` receive the names of those that stay out."""
+    """Yield the members of `code`. `left_out` and `secret` receive the names of files that stay out."""
     yield empty_folder(code.member)
     with explain_read_errors(code.source, code.where, "name another source"):
         status = code.source.stat()
@@ -189,7 +189,7 @@ def unpack_members(stream: BinaryIO, folder: Path) -> dict[str, str]:
 
     Return the targets of its links by name. A link could lead out of the folder, so none is made.
     """
-    links: dict[str, str] = {}
+    links = {}
     with tarfile.open(fileobj=stream, mode="r|") as archive:  # noqa: TID251 - imgkit has made this tar
         for member in archive:
             path = folder / member.name

@@ -93,7 +93,7 @@ def render_build_definition(
     bootstrap: str = "docker",
     source: str = "",
 ) -> str:
-    """Return the definition that imgkit itself builds: that of `render_definition`, with `additions`.
+    """Return the definition that imgkit itself builds: like `render_definition`, with `additions`.
 
     Parameters
     ----------
@@ -397,6 +397,7 @@ def _list_protection_steps(recipe: Recipe) -> tuple[Step, ...]:
 
 
 def _install_wheel() -> Step:
+    """Return the step that installs the entry points."""
     member = f"imgkit/{wheel.wheel_name()}"
     path = f"{INSIDE}/{wheel.wheel_name()}"
     return _imgkit_step(

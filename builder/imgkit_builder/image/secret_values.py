@@ -38,8 +38,8 @@ def read_secrets(recipe: Recipe) -> SecretValues:
     ------
     UsageError : a variable is not set, a file cannot be read, or a value is too short to search for.
     """
-    options: list[str] = []
-    lines: set[str] = set()
+    options = []
+    lines = set()
     used_secrets = recipe.image.used_secrets
     for number, secret in enumerate(recipe.image.secrets):
         if secret.id not in used_secrets:

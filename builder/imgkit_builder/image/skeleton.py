@@ -107,17 +107,14 @@ def select_skeleton(code: Code, members: Iterable[TarMember]) -> tuple[TarMember
     """Return the members of the skeleton of the project `code`, all of whose files are `members`."""
     members_by_name = {posixpath.relpath(member.name, code.member): member for member in members}
     project = _Project.read(code.source, members_by_name)
-    contents: dict[str, TarMember] = {}
+    contents = {}
     for name, member in members_by_name.items():
-        is_needed = project.keeps_folder if member.kind == tarfile.DIRTYPE else project.is_needed
-        if is_needed(name):
+        if project.is_needed(name, is_folder=member.kind == tarfile.DIRTYPE):
             contents[name] = member
         elif project.is_module(name):
             contents[name] = memory_file(member.name, _STUB)
     # A needed file can be in a folder that holds nothing else of the skeleton.
-    folders: set[str] = set()
-    for name in contents:
-        folders.update(_parents(name))
+    folders = _list_parents(contents)
     skeleton = []
     for name, member in members_by_name.items():
         if name in contents or name in folders:
@@ -146,32 +143,28 @@ class _Project:
         """Return the project in `folder`, whose files and folders have `names`."""
         content = _read_toml(folder)
         setup_cfg = _read_text(folder / "setup.cfg")
-        setup_py = _read_text(folder / "setup.py")
-        # Any text in these files may name a file or a package that the backend looks for.
-        texts = {*_list_backend_texts(content), *re.split(r"[\s,=]+", setup_cfg)}
-        texts.update(_list_texts_in_python(setup_py))
-        references = {posixpath.normpath(text) for text in texts if text}
+        references = _list_references(content, setup_cfg, _read_text(folder / "setup.py"))
         module_name = canonical_name(str(_project_table(content).get("name", ""))).replace("-", "_")
         python_files = [name for name in names if name.endswith(".py")]
-        python_folders: set[str] = set()
-        for name in python_files:
-            python_folders.update(_parents(name))
+        python_folders = _list_parents(python_files)
         modules = {module_name, *references}
         backend = _table(content, "build-system").get("build-backend", _SETUPTOOLS)
         if backend in _SETUPTOOLS_BACKENDS and not python_folders - {"."}:
             # setuptools finds a module beside pyproject.toml only where there is no package.
             modules.update(name.removesuffix(".py") for name in python_files)
         return cls(
-            references=frozenset(references),
+            references=references,
             license_patterns=tuple(_license_patterns(content)),
             version_modules=tuple(_version_modules(content, setup_cfg, module_name)),
             modules=frozenset(modules - {"setup", "conftest"}),
-            python_folders=frozenset(python_folders),
+            python_folders=python_folders,
             packages=frozenset(posixpath.dirname(name) for name in python_files if _is_init(name)),
         )
 
-    def is_needed(self, name: str) -> bool:
-        """Return whether the backend needs the content of the file `name`."""
+    def is_needed(self, name: str, *, is_folder: bool) -> bool:
+        """Return whether the backend needs the folder `name`, or the content of the file `name`."""
+        if is_folder:
+            return self.keeps_folder(name)
         if name in _ROOT_FILES or name in self.references:
             return True
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.license_patterns):
@@ -215,6 +208,18 @@ class _Project:
         # The first part of "my_letters", "my_letters.model", "my_letters/model" or "my_*".
         patterns = {re.split(r"[/.]", text)[0] for text in self.references}
         return any(fnmatch.fnmatchcase(top, pattern) for pattern in patterns)
+
+
+def _list_references(content: Mapping[str, Any], setup_cfg: str, setup_py: str) -> frozenset[str]:
+    """Return the texts in a project's files that may name a file or a package: all of them."""
+    texts = {*_list_backend_texts(content), *re.split(r"[\s,=]+", setup_cfg)}
+    texts.update(_list_texts_in_python(setup_py))
+    return frozenset(posixpath.normpath(text) for text in texts if text)
+
+
+def _list_parents(names: Iterable[str]) -> frozenset[str]:
+    """Return the folders above all of `names`."""
+    return frozenset(folder for name in names for folder in _parents(name))
 
 
 def _is_init(name: str) -> bool:

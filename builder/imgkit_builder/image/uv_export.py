@@ -221,7 +221,7 @@ def _names_in_pip_steps(recipe: Recipe) -> Iterator[str]:
 
 
 def _read_pyproject(project: Path) -> dict[str, Any]:
-    content: dict[str, Any] = problems.parse_toml(read_text(project / PYPROJECT))
+    content = problems.parse_toml(read_text(project / PYPROJECT))
     if not isinstance(content.get("project", {}).get("name"), str):
         raise ValueError(f"{PYPROJECT} has no project.name")
     return content

@@ -277,7 +277,9 @@ def find_recipe_line(recipe: Recipe, step: int | str, packages: list[str]) -> st
         name = requirement_name(package)
         if name and name in lines:
             return lines[name]
-    return recipe.where("image", APT) if step == APT else recipe.where("image", "pip", step)
+    if step == APT:
+        return recipe.where("image", APT)
+    return recipe.where("image", "pip", step)
 
 
 def _list_requirements(recipe: Recipe, step: int | str) -> Iterator[tuple[str, str]]:

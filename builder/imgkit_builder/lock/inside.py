@@ -23,6 +23,7 @@ OUT = FOLDER / "out"
 FILES = OUT / "files"
 FAILED = OUT / "failed.txt"
 ARCHIVES = FOLDER / "archives"
+PIP = (sys.executable, "-m", "pip")
 FIND_KEPT = ["--find-links", str(FOLDER / "kept")] if (FOLDER / "kept").is_dir() else []
 PREFERENCES = Path("/etc/apt/preferences.d/imgkit-lock.pref")
 # A priority above 1000 lets apt go back to an older version.
@@ -92,12 +93,11 @@ def resolve_pip(step: str, arguments: list[str], order: dict[str, Any]) -> None:
     ------
     CalledProcessError : pip found no solution, or could not build a wheel.
     """
-    pip = [sys.executable, "-m", "pip"]
     keep_files = order["keep_files"]
     steps = order["steps"]
     is_last = step == list(steps)[-1]
     report = OUT / f"pip-{step}.json"
-    install = [*pip, *arguments, *FIND_KEPT, "--report", str(report)]
+    install = [*PIP, *arguments, *FIND_KEPT, "--report", str(report)]
     if not keep_files:
         install += ["--only-binary", ":all:"]
     if keep_files or is_last:
@@ -105,15 +105,19 @@ def resolve_pip(step: str, arguments: list[str], order: dict[str, Any]) -> None:
     install_pinned(install, steps[step]["pins"])
     items = json.loads(report.read_text(encoding="utf-8"))["install"]
     report.write_text(json.dumps([summarize(item) for item in items]), encoding="utf-8")
-    if not keep_files or not items:
-        return
-    options = [option for option in steps[step]["options"] if option not in INSTALL_ONLY]
+    if keep_files and items:
+        store_wheels(items, steps[step]["options"], install=not is_last)
+
+
+def store_wheels(items: list[dict[str, Any]], step_options: list[str], *, install: bool) -> None:
+    """Write the wheels of `items` of pip's report to `FILES`, and install them from there if `install`."""
+    options = [option for option in step_options if option not in INSTALL_ONLY]
     download = ["wheel", "--no-deps", "--no-cache-dir", "--wheel-dir", str(FILES), *options, *FIND_KEPT]
-    run_program([*pip, *download, *map(exact_requirement, items)])
-    if not is_last:
+    run_program([*PIP, *download, *map(exact_requirement, items)])
+    if install:
         packages = [f"{item['metadata']['name']}=={item['metadata']['version']}" for item in items]
         local = ["--no-deps", "--no-index", "--find-links", str(FILES), "--no-cache-dir"]
-        run_program([*pip, "install", *local, *packages])
+        run_program([*PIP, "install", *local, *packages])
 
 
 def install_pinned(argv: list[str], pins: dict[str, str]) -> None:

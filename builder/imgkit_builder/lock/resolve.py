@@ -228,11 +228,11 @@ def _make_order(resolution: Resolution) -> dict[str, object]:
     recipe = resolution.recipe
     keeps_version = resolution.options.keeps_version
     debs: list[tuple[str, str]] = []
-    wheels: list[LockedWheel] = []
+    wheels = []
     if resolution.old:
         wheels = [wheel for wheel in resolution.old.pip if keeps_version(wheel.name)]
         debs = [(deb.name, deb.version) for deb in resolution.old.apt if keeps_version(deb.name)]
-    steps: dict[str, object] = {}
+    steps = {}
     for number in install.pip_step_numbers(recipe):
         if number == UV_STEP:
             # uv.lock has the versions of its step.
