@@ -187,6 +187,7 @@ def _find_tls_files(folder: Path, *, verify: bool) -> Tls:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in the file `path`. Raise UsageError if it holds anything else."""
     hint = "correct or remove it"
     try:
         data = json_text.load(path)
@@ -282,7 +283,7 @@ def _start_hint(engine: Endpoint) -> str:
 
 def _find_system_error(error: BaseException) -> OSError | None:
     """Return the OSError at the bottom of `error`: SDK, requests and urllib3 each wrap it once more."""
-    visited_ids: set[int] = set()
+    visited_ids = set()
     stack: list[object] = [error]
     while stack:
         wrapper = stack.pop()

@@ -130,7 +130,7 @@ class Engine:
 
 
 def connect(engine: Endpoint | None = None, *, timeout_s: float = ANSWER_TIMEOUT_S) -> Engine:
-    """Connect to `engine`, by default that of ``DOCKER_HOST``, the chosen context or the first usual socket.
+    """Connect to `engine`. By default, `find_endpoint` chooses it.
 
     Raises
     ------

@@ -148,8 +148,10 @@ def _start(engine: Engine, name: str) -> str:
         if not re.search("executable file not found|no such file or directory", message):
             raise
         # The text before "exec:" describes what containerd and runc were doing.
-        _, separator, reason = message.partition("exec:")
-        return f"exec:{reason}" if separator else message
+        start = message.find("exec:")
+        if start > 0:
+            return message[start:]
+        return message
     return ""
 
 

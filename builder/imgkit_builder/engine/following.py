@@ -193,6 +193,7 @@ class BuildKitFollower(BuildFollower):
     _error = ""
 
     def _interpret(self, text: str) -> None:
+        """Note what a line of BuildKit says about the steps, or keep it for a message."""
         step = _VERTEX.match(text)
         output = _OUTPUT.match(text)
         source = _SOURCE_LINE.match(text)
@@ -222,7 +223,7 @@ def instruction_lines(text: str, *, only: Collection[str] = ()) -> tuple[int, ..
     steps in the same order, from 1. Here-documents are not supported: the classic builder does not know them
     either.
     """
-    numbers: list[int] = []
+    numbers = []
     is_continued = False
     for number, line in enumerate(text.splitlines(), start=1):
         instruction = line.strip()

@@ -200,7 +200,7 @@ _INSPECT_API, _SAVE_API = "1.49", "1.48"
 
 
 def _inspect_image(engine: Engine, name: str, platform: str | None) -> dict[str, Any]:
-    """Return what the engine tells of `name`: of its `platform` where the engine keeps it, else its default.
+    """Return the engine's answer about the image `name` for `platform`, or for the platform that it prefers.
 
     ``Id`` is the same for all platforms, and the only id that other requests take. ``Manifest`` is the digest
     of the platform's manifest. It is there only where the engine prefers another platform that it keeps.
@@ -354,7 +354,7 @@ def _read_id_in_store(engine: Engine, ref: str, platform: str) -> str | None:
 
 def _read_id_in_archive(engine: Engine, ref: str, platform: str) -> str | None:
     """Read the save stream until the manifest has come by. That is slow, so only where no store is found."""
-    blobs: dict[str, bytes] = {}
+    blobs = {}
     with translate_errors(f"save {ref}"), get_image(engine, ref, platform) as chunks:
         stream = TarStream(chunks, name=ref, limits=TarLimits(entries=read.MAX_MEMBERS))
         try:
@@ -389,7 +389,9 @@ def _find_config(digest: str, platform: str, read_blob: Callable[[str], bytes | 
             document: dict[str, Any] = json_text.parse(raw)
             if "config" in document:
                 config_digest = str(document["config"]["digest"])
-                return config_digest if _DIGEST.fullmatch(config_digest) else None
+                if not _DIGEST.fullmatch(config_digest):
+                    return None
+                return config_digest
             entries = [entry for entry in document["manifests"] if _manifest_platform(entry) == platform]
             digest = str(entries[0]["digest"])
         except (ValueError, LookupError, TypeError, AttributeError):
