@@ -55,6 +55,7 @@ from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.targets import describe_as_json as recipe_json
 from imgkit_builder.sif import image, runtime_build, sqsh
 from imgkit_builder.sif.baked_facts import BakedFacts, Distribution
+from imgkit_builder.sif.entries import Archive, peek_config
 from imgkit_entrypoints import fabric, facts, json_text, known_issues, system
 from imgkit_entrypoints.apps.train.options import file_arguments
 from imgkit_entrypoints.doctor import node
@@ -466,7 +467,12 @@ TARGETS = (
         change=mutate.in_tar,
     ),
     Target(name="archive-verify", run=_file(_verify_archive), seeds=_archives, change=mutate.in_tar),
-    Target(name="archive-peek", run=_file(oci_folder.read_config), seeds=_archives, change=mutate.in_tar),
+    Target(
+        name="archive-peek",
+        run=_file(lambda path: peek_config(Archive(path=path))),
+        seeds=_archives,
+        change=mutate.in_tar,
+    ),
     Target(
         name="archive-gzip",
         run=_file(_verify_archive),

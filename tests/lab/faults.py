@@ -27,7 +27,7 @@ from typing import Protocol
 import stored_images
 from tars import tar_entry
 
-from imgkit_builder.archive import oci_folder, sidecar, write
+from imgkit_builder.archive import sidecar, write
 from imgkit_builder.archive.sidecar import SavedArchive, SavedImage, Sidecar
 from imgkit_builder.archive.write import SavedFile
 from imgkit_builder.base.progress import Silent
@@ -35,7 +35,7 @@ from imgkit_builder.examine import verify
 from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.sif import convert
 from imgkit_builder.sif.conversion import Options
-from imgkit_builder.sif.entries import Archive
+from imgkit_builder.sif.entries import Archive, peek_config
 from imgkit_entrypoints.errors import ImgkitError
 
 HOW = {"error": 1, "short": 2, "die before": 3, "die after": 4}
@@ -95,7 +95,7 @@ class StoredImage:
     """An image archive, whose layers have no file in common, in the place of an engine."""
 
     def __init__(self, path: Path) -> None:
-        config = oci_folder.read_config(path)
+        config = peek_config(Archive(path=path))
         assert config is not None
         self.path, self.name = path, path.stem
         self.config: ImageConfig = config

@@ -21,7 +21,7 @@ from tars import TarEntry, tar_entry, tar_of_entries, tar_of_files
 from tiny_image import BUSYBOX
 
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.inventory.collector import DOCUMENT
+from imgkit_builder.inventory.collector import SPDX_PATH
 from imgkit_builder.oci.config import parse_config
 from imgkit_builder.sif import convert, image
 from imgkit_builder.sif.conversion import Options
@@ -132,5 +132,5 @@ def files_of(sif: Path, folder: Path, *, image_files: Collection[str] = ()) -> d
     config = parse_config(json.dumps(configuration).encode(), where="")
     replacing, if_missing = convert.FORMATS["sif"].added_files(config, lambda _: None)
     added = {entry.name for entry in (*replacing, *if_missing)}
-    added = (added | {"opt", "opt/imgkit", DOCUMENT}) - set(image_files)
+    added = (added | {"opt", "opt/imgkit", SPDX_PATH}) - set(image_files)
     return {path: description for path, description in files.items() if path not in added}

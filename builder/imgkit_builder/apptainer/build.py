@@ -107,7 +107,7 @@ def build_sif(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
     # first.
     user_rights = rights.inspect_rights()
     if not user_rights.way:
-        message = f"{tool} cannot build for this user: {user_rights.fault}"
+        message = f"{tool} cannot build for this user: {user_rights.problem}"
         raise CheckFailed(message, hint=user_rights.hint)
     report.stage(f"base {request.base or request.recipe.image.base}")
     base = definition.find_base(request.recipe, name=request.base, base_from=request.base_from, report=report)
@@ -183,7 +183,7 @@ def _plan_build(request: SifRequest, base: Start, pack: Pack, report: Reporter) 
 
 
 def _place_base(base: Start, job: ConversionJob) -> Start:
-    """Put a base that is a file on this machine to the place in the workspace that the definition names.
+    """Put a base that is a file on this machine where the definition names it in the workspace.
 
     The base's digests are compared first. An archive is unpacked to an OCI folder, and the base returned for
     it has the name and id that were read on the way. A base in a registry is returned unchanged.
@@ -203,7 +203,7 @@ def _place_base(base: Start, job: ConversionJob) -> Start:
         limit = job.options.unpack_limit_bytes
         with entries.open_source(base.source, job.work.folder, job.clock, unpack_limit_bytes=limit) as image:
             layout = runtime_build.write_oci_folder(image, job)
-        next(job.work.folder.glob("*/oci-layout")).parent.rename(folder / definition.FOLDER)
+        layout.folder.rename(folder / definition.FOLDER)
         if isinstance(base.source, Archive):
             return definition.identify_base(base.source, layout.config, layout.names)
     return base
@@ -218,7 +218,7 @@ def _finish_sif(
     target = request.target.absolute()
     clock.stage("check")
     sif = sif_image.check_structure(part)
-    labels = {name: str(value) for name, value in (check.stated_labels(sif) or {}).items()}
+    labels = {name: str(value) for name, value in (check.read_labels(sif) or {}).items()}
     expected_labels = {name: value for name, value in planned.labels.items() if value}
     check.compare_labels(labels, expected_labels, part)
     record = _write_record(request, part, sif, labels, job)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_builder.archive import oci_folder, stored
+from imgkit_builder.archive import stored
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.image import inside, render
 from imgkit_builder.image.instructions import INSIDE, Additions, ContextFile, Step
@@ -210,19 +210,19 @@ def check_space(start: Start, target: Path, temporary: Path) -> None:
     if start.source is None:
         return
     if isinstance(start.source, Path):
-        size = int(start.source.stat().st_size * entries.UNPACKED_FACTOR)
+        image_bytes = int(start.source.stat().st_size * entries.UNPACKED_FACTOR)
         # The runtime unpacks the files of a .sif once, as they are not in layers.
-        temporary_bytes = size
+        temporary_bytes = image_bytes
     else:
-        size = start.source.size_bytes
-        temporary_bytes = int(size * RUNTIME_DISK_SHARE)
-    require_space(size, temporary_bytes, target, temporary)
+        image_bytes = start.source.size_bytes
+        temporary_bytes = int(image_bytes * RUNTIME_DISK_SHARE)
+    require_space(image_bytes, temporary_bytes, target, temporary)
 
 
 def _read_archive(path: Path) -> Start:
     """Return the base in the archive `path`."""
     archive = Archive(path=path.absolute())
-    config = oci_folder.read_config(path)
+    config = entries.peek_config(archive)
     if config is None:
         # The archive is compressed or damaged. `identify_base` is called once all of it has been read.
         return Start(source=archive, image=BaseImage(name=path.name, platform=host_platform()))
@@ -249,7 +249,7 @@ def _read_sif(path: Path) -> Start:
         name=name or path.name,
         id=image_id,
         platform=f"linux/{sif.arch}",
-        standin=STANDIN_LABEL in (check.stated_labels(sif) or {}),
+        standin=STANDIN_LABEL in (check.read_labels(sif) or {}),
     )
     return Start(source=path.absolute(), image=image)
 

@@ -30,7 +30,7 @@ class Rights:
 
     way: str
     """A phrase for people, such as ``as root``. Empty if the steps cannot run."""
-    fault: str = ""
+    problem: str = ""
     """Why the steps cannot run, or what they cannot do."""
     hint: str = ""
     """How to get more rights."""
@@ -51,10 +51,10 @@ def inspect_rights(*, root: Path = Path("/"), uid: int | None = None) -> Rights:
         return Rights(way="as root of a user namespace, as root lacks a capability here", namespace=True)
     obstacle = find_namespace_obstacle(root)
     if obstacle is not None:
-        fault, hint = obstacle
+        setting, hint = obstacle
         return Rights(
             way="",
-            fault=f"{fault}: ordinary users get no user namespace",
+            problem=f"{setting}: ordinary users get no user namespace",
             hint=f"{hint}; or build where Docker is",
         )
     # With a range of user numbers and newuidmap, files can belong to several users, as in a real root's
@@ -62,10 +62,12 @@ def inspect_rights(*, root: Path = Path("/"), uid: int | None = None) -> Rights:
     has_ranges = _has_range(root / "etc/subuid", uid) and _has_range(root / "etc/subgid", uid)
     if has_ranges and shutil.which("newuidmap"):
         return Rights(way="as root of a user namespace, with the users of /etc/subuid")
-    users = ", with the program fakeroot" if shutil.which("fakeroot") else " with one user"
+    way = "as root of a user namespace with one user"
+    if shutil.which("fakeroot"):
+        way = "as root of a user namespace, with the program fakeroot"
     return Rights(
-        way=f"as root of a user namespace{users}",
-        fault="other owners become root: a step that starts a server as another user fails",
+        way=way,
+        problem="other owners become root: a step that starts a server as another user fails",
         hint="ask an administrator for a range in /etc/subuid and /etc/subgid, and for newuidmap",
     )
 

@@ -56,7 +56,7 @@ class Allowance:
 
         Raises
         ------
-        CheckFailed : they are too many.
+        CheckFailed : they are more than the limit.
         """
         with self._lock:
             self.unpacked_bytes += count
@@ -116,19 +116,20 @@ def read_plain(path: Path, *, allowance: Allowance) -> Generator[bytes, None, No
 def unpack_chunks(
     chunks: Iterable[bytes], compress: Compress, *, name: str, allowance: Allowance | None = None
 ) -> Generator[bytes, None, None]:
-    """Yield the plain bytes of a stream that is compressed with `compress`. Raises as `read_plain` does.
+    """Yield the plain bytes of a stream that is compressed with `compress`.
 
-    `name` stands in messages.
+    `name` is the stream's, for messages. `allowance` limits the number of plain bytes. Raises as `read_plain`
+    does.
     """
     if compress == "none":
         yield from chunks
         return
     unpack = _gunzip if compress == "gzip" else _unzstd
-    for chunk in unpack(chunks, name):
+    for plain in unpack(chunks, name):
         if allowance:
-            allowance.add_unpacked(len(chunk))
-        if chunk:
-            yield chunk
+            allowance.add_unpacked(len(plain))
+        if plain:
+            yield plain
 
 
 class Gunzip:
@@ -151,21 +152,21 @@ class Gunzip:
     def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
         """Yield what `data` unpacks to, at most 1 MiB at a time."""
         for start in range(0, len(data), _PIECE_BYTES):
-            piece = bytes(data[start : start + _PIECE_BYTES])
-            while piece:
+            remaining = bytes(data[start : start + _PIECE_BYTES])
+            while remaining:
                 if self._inflate.eof:
                     # pigz and concatenated files have several members; zeros after the last are padding.
-                    piece = piece.lstrip(b"\0")
-                    if not piece:
+                    remaining = remaining.lstrip(b"\0")
+                    if not remaining:
                         break
                     self._inflate = zlib.decompressobj(wbits=31)
                 try:
-                    plain = self._inflate.decompress(piece, CHUNK_BYTES)
+                    plain = self._inflate.decompress(remaining, CHUNK_BYTES)
                 except zlib.error as error:
                     raise self._error(f"is damaged: {error}") from error
-                piece = self._inflate.unconsumed_tail
+                remaining = self._inflate.unconsumed_tail
                 if self._inflate.eof:
-                    piece = self._inflate.unused_data
+                    remaining = self._inflate.unused_data
                 if plain:
                     yield plain
 
@@ -199,7 +200,7 @@ def _unpack_ahead(gunzip: Gunzip, chunks: Iterator[bytes]) -> Iterator[bytes]:
     zlib lets other threads run, and so do writes and digests. A read may wait for ever, as from a pipe, and
     a thread that waits cannot be interrupted.
     """
-    ready: list[bytes] = []
+    previous_batch: list[bytes] = []
     # One thread: the parts of a stream can only be unpacked in their order.
     with ThreadPoolExecutor(1) as pool:
         for chunk in chunks:
@@ -208,20 +209,23 @@ def _unpack_ahead(gunzip: Gunzip, chunks: Iterator[bytes]) -> Iterator[bytes]:
             while has_more:
                 job = pool.submit(_unpack_batch, plain)
                 # The caller works on the batch before, while the thread unpacks this one.
-                yield from ready
-                ready, has_more = job.result()
-    yield from ready
+                yield from previous_batch
+                previous_batch, has_more = job.result()
+    yield from previous_batch
     yield gunzip.finish()
 
 
 def _unpack_batch(plain: Iterator[bytes]) -> tuple[list[bytes], bool]:
-    """Return the next 4 MiB, and whether there may be more: each step costs threads a wait for each other."""
-    batch: list[bytes] = []
-    budget = _AHEAD_BYTES
+    """Return the next 4 MiB, and whether there may be more.
+
+    So much at once, because each batch costs the threads a wait for each other.
+    """
+    batch = []
+    batch_bytes = 0
     for chunk in plain:
         batch.append(chunk)
-        budget -= len(chunk)
-        if budget <= 0:
+        batch_bytes += len(chunk)
+        if batch_bytes >= _AHEAD_BYTES:
             return batch, True
     return batch, False
 
@@ -232,27 +236,35 @@ def _unpack_members(gunzip: Gunzip, chunks: Iterator[bytes]) -> Iterator[bytes]:
     Where a member seems to begin, there may be other data that looks so. What was unpacked from there counts
     only if the data before ended there; `gunzip` unpacks all else.
     """
+    is_between_members = True
+    for piece, plain in _inflate_side_by_side(chunks):
+        if is_between_members and plain is not None:
+            yield plain
+        else:
+            yield from gunzip.feed(piece)
+            is_between_members = gunzip.is_between_members
+    # Where the last member was complete, there is nothing left to check.
+    if not is_between_members:
+        yield gunzip.finish()
+
+
+def _inflate_side_by_side(chunks: Iterator[bytes]) -> Iterator[tuple[bytes, bytes | None]]:
+    """Cut a gzip stream where members seem to begin, and yield each piece with what it unpacks to.
+
+    That is None for what is not one small member. Several threads unpack.
+    """
     workers = min(process.count_processors(), _MAX_WORKERS)
     jobs: deque[tuple[list[bytes], Future[list[bytes | None]]]] = deque()
     groups = _split_at_members(chunks)
-    is_between_members = True
     with ThreadPoolExecutor(workers) as pool:
         while True:
             # One more than there are threads, so that none waits for the reader.
             for group in itertools.islice(groups, workers + 1 - len(jobs)):
                 jobs.append((group, pool.submit(_inflate_members, group)))
             if not jobs:
-                break
-            group, job = jobs.popleft()
-            for piece, plain in zip(group, job.result(), strict=True):
-                if is_between_members and plain is not None:
-                    yield plain
-                else:
-                    yield from gunzip.feed(piece)
-                    is_between_members = gunzip.is_between_members
-    # Where the last member was complete, there is nothing left to check.
-    if not is_between_members:
-        yield gunzip.finish()
+                return
+            pieces, job = jobs.popleft()
+            yield from zip(pieces, job.result(), strict=True)
 
 
 def _split_at_members(chunks: Iterator[bytes]) -> Iterator[list[bytes]]:
@@ -260,13 +272,13 @@ def _split_at_members(chunks: Iterator[bytes]) -> Iterator[list[bytes]]:
     data = b""
     for chunk in chunks:
         data += chunk
-        start = 0
         pieces = []
-        end = data.find(_MEMBER_START, 1)
-        while end > 0:
-            pieces.append(data[start:end])
-            start = end
-            end = data.find(_MEMBER_START, start + 1)
+        start = 0
+        next_start = data.find(_MEMBER_START, 1)
+        while next_start > 0:
+            pieces.append(data[start:next_start])
+            start = next_start
+            next_start = data.find(_MEMBER_START, start + 1)
         data = data[start:]
         if len(data) > CHUNK_BYTES:
             # The beginning of the next member may be cut.
@@ -280,23 +292,31 @@ def _split_at_members(chunks: Iterator[bytes]) -> Iterator[list[bytes]]:
 
 def _inflate_members(pieces: list[bytes]) -> list[bytes | None]:
     """Return what each of `pieces` unpacks to. It is None for what is not one small member of a gzip file."""
-    budget = _AHEAD_BYTES
-    members: list[bytes | None] = []
+    budget_bytes = _AHEAD_BYTES
+    members = []
     for piece in pieces:
-        inflate = zlib.decompressobj(wbits=31)
-        members.append(None)
+        plain = None
         # What is beyond the budget is left to `Gunzip`, which unpacks in small pieces.
-        if budget <= 0:
-            continue
-        with contextlib.suppress(zlib.error):
-            plain = inflate.decompress(piece, min(budget, CHUNK_BYTES))
-            if inflate.eof and not inflate.unused_data:
-                members[-1] = plain
-                budget -= len(plain)
+        if budget_bytes > 0:
+            plain = _inflate_member(piece, min(budget_bytes, CHUNK_BYTES))
+        if plain is not None:
+            budget_bytes -= len(plain)
+        members.append(plain)
     return members
 
 
+def _inflate_member(piece: bytes, most_bytes: int) -> bytes | None:
+    """Return what `piece` unpacks to, or None if it is not one member of at most `most_bytes`."""
+    inflate = zlib.decompressobj(wbits=31)
+    with contextlib.suppress(zlib.error):
+        plain = inflate.decompress(piece, most_bytes)
+        if inflate.eof and not inflate.unused_data:
+            return plain
+    return None
+
+
 def _unzstd(chunks: Iterable[bytes], name: str) -> Iterator[bytes]:
+    """Yield the plain bytes of a zstd stream, which the program ``zstd`` unpacks."""
     if shutil.which("zstd") is None:
         raise ToolMissing(
             "the data is compressed with zstd, and the program zstd is not on PATH",

@@ -72,7 +72,7 @@ def scan_layers(
     # Equal layers are one file, which is hashed or unpacked once.
     hashing: dict[Region, Future[str]] = {}
     unpacking: dict[Region, Future[tuple[StoredLayer, str]]] = {}
-    layers: list[StoredLayer] = []
+    layers = []
     # Without `with`: at an error, nobody waits for layers that have not begun.
     pool = ThreadPoolExecutor(threads)
     try:
@@ -84,19 +84,20 @@ def scan_layers(
             elif spool and layer.region not in unpacking:
                 unpacking[layer.region] = pool.submit(spool.unpack, layer, allowance)
         for number, layer in enumerate(image.layers, 1):
+            readable_layer = layer
             if layer.region in unpacking:
-                layer, sha256 = unpacking[layer.region].result()
+                readable_layer, sha256 = unpacking[layer.region].result()
                 image.refuse_other_digest(number, sha256)
-            layers.append(layer)
+            layers.append(readable_layer)
             try:
-                if layer.compress == "none":
-                    with layer.open(bodies=False) as stream:
+                if readable_layer.compress == "none":
+                    with readable_layer.open(bodies=False) as stream:
                         on_layer(stream)
                 else:
-                    sha256 = _scan_compressed(layer, on_layer, allowance)
+                    sha256 = _scan_compressed(readable_layer, on_layer, allowance)
                     image.refuse_other_digest(number, sha256)
             except CheckFailed:
-                # A layer with other bytes than it should have explains every other fault in it.
+                # A layer with other bytes than it should have explains every other error in it.
                 _compare_digests(image, hashing, number)
                 raise
         _compare_digests(image, hashing, len(layers))
@@ -153,8 +154,8 @@ _Node = _Folder | int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What shows of an image's layers."""
+class MergePlan:
+    """The folders and files of an image's layers that show in the image."""
 
     folders: tuple[tuple[str, FolderEntry | None], ...]
     """Each folder after the one that it is in."""
@@ -202,7 +203,9 @@ class LayerTree:
                 raise self._error(member, "it replaces the root folder")
 
     def file_type(self, path: str) -> bytes | None:
-        """Return the type of what a process opens at `path` if the image is its root, or None.
+        """Return the type of what a process opens at `path` if the image is its root, such as `FIFO`.
+
+        Return None if nothing is there.
 
         Raises
         ------
@@ -228,6 +231,7 @@ class LayerTree:
         try:
             self._walk(path.split("/"), path, links)
         except CheckFailed:
+            # The last link leads to itself.
             links[-1].leaves_image = True
         for link in links:
             if link.leaves_image:
@@ -237,40 +241,43 @@ class LayerTree:
     def special_files(self, path: str) -> Iterator[tuple[str, bytes, str]]:
         """Yield path, type and target of all links, devices and FIFOs at and below `path`, sorted by path.
 
-        Links are not followed. What is no link has an empty target.
+        Links are not followed. A device or FIFO has an empty target.
         """
-        stack = [path]
-        while stack:
-            path = stack.pop()
-            node = self._node(path.split("/"))
+        pending_paths = [path]
+        while pending_paths:
+            node_path = pending_paths.pop()
+            node = self._node(node_path.split("/"))
             if isinstance(node, _Folder):
-                stack += (f"{path}/{name}" for name in sorted(node.children, reverse=True))
+                names = sorted(node.children, reverse=True)
+                pending_paths += [f"{node_path}/{name}" for name in names]
             elif node is not None:
                 file_type = self._leaf_type(node)
                 if file_type != REGULAR:
-                    yield path, file_type, self._links.get(node, "")
+                    yield node_path, file_type, self._links.get(node, "")
 
-    def take_plan(self) -> Plan:
-        """Return what shows. This takes the tree apart, so that its memory is free."""
+    def dissolve(self) -> MergePlan:
+        """Return what shows in the image. The tree is taken apart on the way, so that its memory is free."""
         folders: list[tuple[str, FolderEntry | None]] = []
         names: tuple[dict[int, tuple[str, ...]], ...] = tuple({} for _ in range(self._layer + 1))
         # A list in place of recursion: an image may have folders of any depth.
-        stack: list[tuple[str, _Folder]] = [("", self._root)]
-        while stack:
-            path, folder = stack.pop()
-            if path:
-                folders.append((path, folder.entry))
-                path += "/"
+        pending_folders: list[tuple[str, _Folder]] = [("", self._root)]
+        while pending_folders:
+            folder_path, folder = pending_folders.pop()
+            prefix = ""
+            if folder_path:
+                folders.append((folder_path, folder.entry))
+                prefix = folder_path + "/"
             # Sorted: the same image gives the same bytes, however its layers are ordered inside.
             for name in sorted(folder.children, reverse=True):
                 node = folder.children.pop(name)
+                path = prefix + name
                 if isinstance(node, _Folder):
-                    stack.append((path + name, node))
+                    pending_folders.append((path, node))
                 else:
                     layer_names = names[node >> _LAYER_SHIFT]
                     position = node & _POSITION_MASK
-                    layer_names[position] = (path + name, *layer_names.get(position, ()))
-        return Plan(folders=tuple(folders), names=names)
+                    layer_names[position] = (path, *layer_names.get(position, ()))
+        return MergePlan(folders=tuple(folders), names=names)
 
     def _node(self, parts: Sequence[str]) -> _Node | None:
         """Return what lies at a path, without following links."""
@@ -282,20 +289,25 @@ class LayerTree:
         return node
 
     def _leaf_type(self, number: int) -> bytes:
+        """Return the type of a member that is no folder, such as `SYMLINK`."""
         if number in self._links:
             return SYMLINK
         return self._special.get(number, REGULAR)
 
     def _parts(self, member: Member) -> list[str]:
-        """Return the names in the path of `member`, and refuse those that no file may have."""
+        """Return the names in the path of `member`: ``./usr/lib`` -> ``usr``, ``lib``.
+
+        A path with ``..`` is refused, and so is a name that is too long for Linux.
+        """
         parts = [part for part in member.name.split("/") if part not in ("", ".")]
         if ".." in parts:
             raise self._error(member, "its name leads out of the image with '..'")
         # A character has up to 4 bytes: only long names need to be encoded.
-        if any(len(part) > _MOST_NAME_BYTES // 4 for part in parts):
-            longest = max(len(part.encode("utf-8", "surrogateescape")) for part in parts)
-            if longest > _MOST_NAME_BYTES:
-                reason = f"a name of {longest} bytes, and Linux has at most {_MOST_NAME_BYTES}"
+        safe_length = _MOST_NAME_BYTES // 4
+        if len(member.name) > safe_length and any(len(part) > safe_length for part in parts):
+            longest_bytes = max(len(part.encode("utf-8", "surrogateescape")) for part in parts)
+            if longest_bytes > _MOST_NAME_BYTES:
+                reason = f"a name of {longest_bytes} bytes, and Linux has at most {_MOST_NAME_BYTES}"
                 raise self._error(member, reason)
         return parts
 
@@ -315,23 +327,22 @@ class LayerTree:
         # Before the target of a hard link is looked up: its folder may take the place of that target, as in
         # "a", then "a/a" as a link to "a".
         folder = self._make_folders(folders, missing)
-        node: _Node
         if member.kind == DIRECTORY:
-            node = self._update_folder(folder.children.get(name), member)
+            folder.children[name] = self._update_folder(folder.children.get(name), member)
         elif member.kind == HARD_LINK:
-            node = self._link_target(member, folder, name)
-            if node >> _LAYER_SHIFT != self._layer:
+            target = self._link_target(member, folder, name)
+            folder.children[name] = target
+            if target >> _LAYER_SHIFT != self._layer:
                 self._linked.add((id(folder), name))
         else:
-            node = number
+            folder.children[name] = number
             if member.kind == SYMLINK:
                 self._links[number] = member.link
             elif member.kind != REGULAR:
                 self._special[number] = member.kind
-        folder.children[name] = node
 
     def _update_folder(self, previous: _Node | None, member: Member) -> _Folder:
-        """Return the folder for `member`: the `previous` one with its content, or a new one."""
+        """Return the folder for `member`: the `previous` folder with its content, or a new one."""
         folder = previous if isinstance(previous, _Folder) else _Folder(self._layer)
         folder.layer = self._layer
         folder.entry = FolderEntry(
@@ -399,7 +410,10 @@ class LayerTree:
         return folders, missing
 
     def _make_folders(self, folders: list[tuple[str, _Folder]], missing: list[str]) -> _Folder:
-        """Make the missing folders, and mark all as touched by this layer. Return the last one."""
+        """Make the folders `missing` below the last of `folders`, and return the innermost.
+
+        All of them get the number of this layer, so that its whiteouts spare them.
+        """
         for _, folder in folders:
             folder.layer = self._layer
         for part in missing:
@@ -412,17 +426,23 @@ class LayerTree:
     def _link_target(self, member: Member, folder: _Folder, name: str) -> int:
         """Return the number of the file to which the hard link `name` in `folder` leads."""
         parts = [part for part in member.link.split("/") if part not in ("", ".")]
-        if parts and ".." not in parts:
-            folders, missing = self._walk(parts[:-1], member.name)
-            # What has the link's own name goes before the link is made, with all that is in it.
-            previous = folder.children.get(name)
-            _, target_folder = folders[-1]
-            is_itself = target_folder is folder and name == parts[-1]
-            is_inside = isinstance(previous, _Folder) and any(parent is previous for _, parent in folders)
-            node = target_folder.children.get(parts[-1])
-            if isinstance(node, int) and not (missing or is_itself or is_inside):
-                return node
-        raise self._error(member, f"a hard link to {member.link!r}, where there is no file before it")
+        if not parts or ".." in parts:
+            raise self._link_error(member)
+        folders, missing = self._walk(parts[:-1], member.name)
+        _, target_folder = folders[-1]
+        target = target_folder.children.get(parts[-1])
+        if missing or not isinstance(target, int):
+            raise self._link_error(member)
+        # What has the link's own name goes before the link is made, with all that is in it.
+        previous = folder.children.get(name)
+        is_itself = target_folder is folder and name == parts[-1]
+        is_inside = isinstance(previous, _Folder) and any(parent is previous for _, parent in folders)
+        if is_itself or is_inside:
+            raise self._link_error(member)
+        return target
+
+    def _link_error(self, member: Member) -> CheckFailed:
+        return self._error(member, f"a hard link to {member.link!r}, where there is no file before it")
 
     def _apply_whiteout(self, folder: _Folder, name: str) -> None:
         """Remove what lower layers have at the path that the whiteout `name` in `folder` marks.
@@ -431,23 +451,27 @@ class LayerTree:
         ``.wh..wh.`` are AUFS's own, and mean nothing.
         """
         if name == OPAQUE:
-            stack = [(folder, child) for child in folder.children]
+            pending = [(folder, child) for child in folder.children]
         elif name.startswith(AUFS):
             return
         else:
-            stack = [(folder, name.removeprefix(WHITEOUT))]
-        while stack:
-            folder, name = stack.pop()
-            node = folder.children.get(name)
-            if isinstance(node, _Folder):
-                if node.layer == self._layer:
-                    stack += [(node, child) for child in node.children]
-                else:
-                    del folder.children[name]
-            elif node is not None:
-                is_new = node >> _LAYER_SHIFT == self._layer or (id(folder), name) in self._linked
-                if not is_new:
-                    del folder.children[name]
+            pending = [(folder, name.removeprefix(WHITEOUT))]
+        while pending:
+            parent, child_name = pending.pop()
+            node = parent.children.get(child_name)
+            if node is None or self._is_new_file(parent, child_name, node):
+                continue
+            if isinstance(node, _Folder) and node.layer == self._layer:
+                # This layer has put something into the folder, which stays.
+                pending += [(node, child) for child in node.children]
+            else:
+                del parent.children[child_name]
+
+    def _is_new_file(self, folder: _Folder, name: str, node: _Node) -> bool:
+        """Return whether `node`, which is called `name` in `folder`, is a file or link of this layer."""
+        if isinstance(node, _Folder):
+            return False
+        return node >> _LAYER_SHIFT == self._layer or (id(folder), name) in self._linked
 
     def _error(self, member: Member, reason: str) -> CheckFailed:
         return CheckFailed(

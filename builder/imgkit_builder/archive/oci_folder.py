@@ -14,12 +14,10 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_builder.archive import compressed, stored
 from imgkit_builder.archive.compressed import Allowance
 from imgkit_builder.archive.stored import StoredImage, StoredLayer, hash_chunks
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.oci.config import ImageConfig
-from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 _MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 _CONFIG_TYPE = "application/vnd.oci.image.config.v1+json"
@@ -84,21 +82,11 @@ def _write_blob(blobs: Path, data: bytes, media_type: str) -> dict[str, object]:
     return {"mediaType": media_type, "digest": f"sha256:{digest}", "size": len(data)}
 
 
-def read_config(path: Path) -> ImageConfig | None:
-    """Return the image configuration of a plain archive without reading its layers, or None."""
-    try:
-        if compressed.detect_compression(path) != "none":
-            return None
-        return stored.open_image(path).selected.config
-    except (OSError, UsageError, CheckFailed):
-        return None
-
-
 def _write_layer(layer: StoredLayer, target: Path, allowance: Allowance) -> str:
-    """Write the unpacked bytes of `layer` to `target`, and return their digest."""
+    """Write the unpacked bytes of `layer` to `target`, and return their sha256 in hex."""
     region = layer.region
-    # In an archive, a header is before it.
-    if layer.compress == "none" and region.start == 0:
+    is_whole_file = region.start == 0  # in an archive, a header comes first
+    if layer.compress == "none" and is_whole_file:
         _link_or_copy(region.path, target)
         return region.sha256()
     digest = hashlib.sha256()
@@ -108,6 +96,7 @@ def _write_layer(layer: StoredLayer, target: Path, allowance: Allowance) -> str:
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
+    """Make `target` a hard link to `source`, or a copy where there can be no link."""
     try:
         os.link(source.resolve(), target)
     except OSError as error:

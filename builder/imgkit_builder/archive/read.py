@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from imgkit_builder.archive import compressed
 from imgkit_builder.archive.compressed import CHUNK_BYTES, Allowance, Compress
@@ -107,14 +107,14 @@ class SelectedImage(Generic[File]):
         return f"sha256:{digest}"
 
     @property
-    def id_fault(self) -> str:
+    def id_problem(self) -> str:
         """How the configuration differs from its name. It is empty if it does not."""
         if self.stated_id == self.config.image_id:
             return ""
         return f"the configuration has digest {self.config.image_id}, but is named {self.stated_id}"
 
     @property
-    def count_fault(self) -> str:
+    def count_problem(self) -> str:
         """How the number of layers differs from the configuration's. It is empty if it does not."""
         count = len(self.layers)
         expected = len(self.config.diff_ids)
@@ -122,18 +122,20 @@ class SelectedImage(Generic[File]):
             return ""
         return f"the archive has {count} layers, its configuration lists {expected}"
 
-    def refuse_faults(self, where: str) -> None:
+    def refuse_problems(self, where: str) -> None:
         """Raise CheckFailed where the configuration differs from its name or from the number of layers."""
         # Some tools give the configuration a name that is no digest.
         states_digest = len(self.stated_id) == len(self.config.image_id)
-        if states_digest and self.id_fault:
-            raise CheckFailed(self.id_fault, where=where, hint=COPY_AGAIN_HINT)
-        if self.count_fault:
-            raise CheckFailed(self.count_fault, where=where, hint=COPY_AGAIN_HINT)
+        if states_digest and self.id_problem:
+            raise CheckFailed(self.id_problem, where=where, hint=COPY_AGAIN_HINT)
+        if self.count_problem:
+            raise CheckFailed(self.count_problem, where=where, hint=COPY_AGAIN_HINT)
 
 
 def read_members(stream: TarStream, store: Callable[[Member], File], *, where: str) -> Members[File]:
-    """Read the headers of an archive to its end. `store` returns a regular file, and may read its body.
+    """Read the headers of an archive to its end.
+
+    `store` is called for each regular file. It may read the file's body, and returns what stands for it.
 
     Raises
     ------
@@ -147,12 +149,13 @@ def read_members(stream: TarStream, store: Callable[[Member], File], *, where: s
         name = posixpath.normpath(member.name)
         if member.kind == REGULAR:
             result.files[name] = store(member)
-        elif member.kind in (SYMLINK, HARD_LINK):
-            # Docker before 25 stores a layer that occurs twice as a link to the first one.
-            folder = ""
-            if member.kind == SYMLINK:  # its target is relative to its own folder
-                folder = posixpath.dirname(name)
-            result.links[name] = posixpath.normpath(posixpath.join(folder, member.link))
+        # Docker before 25 stores a layer that occurs twice as a link to the first one.
+        elif member.kind == HARD_LINK:
+            result.links[name] = posixpath.normpath(member.link)
+        elif member.kind == SYMLINK:
+            # Its target is relative to its own folder.
+            target = posixpath.join(posixpath.dirname(name), member.link)
+            result.links[name] = posixpath.normpath(target)
     return result
 
 
@@ -185,26 +188,23 @@ class _Selector(Generic[File]):
     def select_by_manifest(self) -> SelectedImage[File]:
         """Return the only image of ``manifest.json``, which ``docker save`` writes."""
         images = self._read_json("manifest.json")
-        descriptions = []
         with self._explain_errors("manifest.json"):
             if not isinstance(images, list):
                 raise TypeError("it is not a list")
-            for image in images:
-                layers = _to_texts(image.get("Layers"))
-                tags = _to_texts(image.get("RepoTags"))
-                descriptions.append((str(image["Config"]), layers, tags))
+            descriptions = [_describe_image(image) for image in images]
         if len(descriptions) != 1:
-            all_tags: list[str] = []
-            for _, _, tags in descriptions:
-                all_tags += tags
-            all_tags.sort()
-            example = "REPOSITORY:TAG"
-            if all_tags:
-                example = all_tags[0]
-            hint = f"docker save -o FILE.tar {example}"
-            raise self._not_one_error(len(descriptions), all_tags, hint)
-        config, layers, tags = descriptions[0]
-        return self._make_image(config, layers, tags, named_by="manifest.json")
+            raise self._tags_error(descriptions)
+        (image,) = descriptions
+        return self._make_image(image.config, image.layers, image.tags, named_by="manifest.json")
+
+    def _tags_error(self, images: Sequence[_ManifestImage]) -> UsageError:
+        """Return the refusal of an archive of several images or none, with an example of a tag to save."""
+        all_tags: list[str] = []
+        for image in images:
+            all_tags += image.tags
+        all_tags.sort()
+        example, *_ = [*all_tags, "REPOSITORY:TAG"]
+        return self._not_one_error(len(images), all_tags, f"docker save -o FILE.tar {example}")
 
     def select_by_index(self) -> SelectedImage[File]:
         """Return the only image of ``index.json``, which may name further indexes."""
@@ -220,27 +220,30 @@ class _Selector(Generic[File]):
             name = self._blob_name(entry, "index.json")
             document = self._read_json(name, "index.json")
             with self._explain_errors(name):
-                if "manifests" not in document:
-                    config = self._blob_name(document["config"], name)
-                    layers = [self._blob_name(layer, name) for layer in document["layers"]]
-                    return self._make_image(config, layers, tags, named_by=name)
+                is_index = "manifests" in document
+            if not is_index:
+                return self._make_image_of_manifest(name, document, tags)
         raise self._error(f"index.json nests indexes more than {MAX_INDEX_DEPTH} deep")
 
+    def _make_image_of_manifest(self, name: str, manifest: Any, tags: tuple[str, ...]) -> SelectedImage[File]:
+        """Return the image of the parsed OCI `manifest`, which the file `name` holds."""
+        with self._explain_errors(name):
+            config = self._blob_name(manifest["config"], name)
+            layers = [self._blob_name(layer, name) for layer in manifest["layers"]]
+        return self._make_image(config, layers, tags, named_by=name)
+
     def _select_entry(self, name: str, index: Any) -> Any:
-        """Return the only image or index in the `index`, which the file `name` holds."""
+        """Return the only image or index in the parsed `index`, which the file `name` holds."""
         entries = []
         labels = []
         with self._explain_errors(name):
             for entry in index["manifests"]:
                 architecture = (entry.get("platform") or {}).get("architecture")
                 # BuildKit lists attestations as further images.
-                is_attestation = (
-                    _annotations(entry).get("vnd.docker.reference.type") == "attestation-manifest"
-                )
-                if is_attestation or architecture == "unknown":
-                    continue
-                entries.append(entry)
-                labels.append(str(_tag(entry) or architecture or "?"))
+                kind = _annotations(entry).get("vnd.docker.reference.type")
+                if kind != "attestation-manifest" and architecture != "unknown":
+                    entries.append(entry)
+                    labels.append(str(_tag(entry) or architecture or "?"))
         if len(entries) != 1:
             hint = "copy one out, for example: skopeo copy oci:DIR:NAME oci:OTHER"
             raise self._not_one_error(len(entries), labels, hint)
@@ -249,6 +252,7 @@ class _Selector(Generic[File]):
     def _make_image(
         self, config: str, layers: Sequence[str], tags: tuple[str, ...], *, named_by: str
     ) -> SelectedImage[File]:
+        """Return the image whose configuration is the file `config`. The file `named_by` names all files."""
         raw = self._read_document(config, named_by)
         # All names are looked up before the configuration is parsed: a missing file explains more.
         layer_files = tuple((layer, self._require_file(layer, named_by)) for layer in layers)
@@ -257,12 +261,14 @@ class _Selector(Generic[File]):
         return SelectedImage(config=parsed, config_name=config, layers=layer_files, names=tags)
 
     def _require_file(self, name: str, named_by: str) -> File:
+        """Return the file `name`, to which the file `named_by` refers."""
         file = self._find(name)
         if file is None:
             raise self._error(f"{name!r} is missing, though {named_by} names it")
         return file
 
     def _read_document(self, name: str, named_by: str) -> bytes:
+        """Return the bytes of the JSON file `name`, to which the file `named_by` refers."""
         raw = self._require_file(name, named_by).document()
         if raw is None:
             size = f"{MAX_JSON_BYTES >> 20} MiB"
@@ -284,6 +290,7 @@ class _Selector(Generic[File]):
             raise self._error(f"{name} is not JSON: {error}") from error
 
     def _blob_name(self, entry: Any, named_by: str) -> str:
+        """Return the name of the file to which `entry`, a descriptor in the file `named_by`, refers."""
         with self._explain_errors(named_by):
             digest = entry["digest"]
         if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
@@ -308,11 +315,27 @@ class _Selector(Generic[File]):
         )
 
 
+class _ManifestImage(NamedTuple):
+    """An image in ``manifest.json``. The names of its configuration and layers are those of files."""
+
+    config: str
+    layers: tuple[str, ...]
+    tags: tuple[str, ...]
+
+
+def _describe_image(image: Any) -> _ManifestImage:
+    """Return what an entry of ``manifest.json`` says."""
+    layers = _to_texts(image.get("Layers"))
+    tags = _to_texts(image.get("RepoTags"))
+    return _ManifestImage(str(image["Config"]), layers, tags)
+
+
 def _annotations(entry: Any) -> Any:
     return entry.get("annotations") or {}
 
 
 def _tag(entry: Any) -> Any:
+    """Return the name or tag that an entry of an OCI index states, or None."""
     # containerd writes the whole name, skopeo the tag alone.
     values = _annotations(entry)
     return values.get("io.containerd.image.name") or values.get("org.opencontainers.image.ref.name")
@@ -399,9 +422,9 @@ def digest_archive(
     digest = hashlib.sha256()
     size_bytes = 0
     image: SelectedImage[HashedFile] | None = None
-    wrong_blobs: list[str] = []
+    wrong_blobs = []
     problem = ""
-    with contextlib.closing(FileChunks(path, most=CHUNK_BYTES)) as chunks:
+    with contextlib.closing(FileChunks(path, chunk_bytes=CHUNK_BYTES)) as chunks:
 
         def next_chunk() -> bytes:
             nonlocal size_bytes
@@ -441,42 +464,36 @@ def _find_wrong_blobs(members: Members[HashedFile]) -> list[str]:
     """Return the names of blobs whose bytes do not have the digest in their name."""
     wrong_blobs = []
     for name in sorted({*members.files, *members.links}):
-        if not name.startswith(_BLOBS):
-            continue
         file = members.find(name)
-        if file and name != _BLOBS + file.sha256:
+        if name.startswith(_BLOBS) and file and name != _BLOBS + file.sha256:
             wrong_blobs.append(name)
     return wrong_blobs
 
 
 def _hash_members(chunks: Iterator[bytes], allowance: Allowance, where: str) -> Members[HashedFile]:
-    """Hash every file of an archive, and keep what may be JSON."""
+    """Hash every file of an archive, and keep the content of files that may be JSON."""
     stream = TarStream(chunks, name=where)
     json_bytes = 0
 
     def store(member: Member) -> HashedFile:
+        """Return the digests of a file, and its content if that may be JSON."""
         nonlocal json_bytes
         pieces = stream.body()
         # The first piece may be shorter than a mark.
         start = b""
         while len(start) < min(_MAGIC_BYTES, member.size_bytes):
             start += next(pieces)
-        is_kept = member.size_bytes <= _SMALL_BYTES
-        if member.size_bytes <= MAX_JSON_BYTES and start.lstrip()[:1] in (b"", b"{", b"["):
-            is_kept = True
+        may_be_json = member.size_bytes <= MAX_JSON_BYTES and start.lstrip()[:1] in (b"", b"{", b"[")
+        if may_be_json:
             json_bytes += member.size_bytes
             if json_bytes > _MAX_DOCUMENTS_BYTES:
-                raise CheckFailed(
-                    f"its JSON files have more than {_MAX_DOCUMENTS_BYTES >> 20} MiB together",
-                    where=where,
-                    hint="do not use the archive if you do not know its author",
-                )
-        return _hash_file_in_archive(
+                raise _too_much_json(where)
+        return _hash_file(
             itertools.chain([memoryview(start)], pieces),
             compressed.compression_of(start),
             allowance,
             name=member.name,
-            is_kept=is_kept,
+            is_kept=may_be_json or member.size_bytes <= _SMALL_BYTES,
         )
 
     members = read_members(stream, store, where=where)
@@ -484,26 +501,38 @@ def _hash_members(chunks: Iterator[bytes], allowance: Allowance, where: str) -> 
     return members
 
 
-def _hash_file_in_archive(
+def _too_much_json(where: str) -> CheckFailed:
+    return CheckFailed(
+        f"its JSON files have more than {_MAX_DOCUMENTS_BYTES >> 20} MiB together",
+        where=where,
+        hint="do not use the archive if you do not know its author",
+    )
+
+
+def _hash_file(
     pieces: Iterable[memoryview], compress: Compress, allowance: Allowance, *, name: str, is_kept: bool
 ) -> HashedFile:
-    """Return the digests of a file as it lies in the archive, and as it is once unpacked."""
+    """Return the digests of a file as it is in the archive, and as it is once unpacked.
+
+    The result also has the file's bytes if `is_kept`.
+    """
     stored = hashlib.sha256()
+    unpacked = hashlib.sha256()
+    gunzip = compressed.Gunzip(name)
     data = bytearray()
-    unpacked = stored
-    gunzip = None
-    if compress == "gzip":
-        unpacked = hashlib.sha256()
-        gunzip = compressed.Gunzip(name)
     for piece in pieces:
         stored.update(piece)
-        if gunzip:
+        if is_kept:
+            data += piece
+        if compress == "gzip":
             for plain in gunzip.feed(piece):
                 allowance.add_unpacked(len(plain))
                 unpacked.update(plain)
-        if is_kept:
-            data += piece
-    if gunzip:
+    sha256 = stored.hexdigest()
+    diff_id = ""
+    if compress == "gzip":
         unpacked.update(gunzip.finish())
-    diff_id = "" if compress == "zstd" else f"sha256:{unpacked.hexdigest()}"
-    return HashedFile(sha256=stored.hexdigest(), diff_id=diff_id, data=bytes(data) if is_kept else None)
+        diff_id = f"sha256:{unpacked.hexdigest()}"
+    elif compress == "none":
+        diff_id = f"sha256:{sha256}"
+    return HashedFile(sha256=sha256, diff_id=diff_id, data=bytes(data) if is_kept else None)

@@ -78,7 +78,7 @@ def json_path(archive: Path) -> Path:
 
 @contextlib.contextmanager
 def replace_around(sidecar: Sidecar, archive: Path) -> Iterator[None]:
-    """Write both files around the moment in which `archive` is renamed into place.
+    """Write the manifest and the checksum file around a block that renames `archive` into place.
 
     Raises
     ------
@@ -92,23 +92,29 @@ def replace_around(sidecar: Sidecar, archive: Path) -> Iterator[None]:
     files.write_file(sha256_path(archive), f"{sidecar.archive.sha256}  {sidecar.archive.name}\n")
 
 
-def describe_incomplete(archive: Path, sha256: str, described: Sidecar) -> tuple[str, str]:
+def describe_incomplete(archive: Path, sha256: str, sidecar: Sidecar) -> tuple[str, str]:
     """Return what an interrupted save has left, and the command that repairs it.
 
-    `sha256` is the archive's own digest, and `described` its manifest. There is no checksum file.
+    Parameters
+    ----------
+    archive : the archive, which has no checksum file.
+    sha256 : its digest, as its bytes are now.
+    sidecar : the content of its manifest file.
     """
     name = shlex.quote(archive.name)
-    checksum = sha256_path(archive).name
-    if described.archive.sha256 == sha256:
-        return f"incomplete: {checksum} is missing", f"sha256sum {name} > {shlex.quote(checksum)}"
+    checksum_name = sha256_path(archive).name
+    if sidecar.archive.sha256 == sha256:
+        repair = f"sha256sum {name} > {shlex.quote(checksum_name)}"
+        return f"incomplete: {checksum_name} is missing", repair
     problem = f"incomplete: a save has replaced {json_path(archive).name}, and not yet {archive.name}"
-    return problem, f"imgkit save {shlex.quote(described.image.tag)} -o {name}"
+    return problem, f"imgkit save {shlex.quote(sidecar.image.tag)} -o {name}"
 
 
 def to_json(sidecar: Sidecar) -> str:
-    """Return deterministic text. `system` and `manifest` are the JSON of the files in the image."""
+    """Return the text of the manifest file. The same value gives the same text."""
     system = None
     manifest = None
+    # As JSON objects, in the form that their files in the image have.
     if sidecar.system:
         system = json_text.parse(systems.to_json(sidecar.system))
     if sidecar.manifest:
@@ -124,34 +130,40 @@ def to_json(sidecar: Sidecar) -> str:
 
 
 def from_json(text: str, *, where: str) -> Sidecar:
-    """Read what `to_json` wrote.
+    """Read what `to_json` wrote. `where` is the file's path, for messages.
 
     Raises
     ------
     UsageError : not a sidecar, or of a later schema.
     """
     try:
-        data: dict[str, Any] = json_text.parse(text)
-        if data["schema"] != SCHEMA:
+        document: dict[str, Any] = json_text.parse(text)
+        if document["schema"] != SCHEMA:
             raise UsageError(
                 "a later version of imgkit wrote this sidecar", where=where, hint="use that version"
             )
-        json_text.unseal(data)
+        json_text.unseal(document)
         # A key of a later version would be lost when the file is written again.
-        if data.keys() != {"schema", "image", "archive", "system", "manifest"}:
-            raise ValueError(f"its keys are {sorted(data)}")
-        image: SavedImage = json_text.build_value(SavedImage, data["image"], "image", closed=True)
-        archive: SavedArchive = json_text.build_value(SavedArchive, data["archive"], "archive", closed=True)
-        system = None
-        manifest = None
-        if data["system"]:
-            system = systems.from_json(json.dumps(data["system"]))
-        if data["manifest"]:
-            manifest = manifests.from_json(json.dumps(data["manifest"]))
-        return Sidecar(image=image, archive=archive, system=system, manifest=manifest)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        reason = str(error) if isinstance(error, ValueError) else repr(error)
-        raise UsageError(f"not a sidecar of imgkit save: {reason}", where=where) from error
+        if document.keys() != {"schema", "image", "archive", "system", "manifest"}:
+            raise ValueError(f"its keys are {sorted(document)}")
+        return _parse_document(document)
+    except ValueError as error:
+        raise UsageError(f"not a sidecar of imgkit save: {error}", where=where) from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"not a sidecar of imgkit save: {error!r}", where=where) from error
+
+
+def _parse_document(document: dict[str, Any]) -> Sidecar:
+    """Return the values of a JSON object that has the keys of a sidecar."""
+    image = json_text.build_value(SavedImage, document["image"], "image", closed=True)
+    archive = json_text.build_value(SavedArchive, document["archive"], "archive", closed=True)
+    system = None
+    manifest = None
+    if document["system"]:
+        system = systems.from_json(json.dumps(document["system"]))
+    if document["manifest"]:
+        manifest = manifests.from_json(json.dumps(document["manifest"]))
+    return Sidecar(image=image, archive=archive, system=system, manifest=manifest)
 
 
 def read_sidecar(archive: Path) -> Sidecar | None:
@@ -189,6 +201,7 @@ def read_sha256(archive: Path) -> str | None:
 
 
 def _read_text(path: Path, noun: str) -> str | None:
+    """Return the text of `path`, or None if it does not exist. `noun` is what messages call the file."""
     try:
         return files.read_text(path)
     except FileNotFoundError:

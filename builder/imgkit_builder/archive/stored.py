@@ -45,9 +45,9 @@ class Region:
     start: int
     size_bytes: int
 
-    def chunks(self, most: int) -> FileChunks:
-        """Open the file, and return an iterator over the bytes, at most `most` at a time."""
-        return FileChunks(self.path, most=most, start=self.start, size_bytes=self.size_bytes)
+    def chunks(self, chunk_bytes: int) -> FileChunks:
+        """Open the file, and return an iterator over the bytes, at most `chunk_bytes` at a time."""
+        return FileChunks(self.path, chunk_bytes=chunk_bytes, start=self.start, size_bytes=self.size_bytes)
 
     def document(self) -> bytes | None:
         """Return the bytes. None if there are more than `MAX_JSON_BYTES`."""
@@ -86,8 +86,8 @@ class StoredLayer:
                 yield TarStream(plain, name=self.name)
             return
         # Where bodies are passed over, a large chunk would read them anyway.
-        most = compressed.CHUNK_BYTES if bodies else _HEADER_BYTES
-        with contextlib.closing(self.region.chunks(most)) as chunks:
+        chunk_bytes = compressed.CHUNK_BYTES if bodies else _HEADER_BYTES
+        with contextlib.closing(self.region.chunks(chunk_bytes)) as chunks:
             yield TarStream(chunks, name=self.name, jump=chunks.skip)
 
     def plain(self, allowance: Allowance | None = None) -> Generator[bytes, None, None]:
@@ -127,7 +127,7 @@ class StoredImage:
         return sum(layer.region.size_bytes for layer in self.layers if layer.compress != "none")
 
     def refuse_other_digest(self, number: int, sha256: str) -> None:
-        """Raise CheckFailed unless `sha256` is that of the plain bytes of layer `number`, counted from 1."""
+        """Raise CheckFailed if the plain bytes of layer `number`, from 1, should have another `sha256`."""
         expected = self.layers[number - 1].diff_id.removeprefix("sha256:")
         if sha256 != expected:
             raise CheckFailed(
@@ -146,7 +146,7 @@ def open_archive(
     advance: Callable[[int], None] = lambda _: None,
     unpack_limit_bytes: int | None,
 ) -> Iterator[StoredImage]:
-    """Yield the image of the archive or OCI folder `path`, of a compressed archive from a copy in `folder`.
+    """Yield the image of the archive or OCI folder `path`. Unpack a compressed archive to `folder` first.
 
     `advance` gets the number of bytes unpacked so far.
 
@@ -173,8 +173,15 @@ def spool_archive(
 ) -> dict[int, str]:
     """Write the plain archive that comes in `chunks` to `path`, and hash every file in it on the way.
 
-    The result has the sha256 of each by the byte at which it begins. With it, `open_image` need not read a
-    layer once more to compare it. `advance` gets the number of bytes so far.
+    Parameters
+    ----------
+    where : the archive's name, for messages.
+    advance : gets the number of bytes so far.
+
+    Returns
+    -------
+    The sha256 of each file, by the byte of the archive at which the file begins. With it, `open_image` need
+    not read a layer once more to compare it.
 
     Raises
     ------
@@ -219,7 +226,10 @@ def open_image(
 ) -> StoredImage:
     """Find the image of the plain archive or OCI folder `path`, without reading a layer.
 
-    `digests` is the result of `spool_archive`.
+    Parameters
+    ----------
+    where : what messages call the image, if not by its path.
+    digests : the result of `spool_archive`.
 
     Raises
     ------
@@ -229,32 +239,39 @@ def open_image(
     where = where or str(path)
     select = _select_in_folder if path.is_dir() else _select_in_archive
     selected = select(path, where)
-    selected.refuse_faults(where)
+    selected.refuse_problems(where)
     layers: list[StoredLayer] = []
     for (_, region), diff_id in zip(selected.layers, selected.config.diff_ids, strict=True):
-        with contextlib.closing(region.chunks(_MAGIC_BYTES)) as chunks:
-            start = next(chunks, b"")
         layer = StoredLayer(
             region=region,
             diff_id=diff_id,
             name=f"{where}: layer {len(layers) + 1}",
-            compress=compressed.compression_of(start),
+            compress=_detect_compression(region),
             stored_sha256=digests.get(region.start, ""),
         )
         layers.append(layer)
     return StoredImage(selected=selected, layers=tuple(layers), where=where)
 
 
+def _detect_compression(region: Region) -> compressed.Compress:
+    with contextlib.closing(region.chunks(_MAGIC_BYTES)) as chunks:
+        return compressed.compression_of(next(chunks, b""))
+
+
 def _select_in_archive(path: Path, where: str) -> SelectedImage[Region]:
+    """Return the only image of the plain archive `path`, of which only headers and JSON files are read."""
+
     def store(member: Member) -> Region:
         return Region(path=path, start=member.offset, size_bytes=member.size_bytes)
 
-    with contextlib.closing(FileChunks(path, most=_HEADER_BYTES)) as chunks:
+    with contextlib.closing(FileChunks(path, chunk_bytes=_HEADER_BYTES)) as chunks:
         members = read.read_members(TarStream(chunks, name=where, jump=chunks.skip), store, where=where)
     return read.select_image(members.find, where=where)
 
 
 def _select_in_folder(path: Path, where: str) -> SelectedImage[Region]:
+    """Return the only image of the OCI folder `path`."""
+
     def find(name: str) -> Region | None:
         file = path / name
         if not file.is_file():

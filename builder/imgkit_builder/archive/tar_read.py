@@ -17,11 +17,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import CheckFailed
 
 _PAX, _PAX_GLOBAL, _GNU_NAME, _GNU_LINK = b"x", b"g", b"L", b"K"
+_EXTENDED_KINDS = (_PAX, _PAX_GLOBAL, _GNU_NAME, _GNU_LINK)
 # What is read at once where only headers count. Most bodies are larger, and are passed over.
 _READ_BYTES = 16 << 10
 _HOLE = memoryview(bytes(64 << 10))
@@ -55,7 +57,14 @@ MAGIC = slice(257, 263)
 _MAJOR = slice(329, 337)
 _MINOR = slice(337, 345)
 _PREFIX = slice(345, 500)
-_SPARSE_CONTENT_SIZE = slice(483, 495)  # of a sparse file in the old GNU format, behind the map
+# A sparse file in the old GNU format has the first 4 parts of its map in the header, behind them a byte that
+# says whether a block with 21 more follows, and the size of the file. A part is two numbers of 12 bytes.
+_OLD_MAP = slice(386, 482)
+_OLD_MAP_GOES_ON = 482
+_OLD_CONTENT_SIZE = slice(483, 495)
+_OLD_MAP_IN_BLOCK = slice(0, 504)
+_OLD_MAP_GOES_ON_IN_BLOCK = 504
+_OLD_NUMBER_BYTES = 12
 CHECKSUM_AS_SPACES = 8 * 0x20
 """The checksum counts its own field of 8 bytes as spaces."""
 
@@ -63,12 +72,25 @@ _OCTAL = re.compile(rb"[0-7]{1,22}")
 _DECIMAL = re.compile(rb"[0-9]{1,19}")
 _TIME = re.compile(rb"(-?[0-9]{1,19})(\.[0-9]*)?")
 # No file and no time can be larger.
-_MOST = (1 << 63) - 1
+_MAX_NUMBER = (1 << 63) - 1
 _MAX_NAME_BYTES = 4096
 """Linux takes no longer path."""
 
 Sparse = tuple[tuple[int, int], ...]
 """Offset and size in bytes of each part of a sparse file that the archive holds, in their order."""
+
+
+class _SparseMap(NamedTuple):
+    """The map of a sparse file, as one of GNU tar's formats has it."""
+
+    content_bytes: int
+    """Size of the file, with its holes."""
+    numbers: list[int]
+    """Offset and size of the first part, then of the second, ..."""
+    blocks: list[bytes]
+    """The blocks between the header and the content; none if the map is in the header."""
+    body_bytes: int
+    """Size of the body behind these blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,102 +180,115 @@ class TarStream:
     def _read_member(self) -> Member | None:
         """Read headers up to the next member's, and return it. None at the end of the archive."""
         pax: Mapping[str, bytes] = {}
+        # A name and a link target that are too long for a header, by the kind of header that has them.
         gnu: dict[bytes, bytes] = {}
         extended: list[bytes] = []
         # An archive made to fill the memory has endless extended headers.
-        budget = self._limits.header_bytes
+        allowed_bytes = self._limits.header_bytes
         while True:
             header = self._read_exactly(BLOCK_BYTES)
             if header == _ZEROS:
                 return None
             _verify_checksum(header)
             kind = header[_KIND]
-            if kind not in (_PAX, _PAX_GLOBAL, _GNU_NAME, _GNU_LINK):
+            if kind not in _EXTENDED_KINDS:
                 member = _parse_member(header, pax, gnu, extended=b"".join(extended), offset=self.position)
-                return self._with_sparse_map(member)
+                sparse_map = self._read_sparse_map(member)
+                if sparse_map is None:
+                    return member
+                return self._with_sparse_map(member, sparse_map)
             size = _parse_count(header[_SIZE])
-            budget -= BLOCK_BYTES + size
-            if budget < 0:
+            allowed_bytes -= BLOCK_BYTES + size
+            if allowed_bytes < 0:
                 raise ValueError(f"extended headers of more than {self._limits.header_bytes} bytes")
             blocks = self._read_exactly(size + -size % BLOCK_BYTES)
             extended += (header, blocks)
             if kind == _PAX:
                 pax = _parse_pax(blocks[:size])
             elif kind != _PAX_GLOBAL:
-                gnu[kind] = blocks[:size].split(b"\0", 1)[0]
+                gnu[kind] = _text_field(blocks[:size])
 
-    def _with_sparse_map(self, member: Member) -> Member:
-        """Read the map of a sparse file in any of GNU tar's formats. Other members stay as they are."""
+    def _read_sparse_map(self, member: Member) -> _SparseMap | None:
+        """Read the map of a sparse file in any of GNU tar's formats. Return None for any other member."""
         pax = member.pax
-        header = member.header
-        size = member.size_bytes
-        blocks: list[bytes] = []
-        if header[_KIND] == _GNU_SPARSE:
-            content = _parse_count(header[_SPARSE_CONTENT_SIZE])
-            blocks, numbers = self._read_old_map(header)
-        elif "GNU.sparse.map" in pax:
-            content = _parse_decimal(pax.get("GNU.sparse.size"))
+        body_bytes = member.size_bytes
+        if member.header[_KIND] == _GNU_SPARSE:
+            content_bytes = _parse_count(member.header[_OLD_CONTENT_SIZE])
+            blocks, numbers = self._read_old_map(member.header)
+            return _SparseMap(content_bytes, numbers, blocks, body_bytes)
+        if "GNU.sparse.map" in pax:
+            content_bytes = _parse_decimal(pax.get("GNU.sparse.size"))
             numbers = [_parse_decimal(digits) for digits in pax["GNU.sparse.map"].split(b",")]
-        elif "GNU.sparse.major" in pax:
-            content = _parse_decimal(pax.get("GNU.sparse.realsize"))
-            blocks, numbers = self._read_map_in_body(size)
+            return _SparseMap(content_bytes, numbers, [], body_bytes)
+        if "GNU.sparse.major" in pax:
+            content_bytes = _parse_decimal(pax.get("GNU.sparse.realsize"))
+            blocks, numbers = self._read_map_in_body(body_bytes)
             # The map is a part of the body in the archive, but not of the file.
-            size -= len(blocks) * BLOCK_BYTES
-        elif "GNU.sparse.numblocks" in pax:
+            return _SparseMap(content_bytes, numbers, blocks, body_bytes - len(blocks) * BLOCK_BYTES)
+        if "GNU.sparse.numblocks" in pax:
             raise ValueError("a sparse file of the outdated format 0.0")
-        else:
-            return member
+        return None
+
+    def _with_sparse_map(self, member: Member, sparse_map: _SparseMap) -> Member:
+        """Return a copy of the sparse file `member` that knows its parts and its size with holes."""
         if member.kind != REGULAR:
             raise ValueError("a map of a sparse file before something that is not a file")
+        parts = _validate_map(sparse_map.numbers, sparse_map.body_bytes, sparse_map.content_bytes)
         return dataclasses.replace(
             member,
-            header=header + b"".join(blocks),
-            size_bytes=size,
+            header=member.header + b"".join(sparse_map.blocks),
+            size_bytes=sparse_map.body_bytes,
             offset=self.position,
-            content_bytes=content,
-            sparse=_validate_map(numbers, size, content),
+            content_bytes=sparse_map.content_bytes,
+            sparse=parts,
         )
 
     def _read_old_map(self, header: bytes) -> tuple[list[bytes], list[int]]:
-        """Read the blocks after a header of the old GNU format. Return them, and the numbers of the map."""
+        """Read the map of a sparse file in the old GNU format, which begins in its `header`.
+
+        Return the blocks that follow the header, and the numbers of the map.
+        """
         blocks: list[bytes] = []
-        # The header has room for 4 parts, each further block for 21. A byte behind them says whether a block
-        # with more of them follows.
-        table = header[386:482]
-        has_more = header[482]
+        table = header[_OLD_MAP]
+        has_more = header[_OLD_MAP_GOES_ON]
         while has_more:
             block = self._read_map_block(blocks)
             blocks.append(block)
-            table += block[:504]
-            has_more = block[504]
+            table += block[_OLD_MAP_IN_BLOCK]
+            has_more = block[_OLD_MAP_GOES_ON_IN_BLOCK]
         numbers: list[int] = []
-        # A part is two numbers of 12 bytes, its offset and its size. Unused parts are zero bytes.
-        for start in range(0, len(table), 24):
-            part = table[start : start + 24]
-            if part.strip(b"\0"):
-                numbers.append(_parse_count(part[:12]))
-                numbers.append(_parse_count(part[12:]))
+        for start in range(0, len(table), 2 * _OLD_NUMBER_BYTES):
+            middle = start + _OLD_NUMBER_BYTES
+            offset, size = table[start:middle], table[middle : middle + _OLD_NUMBER_BYTES]
+            # Unused parts are zero bytes.
+            if offset.strip(b"\0") or size.strip(b"\0"):
+                numbers += (_parse_count(offset), _parse_count(size))
         return blocks, numbers
 
-    def _read_map_in_body(self, size: int) -> tuple[list[bytes], list[int]]:
-        """Read the map with which a body of `size` bytes begins.
+    def _read_map_in_body(self, body_bytes: int) -> tuple[list[bytes], list[int]]:
+        """Read the map at the beginning of a body: the number of parts, then two lines for each part.
 
-        It has the number of parts, then two lines for each. Return its blocks, and the numbers.
+        Return the blocks of the map, and its numbers without the first.
         """
-        blocks: list[bytes] = []
-        line_count = 0
-        expected_count = 1
-        while line_count < expected_count:
-            block = self._read_map_block(blocks, size)
+        block = self._read_map_block([], body_bytes)
+        blocks = [block]
+        part_count, _, _ = block.partition(b"\n")
+        expected_lines = 1 + 2 * _parse_decimal(part_count)
+        line_count = block.count(b"\n")
+        while line_count < expected_lines:
+            block = self._read_map_block(blocks, body_bytes)
             blocks.append(block)
             line_count += block.count(b"\n")
-            part_count, _, _ = blocks[0].partition(b"\n")
-            expected_count = 1 + 2 * _parse_decimal(part_count)
-        lines = b"".join(blocks).split(b"\n")[1:expected_count]
+        lines = b"".join(blocks).split(b"\n")[1:expected_lines]
         return blocks, [_parse_decimal(line) for line in lines]
 
-    def _read_map_block(self, blocks: Sequence[bytes], most_bytes: int = _MOST) -> bytes:
-        """Return the block after `blocks` of a sparse file's map."""
+    def _read_map_block(self, blocks: Sequence[bytes], most_bytes: int = _MAX_NUMBER) -> bytes:
+        """Return the next block of a sparse file's map, of which `blocks` have been read.
+
+        Raises
+        ------
+        ValueError : the map would have more than `most_bytes`.
+        """
         if (len(blocks) + 1) * BLOCK_BYTES > min(most_bytes, self._limits.header_bytes):
             raise ValueError("the map of a sparse file is too long")
         return self._read_exactly(BLOCK_BYTES)
@@ -318,16 +353,20 @@ class TarStream:
 
 
 def fill_holes(
-    sparse: Sparse, content_bytes: int, take: Callable[[int], Iterator[memoryview]]
+    sparse: Sparse, content_bytes: int, read_bytes: Callable[[int], Iterator[memoryview]]
 ) -> Iterator[memoryview]:
-    """Yield the bytes of a sparse file. `take(count)` yields the next bytes that the archive holds."""
+    """Yield the bytes of a sparse file of `content_bytes`, with zeros between its parts.
+
+    ``read_bytes(count)`` yields the next bytes that the archive holds.
+    """
     position = 0
+    # An empty part at the end, so that zeros fill the file up to there.
     for offset, size in (*sparse, (content_bytes, 0)):
         while position < offset:
             hole = _HOLE[: offset - position]
             position += len(hole)
             yield hole
-        yield from take(size)
+        yield from read_bytes(size)
         position += size
 
 
@@ -341,16 +380,18 @@ def read_first_file(chunks: Iterator[bytes], *, name: str, most_bytes: int) -> b
 
 
 class FileChunks:
-    """Iterates over bytes of a file, at most `most` at a time. `skip` passes over some without reading them.
+    """Iterates over the bytes of a file, at most `chunk_bytes` at a time. `skip` passes over some of them.
 
     Raises
     ------
     CheckFailed : the file cannot be read.
     """
 
-    def __init__(self, path: Path, *, most: int, start: int = 0, size_bytes: int = _MOST) -> None:
+    def __init__(
+        self, path: Path, *, chunk_bytes: int, start: int = 0, size_bytes: int = _MAX_NUMBER
+    ) -> None:
         self._path = path
-        self._most = most
+        self._chunk_bytes = chunk_bytes
         self._position = start
         self._end = start + size_bytes
         try:
@@ -363,7 +404,7 @@ class FileChunks:
 
     def __next__(self) -> bytes:
         # `skip` may have led behind the end.
-        count = max(0, min(self._most, self._end - self._position))
+        count = max(0, min(self._chunk_bytes, self._end - self._position))
         try:
             chunk = os.pread(self._file.fileno(), count, self._position)
         except OSError as error:
@@ -392,7 +433,7 @@ def read_headers(path: Path) -> Iterator[Member]:
     ------
     CheckFailed : not a tar, damaged, cut short, or beyond `TarLimits`.
     """
-    with contextlib.closing(FileChunks(path, most=_READ_BYTES)) as chunks:
+    with contextlib.closing(FileChunks(path, chunk_bytes=_READ_BYTES)) as chunks:
         yield from TarStream(chunks, name=str(path), jump=chunks.skip)
 
 
@@ -475,14 +516,14 @@ def _parse_number(raw: bytes) -> int:
     """Return the value of a header's field: octal digits, or base-256 for what they cannot hold."""
     if raw[0] == 0x80:  # the mark of base-256
         value = int.from_bytes(raw[1:], "big")
-    elif raw[0] == 0xFF:  # of a negative number, it is also the sign in two's complement
+    elif raw[0] == 0xFF:  # the mark of a negative one; it is also the sign in two's complement
         value = int.from_bytes(raw, "big", signed=True)
     else:
         digits = raw.split(b"\0", 1)[0].strip(b" ") or b"0"
         if not _OCTAL.fullmatch(digits):
             raise ValueError(f"{raw!r} where a number belongs")
         value = int(digits, 8)
-    if abs(value) > _MOST:
+    if abs(value) > _MAX_NUMBER:
         raise ValueError(f"the number {raw!r}, which is out of range")
     return value
 
@@ -497,12 +538,13 @@ def _parse_count(raw: bytes) -> int:
 
 def _parse_decimal(digits: bytes | None) -> int:
     """Return the value of a size in a pax record or in the map of a sparse file."""
-    if digits is None or not _DECIMAL.fullmatch(digits) or int(digits) > _MOST:
+    if digits is None or not _DECIMAL.fullmatch(digits) or int(digits) > _MAX_NUMBER:
         raise ValueError(f"the size {(digits or b'')[:40]!r} in a pax record")
     return int(digits)
 
 
 def _parse_owner(key: str, pax: Mapping[str, bytes], field: bytes) -> int:
+    """Return the uid or gid in the pax record `key`, or else in the `field` of the header."""
     value = _parse_decimal(pax[key]) if key in pax else _parse_count(field)
     if value >= 1 << 32:  # Linux has 32 bits for it
         raise ValueError(f"the {key} {value}, which is out of range")
@@ -512,22 +554,22 @@ def _parse_owner(key: str, pax: Mapping[str, bytes], field: bytes) -> int:
 def _parse_time(raw: bytes) -> int:
     """Return the whole seconds of a time in a pax record: ``1700000000.25``."""
     match = _TIME.fullmatch(raw)
-    if match is None or abs(int(match[1])) > _MOST:
+    if match is None or abs(int(match[1])) > _MAX_NUMBER:
         raise ValueError(f"the time {raw[:40]!r} in a pax record")
     return int(match[1])
 
 
 def _parse_pax(data: bytes) -> dict[str, bytes]:
     """Return the records of a pax header, ``LENGTH KEY=VALUE\\n`` each. LENGTH counts the whole record."""
-    records: dict[str, bytes] = {}
+    records = {}
     start = 0
     while start < len(data):
         # A record of 1 MiB has a length of 7 digits.
         digits, _, _ = data[start : start + 10].partition(b" ")
+        if not _DECIMAL.fullmatch(digits):
+            raise ValueError("a pax header that cannot be read")
         key_start = start + len(digits) + 1
-        end = 0
-        if _DECIMAL.fullmatch(digits):
-            end = start + int(digits)
+        end = start + int(digits)
         if not key_start <= end <= len(data):
             raise ValueError("a pax header that cannot be read")
         key, _, value = data[key_start : end - 1].partition(b"=")
@@ -542,26 +584,32 @@ def _verify_checksum(header: bytes) -> None:
     if sum(header) - sum(checksum) + CHECKSUM_AS_SPACES != _parse_number(checksum):
         raise ValueError("a header's checksum is wrong")
     # GNU's headers have times and sizes where others have a prefix: digits, or base-256, but no text.
-    prefix = header[_PREFIX]
+    numbers = header[_PREFIX]
     if header[_KIND] == _GNU_SPARSE:
-        prefix = header[345:482]  # a mark and the size of the file follow
-    if header[MAGIC] == b"ustar " and prefix.strip(b"\0 01234567") and prefix.isascii():
+        # A mark and the size of the file follow.
+        numbers = header[_PREFIX.start : _OLD_MAP.stop]
+    if header[MAGIC] == b"ustar " and numbers.strip(b"\0 01234567") and numbers.isascii():
         raise ValueError("a GNU header with a prefix, which some readers use as a folder")
 
 
-def _validate_map(numbers: Sequence[int], size_bytes: int, content_bytes: int) -> Sparse:
-    """Return the parts. None may overlap another, lie outside the file, or be missing in the body."""
+def _validate_map(numbers: Sequence[int], body_bytes: int, content_bytes: int) -> Sparse:
+    """Return the parts of a sparse file, whose map is a list of `numbers`: offset, length, offset, ...
+
+    Raises
+    ------
+    ValueError : a part overlaps another, is outside the file of `content_bytes`, or the body of `body_bytes`
+        does not hold all parts.
+    """
     if len(numbers) % 2:
         raise ValueError("the map of a sparse file cannot be read")
-    offsets = numbers[::2]
     lengths = numbers[1::2]
-    parts = tuple(zip(offsets, lengths, strict=True))
+    parts = tuple(zip(numbers[::2], lengths, strict=True))
     end = 0
     for offset, length in parts:
         if offset < end or offset + length > content_bytes:
             raise ValueError("the map of a sparse file is wrong")
         end = offset + length
-    if sum(lengths) != size_bytes:
+    if sum(lengths) != body_bytes:
         raise ValueError("the map of a sparse file does not fit its size")
     return parts
 

@@ -76,7 +76,8 @@ def ustar_header(
     """
     if len(name) > _NAME_BYTES or len(link) > _NAME_BYTES:
         raise ValueError(f"too long for a plain tar header: {name!r} {link!r}")
-    fields = b"%07o\0%07o\0%07o\0%011o\0%011o\0" % (mode, 0, 0, size_bytes, 0)
+    uid = gid = mtime_s = 0
+    fields = b"%07o\0%07o\0%07o\0%011o\0%011o\0" % (mode, uid, gid, size_bytes, mtime_s)
     return _block(name, fields, kind, link, b"ustar\x0000", b"")
 
 
@@ -85,12 +86,13 @@ def pax_header(records: Mapping[str, bytes]) -> bytes:
     body = b""
     for key, value in records.items():
         record = b" " + key.encode() + b"=" + value + b"\n"
-        # The length counts its own digits: with them it may need one more.
-        length = len(record) + len(str(len(record)))
-        length = len(record) + len(str(length))
+        # The length counts its own digits, of which it may have one more once they are counted.
+        length = 0
+        while length != len(record) + len(str(length)):
+            length = len(record) + len(str(length))
         body += str(length).encode() + record
-    start = ustar_header(name=b"PaxHeaders/imgkit", kind=_PAX, size_bytes=len(body))
-    return start + body + padding(len(body))
+    header_block = ustar_header(name=b"PaxHeaders/imgkit", kind=_PAX, size_bytes=len(body))
+    return header_block + body + padding(len(body))
 
 
 def padding(size_bytes: int) -> bytes:
@@ -99,6 +101,10 @@ def padding(size_bytes: int) -> bytes:
 
 
 def _block(name: bytes, fields: bytes, kind: bytes, link: bytes, magic: bytes, device: bytes) -> bytes:
+    """Return a header of 512 bytes with its checksum.
+
+    `fields` are mode, owner, size and time, and `device` is the major and minor number, all as text.
+    """
     start = name[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0") + fields
     end = kind + link[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
     end += magic.ljust(72, b"\0")  # 64 of these bytes are for names of user and group, which stay empty

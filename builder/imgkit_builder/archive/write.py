@@ -108,24 +108,29 @@ def check_target(target: Path, *, compress: Compress, expected_bytes: int | None
         raise UsageError("sha256sum cannot list a name with a newline or backslash", where=str(target))
     if target.is_dir():
         raise UsageError("the target is a folder", where=str(target), hint=f"-o {target / 'image.tar'}")
-    if not target.parent.is_dir():
-        raise UsageError(
-            "the folder does not exist", where=str(target.parent), hint=f"mkdir -p {target.parent}"
-        )
-    if not os.access(target.parent, os.W_OK | os.X_OK):
-        raise UsageError("the folder is not writable", where=str(target.parent), hint="-o ELSEWHERE.tar")
+    folder = target.parent
+    if not folder.is_dir():
+        raise UsageError("the folder does not exist", where=str(folder), hint=f"mkdir -p {folder}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError("the folder is not writable", where=str(folder), hint="-o ELSEWHERE.tar")
     if compress == "zstd" and shutil.which("zstd") is None:
         raise ToolMissing("the program 'zstd' is not on PATH", hint=ZSTD_HINT)
-    needed_bytes = expected_bytes or 0
+    if expected_bytes is not None:
+        _refuse_full_disk(folder, compress, expected_bytes)
+
+
+def _refuse_full_disk(folder: Path, compress: Compress, plain_bytes: int) -> None:
+    """Raise UsageError if `folder` has no room for an archive of `plain_bytes` before compression."""
+    needed_bytes = plain_bytes
     hint = "choose another path with -o"
     if compress == "none":
         hint += ", or --compression zstd"
     else:
         needed_bytes //= 2  # PyTorch images compress to 0.3-0.45 of their size; half leaves a margin
-    free_bytes = shutil.disk_usage(target.parent).free
+    free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
         message = f"{size_text(needed_bytes)} needed, {size_text(free_bytes)} free"
-        raise UsageError(message, where=str(target.parent), hint=hint)
+        raise UsageError(message, where=str(folder), hint=hint)
 
 
 def remove_leftovers(target: Path) -> None:
@@ -147,17 +152,17 @@ def _lock(stream: BinaryIO) -> None:
 def _report_progress(
     chunks: Iterable[bytes], *, target: Path, expected_bytes: int | None, report: Reporter
 ) -> Iterator[bytes]:
-    """Yield `chunks` unchanged, and report progress."""
+    """Yield `chunks` unchanged, and report progress. The stage begins with the first of them."""
     done_bytes = 0
     for chunk in chunks:
         if not done_bytes:
             report.stage(f"save {target.name}")
         done_bytes += len(chunk)
-        total = None
+        total_bytes = None
         if expected_bytes:
             # A tar is a little larger than its layers: never report more than 100 %.
-            total = max(expected_bytes, done_bytes)
-        report.advance(done_bytes, total)
+            total_bytes = max(expected_bytes, done_bytes)
+        report.advance(done_bytes, total_bytes)
         yield chunk
 
 
@@ -176,9 +181,10 @@ def _write_chunks(chunks: Iterator[bytes], stream: BinaryIO) -> Iterator[bytes]:
         for chunk in chunks:
             stream.write(chunk)
             unflushed_bytes += len(chunk)
+            # One flush at a time.
             if unflushed_bytes >= _FLUSH_BYTES and (flush is None or flush.done()):
                 if flush:
-                    flush.result()
+                    flush.result()  # raises its error
                 flush = pool.submit(os.fdatasync, stream.fileno())
                 unflushed_bytes = 0
             yield chunk
@@ -199,13 +205,14 @@ def _gzip_chunks(chunks: Iterator[bytes]) -> Iterator[bytes]:
     """Yield gzip members of 256 KiB each, made side by side. Any gzip reader takes them as one file."""
     workers = min(process.count_processors(), _MAX_WORKERS)
     with ThreadPoolExecutor(workers) as pool:
-        pending: deque[Future[bytes]] = deque()
+        jobs: deque[Future[bytes]] = deque()
         for block in _equal_blocks(chunks):
-            pending.append(pool.submit(_make_member, block))
-            if len(pending) > workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+            jobs.append(pool.submit(_make_member, block))
+            # One more than there are threads, so that none waits for the reader.
+            if len(jobs) > workers:
+                yield jobs.popleft().result()
+        for job in jobs:
+            yield job.result()
 
 
 def _make_member(block: bytes) -> bytes:

@@ -74,14 +74,14 @@ def find_endpoint() -> Endpoint:
     if host:
         return Endpoint(host=host, source="DOCKER_HOST", tls=_read_variables_tls())
     source = "DOCKER_CONTEXT"
-    name = os.environ.get(source, "")
-    if not name:
+    context = os.environ.get(source, "")
+    if not context:
         path = _settings_folder() / "config.json"
         source = str(path)
         with contextlib.suppress(OSError):
-            name = str(_read_json(path).get("currentContext") or "")
-    if name not in ("", _DEFAULT_CONTEXT):
-        return _read_context(name, source)
+            context = str(_read_json(path).get("currentContext") or "")
+    if context not in ("", _DEFAULT_CONTEXT):
+        return _read_context(context, source)
     return next(_find_listening(), Endpoint(host=DEFAULT_HOST, tls=_read_variables_tls()))
 
 
@@ -181,11 +181,13 @@ def _read_variables_tls() -> Tls | None:
 
 
 def _find_tls_files(folder: Path, *, verify: bool) -> Tls:
+    """Return the certificates in `folder`, which have the names that Docker gives them."""
     files = {path.name: path for path in folder.glob("*.pem") if path.is_file()}
     return Tls(ca=files.get("ca.pem"), cert=files.get("cert.pem"), key=files.get("key.pem"), verify=verify)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in the file `path`. Raise UsageError if it holds anything else."""
     hint = "correct or remove it"
     try:
         data = json_text.load(path)
@@ -208,11 +210,17 @@ def explain_unreachable(engine: Endpoint, error: Exception) -> ImgkitError:
         return _explain_denied_socket(host.removeprefix("unix://"))
     if cause and cause.errno in (errno.ENOENT, errno.ECONNREFUSED, errno.ENOTDIR):
         return ToolMissing(f"no Docker engine answers at {host}", where=where, hint=_start_hint(engine))
-    text = str(error)
     if host.startswith("ssh://"):
-        message = f"{host} cannot be reached over SSH: {text or type(error).__name__}"
+        message = f"{host} cannot be reached over SSH: {str(error) or type(error).__name__}"
         return ToolFailed(message, where=where, hint=f"try: {shlex.join(_ssh_argv(host))}")
     # From here on there is no system error's number: requests and the SDK leave only their text.
+    return _explain_text(engine, str(error))
+
+
+def _explain_text(engine: Endpoint, text: str) -> ImgkitError:
+    """Return the error for the message `text` of requests or of the SDK."""
+    host = engine.host
+    where = engine.source or None
     if "timed out" in text.lower():
         message = f"the Docker engine at {host} accepted the connection and did not answer"
         hint = "it may be stuck, see: journalctl -u docker -n 50; sudo systemctl restart docker"
@@ -227,6 +235,7 @@ def explain_unreachable(engine: Endpoint, error: Exception) -> ImgkitError:
 
 
 def _explain_denied_socket(path: str) -> ToolMissing:
+    """Return the error for a socket that this user may not use."""
     if os.geteuid() == 0:
         # The group and sudo do not help root: the refusal comes from the kernel's policy or from a namespace.
         hint = f"root is refused by a security policy or a user namespace: ls -lZ {path}; journalctl -k -n 20"
@@ -241,13 +250,14 @@ def _explain_denied_socket(path: str) -> ToolMissing:
 
 
 def _explain_tls_error(engine: Endpoint, error: ssl.SSLError) -> ToolFailed:
-    names = "none (see DOCKER_CERT_PATH)"
+    """Return the error for a connection on which TLS failed. It names the certificates that imgkit has."""
+    present = "none (see DOCKER_CERT_PATH)"
     if engine.tls:
         paths = (engine.tls.ca, engine.tls.cert, engine.tls.key)
-        names = ", ".join(str(path) for path in paths if path) or names
+        present = ", ".join(str(path) for path in paths if path) or present
     hint = (
         "ca.pem must be the CA of the engine's certificate, and the certificate must name this address; "
-        f"cert.pem and key.pem identify you. Present: {names}"
+        f"cert.pem and key.pem identify you. Present: {present}"
     )
     message = f"no TLS with the engine at {engine.host}: {error.reason or error}"
     return ToolFailed(message, where=engine.source or None, hint=hint)
@@ -273,17 +283,18 @@ def _start_hint(engine: Endpoint) -> str:
 
 def _find_system_error(error: BaseException) -> OSError | None:
     """Return the OSError at the bottom of `error`: SDK, requests and urllib3 each wrap it once more."""
-    seen: set[int] = set()
-    queue: list[object] = [error]
-    while queue:
-        item = queue.pop()
-        if not isinstance(item, BaseException) or id(item) in seen:
+    visited_ids = set()
+    stack: list[object] = [error]
+    while stack:
+        wrapper = stack.pop()
+        if not isinstance(wrapper, BaseException) or id(wrapper) in visited_ids:
             continue
-        seen.add(id(item))
+        visited_ids.add(id(wrapper))
         # requests' own exceptions are OSErrors without a number.
-        if isinstance(item, OSError) and item.errno is not None:
-            return item
-        queue += [item.__cause__, item.__context__, getattr(item, "reason", None), *item.args]
+        if isinstance(wrapper, OSError) and wrapper.errno is not None:
+            return wrapper
+        reason = getattr(wrapper, "reason", None)  # of urllib3
+        stack += [wrapper.__cause__, wrapper.__context__, reason, *wrapper.args]
     return None
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imgkit_builder.base import files
@@ -18,7 +19,7 @@ from imgkit_builder.engine.image_source import full_platform, pull_image
 from imgkit_builder.engine.images import ImageInfo, can_choose_platform, check_name, find_image, repository
 from imgkit_builder.image import inside
 from imgkit_builder.oci.manifest import STANDIN_LABEL, BaseImage, Probe
-from imgkit_builder.oci.platform import emulator_fault
+from imgkit_builder.oci.platform import emulator_problem
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import ImgkitError, ToolMissing, UsageError
 
@@ -95,6 +96,7 @@ def resolve_base(
 
 
 def _pull_base(engine: Engine, name: str, target: str, report: Reporter, *, where: str | None) -> ImageInfo:
+    """Pull the base `name` for the platform `target`. An error names `where` and how to do without."""
     try:
         return pull_image(engine, name, target, report)
     except ImgkitError as error:
@@ -127,16 +129,18 @@ def choose_platform(recipe: Recipe, *, requested: str | None, host: str) -> str:
 def _other_platform_error(
     engine: Engine, image: ImageInfo, name: str, target: str, recipe: Recipe
 ) -> UsageError:
-    """Return the error for a base of another platform.
+    """Return the error for the base `image`, called `name`, which is not for the platform `target`.
 
     The engine does not check: it builds the wrong image, or fails at the first step that runs a program.
     """
-    hints = [f"choose a {target} base: --base NAME"]
+    hints = []
+    # A stand-in cannot be pulled.
     if not name.startswith(STANDIN_HOST):
-        pull = ONE_PLATFORM_HINT
         if can_choose_platform(engine):
-            pull = f"docker pull --platform {target} {name}"
-        hints.insert(0, pull)
+            hints.append(f"docker pull --platform {target} {name}")
+        else:
+            hints.append(ONE_PLATFORM_HINT)
+    hints.append(f"choose a {target} base: --base NAME")
     if image.platform in recipe.image.platforms:
         hints.append(f"build for its platform: --platform {image.platform}")
     return UsageError(
@@ -152,10 +156,11 @@ def _refuse_without_emulator(engine: Engine, target: str) -> None:
     in_virtual_machine = "Docker Desktop" in str(engine.info.get("OperatingSystem", ""))
     if target == engine.platform or in_virtual_machine or not engine.facts().is_here:
         return
-    fault = emulator_fault(target.partition("/")[2])
-    if fault:
+    _, _, arch = target.partition("/")
+    problem = emulator_problem(arch)
+    if problem:
         raise ToolMissing(
-            f"{target} images cannot run on this {engine.platform} machine: {fault}",
+            f"{target} images cannot run on this {engine.platform} machine: {problem}",
             hint="sudo apt-get install qemu-user-static binfmt-support (they register binfmt handlers; in a "
             "container first: sudo mount -t binfmt_misc none /proc/sys/fs/binfmt_misc)",
         )
@@ -174,13 +179,9 @@ def probe(engine: Engine, base: BaseImage) -> Probe:
     """
     digest = base.id.partition(":")[2] or "unknown"
     path = files.cache_dir() / "probe" / f"{digest}.json"
-    try:
-        data = json_text.parse(files.read_own(path))
-        if data.pop("schema") == SCHEMA:
-            data["pip_conflicts"] = tuple(data["pip_conflicts"])
-            return Probe(**data)
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # no earlier run, or a damaged file
+    cached = _read_cached_probe(path)
+    if cached is not None:
+        return cached
     name = base.name
     if base.id and not engine.names_manifests:
         name = base.id  # a tag may move meanwhile
@@ -200,7 +201,20 @@ def probe(engine: Engine, base: BaseImage) -> Probe:
     return result
 
 
+def _read_cached_probe(path: Path) -> Probe | None:
+    """Return the result of an earlier `probe` in the file `path`, or None if it has none."""
+    try:
+        values = json_text.parse(files.read_own(path))
+        if values.pop("schema") != SCHEMA:
+            return None
+        values["pip_conflicts"] = tuple(values["pip_conflicts"])
+        return Probe(**values)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # no earlier run, or a damaged file
+
+
 def _probe_failure(engine: Engine, base: BaseImage, returncode: int, output: str) -> str:
+    """Return why the program in `base` gave no versions."""
     if returncode == containers.NOT_FOUND:
         return "the base has no python3"
     if "exec format error" in output.lower():

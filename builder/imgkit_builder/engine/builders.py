@@ -74,6 +74,7 @@ def choose(facts: EngineFacts, requested: Builder = "auto", *, secrets_at: str =
 
 
 def _choose_without_secrets(facts: EngineFacts, requested: Builder) -> Choice:
+    """Return the builder that `requested` names or allows, for a build without secrets."""
     if requested == "classic":
         return CLASSIC
     if requested == "buildx":
@@ -152,6 +153,7 @@ def buildx_version() -> str:
 
 
 def _require_buildx() -> None:
+    """Raise ToolMissing if there is no ``docker buildx``."""
     install = f"{BUILDX_PACKAGE}; or use --builder classic"
     process.require_program("docker", install)
     if not buildx_version():

@@ -96,6 +96,7 @@ def build(
     platform = context.manifest.platform
 
     def run_builder(choice: Choice) -> str:
+        """Build with `choice`, and return the engine's name for the image."""
         make_follower = BuildKitFollower if choice.name == "buildx" else BuildFollower
         with log.open("w", encoding="utf-8") as stream:
             follower = make_follower(

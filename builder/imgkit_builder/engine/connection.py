@@ -130,7 +130,7 @@ class Engine:
 
 
 def connect(engine: Endpoint | None = None, *, timeout_s: float = ANSWER_TIMEOUT_S) -> Engine:
-    """Connect to `engine`, by default that of ``DOCKER_HOST``, the chosen context or the first usual socket.
+    """Connect to `engine`. By default, `find_endpoint` chooses it.
 
     Raises
     ------
@@ -239,7 +239,7 @@ def sdk_options(engine: Endpoint) -> dict[str, Any]:
 
 
 def engine_facts(endpoint: Endpoint, *, version: Mapping[str, Any], info: Mapping[str, Any]) -> EngineFacts:
-    """Return the facts in the answers to ``/version`` and ``/info``.
+    """Return the facts in the engine's answers to ``/version`` and ``/info``.
 
     Raises
     ------
@@ -247,13 +247,12 @@ def engine_facts(endpoint: Endpoint, *, version: Mapping[str, Any], info: Mappin
     """
     try:
         components = [str(part.get("Name") or "") for part in version.get("Components") or ()]
-        product = "Podman" if "Podman Engine" in components else "Docker"
         store = str(info.get("Driver") or "unknown")
         if _has_containerd_store(info):
             store = f"containerd ({store})"
         return EngineFacts(
             endpoint=endpoint,
-            product=product,
+            product="Podman" if "Podman Engine" in components else "Docker",
             version=str(version["Version"]),
             api=str(version["ApiVersion"]),
             arch=str(version["Arch"]),

@@ -126,25 +126,33 @@ def run(engine: Engine, image: str, argv: Sequence[str], *, platform: str) -> Fi
 
     A program missing from the image gives return code 127, and the engine's message as output.
     """
-    import docker.errors
-
     with temporary_container(engine, image, argv, purpose="run", platform=platform) as name:
         with translate_errors(f"start {argv[0]} in {image}", name=image):
-            try:
-                engine.api.start(name)
-            except docker.errors.APIError as error:
-                message = str(error.explanation)
-                if not re.search("executable file not found|no such file or directory", message):
-                    raise
-                # The text before "exec:" describes what containerd and runc were doing.
-                _, separator, reason = message.partition("exec:")
-                if separator:
-                    message = separator + reason
-                return Finished(argv=tuple(argv), returncode=NOT_FOUND, output=message)
+            missing_program = _start(engine, name)
+        if missing_program:
+            return Finished(argv=tuple(argv), returncode=NOT_FOUND, output=missing_program)
         with translate_errors(f"run {argv[0]} in {image}"), engine.patient() as api:
             code = int(api.wait(name)["StatusCode"])
             output: bytes = api.logs(name, stdout=True, stderr=True)
     return Finished(argv=tuple(argv), returncode=code, output=strip_styles(output.decode("utf-8", "replace")))
+
+
+def _start(engine: Engine, name: str) -> str:
+    """Start the container `name`. If the image lacks the program, return the engine's message about that."""
+    import docker.errors
+
+    try:
+        engine.api.start(name)
+    except docker.errors.APIError as error:
+        message = str(error.explanation)
+        if not re.search("executable file not found|no such file or directory", message):
+            raise
+        # The text before "exec:" describes what containerd and runc were doing.
+        start = message.find("exec:")
+        if start > 0:
+            return message[start:]
+        return message
+    return ""
 
 
 @contextlib.contextmanager
@@ -175,8 +183,7 @@ def shell_argv(image: str, *, gpus: bool, host: bool, endpoint: Endpoint, workdi
 
     With `host`, the container shares network and IPC with the machine. NCCL and data loader workers use
     shared memory, and Docker's default of 64 MB is too small. RDMA needs unlimited locked memory (NVIDIA's
-    advice for
-    its PyTorch containers). Docker 29 lowers open files to 1,024.
+    advice for its PyTorch containers). Docker 29 lowers open files to 1,024.
     """
     argv = ["docker"]  # follows variables and contexts as imgkit does
     if shutil.which("podman") and not shutil.which("docker"):

@@ -203,10 +203,12 @@ class LayerProgress:
             self._report.line(f"{layer}: {status}")
         elif not detail and status:
             self._report.line(status)
-        if status in ("Downloading", "Pushing") and "current" in detail:
-            # While compressing, the engine may send more than it announced.
-            current = int(detail["current"])
-            self._layers[layer] = (current, max(int(detail.get("total") or 0), current))
-            sent_bytes = sum(sent for sent, _ in self._layers.values())
-            total_bytes = sum(total for _, total in self._layers.values())
-            self._report.advance(sent_bytes, total_bytes)
+        if status not in ("Downloading", "Pushing") or "current" not in detail:
+            return
+        sent_bytes = int(detail["current"])
+        # While compressing, the engine may send more than it announced.
+        total_bytes = max(int(detail.get("total") or 0), sent_bytes)
+        self._layers[layer] = (sent_bytes, total_bytes)
+        all_sent_bytes = sum(sent for sent, _ in self._layers.values())
+        all_total_bytes = sum(total for _, total in self._layers.values())
+        self._report.advance(all_sent_bytes, all_total_bytes)

@@ -109,9 +109,10 @@ class BuildFollower:
         return type(error)(error.what, where=self._origin(message), hint=self._add_log("\n".join(hints)))
 
     def _add_line(self, line: str) -> None:
+        """Process a whole line of output."""
         # A progress bar rewrites its line; only the last text counts.
-        _, _, text = strip_styles(line).rstrip("\r").rpartition("\r")
-        text = self._hide(text)
+        _, _, last_text = strip_styles(line).rstrip("\r").rpartition("\r")
+        text = self._hide(last_text)
         self._log.write(text + "\n")
         self._log.flush()
         self._interpret(text)
@@ -137,6 +138,7 @@ class BuildFollower:
         return self._tail.pop().removeprefix("Error: ")
 
     def _start_step(self, header: re.Match[str]) -> None:
+        """Begin the step whose number and instruction the line `header` states."""
         self._step = int(header["number"])
         self._step_count = int(header["total"])
         self._instruction = header["instruction"]
@@ -191,6 +193,7 @@ class BuildKitFollower(BuildFollower):
     _error = ""
 
     def _interpret(self, text: str) -> None:
+        """Note what a line of BuildKit says about the steps, or keep it for a message."""
         step = _VERTEX.match(text)
         output = _OUTPUT.match(text)
         source = _SOURCE_LINE.match(text)
@@ -216,17 +219,19 @@ class BuildKitFollower(BuildFollower):
 def instruction_lines(text: str, *, only: Collection[str] = ()) -> tuple[int, ...]:
     """Return the first line, from 1, of each instruction of the Dockerfile `text`.
 
-    With `only`, other kinds of instructions are left out. The engine numbers its steps in the same order,
-    from 1. Here-documents are not supported: the classic builder does not know them either.
+    With `only`, such as ``("RUN", "COPY")``, other kinds of instructions are left out. The engine numbers its
+    steps in the same order, from 1. Here-documents are not supported: the classic builder does not know them
+    either.
     """
-    numbers: list[int] = []
-    continued = False
+    numbers = []
+    is_continued = False
     for number, line in enumerate(text.splitlines(), start=1):
         instruction = line.strip()
         # A continued instruction may contain comments and empty lines.
         if not instruction or instruction.startswith("#"):
             continue
-        if not continued and (not only or instruction.split()[0].upper() in only):
+        keyword, *_ = instruction.split()
+        if not is_continued and (not only or keyword.upper() in only):
             numbers.append(number)
-        continued = instruction.endswith("\\")
+        is_continued = instruction.endswith("\\")
     return tuple(numbers)

@@ -130,17 +130,15 @@ def _refuse_incomplete(chunks: Iterator[bytes], doing: str) -> Generator[bytes, 
     tail = b""
     with translate_errors(doing):
         for chunk in chunks:
-            if len(chunk) < _TAIL_BYTES:
-                tail += chunk
-            else:
-                tail = chunk
-            tail = tail[-_TAIL_BYTES:]
+            # A large chunk is not copied as a whole.
+            tail = (tail + chunk[-_TAIL_BYTES:])[-_TAIL_BYTES:]
             yield chunk
     if tail.endswith(_TAR_END):
         return
-    start = tail.rfind(b'{"errorDetail"')
-    if start >= 0:
-        raise explain_message(strip_styles(tail[start:].decode("utf-8", "replace")), doing=doing)
+    error_start = tail.rfind(b'{"errorDetail"')
+    if error_start >= 0:
+        message = tail[error_start:].decode("utf-8", "replace")
+        raise explain_message(strip_styles(message), doing=doing)
     raise ToolFailed(
         f"{doing}: the stream ended before the archive did",
         hint="the engine stopped or its disk is full: docker system df; journalctl -u docker -n 50",
@@ -189,9 +187,9 @@ def store_files(
         chunks, _ = api.get_archive(container, path)
         stream = tar_read.TarStream(iter(chunks), name=f"{path} in {name}")
         for member in stream:
-            file = member.name.rpartition("/")[2]
-            if member.kind == REGULAR and is_wanted(file):
-                with (folder / file).open("xb") as target:
+            _, _, base_name = member.name.rpartition("/")
+            if member.kind == REGULAR and is_wanted(base_name):
+                with (folder / base_name).open("xb") as target:
                     target.writelines(stream.content())
 
 
@@ -219,7 +217,7 @@ def pull_image(engine: Engine, ref: str, platform: str | None, report: Reporter)
     if image.platform != full_platform(platform):
         raise UsageError(
             f"{ref} is {image.platform}; the registry has none for {platform}",
-            hint="choose another tag; to see its platforms: docker manifest inspect " + ref,
+            hint=f"choose another tag; to see its platforms: docker manifest inspect {ref}",
         )
     return image
 
@@ -280,7 +278,7 @@ def add_tag(engine: Engine, image: str, ref: str) -> None:
 
 
 def _split(ref: str) -> tuple[str, str]:
-    """Return the repository and the tag of `ref`."""
+    """Return the repository and the tag, or the digest, of `ref`."""
     name = repository(ref)
     tag = ref[len(name) + 1 :]  # behind the colon
     # If no tag is given, the SDK pushes every tag of the repository.

@@ -118,6 +118,7 @@ def config_json(engine: Engine, image: ImageInfo) -> bytes:
 
 
 def _diff_ids(data: dict[str, Any]) -> tuple[str, ...]:
+    """Return the digests of an image's layers, from what the engine tells of it."""
     return tuple((data.get("RootFS") or {}).get("Layers") or ())
 
 
@@ -126,35 +127,41 @@ def _make_info(engine: Engine, data: dict[str, Any], name: str) -> ImageInfo:
     ref = str(data["Id"])
     platform = read_platform(data)
     config = data.get("Config") or {}
-    requested = short_name(name)
-    # An engine may send null for an empty list.
-    tags = [short_name(tag) for tag in data.get("RepoTags") or () if tag != "<none>:<none>"]
-    # The requested name comes first, so that saving and messages use it.
-    tags.sort(key=lambda tag: tag not in (requested, f"{requested}:latest"))
-    digests = [short_name(name) for name in data.get("RepoDigests") or () if not name.startswith("<none>")]
-    # The requested one comes first: Podman lists each name with each digest that the image has anywhere.
-    requested_repository = repository(requested)
-    digests.sort(key=lambda digest: (digest != requested, digest.partition("@")[0] != requested_repository))
     env = {}
     for variable in config.get("Env") or ():
         key, _, value = variable.partition("=")
         env[key] = value
-    digest = ""
-    if digests:
-        digest = digests[0]
     return ImageInfo(
         ref=ref,
         id=_image_id(engine, ref, platform),
-        tags=tuple(tags),
+        tags=tuple(_sort_tags(data, short_name(name))),
         platform=platform,
         labels=dict(config.get("Labels") or {}),
         env=env,
         user=str(config.get("User") or ""),
         diff_ids=_diff_ids(data),
         size_bytes=int(data.get("Size") or 0),
-        digest=digest,
+        digest=next(iter(_sort_digests(data, short_name(name))), ""),
         manifest=str(data.get("Manifest") or ""),
     )
+
+
+def _sort_tags(data: dict[str, Any], requested: str) -> list[str]:
+    """Return the tags in an engine's answer. The requested name comes first, for messages and a save."""
+    # An engine may send null for an empty list.
+    tags = [short_name(tag) for tag in data.get("RepoTags") or () if tag != "<none>:<none>"]
+    tags.sort(key=lambda tag: tag not in (requested, f"{requested}:latest"))
+    return tags
+
+
+def _sort_digests(data: dict[str, Any], requested: str) -> list[str]:
+    """Return the names with digests in an engine's answer, that of the requested name first.
+
+    Podman lists each name with each digest that the image has anywhere.
+    """
+    digests = [short_name(name) for name in data.get("RepoDigests") or () if not name.startswith("<none>")]
+    digests.sort(key=lambda digest: (digest != requested, repository(digest) != repository(requested)))
+    return digests
 
 
 # The longest comes first.
@@ -193,7 +200,7 @@ _INSPECT_API, _SAVE_API = "1.49", "1.48"
 
 
 def _inspect_image(engine: Engine, name: str, platform: str | None) -> dict[str, Any]:
-    """Return what the engine tells of `name`: of its `platform` where the engine keeps it, else its default.
+    """Return the engine's answer about the image `name` for `platform`, or for the platform that it prefers.
 
     ``Id`` is the same for all platforms, and the only id that other requests take. ``Manifest`` is the digest
     of the platform's manifest. It is there only where the engine prefers another platform that it keeps.
@@ -201,19 +208,19 @@ def _inspect_image(engine: Engine, name: str, platform: str | None) -> dict[str,
     default = _inspect(engine, name)
     if not can_choose_platform(engine) or not engine.names_manifests:
         return default
-    is_kept = bool(default.get("Architecture"))
+    is_default_kept = bool(default.get("Architecture"))
     platforms = []
     if platform:
         platforms.append(platform)
-    if not is_kept:
-        # It prefers one that it does not keep.
+    if not is_default_kept:
         platforms += sorted(_local_platforms(engine, name), key=lambda local: local != engine.platform)
     for choice in platforms:
         if choice == read_platform(default):
             break
+        # The engine does not keep that platform if it answers with an error.
         with _ignore_errors():
             data = _inspect(engine, name, platform=_platform_json(choice))
-            if is_kept:
+            if is_default_kept:
                 data["Manifest"] = data["Id"]
             data["Id"] = default["Id"]
             return data
@@ -246,6 +253,7 @@ def _query(engine: Engine, query: Mapping[str, str]) -> Iterator[None]:
 
 
 def _ignore_errors() -> contextlib.AbstractContextManager[None]:
+    """Return a block that ends where the engine answers with an error."""
     import docker.errors
 
     return contextlib.suppress(docker.errors.APIError)
@@ -346,7 +354,7 @@ def _read_id_in_store(engine: Engine, ref: str, platform: str) -> str | None:
 
 def _read_id_in_archive(engine: Engine, ref: str, platform: str) -> str | None:
     """Read the save stream until the manifest has come by. That is slow, so only where no store is found."""
-    blobs: dict[str, bytes] = {}
+    blobs = {}
     with translate_errors(f"save {ref}"), get_image(engine, ref, platform) as chunks:
         stream = TarStream(chunks, name=ref, limits=TarLimits(entries=read.MAX_MEMBERS))
         try:
@@ -357,18 +365,21 @@ def _read_id_in_archive(engine: Engine, ref: str, platform: str) -> str | None:
                 # Only these can be the manifest or an index, and the layers between them stay unread.
                 if not data.startswith(b"{"):
                     continue
-                name = member.name.rpartition("/")[2]
-                blobs[f"sha256:{name}"] = data
-                digest = _find_config(ref, platform, blobs.get)
-                if digest is not None:
-                    return digest
+                _, _, hex_digest = member.name.rpartition("/")
+                blobs[f"sha256:{hex_digest}"] = data
+                config_digest = _find_config(ref, platform, blobs.get)
+                if config_digest is not None:
+                    return config_digest
         except CheckFailed:
             return None
     return None
 
 
 def _find_config(digest: str, platform: str, read_blob: Callable[[str], bytes | None]) -> str | None:
-    """Return the configuration that the manifest or index `digest` names. None if a blob is missing."""
+    """Return the digest of the configuration that the manifest or index `digest` names for `platform`.
+
+    ``read_blob(digest)`` returns the content of a blob. The result is None if one is missing or damaged.
+    """
     for _ in range(read.MAX_INDEX_DEPTH + 1):
         raw = read_blob(digest)
         # A digest that does not match is a blob that somebody has changed, or half of one.
@@ -377,12 +388,12 @@ def _find_config(digest: str, platform: str, read_blob: Callable[[str], bytes | 
         try:
             document: dict[str, Any] = json_text.parse(raw)
             if "config" in document:
-                config = str(document["config"]["digest"])
-                if not _DIGEST.fullmatch(config):
+                config_digest = str(document["config"]["digest"])
+                if not _DIGEST.fullmatch(config_digest):
                     return None
-                return config
-            manifests = [entry for entry in document["manifests"] if _manifest_platform(entry) == platform]
-            digest = str(manifests[0]["digest"])
+                return config_digest
+            entries = [entry for entry in document["manifests"] if _manifest_platform(entry) == platform]
+            digest = str(entries[0]["digest"])
         except (ValueError, LookupError, TypeError, AttributeError):
             return None
     return None

@@ -20,7 +20,7 @@ from imgkit_builder.apptainer import rights
 from imgkit_builder.base.checks import Check, passed
 from imgkit_builder.base.sizes import size_text
 from imgkit_builder.engine import address, builders, connection
-from imgkit_builder.oci.platform import emulator_fault, host_arch
+from imgkit_builder.oci.platform import emulator_problem, host_arch
 from imgkit_builder.recipe.targets import Target
 from imgkit_builder.sif import convert, mksquashfs, runtime, squash
 from imgkit_builder.sif.workspace import PACKED_SHARE, tmp_base
@@ -106,15 +106,9 @@ def _check_engine() -> Check:
     buildx = builders.buildx_version()
     if buildx and not facts.is_podman:
         choices += f" or buildx {buildx}"
-    endpoint = facts.endpoint
-    location = f"at {endpoint.host}"
-    if endpoint.context:
-        location = f"context {endpoint.context} {location}"
-    elif endpoint.source:
-        location = f"{location} ({endpoint.source})"
     text = (
         f"{facts.product} {facts.version}, API {facts.api}, {facts.arch}, store {facts.store}, "
-        f"builder {choices}, {location}"
+        f"builder {choices}, {_describe_location(facts.endpoint)}"
     )
     if facts.free_bytes is None:
         return Check("docker", "ok", text, builder.note)
@@ -123,6 +117,15 @@ def _check_engine() -> Check:
         return Check("docker", "ok", text, builder.note)
     hint = "an NVIDIA PyTorch image needs 20 GB, and saving it as much again; see: docker system df"
     return Check("docker", "warn", text, hint)
+
+
+def _describe_location(endpoint: address.Endpoint) -> str:
+    """Return where an engine is, and what named it: ``at tcp://host:2375 (DOCKER_HOST)``."""
+    if endpoint.context:
+        return f"context {endpoint.context} at {endpoint.host}"
+    if endpoint.source:
+        return f"at {endpoint.host} ({endpoint.source})"
+    return f"at {endpoint.host}"
 
 
 def _check_runtime(target: Target | None) -> Check:
@@ -171,7 +174,8 @@ def _check_kernel(machine: Machine, tool: Check) -> Iterator[Check]:
 def _setuid_starter(runtime_text: str) -> Path | None:
     """Return the setuid helper of the installation that `runtime_text`, of `_check_runtime`, names."""
     # The text is "singularity 4.1.0 at /usr/bin/singularity, any compression".
-    program = runtime_text.partition(" at ")[2].partition(",")[0]
+    _, _, program_and_rest = runtime_text.partition(" at ")
+    program, _, _ = program_and_rest.partition(",")
     # PREFIX/bin/singularity belongs to PREFIX/libexec/singularity/bin/starter-suid.
     prefix = Path(program).resolve().parent.parent
     for flavour in runtime.COMMANDS:
@@ -190,8 +194,8 @@ def _check_namespaces(machine: Machine) -> Check:
         verdict = "warn"
         obstacle = rights.find_namespace_obstacle(machine.root, (_APPARMOR,))
     if obstacle is not None:
-        fault, hint = obstacle
-        text = f"{fault}: ordinary users cannot start a container"
+        setting, hint = obstacle
+        text = f"{setting}: ordinary users cannot start a container"
         return Check(name, verdict, text, f"{hint}; or install the runtime setuid")
     most = rights.read_small_file(machine.root / rights.MAX_NAMESPACES) or "any number"
     return Check(name, "ok", f"allowed, at most {most}")
@@ -202,10 +206,10 @@ def _check_definitions(machine: Machine) -> Check:
     name = "build --with apptainer"
     user_rights = rights.inspect_rights(root=machine.root, uid=machine.uid)
     if not user_rights.way:
-        return Check(name, "warn", user_rights.fault, user_rights.hint)
+        return Check(name, "warn", user_rights.problem, user_rights.hint)
     steps = f"steps run {user_rights.way}"
-    if user_rights.fault:
-        return Check(name, "warn", f"{steps}; {user_rights.fault}", user_rights.hint)
+    if user_rights.problem:
+        return Check(name, "warn", f"{steps}; {user_rights.problem}", user_rights.hint)
     return Check(name, "ok", steps)
 
 
@@ -251,19 +255,23 @@ def _check_disks(machine: Machine, purpose: Purpose) -> Iterator[Check]:
     except UsageError as error:
         yield Check("disk tmp", "fail", error.what, f"{error.where}: {error.hint}")
     else:
-        needed_bytes = _scratch_bytes()
-        if scratch.stat().st_dev == current.stat().st_dev:
-            needed_bytes += (
-                sif_bytes  # on the same disk, the .sif needs its space besides the temporary files
-            )
-        check = _check_space("disk tmp", scratch, needed_bytes)
-        if _file_system(machine, scratch) in ("tmpfs", "ramfs"):
-            hint = "unpacked files would use memory: imgkit sif --tmpdir FOLDER-ON-A-DISK"
-            check = Check(check.name, "warn", f"{check.found}, in memory (tmpfs)", hint)
-        yield check
+        yield _check_scratch(machine, scratch, current, sif_bytes)
         if scratch == current and purpose != "build":
             return
     yield _check_space("disk here", current, _BUILD_SPACE_BYTES if purpose == "build" else sif_bytes)
+
+
+def _check_scratch(machine: Machine, scratch: Path, current: Path, sif_bytes: int) -> Check:
+    """Check the folder `scratch` for temporary files of a conversion to a .sif in the folder `current`."""
+    needed_bytes = _scratch_bytes()
+    if scratch.stat().st_dev == current.stat().st_dev:
+        # On the same disk, the .sif needs its space besides the temporary files.
+        needed_bytes += sif_bytes
+    check = _check_space("disk tmp", scratch, needed_bytes)
+    if _file_system(machine, scratch) in ("tmpfs", "ramfs"):
+        hint = "unpacked files would use memory: imgkit sif --tmpdir FOLDER-ON-A-DISK"
+        return Check(check.name, "warn", f"{check.found}, in memory (tmpfs)", hint)
+    return check
 
 
 def _scratch_bytes() -> int:
@@ -287,28 +295,28 @@ def _check_space(name: str, folder: Path, needed_bytes: int) -> Check:
 
 def _file_system(machine: Machine, folder: Path) -> str:
     """Return the type of the file system that holds `folder`, such as ``ext4``, or "" if it is unknown."""
-    folder = folder.resolve()
-    depth = 0
-    kind = ""
+    resolved = folder.resolve()
+    deepest = 0
+    file_system = ""
     # Each line is "DEVICE PATH TYPE OPTIONS ...". The deepest folder counts, and of two mounts the later one.
     for line in rights.read_small_file(machine.root / "proc/mounts").splitlines():
-        _, path, mount_kind, *_ = line.split()
+        _, path, mount_type, *_ = line.split()
         mount = Path(path.replace("\\040", " "))  # the kernel writes a blank so
-        if folder.is_relative_to(mount) and len(mount.parts) >= depth:
-            depth = len(mount.parts)
-            kind = mount_kind
-    return kind
+        if resolved.is_relative_to(mount) and len(mount.parts) >= deepest:
+            deepest = len(mount.parts)
+            file_system = mount_type
+    return file_system
 
 
 def _check_emulation(machine: Machine, target: Target | None) -> Iterator[Check]:
     """Check the emulator for the architecture of `target`, if that is not this machine's."""
     if target is None or f"linux/{machine.arch}" in target.platforms:
         return
-    arch = target.platforms[0].partition("/")[2]
-    fault = emulator_fault(arch, root=machine.root)
-    if not fault:
+    _, _, arch = target.platforms[0].partition("/")
+    problem = emulator_problem(arch, root=machine.root)
+    if not problem:
         yield Check("emulation", "ok", f"qemu runs {arch} programs on this {machine.arch} machine")
         return
-    text = f"{target.name} is for {arch}, this machine is {machine.arch}: {fault}"
+    text = f"{target.name} is for {arch}, this machine is {machine.arch}: {problem}"
     hint = f"docker run --privileged --rm tonistiigi/binfmt --install {arch}; or build on {arch}"
     yield Check("emulation", "warn", text, hint)

@@ -74,16 +74,16 @@ def _check_archive(path: Path, contents: Contents) -> Iterator[Check]:
     tags = ", ".join(image.names) or "no tag"
     damage = f"damaged: {contents.wrong_blobs[0]}" if contents.wrong_blobs else ""
     yield _make_check("archive", damage, f"one image, {_platform_text(image)}, {tags}")
-    yield _make_check("image id", image.id_fault, image.config.image_id)
+    yield _make_check("image id", image.id_problem, image.config.image_id)
     yield _check_layers(image)
     yield _check_description(path, contents, image)
 
 
-def _make_check(name: str, fault: str, text: str) -> Check:
-    """Return a failed check with the text `fault`, or one that is ok with `text` if `fault` is empty."""
-    if fault:
-        return Check(name, "fail", fault, _COPY_AGAIN)
-    return Check(name, "ok", text)
+def _make_check(name: str, problem: str, fact: str) -> Check:
+    """Return a failed check with the text `problem`, or one that is ok with `fact` if `problem` is empty."""
+    if problem:
+        return Check(name, "fail", problem, _COPY_AGAIN)
+    return Check(name, "ok", fact)
 
 
 def check_checksum(path: Path, actual: str, size_bytes: int) -> Check:
@@ -93,71 +93,73 @@ def check_checksum(path: Path, actual: str, size_bytes: int) -> Check:
     interrupted.
     """
     try:
-        listed = sidecar.read_sha256(path)
-        described = sidecar.read_sidecar(path)
+        recorded = sidecar.read_sha256(path)
+        description = sidecar.read_sidecar(path)
     except UsageError as error:
         return Check("sha256", "fail", error.what, f"{error.where}: {_COPY_AGAIN}")
     name = sidecar.sha256_path(path).name
     summary = f"{actual} ({size_bytes} bytes)"
-    if listed is None and described is None:
+    if recorded is None and description is None:
         return Check("sha256", "warn", f"{summary}; {name} is missing", f"copy {name} as well")
-    if listed is None and described is not None:
-        return Check("sha256", "fail", *sidecar.describe_incomplete(path, actual, described))
-    fault = ""
-    if listed != actual:
-        fault += f", {name} says {listed}"
-    if described is not None and described.archive.sha256 != actual:
-        fault += f", {sidecar.json_path(path).name} says {described.archive.sha256}"
-    if not fault:
+    if recorded is None and description is not None:
+        return Check("sha256", "fail", *sidecar.describe_incomplete(path, actual, description))
+    differences = []
+    if recorded != actual:
+        differences.append(f"{name} says {recorded}")
+    if description is not None and description.archive.sha256 != actual:
+        differences.append(f"{sidecar.json_path(path).name} says {description.archive.sha256}")
+    if not differences:
         return Check("sha256", "ok", summary)
-    if described is not None and described.archive.size_bytes != size_bytes:
-        fault += f"; the file has {size_bytes} of {described.archive.size_bytes} bytes"
-    return Check("sha256", "fail", f"is {actual}{fault}", _COPY_AGAIN)
+    text = ", ".join([f"is {actual}", *differences])
+    if description is not None and description.archive.size_bytes != size_bytes:
+        text += f"; the file has {size_bytes} of {description.archive.size_bytes} bytes"
+    return Check("sha256", "fail", text, _COPY_AGAIN)
 
 
 def _check_layers(image: SelectedImage[HashedFile]) -> Check:
-    """Compare the digests of the layers with those that the configuration lists."""
-    if image.count_fault:
-        return Check("layers", "fail", image.count_fault, _COPY_AGAIN)
+    """Compare the digests of the layers with the configuration's list."""
+    if image.count_problem:
+        return Check("layers", "fail", image.count_problem, _COPY_AGAIN)
     for (layer, file), diff_id in zip(image.layers, image.config.diff_ids, strict=True):
         # The digest of the unpacked layer is empty where the layer was not unpacked.
         if file.diff_id not in ("", diff_id):
-            text = f"{layer} has {file.diff_id}, the configuration says {diff_id}"
-            return Check("layers", "fail", text, _COPY_AGAIN)
-    unread = sum(not file.diff_id for _, file in image.layers)
+            problem = f"{layer} has {file.diff_id}, the configuration says {diff_id}"
+            return Check("layers", "fail", problem, _COPY_AGAIN)
     text = f"{len(image.layers)}, as the configuration lists them"
-    if unread:
-        return Check("layers", "warn", f"{text}; {unread} compressed with zstd were not checked")
+    unread_count = sum(not file.diff_id for _, file in image.layers)
+    if unread_count:
+        return Check("layers", "warn", f"{text}; {unread_count} compressed with zstd were not checked")
     return Check("layers", "ok", text)
 
 
 def _check_description(path: Path, contents: Contents, image: SelectedImage[HashedFile]) -> Check:
     """Compare the image in the archive with the description in the .json sidecar, if there is one."""
     try:
-        described = sidecar.read_sidecar(path)
+        description = sidecar.read_sidecar(path)
     except UsageError as error:
         return Check("sidecar", "fail", error.what, str(error.where))
-    if described is None:
+    if description is None:
         return Check("sidecar", "skip", f"{sidecar.json_path(path).name} is missing")
-    difference = _describe_difference(described, contents, image)
+    difference = _describe_difference(description, contents, image)
     if difference:
         hint = "the sidecar belongs to another archive: copy both again"
         return Check("sidecar", "fail", difference, hint)
-    recorded = described.image
+    recorded = description.image
     return Check("sidecar", "ok", f"{recorded.tag}, {recorded.platform}, {recorded.id}")
 
 
-def _describe_difference(described: Sidecar, contents: Contents, image: SelectedImage[HashedFile]) -> str:
+def _describe_difference(description: Sidecar, contents: Contents, image: SelectedImage[HashedFile]) -> str:
     """Return the first difference between the sidecar and the archive, or "" if there is none."""
-    recorded = described.image
+    recorded = description.image
     if recorded.id != image.config.image_id:
         return f"it describes image {recorded.id}, the archive has {image.config.image_id}"
     if recorded.diff_ids != image.config.diff_ids:
         return "its list of layers differs from that in the archive"
     if recorded.platform != _platform_text(image):
         return f"it says {recorded.platform}, the archive has {_platform_text(image)}"
-    if described.archive.size_bytes != contents.size_bytes:
-        return f"it says {described.archive.size_bytes} bytes, the archive has {contents.size_bytes}"
+    recorded_bytes = description.archive.size_bytes
+    if recorded_bytes != contents.size_bytes:
+        return f"it says {recorded_bytes} bytes, the archive has {contents.size_bytes}"
     return ""
 
 
@@ -176,11 +178,11 @@ def _check_sif(path: Path, report: Reporter) -> Iterator[Check]:
     except CheckFailed as error:
         yield Check("header", "fail", error.what, error.hint or _COPY_AGAIN)
         return
-    squashed = sif.root_superblock(image)
-    if image.root is None or squashed is None:
+    superblock = sif.root_superblock(image)
+    if superblock is None:
         yield Check("header", "fail", "it has no squashfs root partition", _COPY_AGAIN)
         return
-    summary = f"{image.arch}, {len(image.descriptors)} objects, squashfs with {squashed.compressor}"
+    summary = f"{image.arch}, {len(image.descriptors)} objects, squashfs with {superblock.compressor}"
     yield Check("header", "ok", summary)
     report.stage(f"read {path.name}")
     # The record is in another object of the .sif, so it can name the digest of the root partition.
@@ -200,7 +202,7 @@ def _check_sqsh(path: Path, report: Reporter) -> Iterator[Check]:
     """Check a .sqsh: its checksum file, squashfs, content, and the manifest in the image."""
     report.stage(f"read {path.name}")
     try:
-        squashed = sqsh.check_structure(path)
+        superblock = sqsh.check_structure(path)
         record = sqsh.read_record(path)
         root_sha256, file_sha256 = sqsh.hash_sqsh(path, advance=report.advance)
     except CheckFailed as error:
@@ -209,7 +211,7 @@ def _check_sqsh(path: Path, report: Reporter) -> Iterator[Check]:
     yield check_checksum(path, file_sha256, path.stat().st_size)
     arch = record.arch if record else "unknown"
     arch_text = arch if record else "unknown architecture"
-    yield Check("squashfs", "ok", f"{arch_text}, with {squashed.compressor}")
+    yield Check("squashfs", "ok", f"{arch_text}, with {superblock.compressor}")
     content = _check_content("content", record, root_sha256)
     yield content
     if content.verdict == "fail":
@@ -257,22 +259,25 @@ def _check_content(name: str, record: ImgkitRecord | None, actual: str) -> Check
 
 
 def _check_manifest(path: Path, arch: str) -> Check:
-    """Check that the image has a manifest of imgkit, and that it names the architecture of the file."""
+    """Check that the image has a manifest of imgkit, and that it names the architecture of the file.
+
+    `arch` is the architecture of the file, or ``unknown``.
+    """
     name = "manifest"
     try:
-        facts = unsquash.baked_facts(path)
-        if not facts.manifest:
+        text = unsquash.baked_facts(path).manifest
+        if not text:
             return Check(name, "warn", f"no {manifest.MANIFEST_JSON}: imgkit did not build this image")
-        built = manifest.from_json(facts.manifest)
+        built = manifest.from_json(text)
     except ToolMissing as error:
         return Check(name, "skip", f"not read: {error.what}", error.hint or "")
     except ImgkitError as error:
         return Check(name, "fail", error.what, error.hint or "")
-    if arch not in (built.platform.partition("/")[2], "unknown"):
-        text = f"it says {built.platform}, but the file is for {arch}"
-        return Check(name, "fail", text, "convert it again")
+    _, _, manifest_arch = built.platform.partition("/")
+    if arch not in (manifest_arch, "unknown"):
+        problem = f"it says {built.platform}, but the file is for {arch}"
+        return Check(name, "fail", problem, "convert it again")
     base = built.base.name
     if built.base.standin:
         base += " (a stand-in)"
-    text = f"recipe {built.recipe} on {base}, {built.platform}, imgkit {built.imgkit}"
-    return Check(name, "ok", text)
+    return Check(name, "ok", f"recipe {built.recipe} on {base}, {built.platform}, imgkit {built.imgkit}")

@@ -180,6 +180,7 @@ def seal_context(
     total_bytes = sum(member.size_bytes for member in contents)
 
     def chunks() -> Iterator[bytes]:
+        """Yield the tar, and add to `files_digest` what does not depend on the base."""
         for member in contents:
             depends_on_base = member.name in (_DOCKERFILE, _MANIFEST)
             for chunk in members.member_chunks(member):
@@ -327,20 +328,22 @@ def _refuse_large(packed: PackedCode) -> None:
     """Name the largest folders and files of code that is larger than `LARGE_BYTES` as a whole."""
     if packed.size_bytes <= LARGE_BYTES:
         return
+    # By the recipe's line, and by the folder or file at the top of the code.
     sizes: collections.Counter[tuple[str, str]] = collections.Counter()
     for code, part in packed.parts.items():
         for member in part:
-            name = member.name.removeprefix(f"{code.member}/").partition("/")[0]
-            sizes[code.where, name] += member.size_bytes
+            top_name, _, _ = member.name.removeprefix(f"{code.member}/").partition("/")
+            sizes[code.where, top_name] += member.size_bytes
     total_bytes = sizes.total()
-    largest = []
-    for (_, name), size_bytes in sizes.most_common(_LARGEST_SHOWN):
+    largest = sizes.most_common(_LARGEST_SHOWN)
+    largest_names = []
+    for (_, name), size_bytes in largest:
         if size_bytes > total_bytes * _WORTH_SHOWING:
-            largest.append(f"{name} {size_text(size_bytes)}")
+            largest_names.append(f"{name} {size_text(size_bytes)}")
     # The line to change is the one of the largest part.
-    (where, _), _ = sizes.most_common(1)[0]
+    (where, _), _ = largest[0]
     raise LargeContext(
-        f"the code for the image is {size_text(total_bytes)}: {', '.join(largest)}",
+        f"the code for the image is {size_text(total_bytes)}: {', '.join(largest_names)}",
         where=where,
         hint="list what the image does not need under `ignore` or in .dockerignore; bind data when a job "
         "starts; to pack all of it: --large",
@@ -377,8 +380,8 @@ def git_revision(folder: Path) -> str:
     if head.returncode or commit is None or not tracked.output:
         return ""
     if changed.output:
-        return f"{commit.group()}-dirty"
-    return commit.group()
+        return f"{commit[0]}-dirty"
+    return commit[0]
 
 
 def list_package_files(recipe: Recipe) -> Iterator[TarMember]:
@@ -405,29 +408,34 @@ def _list_locked_files(recipe: Recipe, lock: LockedPlatform) -> Iterator[TarMemb
     yield members.memory_file(install.LOCK_TOML, recipe.lock_text.encode())
     if lock.apt:
         apt_folder = f"imgkit/{install.LOCKED_APT}"
+        apt_list = install.render_packages(recipe).encode()
         yield members.empty_folder(apt_folder)
         yield _template(f"{apt_folder}/{install.SCRIPT}", install.SCRIPT)
-        yield members.memory_file(
-            f"{apt_folder}/{install.PACKAGES}", install.render_packages(recipe).encode()
-        )
+        yield members.memory_file(f"{apt_folder}/{install.PACKAGES}", apt_list)
         yield from _list_kept_files(recipe, apt_folder, lock.apt)
     for number in install.pip_step_numbers(recipe):
-        wheels = install.locked_wheels(recipe, number)
-        if wheels:
-            text = install.render_requirements(recipe, number)
-            yield members.memory_file(install.requirements_file(number).member, text.encode())
-        if wheels and number == UV_STEP:
-            yield members.memory_file(install.UV_LINKS.member, install.render_uv_links(recipe).encode())
-        folder = install.kept_wheels(recipe, number)
-        if folder is not None:
-            yield members.empty_folder(folder.member)
-            yield from _list_kept_files(recipe, folder.member, wheels)
+        yield from _list_locked_step(recipe, number)
+
+
+def _list_locked_step(recipe: Recipe, number: int) -> Iterator[TarMember]:
+    """Yield the files of one locked pip step: its requirements, and the wheels that lie on this machine."""
+    wheels = install.locked_wheels(recipe, number)
+    if not wheels:
+        return
+    requirements_text = install.render_requirements(recipe, number)
+    yield members.memory_file(install.requirements_file(number).member, requirements_text.encode())
+    if number == UV_STEP:
+        yield members.memory_file(install.UV_LINKS.member, install.render_uv_links(recipe).encode())
+    folder = install.kept_wheels(recipe, number)
+    if folder is not None:
+        yield members.empty_folder(folder.member)
+        yield from _list_kept_files(recipe, folder.member, wheels)
 
 
 def _list_kept_files(
     recipe: Recipe, folder: str, packages: Iterable[LockedDeb | LockedWheel]
 ) -> Iterator[TarMember]:
-    """Yield those of `packages` that lie on this machine.
+    """Yield a member in `folder` for each of `packages` whose file is on this machine.
 
     Raise CheckFailed for a file that the lock does not have.
     """
@@ -455,20 +463,21 @@ def _list_requirements_files(recipe: Recipe) -> Iterator[TarMember]:
         yield members.memory_file(install.UV_JSON.member, uv_export.export_uv_lock(recipe))
         yield members.memory_file(install.UV_PROGRAM.member, program)
     for number, step in enumerate(recipe.image.pip):
-        member = install.requirements_file(number).member
+        member_name = install.requirements_file(number).member
         if step.project is not None:
             # An early step installs them, which an edit of the project does not repeat.
             dependencies: tuple[str, ...] = ()
             with members.explain_read_errors(step.project, recipe.where("image", "pip", number, "project")):
                 if step.installs_dependencies:
                     dependencies = requirements.read_dependencies(step.project)
-            yield members.memory_file(member, "".join(f"{line}\n" for line in dependencies).encode())
+            yield members.memory_file(member_name, "".join(f"{line}\n" for line in dependencies).encode())
         if step.requirements is not None:
             where = recipe.where("image", "pip", number, "requirements")
-            yield members.memory_file(member, _read_requirements(step.requirements, where))
+            yield members.memory_file(member_name, _read_requirements(step.requirements, where))
 
 
 def _read_requirements(file: Path, where: str) -> bytes:
+    """Return the content of a requirements file, and refuse one that names further files."""
     with members.explain_read_errors(file, where, "name another file"):
         data = files.read_bytes(file)
     for number, line in enumerate(data.decode(errors="replace").splitlines(), 1):

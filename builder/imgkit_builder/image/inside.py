@@ -83,7 +83,7 @@ def parse_probe(output: str) -> ImageReport | None:
 def _parse_result(kind: type[_T], mark: str, output: str) -> _T | None:
     """Return the last result in `output`, whatever the image prints around it.
 
-    Fields of another type than `kind` has count as no result, too.
+    A result is a line with `mark` and JSON that has the fields of `kind`. Return None if there is none.
     """
     for line in reversed(output.splitlines()):
         _, separator, text = line.partition(mark)

@@ -23,10 +23,7 @@ def main(folder: Path) -> int:
     """Write the files for pip, or print all that does not fit."""
     exported = json.loads((folder / "uv.json").read_text(encoding="utf-8"))
     constraint_file = folder / "constraint.txt"
-    base = {}
-    for line in constraint_file.read_text(encoding="utf-8").splitlines():
-        name, _, version = line.partition("==")
-        base[canonical_name(name)] = version
+    base = read_pins(constraint_file)
     try:
         errors = [*environment_errors(exported), *torch_errors(exported["requirements"], base)]
     except ImportError as error:
@@ -44,6 +41,15 @@ def main(folder: Path) -> int:
     pinned = [line for line in lines if re.match(r"[\w.-]+==", line)]
     write_lines(constraint_file, "a", [line.partition(" --hash=")[0] for line in pinned])
     return 0
+
+
+def read_pins(file: Path) -> dict[str, str]:
+    """Return the versions in a file of lines such as ``torch==2.3.0``, by name."""
+    versions = {}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        name, _, version = line.partition("==")
+        versions[canonical_name(name)] = version
+    return versions
 
 
 def write_lines(path: Path, mode: str, lines: list[str]) -> None:
@@ -91,21 +97,23 @@ def torch_errors(lines: list[str], base: dict[str, str]) -> list[str]:
     """
     errors = []
     for line in lines:
-        version = base.get(requirement_name(line))
-        if version is None:
+        base_version = base.get(requirement_name(line))
+        if base_version is None:
             continue
-        requirement = import_packaging("requirements").Requirement(line.partition(" --hash=")[0])
+        requirement_text, _, _ = line.partition(" --hash=")
+        requirement = import_packaging("requirements").Requirement(requirement_text)
         if requirement.marker and not requirement.marker.evaluate():
             continue
         name = requirement.name
         for specifier in requirement.specifier:
-            if parse_release(specifier.version) != parse_release(version):
-                errors.append(
-                    f"{name}: uv.lock has {specifier.version}, but the base has {version}, which imgkit never"
-                    f" replaces\n  -> uv lock --upgrade-package '{name}=={parse_release(version)}'"
-                )
+            base_release = parse_release(base_version)
+            if parse_release(specifier.version) == base_release:
+                print(f"{name}: the base's {base_version} stays in place of {specifier.version}")
             else:
-                print(f"{name}: the base's {version} stays in place of {specifier.version}")
+                errors.append(
+                    f"{name}: uv.lock has {specifier.version}, but the base has {base_version}, which imgkit"
+                    f" never replaces\n  -> uv lock --upgrade-package '{name}=={base_release}'"
+                )
     return errors
 
 

@@ -104,30 +104,47 @@ def pip_step(recipe: Recipe, number: int, *, pip: str = _PYTHON_PIP) -> Step:
         step = recipe.image.pip[number]
         where = recipe.where("image", "pip", number)
     command = _install_command(recipe, step, pip)
-    file = requirements_file(number)
-    files: list[ContextFile] = []
     if recipe.lock:
-        files.append(file)
-        if number == UV_STEP:
-            files.append(UV_LINKS)
-        wheels = kept_wheels(recipe, number)
-        command += f"{NEXT}    {locked_pip_options(recipe, number)}{NEXT}    --requirement {file.path}"
-        command += f"{NEXT}|| {{ echo {shlex.quote(_missing_wheel_advice(recipe))} >&2; exit 1; }}"
-        if wheels is not None:
-            files.append(wheels)
-            command += f"{NEXT}&& rm -rf {wheels.path}"
+        command, files = _install_locked(recipe, number, command)
     elif number == UV_STEP:
-        files += [UV_JSON, UV_PROGRAM]
-        command += f"{NEXT}    {_LOCKED_OPTIONS}{NEXT}    --requirement {file.path}"
-        # It writes the requirements that pip then reads.
-        command = f"python3 -I -B {UV_PROGRAM.path} {INSIDE}{NEXT}&& {command}"
+        command, files = _install_uv(command)
     else:
-        if step.requirements is not None or step.project is not None:
-            files.append(file)
-            command += f"{NEXT}    --requirement {file.path}"
-        for package in step.packages:
-            command += f"{NEXT}    {shlex.quote(package)}"
+        command, files = _install_packages(step, number, command)
     return Step(origin=where, command=command, mounts=secret_mounts(step.secrets), files=tuple(files))
+
+
+def _install_locked(recipe: Recipe, number: int, command: str) -> tuple[str, list[ContextFile]]:
+    """Return `command` with the wheels that the lock has for step `number`, and the files that it needs."""
+    file = requirements_file(number)
+    files = [file]
+    if number == UV_STEP:
+        files.append(UV_LINKS)
+    command += f"{NEXT}    {locked_pip_options(recipe, number)}{NEXT}    --requirement {file.path}"
+    command += f"{NEXT}|| {{ echo {shlex.quote(_missing_wheel_advice(recipe))} >&2; exit 1; }}"
+    wheels = kept_wheels(recipe, number)
+    if wheels is not None:
+        files.append(wheels)
+        command += f"{NEXT}&& rm -rf {wheels.path}"
+    return command, files
+
+
+def _install_uv(command: str) -> tuple[str, list[ContextFile]]:
+    """Return `command` with what uv.lock has, and the files that it needs."""
+    command += f"{NEXT}    {_LOCKED_OPTIONS}{NEXT}    --requirement {requirements_file(UV_STEP).path}"
+    # The program writes the requirements that pip then reads.
+    return f"python3 -I -B {UV_PROGRAM.path} {INSIDE}{NEXT}&& {command}", [UV_JSON, UV_PROGRAM]
+
+
+def _install_packages(step: PipStep, number: int, command: str) -> tuple[str, list[ContextFile]]:
+    """Return `command` with the packages and requirements of `step`, and the files that it needs."""
+    files = []
+    if step.requirements is not None or step.project is not None:
+        file = requirements_file(number)
+        files.append(file)
+        command += f"{NEXT}    --requirement {file.path}"
+    for package in step.packages:
+        command += f"{NEXT}    {shlex.quote(package)}"
+    return command, files
 
 
 def _missing_wheel_advice(recipe: Recipe) -> str:
@@ -142,13 +159,13 @@ def project_step(recipe: Recipe, number: int, step: PipStep) -> Step:
     """Return pip step `number` that installs the user's own project."""
     member = project_member(number)
     origin = recipe.where("image", "pip", number)
-    target = f"{INSIDE}/{member}"
     options = ""
-    if step.editable:
-        target = posixpath.normpath(step.editable)
-        options = "--editable "
     if recipe.lock:
-        options = f"--no-deps {options}"  # the locked steps have installed them
+        options = "--no-deps "  # the locked steps have installed them
+    target = f"{INSIDE}/{member}"
+    if step.editable:
+        options += "--editable "
+        target = posixpath.normpath(step.editable)
     command = f"{_install_command(recipe, step)}{NEXT}    {options}{shlex.quote(target)}"
     docker = command
     if not step.editable:
@@ -290,10 +307,10 @@ def render_requirements(recipe: Recipe, number: int) -> str:
         if file is not None:
             lines += [line for line in requirements.read_requirements(file) if line.startswith("-")]
     for wheel in locked_wheels(recipe, number):
-        spec = f"{wheel.name}=={wheel.version}"
-        if wheel.direct and wheel.file not in recipe.kept and number != UV_STEP:
-            spec = f"{wheel.name} @ {wheel.url}"
-        lines.append(f"{spec} --hash=sha256:{wheel.sha256}")
+        # Without a name in an index, the wheel is known by its URL alone.
+        is_by_url = wheel.direct and wheel.file not in recipe.kept and number != UV_STEP
+        requirement = f"{wheel.name} @ {wheel.url}" if is_by_url else f"{wheel.name}=={wheel.version}"
+        lines.append(f"{requirement} --hash=sha256:{wheel.sha256}")
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -334,11 +351,9 @@ def secret_prefix(recipe: Recipe, names: Sequence[str], command: str) -> str:
 def secret_argv(recipe: Recipe, names: Sequence[str]) -> tuple[str, ...]:
     """Return the argv before a command that uses secrets: ``sh /run/... token=HF_TOKEN netrc --``."""
     variables = {secret.id: secret.env for secret in recipe.image.secrets}
-    # With a variable, the step sees the value there, too.
     args = []
     for name in names:
         variable = variables.get(name)
-        if variable:
-            name += f"={variable}"
-        args.append(name)
+        # With a variable, the step sees the value there, too.
+        args.append(f"{name}={variable}" if variable else name)
     return ("sh", f"/run/{WITH_SECRETS}", *args, "--")

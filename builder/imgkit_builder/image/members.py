@@ -93,7 +93,7 @@ def collect_code(codes: Iterable[Code], hidden: Collection[Path]) -> PackedCode:
 def _list_members(
     code: Code, hidden: Collection[Path], left_out: list[str], secret: list[str]
 ) -> Iterator[TarMember]:
-    """Yield the files of `code`. `left_out` and `secret` receive the names of those that stay out."""
+    """Yield the members of `code`. `left_out` and `secret` receive the names of files that stay out."""
     yield empty_folder(code.member)
     with explain_read_errors(code.source, code.where, "name another source"):
         status = code.source.stat()
@@ -115,6 +115,7 @@ def _list_members(
 
 
 def _regular_file(path: Path, name: str, status: os.stat_result, where: str) -> TarMember:
+    """Return the member `name` for the file `path`, and refuse a device, FIFO or socket."""
     if not stat.S_ISREG(status.st_mode):
         # Whoever reads it would wait, or read a disk.
         kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
@@ -126,6 +127,7 @@ def _regular_file(path: Path, name: str, status: os.stat_result, where: str) -> 
 
 
 def _link(path: Path, name: str, root: Path) -> TarMember:
+    """Return the member `name` for the link `path`, and refuse one that leads out of the folder `root`."""
     target = path.readlink()
     # The resolved target counts: "a/../x" leaves the folder if a is itself a link to a deeper folder.
     if target.is_absolute() or not Path(os.path.realpath(path)).is_relative_to(root):
@@ -183,12 +185,11 @@ END = bytes(2 * tarfile.BLOCKSIZE)
 
 
 def unpack_members(stream: BinaryIO, folder: Path) -> dict[str, str]:
-    """Write the content of a tar of `tar_chunks` below `folder`.
+    """Write the files in a tar of `tar_chunks` below `folder`.
 
-    Return its links, which are left out, by name.
+    Return the targets of its links by name. A link could lead out of the folder, so none is made.
     """
-    # A link could lead out of the folder, and the caller makes those that it needs.
-    links: dict[str, str] = {}
+    links = {}
     with tarfile.open(fileobj=stream, mode="r|") as archive:  # noqa: TID251 - imgkit has made this tar
         for member in archive:
             path = folder / member.name
@@ -207,6 +208,7 @@ def unpack_members(stream: BinaryIO, folder: Path) -> dict[str, str]:
 
 
 def _header(member: TarMember) -> bytes:
+    """Return the block before the content of `member`, the same for every user and time."""
     info = tarfile.TarInfo(member.name)
     info.type = member.kind
     info.mode = member.mode
@@ -239,14 +241,15 @@ def _read_content(member: TarMember) -> Iterator[bytes]:
         )
 
 
-def find_text(members: Iterable[TarMember], needles: Collection[bytes]) -> str | None:
-    """Return the name of the first member whose content holds one of `needles`, or None."""
-    longest = max(len(needle) for needle in needles)
+def find_text(members: Iterable[TarMember], texts: Collection[bytes]) -> str | None:
+    """Return the name of the first member whose content holds one of `texts`, or None."""
+    longest = max(len(text) for text in texts)
     for member in members:
-        end = b""  # of the previous chunk: a needle may lie across the border
+        previous_end = b""
         for chunk in _read_content(member):
-            window = end + chunk
-            if any(needle in window for needle in needles):
+            # A text may begin in the previous chunk.
+            window = previous_end + chunk
+            if any(text in window for text in texts):
                 return member.name
-            end = window[-longest:]
+            previous_end = window[-longest:]
     return None

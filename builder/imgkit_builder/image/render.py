@@ -93,7 +93,7 @@ def render_build_definition(
     bootstrap: str = "docker",
     source: str = "",
 ) -> str:
-    """Return the definition that imgkit itself builds: that of `render_definition`, with `additions`.
+    """Return the definition that imgkit itself builds: like `render_definition`, with `additions`.
 
     Parameters
     ----------
@@ -139,7 +139,7 @@ def find_origin(text: str, line: int) -> str:
     for earlier_line in reversed(text.split("\n")[:line]):
         match = TRACE.fullmatch(earlier_line)
         if match is not None:
-            return match.group(1)
+            return match[1]
     return ""
 
 
@@ -230,6 +230,7 @@ def _imgkit_step(purpose: str, command: str, files: tuple[ContextFile, ...] = ()
 
 
 def _list_user_steps(copies: Sequence[ContextFile], runs: Sequence[Step], folder: str) -> Iterator[Step]:
+    """Yield steps that copy the user's files, then those that run the user's commands in `folder`."""
     for copy in copies:
         yield Step(origin=copy.origin, command=_copy_command(copy))
     for run in runs:
@@ -396,6 +397,7 @@ def _list_protection_steps(recipe: Recipe) -> tuple[Step, ...]:
 
 
 def _install_wheel() -> Step:
+    """Return the step that installs the entry points."""
     member = f"imgkit/{wheel.wheel_name()}"
     path = f"{INSIDE}/{wheel.wheel_name()}"
     return _imgkit_step(
@@ -489,25 +491,27 @@ def _run_step(recipe: Recipe, number: int, command: RunCommand) -> Step:
         # Of several lines, the first that fails ends the step; a shell alone would go on.
         option = "-ec"
         quoted = _quote_on_one_line(text)
-    shell = ("/bin/sh", option, text)
+    argv: tuple[str, ...] = ("/bin/sh", option, text)
     posix = f"sh {option} {quoted}"
-    # Docker reads some beginnings as its own syntax (flags, JSON), a last backslash as a continued line, and
-    # newer engines read << as a heredoc; the exec form keeps all of them as text, and line ends too.
-    docker = text
-    if has_lines or text.startswith(("--", "[")) or "<<" in text or text.endswith("\\"):
-        docker = json.dumps(shell, ensure_ascii=False)
     if command.secrets:
+        argv = (*install.secret_argv(recipe, command.secrets), *argv)
         posix = install.secret_prefix(recipe, command.secrets, "") + posix
-        docker = posix
-        if has_lines:
-            argv = (*install.secret_argv(recipe, command.secrets), *shell)
-            docker = json.dumps(argv, ensure_ascii=False)
+    if has_lines or (not command.secrets and _is_docker_syntax(text)):
+        # The exec form keeps all of it as text, and line ends too.
+        docker = json.dumps(argv, ensure_ascii=False)
+    else:
+        docker = posix if command.secrets else text
     return Step(
         origin=recipe.where("image", "run", number),
         command=posix,
         docker=docker,
         mounts=install.secret_mounts(command.secrets),
     )
+
+
+def _is_docker_syntax(text: str) -> bool:
+    """Return whether Docker would read a command as flags, JSON, a heredoc or a continued line."""
+    return text.startswith(("--", "[")) or "<<" in text or text.endswith("\\")
 
 
 def _quote_on_one_line(text: str) -> str:
@@ -520,9 +524,10 @@ def _quote_on_one_line(text: str) -> str:
 
 
 def _env(recipe: Recipe) -> Block:
+    """Return the variables of the image."""
     # The host's ~/.local is visible inside a .sif; Python must not import its packages.
-    pairs = {"PYTHONNOUSERSITE": "1", **recipe.image.env}
-    return _block(recipe, "env", pairs, "imgkit: ignore packages in the host's ~/.local")
+    variables = {"PYTHONNOUSERSITE": "1", **recipe.image.env}
+    return _block(recipe, "env", variables, "imgkit: ignore packages in the host's ~/.local")
 
 
 def _labels(recipe: Recipe) -> Block:
@@ -560,11 +565,12 @@ def _origins(recipe: Recipe, key: str, items: Iterable[str | int]) -> str:
         file, _, number = recipe.where("image", key, item).rpartition(":")
         if not file:
             return number  # the name of the recipe alone: no file states the value
-        first_line = last_line = int(number)
-        # An item in the same or the next line extends the span before it.
-        if spans and spans[-1][0] == file and spans[-1][2] in (last_line - 1, last_line):
+        line = int(number)
+        if spans and _continues(spans[-1], file, line):
             _, first_line, _ = spans.pop()
-        spans.append((file, first_line, last_line))
+            spans.append((file, first_line, line))
+        else:
+            spans.append((file, line, line))
     texts = []
     for file, first_line, last_line in spans:
         text = f"{file}:{first_line}"
@@ -572,6 +578,12 @@ def _origins(recipe: Recipe, key: str, items: Iterable[str | int]) -> str:
             text += f"-{last_line}"
         texts.append(text)
     return ", ".join(texts)
+
+
+def _continues(span: tuple[str, int, int], file: str, line: int) -> bool:
+    """Return whether a line of `file` is the last one of `span` or follows it."""
+    span_file, _, last_line = span
+    return file == span_file and line in (last_line, last_line + 1)
 
 
 def refuse_value(value: str, form: str, where: str, hint: str) -> NoReturn:

@@ -38,31 +38,36 @@ def read_secrets(recipe: Recipe) -> SecretValues:
     ------
     UsageError : a variable is not set, a file cannot be read, or a value is too short to search for.
     """
-    options: list[str] = []
-    values: set[str] = set()
+    options = []
+    lines = set()
     used_secrets = recipe.image.used_secrets
     for number, secret in enumerate(recipe.image.secrets):
         if secret.id not in used_secrets:
             continue
         where = recipe.where("image", "secrets", number)
-        value = _read_value(secret, where)
-        lines = [line for line in value.splitlines() if len(line) >= MIN_CHARACTERS]
-        # The first and last line of a key are the same in all keys.
-        lines = [line for line in lines if not line.startswith("-----")]
-        if not lines:
+        secret_lines = _searchable_lines(_read_value(secret, where))
+        if not secret_lines:
             raise UsageError(
                 f"the secret {secret.id} has no line of {MIN_CHARACTERS} characters",
                 where=where,
                 hint="imgkit searches for it in the files of the build; shorter values also occur by chance",
             )
-        values.update(lines)
+        lines.update(secret_lines)
         source = f"env={secret.env}" if secret.env else f"src={secret.file}"
         options += ["--secret", f"id={secret.id},{source}"]
     # The longest first: a value may be a part of another one.
-    return SecretValues(options=tuple(options), lines=tuple(sorted(values, key=len, reverse=True)))
+    return SecretValues(options=tuple(options), lines=tuple(sorted(lines, key=len, reverse=True)))
+
+
+def _searchable_lines(value: str) -> list[str]:
+    """Return the lines of a secret that occur nowhere by chance."""
+    lines = [line for line in value.splitlines() if len(line) >= MIN_CHARACTERS]
+    # The first and last line of a key are the same in all keys.
+    return [line for line in lines if not line.startswith("-----")]
 
 
 def _read_value(secret: BuildSecret, where: str) -> str:
+    """Return the value of a secret, from its variable or its file."""
     if secret.env is not None:
         value = os.environ.get(secret.env, "")
         if not value:
@@ -86,15 +91,15 @@ def refuse_secrets_in(context: BuildContext, values: SecretValues) -> None:
     """
     if not values.lines:
         return
-    needles = [line.encode("utf-8", "surrogateescape") for line in values.lines]
-    member = members.find_text(context.members, needles)
-    if member is None:
+    encoded_lines = [line.encode("utf-8", "surrogateescape") for line in values.lines]
+    member_name = members.find_text(context.members, encoded_lines)
+    if member_name is None:
         return
-    name = member
-    if member.startswith(("copy/", "project/")):
-        name = member.split("/", 2)[-1]  # without the number of the step: "copy/0/a.py"
+    file = member_name
+    if member_name.startswith(("copy/", "project/")):
+        _, _, file = member_name.split("/", 2)  # "copy/0/a.py" -> "a.py"
     raise UsageError(
-        f"{name} holds the value of a build secret, and would be in the image",
-        where=member,
-        hint=f"list {name} under `ignore` or in .dockerignore, or take the value out of the recipe",
+        f"{file} holds the value of a build secret, and would be in the image",
+        where=member_name,
+        hint=f"list {file} under `ignore` or in .dockerignore, or take the value out of the recipe",
     )

@@ -105,23 +105,18 @@ def unfit_reason(project: Path) -> str:
 
 def select_skeleton(code: Code, members: Iterable[TarMember]) -> tuple[TarMember, ...]:
     """Return the members of the skeleton of the project `code`, all of whose files are `members`."""
-    names = {posixpath.relpath(member.name, code.member): member for member in members}
-    project = _Project.read(code.source, names)
-    contents: dict[str, TarMember] = {}
-    for name, member in names.items():
-        is_kept = project.is_needed(name)
-        if member.kind == tarfile.DIRTYPE:
-            is_kept = project.keeps_folder(name)
-        if is_kept:
+    members_by_name = {posixpath.relpath(member.name, code.member): member for member in members}
+    project = _Project.read(code.source, members_by_name)
+    contents = {}
+    for name, member in members_by_name.items():
+        if project.is_needed(name, is_folder=member.kind == tarfile.DIRTYPE):
             contents[name] = member
         elif project.is_module(name):
             contents[name] = memory_file(member.name, _STUB)
     # A needed file can be in a folder that holds nothing else of the skeleton.
-    folders: set[str] = set()
-    for name in contents:
-        folders.update(_parents(name))
+    folders = _list_parents(contents)
     skeleton = []
-    for name, member in names.items():
+    for name, member in members_by_name.items():
         if name in contents or name in folders:
             skeleton.append(contents.get(name, member))
     return tuple(skeleton)
@@ -144,51 +139,50 @@ class _Project:
     """Folders with an ``__init__.py``."""
 
     @classmethod
-    def read(cls, folder: Path, names: Mapping[str, TarMember]) -> _Project:
+    def read(cls, folder: Path, names: Collection[str]) -> _Project:
         """Return the project in `folder`, whose files and folders have `names`."""
         content = _read_toml(folder)
         setup_cfg = _read_text(folder / "setup.cfg")
-        # Any text in these files may name a file or a package that the backend looks for.
-        texts = [*_list_backend_texts(content), *re.split(r"[\s,=]+", setup_cfg)]
-        texts += _list_texts_in_python(_read_text(folder / "setup.py"))
-        references = {posixpath.normpath(text) for text in texts if text}
-        name = canonical_name(str(_project_table(content).get("name", ""))).replace("-", "_")
-        python_names = [path for path in names if path.endswith(".py")]
-        python_folders: set[str] = set()
-        for path in python_names:
-            python_folders.update(_parents(path))
-        modules = {name, *references}
+        references = _list_references(content, setup_cfg, _read_text(folder / "setup.py"))
+        module_name = canonical_name(str(_project_table(content).get("name", ""))).replace("-", "_")
+        python_files = [name for name in names if name.endswith(".py")]
+        python_folders = _list_parents(python_files)
+        modules = {module_name, *references}
         backend = _table(content, "build-system").get("build-backend", _SETUPTOOLS)
         if backend in _SETUPTOOLS_BACKENDS and not python_folders - {"."}:
             # setuptools finds a module beside pyproject.toml only where there is no package.
-            modules.update(path.removesuffix(".py") for path in python_names)
+            modules.update(name.removesuffix(".py") for name in python_files)
         return cls(
-            references=frozenset(references),
+            references=references,
             license_patterns=tuple(_license_patterns(content)),
-            version_modules=tuple(_version_modules(content, setup_cfg, name)),
+            version_modules=tuple(_version_modules(content, setup_cfg, module_name)),
             modules=frozenset(modules - {"setup", "conftest"}),
-            python_folders=frozenset(python_folders),
-            packages=frozenset(posixpath.dirname(path) for path in python_names if _is_init(path)),
+            python_folders=python_folders,
+            packages=frozenset(posixpath.dirname(name) for name in python_files if _is_init(name)),
         )
 
-    def is_needed(self, name: str) -> bool:
-        """Return whether the backend needs the content of the file `name`."""
+    def is_needed(self, name: str, *, is_folder: bool) -> bool:
+        """Return whether the backend needs the folder `name`, or the content of the file `name`."""
+        if is_folder:
+            return self.keeps_folder(name)
         if name in _ROOT_FILES or name in self.references:
             return True
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.license_patterns):
             return True
-        path = name.removesuffix("/__init__.py").removesuffix(".py")
-        if path == name:
+        module = name.removesuffix("/__init__.py").removesuffix(".py")
+        if module == name:
             return False
         # The module lies in the project's folder, or in one folder of it such as `src`.
-        return path in self.version_modules or path.partition("/")[2] in self.version_modules
+        _, _, module_in_folder = module.partition("/")
+        return module in self.version_modules or module_in_folder in self.version_modules
 
     def is_module(self, name: str) -> bool:
         """Return whether the file `name` is a top-level package or module, of which a stub is enough."""
-        folder, base = posixpath.split(name)
+        folder, base_name = posixpath.split(name)
         if _is_init(name):
             return self.keeps_folder(folder)
-        return folder in ("", "src") and base.endswith(".py") and base.removesuffix(".py") in self.modules
+        module = base_name.removesuffix(".py")
+        return folder in ("", "src") and module != base_name and module in self.modules
 
     def keeps_folder(self, name: str) -> bool:
         """Return whether the backend may need the folder `name` to find the packages."""
@@ -196,8 +190,8 @@ class _Project:
             return True
         if name in self.references or name.replace("/", ".") in self.references:
             return True
-        top = name.partition("/")[0]
-        if name not in self.python_folders or not self._may_hold_packages(top):
+        top_folder, _, _ = name.partition("/")
+        if name not in self.python_folders or not self._may_hold_packages(top_folder):
             return False
         # Below a package, a backend needs no folder: the package's own path leads to all of them.
         return not any(parent in self.packages for parent in _parents(name))
@@ -214,6 +208,18 @@ class _Project:
         # The first part of "my_letters", "my_letters.model", "my_letters/model" or "my_*".
         patterns = {re.split(r"[/.]", text)[0] for text in self.references}
         return any(fnmatch.fnmatchcase(top, pattern) for pattern in patterns)
+
+
+def _list_references(content: Mapping[str, Any], setup_cfg: str, setup_py: str) -> frozenset[str]:
+    """Return the texts in a project's files that may name a file or a package: all of them."""
+    texts = {*_list_backend_texts(content), *re.split(r"[\s,=]+", setup_cfg)}
+    texts.update(_list_texts_in_python(setup_py))
+    return frozenset(posixpath.normpath(text) for text in texts if text)
+
+
+def _list_parents(names: Iterable[str]) -> frozenset[str]:
+    """Return the folders above all of `names`."""
+    return frozenset(folder for name in names for folder in _parents(name))
 
 
 def _is_init(name: str) -> bool:
@@ -293,21 +299,25 @@ def _license_patterns(content: Mapping[str, Any]) -> Iterator[str]:
     yield from _LICENSES
 
 
-def _version_modules(content: Mapping[str, Any], setup_cfg: str, name: str) -> Iterator[str]:
-    """Yield the paths, without suffix, of modules from which the backend may read version and description."""
+def _version_modules(content: Mapping[str, Any], setup_cfg: str, module_name: str) -> Iterator[str]:
+    """Yield the paths, without suffix, of modules from which the backend may read version and description.
+
+    `module_name` is the name of the project as a module.
+    """
     attributes = _SETUP_CFG_VERSION.findall(setup_cfg)
     version = _table(content, "tool", "setuptools", "dynamic", "version").get("attr")
     if isinstance(version, str):
         attributes.append(version)
     for attribute in attributes:  # "letters.version.__version__"
-        module = attribute.rpartition(".")[0]
+        module, _, _ = attribute.rpartition(".")
         yield module.replace(".", "/")
+    # flit reads both from the project's only module.
     if _table(content, "build-system").get("build-backend") != _FLIT:
         return
     dynamic = _table(content, "project").get("dynamic", [])
     if "version" in dynamic or "description" in dynamic:
-        module = _table(content, "tool", "flit", "module").get("name", name)
-        yield str(module).replace(".", "/")
+        flit_module = _table(content, "tool", "flit", "module").get("name", module_name)
+        yield str(flit_module).replace(".", "/")
 
 
 def _is_declarative(setup_py: str) -> bool:

@@ -93,6 +93,7 @@ def _make_check(name: str, fact: str = "", *, problem: str = "", hint: str = "",
 
 
 def _check_arch(report: ImageReport, arch: str) -> Check:
+    """Check that the image runs on the architecture that it is marked with."""
     problem = ""
     if arch and report.machine not in kernel_names(arch):
         problem = f"{report.machine}, but the image is marked {arch}"
@@ -101,6 +102,7 @@ def _check_arch(report: ImageReport, arch: str) -> Check:
 
 
 def _check_python(report: ImageReport) -> Check:
+    """Check that the entry points run on the image's Python."""
     version = tuple(int(part) for part in report.python.split(".")[:2])
     problem = ""
     if version < FLOOR:
@@ -130,6 +132,7 @@ def _check_torch(report: ImageReport, probe: Probe) -> Check:
 
 
 def _check_nccl(report: ImageReport, probe: Probe) -> Check:
+    """Check that the image has the NCCL of its base."""
     hint = "a pip step installed another NCCL (pip list | grep nccl): pin or drop it"
     problem = _describe_difference(report.nccl, probe.nccl)
     missing = "torch has no CUDA" if report.torch else "no torch"
@@ -177,6 +180,7 @@ def _check_manifest(report: ImageReport, expected: Manifest | None) -> tuple[Man
 
 
 def _check_system(report: ImageReport) -> Check:
+    """Check that the image has the facts about its system, in system.json."""
     path = str(system.SYSTEM_JSON)
     text = report.files.get(path)
     if text is None:

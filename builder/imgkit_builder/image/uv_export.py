@@ -96,39 +96,47 @@ def export_uv_lock(recipe: Recipe) -> bytes:
 
 
 def _uv_settings(pyproject: dict[str, Any]) -> dict[str, Any]:
+    """Return the table ``tool.uv`` of a pyproject.toml."""
     settings: dict[str, Any] = pyproject.get("tool", {}).get("uv", {})
     return settings
 
 
 def _find_unsatisfied(pyproject: dict[str, Any], lines: list[str], uv: UvProject) -> Iterator[str]:
-    """Yield what pyproject.toml requires on Linux, and the export lacks or has in another version."""
+    """Yield what pyproject.toml requires on Linux, and the export `lines` lacks or has in another version."""
     from packaging.requirements import Requirement
 
-    # One package may have several versions, each for other Pythons; one from a URL has none.
-    versions: dict[str, list[str]] = {}
-    for line in lines:
-        locked = versions.setdefault(requirement_name(line), [])
-        match = re.match(r"\S+==(\S+)", line)
-        if match is not None:
-            locked.append(match[1])
+    locked_versions = _list_locked_versions(lines)
     overridden = _uv_settings(pyproject).get("override-dependencies", [])
     ignored = {canonical_name(pyproject["project"]["name"]), *map(requirement_name, overridden)}
     environments = _list_environments(pyproject)
     for text in _list_requirements(pyproject, uv):
         requirement = Requirement(text)
-        name = canonical_name(requirement.name)
-        if name in ignored:
-            continue
         marker = requirement.marker
-        if marker is not None and not any(marker.evaluate(environment) for environment in environments):
+        is_for_image = marker is None or any(map(marker.evaluate, environments))
+        name = canonical_name(requirement.name)
+        if name in ignored or not is_for_image:
             continue
-        if name not in versions:
+        if name not in locked_versions:
             yield f"{text}, which uv.lock lacks"
             continue
-        locked = versions[name]
-        is_met = any(requirement.specifier.contains(version, prereleases=True) for version in locked)
-        if locked and not is_met:
-            yield f"{text}, and uv.lock has {', '.join(locked)}"
+        versions = locked_versions[name]
+        is_met = any(requirement.specifier.contains(version, prereleases=True) for version in versions)
+        if versions and not is_met:
+            yield f"{text}, and uv.lock has {', '.join(versions)}"
+
+
+def _list_locked_versions(lines: list[str]) -> dict[str, list[str]]:
+    """Return the versions of each package in exported requirements.
+
+    One package may have several versions, each for other Pythons. One from a URL has none.
+    """
+    versions: dict[str, list[str]] = {}
+    for line in lines:
+        package_versions = versions.setdefault(requirement_name(line), [])
+        match = re.match(r"\S+==(\S+)", line)
+        if match is not None:
+            package_versions.append(match[1])
+    return versions
 
 
 def _list_requirements(pyproject: dict[str, Any], uv: UvProject) -> Iterator[str]:
@@ -185,6 +193,7 @@ def _refuse_unlocked(requirements: list[str], left_to_pip: set[str], where: str)
 
 
 def _find_uv(where: str) -> str:
+    """Return the program uv: the one beside imgkit's Python, or the one on PATH."""
     # "pip install uv" puts it next to imgkit's Python, whose folder is not always on PATH.
     neighbour = Path(sys.executable).with_name("uv")
     program = str(neighbour) if neighbour.exists() else shutil.which("uv")
@@ -212,7 +221,7 @@ def _names_in_pip_steps(recipe: Recipe) -> Iterator[str]:
 
 
 def _read_pyproject(project: Path) -> dict[str, Any]:
-    content: dict[str, Any] = problems.parse_toml(read_text(project / PYPROJECT))
+    content = problems.parse_toml(read_text(project / PYPROJECT))
     if not isinstance(content.get("project", {}).get("name"), str):
         raise ValueError(f"{PYPROJECT} has no project.name")
     return content

@@ -63,7 +63,7 @@ def make_wheel() -> bytes:
             info = zipfile.ZipInfo(name)  # its time stays 1980-01-01, the earliest in a zip file
             info.create_system = 3  # Unix, on every host: only then is the mode below read
             info.external_attr = (stat.S_IFREG | mode) << 16
-            archive.writestr(info, data, zipfile.ZIP_DEFLATED, 9)
+            archive.writestr(info, data, zipfile.ZIP_DEFLATED, compresslevel=9)
     return buffer.getvalue()
 
 

@@ -26,31 +26,32 @@ from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
 
-BAKED = "opt/imgkit"
+OWN_FOLDER = "opt/imgkit"
 """The folder of imgkit's own files in an image."""
-DOCUMENT = f"{BAKED}/sbom.spdx.json"
+SPDX_PATH = f"{OWN_FOLDER}/sbom.spdx.json"
 """The path of the SPDX document that an image holds about itself. No inventory lists this file."""
 
-MOST_BYTES = 16 << 20
+MAX_FILE_BYTES = 16 << 20
 """16 MB, the size of the largest file that is read. The largest lists of dpkg have 5 MB."""
 # Limits that keep an inventory small, whatever the image holds.
 _MOST_PACKAGES = 50_000
 _MOST_LEFT_OUT = 100
+_IMGKIT_PREFIX = f"{OWN_FOLDER}/"
 # dpkg's list, and the folder that a distroless image has instead, with one file per package.
-_STATUS = "var/lib/dpkg/status"
-_STATUS_FOLDER = "var/lib/dpkg/status.d/"
+_DPKG_LIST = "var/lib/dpkg/status"
+_DPKG_LIST_FOLDER = "var/lib/dpkg/status.d/"
 # Files that name the distribution. The first one that does so counts.
-_RELEASES = ("etc/os-release", "usr/lib/os-release")
+_OS_RELEASE_FILES = ("etc/os-release", "usr/lib/os-release")
 Value = TypeVar("Value")
 _LockKey = tuple[str, str, str]
 """The name, version and architecture of a package. A Python package has an empty architecture."""
 
 # A value of os-release, such as ubuntu or 22.04.
-_WORD = re.compile(r"[a-z0-9._-]{1,64}")
+_RELEASE_VALUE = re.compile(r"[a-z0-9._-]{1,64}")
 
 # The beginning of a table of the lock, [[platforms.apt]], and a line of it, version = "2.3.0".
-_HEAD = re.compile(r"^\[\[platforms\.(?:apt|pip)\]\]$", re.MULTILINE)
-_VALUE = re.compile(r'(?P<key>name|version|architecture|url|sha256) = (?P<quoted>".*")')
+_TABLE_START = re.compile(r"^\[\[platforms\.(?:apt|pip)\]\]$", re.MULTILINE)
+_TABLE_LINE = re.compile(r'(?P<key>name|version|architecture|url|sha256) = (?P<quoted>".*")')
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _URL = re.compile(r"https?://[A-Za-z0-9._~:/?\[\]!&+,=%-]{1,2000}")  # as recipe/lock_file.py reads it
 
@@ -58,7 +59,7 @@ _URL = re.compile(r"https?://[A-Za-z0-9._~:/?\[\]!&+,=%-]{1,2000}")  # as recipe
 class InventoryCollector:
     """Takes the files and hard links of an image that describe packages, and returns the inventory.
 
-    The caller asks `wants` about every file, and passes on the content of those it wants.
+    The caller asks `is_relevant` about every file, and passes the content to `add` where it is true.
     """
 
     def __init__(self) -> None:
@@ -77,58 +78,57 @@ class InventoryCollector:
         """The sha256 and URL that the lock records for a package."""
         self._left_out: set[str] = set()
 
-    def wants(self, path: str) -> bool:
+    def is_relevant(self, path: str) -> bool:
         """Return whether `add` needs the content of the file `path`.
 
-        It is fast, as callers ask about every file.
+        It is fast, as callers ask about every file of an image.
         """
         if path.endswith(packages.PYTHON_ENDINGS):
             return True
-        if path.startswith(_STATUS_FOLDER):
+        if path.startswith(_DPKG_LIST_FOLDER):
             return not path.endswith(".md5sums")
-        in_baked = path.startswith(f"{BAKED}/") and path.count("/") == 2 and path != DOCUMENT
-        return in_baked or path == _STATUS or path in _RELEASES
+        if path.startswith(_IMGKIT_PREFIX):
+            is_in_subfolder = "/" in path.removeprefix(_IMGKIT_PREFIX)
+            return path != SPDX_PATH and not is_in_subfolder
+        return path == _DPKG_LIST or path in _OS_RELEASE_FILES
 
     def add(self, path: str, data: bytes | None) -> None:
-        """Take the content of a file for which `wants` is true.
+        """Record what the file `path` describes. `is_relevant` must be true for it.
 
-        It is None if the file exceeds `MOST_BYTES`.
+        `data` is its content, or None if the file exceeds `MAX_FILE_BYTES`.
         """
-        if data is None:
-            self._leave_out(path, "too large")
-        elif path.startswith(BAKED):
-            self._add_baked(path, data)
+        if data is not None and path.startswith(OWN_FOLDER):
+            self._add_imgkit_file(path, data)
             return
-        # A Python package can be named by its path alone, so a file that is too large goes on as an empty
-        # text.
-        text = (data or b"").decode("utf-8", "replace")
+        text = ""
+        if data is not None:
+            text = data.decode("utf-8", "replace")
+        else:
+            # A Python package is listed all the same, because its path names it.
+            self._leave_out(path, "too large")
         if path.endswith(packages.PYTHON_ENDINGS):
             self._store(self._python, path, packages.python_package(path, text))
-        elif path in _RELEASES:
+        elif path in _OS_RELEASE_FILES:
             self._releases[path] = _parse_os_release(text)
         else:
-            self._add_debian(path, text)
+            self._add_debian_packages(path, text)
 
     def add_hard_link(self, path: str, target: str) -> None:
-        """Take a hard link, by which the file that describes a Python package may have a second path."""
-        if self.wants(path):
+        """Record a hard link, which gives the file that describes a package a second path."""
+        if self.is_relevant(path):
             self._store(self._hard_links, path, target)
 
     def inventory(self, *, arch: str, created_s: int) -> Inventory:
         """Return the inventory of the files so far, of an image for `arch` created `created_s` after 1970."""
-        release: dict[str, str] = {}
-        for path in _RELEASES:
-            release = release or self._releases.get(path, {})
         recipe = ""
         base = BaseImage(name="")
         if self._manifest is not None:
             recipe = self._manifest.recipe
             base = self._manifest.base
-        listed = set()
-        for package in (*self._packages, *self._python_packages()):
-            key = _lock_key(package.name, package.version, package.architecture)
-            sha256, url = self._locked.get(key, ("", ""))
-            listed.add(dataclasses.replace(package, sha256=sha256, url=url))
+        release = self._os_release()
+        # A set, because two files may describe the same package.
+        listed = {self._with_locked_file(package) for package in self._packages}
+        listed.update(self._with_locked_file(package) for package in self._python_packages())
         return Inventory(
             recipe=recipe,
             base=base.name,
@@ -142,7 +142,20 @@ class InventoryCollector:
             left_out=tuple(sorted(self._left_out)),
         )
 
-    def _add_baked(self, path: str, data: bytes) -> None:
+    def _os_release(self) -> dict[str, str]:
+        """Return ID and VERSION_ID of the first os-release file that has one of them."""
+        for path in _OS_RELEASE_FILES:
+            if self._releases.get(path):
+                return self._releases[path]
+        return {}
+
+    def _with_locked_file(self, package: Package) -> Package:
+        """Return `package` with the sha256 and URL that the lock records for it, if there are any."""
+        key = _lock_key(package.name, package.version, package.architecture)
+        sha256, url = self._locked.get(key, ("", ""))
+        return dataclasses.replace(package, sha256=sha256, url=url)
+
+    def _add_imgkit_file(self, path: str, data: bytes) -> None:
         """Record a file of imgkit, and read it if it is the manifest or the lock."""
         sha1 = hashlib.sha1(data, usedforsecurity=False).hexdigest()
         sha256 = hashlib.sha256(data).hexdigest()
@@ -155,31 +168,28 @@ class InventoryCollector:
         elif f"/{path}" == manifest.LOCK_TOML:
             self._locked = _locked_files(data.decode("utf-8", "replace"))
 
-    def _add_debian(self, path: str, text: str) -> None:
-        """Record the Debian packages in `text`, and what is wrong with its other entries."""
-        for package in packages.debian_packages(text):
+    def _add_debian_packages(self, path: str, text: str) -> None:
+        """Record the Debian packages in `text`, the content of `path`, and its invalid entries."""
+        for package_or_problem in packages.debian_packages(text):
             if len(self._packages) >= _MOST_PACKAGES:
                 self._leave_out(path, f"more than {_MOST_PACKAGES} packages")
                 return
-            if isinstance(package, Package):
-                self._packages.append(package)
+            if isinstance(package_or_problem, Package):
+                self._packages.append(package_or_problem)
             else:
-                self._leave_out(path, package)
+                self._leave_out(path, package_or_problem)
 
     def _python_packages(self) -> list[Package]:
         """Return the installed Python packages.
 
         If a hard link points to a collected file, the package is also in the folder of the link.
         """
-        described = dict(self._python)
+        packages_by_path = dict(self._python)
         for path, target in self._hard_links.items():
             if path.endswith(packages.PYTHON_ENDINGS):
-                package = described.get(target) or packages.python_package(path, "")
-                if package is not None:
-                    package = dataclasses.replace(package, folder=packages.folder_of(path))
-                described[path] = package
+                packages_by_path[path] = _linked_package(path, packages_by_path.get(target))
         installed = []
-        for package in described.values():
+        for package in packages_by_path.values():
             if package is not None and packages.is_installed_python(package):
                 installed.append(package)
         return installed
@@ -200,13 +210,24 @@ class InventoryCollector:
             self._left_out.add(f"/{path}: {reason}".encode("ascii", "backslashreplace").decode())
 
 
+def _linked_package(path: str, original: Package | None) -> Package | None:
+    """Return the Python package at the hard link `path` to a file that describes `original`.
+
+    If the file is not known, the name and version come from the path. None: the path does not have them.
+    """
+    package = original or packages.python_package(path, "")
+    if package is None:
+        return None
+    return dataclasses.replace(package, folder=packages.folder_of(path))
+
+
 def _parse_os_release(text: str) -> dict[str, str]:
     """Return ID and VERSION_ID of an os-release file, without those whose values are not plain words."""
     values = {}
     for line in text.splitlines():
         name, _, quoted = line.partition("=")
         value = quoted.strip("\"'")
-        if name in ("ID", "VERSION_ID") and _WORD.fullmatch(value):
+        if name in ("ID", "VERSION_ID") and _RELEASE_VALUE.fullmatch(value):
             values[name] = value
     return values
 
@@ -221,20 +242,31 @@ def _lock_key(name: str, version: str, architecture: str) -> _LockKey:
 def _locked_files(text: str) -> dict[_LockKey, tuple[str, str]]:
     """Return the sha256 and URL of each package in the lock `text`.
 
-    Lines that imgkit does not write are skipped.
+    The URL is empty if the lock has none that imgkit would write.
     """
     files = {}
-    for table in _HEAD.split(text)[1:]:
-        values = dict.fromkeys(("name", "version", "architecture", "url", "sha256"), "")
-        for line in table.partition("\n[")[0].splitlines():
-            match = _VALUE.fullmatch(line)
-            if match is not None:
-                # The text is in quotes, as in JSON.
-                with contextlib.suppress(ValueError):
-                    values[match["key"]] = str(json_text.parse(match["quoted"]))
-        if not _URL.fullmatch(values["url"]):
-            values["url"] = ""
-        if _SHA256.fullmatch(values["sha256"]):
+    _, *tables = _TABLE_START.split(text)
+    for table in tables:
+        values = _parse_lock_table(table)
+        sha256 = values["sha256"]
+        if _SHA256.fullmatch(sha256):
             key = _lock_key(values["name"], values["version"], values["architecture"])
-            files[key] = (values["sha256"], values["url"])
+            url_match = _URL.fullmatch(values["url"])
+            files[key] = (sha256, url_match[0] if url_match else "")
     return files
+
+
+def _parse_lock_table(text: str) -> dict[str, str]:
+    """Return name, version, architecture, url and sha256 of the first table in `text`, or "" for each.
+
+    Lines that imgkit does not write are skipped.
+    """
+    values = dict.fromkeys(("name", "version", "architecture", "url", "sha256"), "")
+    table, _, _ = text.partition("\n[")
+    for line in table.splitlines():
+        match = _TABLE_LINE.fullmatch(line)
+        if match is not None:
+            # The value is in quotes, as in JSON.
+            with contextlib.suppress(ValueError):
+                values[match["key"]] = str(json_text.parse(match["quoted"]))
+    return values

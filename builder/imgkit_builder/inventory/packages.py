@@ -89,24 +89,27 @@ def debian_packages(text: str) -> Iterator[Package | str]:
     """
     paragraphs = [paragraph for paragraph in _PARAGRAPH_END.split(text.strip()) if paragraph]
     for number, paragraph in enumerate(paragraphs, 1):
-        fields = _field_reader(paragraph)
-        name = fields("Package")
-        version = fields("Version")
-        architecture = fields("Architecture")
-        status = fields("Status")
+        read_field = _field_reader(paragraph)
+        name = read_field("Package")
+        version = read_field("Version")
+        architecture = read_field("Architecture")
+        status = read_field("Status")
         # "Status: deinstall ok config-files": only the settings of a removed package are still there. An
         # entry without a status counts as installed.
         if status.endswith(("not-installed", "config-files")):
             continue
-        is_valid = _DEB_NAME.fullmatch(name) and _DEB_VERSION.fullmatch(version)
-        if is_valid and _ARCHITECTURE.fullmatch(architecture):
+        is_named = _DEB_NAME.fullmatch(name) and _DEB_VERSION.fullmatch(version)
+        if is_named and _ARCHITECTURE.fullmatch(architecture):
             yield Package(kind="deb", name=name, version=version, architecture=architecture)
         elif name or status:
             yield f"entry {number} is not a package"
 
 
 def _field_reader(paragraph: str) -> Callable[[str], str]:
-    """Return a function from the name of a field to its first value in `paragraph`, or to "" without one."""
+    """Return a function that reads a field of a paragraph of mail headers: ``"Version"`` -> ``"2.3.0"``.
+
+    It returns the first of several values, and "" for a field that is not there.
+    """
     message = HeaderParser().parsestr(paragraph)
     return lambda name: str(message.get(name, "")).strip()
 
@@ -117,16 +120,25 @@ def python_package(path: str, text: str) -> Package | None:
     If `text` does not give a valid name and version, as when the file was too large to read, both are taken
     from the path: ``torch-2.3.0.dist-info/METADATA``. Return None if the path does not have them, either.
     """
-    entry = _package_path(path)
-    fields = _field_reader(_PARAGRAPH_END.split(text.lstrip(), 1)[0])
-    name, version = fields("Name"), fields("Version")
-    if not _NAME.fullmatch(name) or not _VERSION.fullmatch(version):
-        # "torch-2.3.0", or "torch-2.3.0-py3.10" for an egg
-        name, _, version_and_python = entry.name.partition("-")
-        version = version_and_python.partition("-")[0]
-    if not _NAME.fullmatch(name) or not _VERSION.fullmatch(version):
-        return None
-    return Package(kind="pypi", name=name, version=version, folder=str(entry.parent))
+    package_path = _package_path(path)
+    for name, version in (_parse_metadata(text), _parse_package_name(package_path.name)):
+        if _NAME.fullmatch(name) and _VERSION.fullmatch(version):
+            return Package(kind="pypi", name=name, version=version, folder=str(package_path.parent))
+    return None
+
+
+def _parse_metadata(text: str) -> tuple[str, str]:
+    """Return the name and version in a METADATA or PKG-INFO file. They are empty if it has none."""
+    headers, *_ = _PARAGRAPH_END.split(text.lstrip(), 1)
+    read_field = _field_reader(headers)
+    return read_field("Name"), read_field("Version")
+
+
+def _parse_package_name(text: str) -> tuple[str, str]:
+    """Return name and version of ``torch-2.3.0``, or of an egg, ``torch-2.3.0-py3.10``."""
+    name, _, rest = text.partition("-")
+    version, _, _ = rest.partition("-")
+    return name, version
 
 
 def folder_of(path: str) -> str:
@@ -138,8 +150,7 @@ def _package_path(path: str) -> PurePosixPath:
     """Return `path` without its ending of `PYTHON_ENDINGS`: ``/usr/lib/site-packages/torch-2.3.0``."""
     for ending in PYTHON_ENDINGS:
         if path.endswith(ending):
-            path = path.removesuffix(ending)
-            break
+            return PurePosixPath("/", path.removesuffix(ending))
     return PurePosixPath("/", path)
 
 

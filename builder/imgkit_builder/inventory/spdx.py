@@ -19,7 +19,8 @@ from imgkit_entrypoints import __version__
 _NAMESPACE = "https://spdx.org/spdxdocs/imgkit-"
 # SPDX's word for a value that is not known.
 _NONE = "NOASSERTION"
-# The ids of the two packages that stand for the image and its base.
+# The ids of the document, and of the two packages that stand for the image and its base.
+_DOCUMENT = "SPDXRef-DOCUMENT"
 _IMAGE = "SPDXRef-Image"
 _BASE = "SPDXRef-Base"
 
@@ -27,28 +28,27 @@ _BASE = "SPDXRef-Base"
 def spdx_document(inventory: Inventory) -> str:
     """Return the SPDX document about `inventory` as JSON text."""
     name = inventory.recipe or "image"
-    packages = [_image_element(name, _IMAGE, comment=f"linux/{inventory.arch}")]
-    relationships = [_relationship("SPDXRef-DOCUMENT", "DESCRIBES", _IMAGE)]
+    images = [_image_element(name, _IMAGE, comment=f"linux/{inventory.arch}")]
+    relationships = [_relationship(_DOCUMENT, "DESCRIBES", _IMAGE)]
     if inventory.base:
-        packages.append(_base_element(inventory))
+        images.append(_base_element(inventory))
         relationships.append(_relationship(_IMAGE, "DESCENDANT_OF", _BASE))
-    for package in inventory.packages:
-        element = _package_element(package, inventory)
-        packages.append(element)
+    packages = [_package_element(package, inventory) for package in inventory.packages]
+    for element in packages:
         relationships.append(_relationship(_IMAGE, "CONTAINS", element["SPDXID"]))
-    baked = [_file_element(file) for file in inventory.baked]
-    for element in baked:
-        # A package with files would need a digest over all files of the image.
-        relationships.append(_relationship("SPDXRef-DOCUMENT", "DESCRIBES", element["SPDXID"]))
+    files = [_file_element(file) for file in inventory.baked]
+    for element in files:
+        # Not contained in the image: a package with files would need a digest over all its files.
+        relationships.append(_relationship(_DOCUMENT, "DESCRIBES", element["SPDXID"]))
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(inventory.created_s))
     data: dict[str, Any] = {
         "spdxVersion": "SPDX-2.3",
         "dataLicense": "CC0-1.0",
-        "SPDXID": "SPDXRef-DOCUMENT",
+        "SPDXID": _DOCUMENT,
         "name": name,
         "creationInfo": {"created": created, "creators": [f"Tool: imgkit-{__version__}"]},
-        "packages": packages,
-        "files": baked,
+        "packages": images + packages,
+        "files": files,
         "relationships": relationships,
     }
     if inventory.left_out:
@@ -90,9 +90,10 @@ def _package_element(package: Package, inventory: Inventory) -> dict[str, Any]:
         "referenceType": "purl",
         "referenceLocator": package_url(package, inventory),
     }
+    spdx_id = _spdx_id(package.kind, package.name, package.version, package.architecture, package.folder)
     element: dict[str, Any] = {
         "name": package.name,
-        "SPDXID": _spdx_id(package.kind, package.name, package.version, package.architecture, package.folder),
+        "SPDXID": spdx_id,
         "versionInfo": package.version,
         "downloadLocation": package.url or _NONE,
         "filesAnalyzed": False,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from imgkit_builder.recipe import lock_file
 from imgkit_builder.recipe.model import UV_STEP, LockedDeb, LockedWheel, Recipe
-from imgkit_builder.recipe.problems import KeyPath
 from imgkit_builder.recipe.requirements import PROTECTED, canonical_name, requirement_name
 from imgkit_entrypoints import files, json_text
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
@@ -79,7 +79,7 @@ def read_debs(text: str) -> tuple[LockedDeb, ...]:
             size_bytes=int(match["size"]),
         )
         debs.append(deb)
-    return tuple(sorted(debs, key=lambda deb: (deb.name, deb.architecture)))
+    return tuple(sorted(debs, key=attrgetter("name", "architecture")))
 
 
 def read_wheels(text: str | bytes, step: int, digests: Mapping[str, str]) -> tuple[LockedWheel, ...]:
@@ -258,10 +258,11 @@ def last_output_lines(output: str) -> list[str]:
     for line in (framed or output).splitlines():
         if line.strip() and not _NOISE.match(line):
             lines.append(line.rstrip())
-    if not frame_end:
-        for number, line in enumerate(lines):
-            if line.startswith(("ERROR:", "E: ")):
-                return lines[number : number + _MOST_LINES]
+    if frame_end:
+        return lines[-_MOST_LINES:]
+    for number, line in enumerate(lines):
+        if line.startswith(("ERROR:", "E: ")):
+            return lines[number : number + _MOST_LINES]
     return lines[-_MOST_LINES:]
 
 
@@ -269,22 +270,29 @@ def find_recipe_line(recipe: Recipe, step: int | str, packages: list[str]) -> st
     """Return the line of `recipe` that asks for one of `packages` in `step`, or the line of the step."""
     if step == UV_STEP:
         return recipe.where("image", "uv")
-    path: KeyPath = ("image", APT) if step == APT else ("image", "pip", step)
     lines: dict[str, str] = {}
-    if step == APT:
-        for number, package in enumerate(recipe.image.apt):
-            lines.setdefault(requirement_name(package), recipe.where(*path, number))
-    elif int(step) < len(recipe.image.pip):
-        pip_step = recipe.image.pip[int(step)]
-        for number, package in enumerate(pip_step.packages):
-            lines.setdefault(requirement_name(package), recipe.where(*path, "packages", number))
-        if pip_step.requirements is not None:
-            where = recipe.where(*path, "requirements")
-            text = files.read_text(pip_step.requirements, errors="replace")
-            for number, line in enumerate(text.splitlines(), 1):
-                lines.setdefault(requirement_name(line), f"{where} ({pip_step.requirements.name}:{number})")
+    for requirement, where in _list_requirements(recipe, step):
+        lines.setdefault(requirement_name(requirement), where)
     for package in packages:
         name = requirement_name(package)
         if name and name in lines:
             return lines[name]
-    return recipe.where(*path)
+    if step == APT:
+        return recipe.where("image", APT)
+    return recipe.where("image", "pip", step)
+
+
+def _list_requirements(recipe: Recipe, step: int | str) -> Iterator[tuple[str, str]]:
+    """Yield what the apt or pip step asks for, with the line of the recipe or of a requirements file."""
+    if step == APT:
+        for number, package in enumerate(recipe.image.apt):
+            yield package, recipe.where("image", APT, number)
+    elif int(step) < len(recipe.image.pip):
+        pip_step = recipe.image.pip[int(step)]
+        for number, package in enumerate(pip_step.packages):
+            yield package, recipe.where("image", "pip", step, "packages", number)
+        if pip_step.requirements is not None:
+            where = recipe.where("image", "pip", step, "requirements")
+            text = files.read_text(pip_step.requirements, errors="replace")
+            for number, line in enumerate(text.splitlines(), 1):
+                yield line, f"{where} ({pip_step.requirements.name}:{number})"

@@ -23,6 +23,7 @@ OUT = FOLDER / "out"
 FILES = OUT / "files"
 FAILED = OUT / "failed.txt"
 ARCHIVES = FOLDER / "archives"
+PIP = (sys.executable, "-m", "pip")
 FIND_KEPT = ["--find-links", str(FOLDER / "kept")] if (FOLDER / "kept").is_dir() else []
 PREFERENCES = Path("/etc/apt/preferences.d/imgkit-lock.pref")
 # A priority above 1000 lets apt go back to an older version.
@@ -70,11 +71,12 @@ def resolve_apt(packages: list[str], order: dict[str, Any]) -> None:
     # By default apt names an MD5 sum where an index also has a SHA256.
     uris = run_program(["apt-get", "--print-uris", "-qq", "-o", "Acquire::ForceHash=SHA256", *install])
     (OUT / "apt.txt").write_text(uris, encoding="utf-8")
-    if uris and (order["keep_files"] or order["steps"]):
+    is_last = not order["steps"]
+    if uris and (order["keep_files"] or not is_last):
         # A folder of our own: many images remove every .deb from apt's.
         (ARCHIVES / "partial").mkdir(parents=True, exist_ok=True)
         options = ["-o", f"Dir::Cache::archives={ARCHIVES}", "-o", "APT::Keep-Downloaded-Packages=true"]
-        if not order["steps"]:
+        if is_last:
             options.append("--download-only")
         run_program(["apt-get", *options, *install])
     for file in sorted(ARCHIVES.glob("*.deb")):
@@ -91,28 +93,31 @@ def resolve_pip(step: str, arguments: list[str], order: dict[str, Any]) -> None:
     ------
     CalledProcessError : pip found no solution, or could not build a wheel.
     """
-    pip = [sys.executable, "-m", "pip"]
     keep_files = order["keep_files"]
-    is_last = step == list(order["steps"])[-1]
-    step_options = order["steps"][step]["options"]
+    steps = order["steps"]
+    is_last = step == list(steps)[-1]
     report = OUT / f"pip-{step}.json"
-    install = [*pip, *arguments, *FIND_KEPT, "--report", str(report)]
+    install = [*PIP, *arguments, *FIND_KEPT, "--report", str(report)]
     if not keep_files:
         install += ["--only-binary", ":all:"]
     if keep_files or is_last:
         install.append("--dry-run")
-    install_pinned(install, order["steps"][step]["pins"])
+    install_pinned(install, steps[step]["pins"])
     items = json.loads(report.read_text(encoding="utf-8"))["install"]
     report.write_text(json.dumps([summarize(item) for item in items]), encoding="utf-8")
-    if not keep_files or not items:
-        return
+    if keep_files and items:
+        store_wheels(items, steps[step]["options"], install=not is_last)
+
+
+def store_wheels(items: list[dict[str, Any]], step_options: list[str], *, install: bool) -> None:
+    """Write the wheels of `items` of pip's report to `FILES`, and install them from there if `install`."""
     options = [option for option in step_options if option not in INSTALL_ONLY]
     download = ["wheel", "--no-deps", "--no-cache-dir", "--wheel-dir", str(FILES), *options, *FIND_KEPT]
-    run_program([*pip, *download, *map(exact_requirement, items)])
-    if not is_last:
+    run_program([*PIP, *download, *map(exact_requirement, items)])
+    if install:
         packages = [f"{item['metadata']['name']}=={item['metadata']['version']}" for item in items]
         local = ["--no-deps", "--no-index", "--find-links", str(FILES), "--no-cache-dir"]
-        run_program([*pip, "install", *local, *packages])
+        run_program([*PIP, "install", *local, *packages])
 
 
 def install_pinned(argv: list[str], pins: dict[str, str]) -> None:
@@ -121,17 +126,19 @@ def install_pinned(argv: list[str], pins: dict[str, str]) -> None:
     A failure names the pins to leave out. If it names none, all go.
     """
     constraint = FOLDER / "pins.txt"
-    while pins:
-        lines = [f"{name}=={version}\n" for name, version in sorted(pins.items())]
+    remaining = dict(pins)
+    while remaining:
+        lines = [f"{name}=={version}\n" for name, version in sorted(remaining.items())]
         constraint.write_text("".join(lines), encoding="utf-8")
         try:
             run_program([*argv, "--constraint", str(constraint)])
             return
         except subprocess.CalledProcessError as error:
             names = {re.sub(r"[-_.]+", "-", name).lower() for name in PINNED_NAME.findall(error.output)}
-            unfit = names & pins.keys() or set(pins)
+            unfit = names & remaining.keys() or set(remaining)
             print(f"imgkit: locked versions do not fit: {', '.join(sorted(unfit))}", flush=True)
-            pins = {name: version for name, version in pins.items() if name not in unfit}
+            for name in unfit:
+                del remaining[name]
     run_program(argv)
 
 

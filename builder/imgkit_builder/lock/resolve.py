@@ -228,11 +228,11 @@ def _make_order(resolution: Resolution) -> dict[str, object]:
     recipe = resolution.recipe
     keeps_version = resolution.options.keeps_version
     debs: list[tuple[str, str]] = []
-    wheels: list[LockedWheel] = []
+    wheels = []
     if resolution.old:
         wheels = [wheel for wheel in resolution.old.pip if keeps_version(wheel.name)]
         debs = [(deb.name, deb.version) for deb in resolution.old.apt if keeps_version(deb.name)]
-    steps: dict[str, object] = {}
+    steps = {}
     for number in install.pip_step_numbers(recipe):
         if number == UV_STEP:
             # uv.lock has the versions of its step.
@@ -278,26 +278,29 @@ def write_lock(
     OSError, UsageError : something cannot be written, or would be refused when it is read; the old lock is
         as it was.
     """
-    lock = old or Lock(recipe=recipe.name, imgkit=__version__, platforms=())
-    new = Lock(recipe=recipe.name, imgkit=__version__, platforms=lock.with_platform(part).platforms)
+    old = old or Lock(recipe=recipe.name, imgkit=__version__, platforms=())
+    new = Lock(recipe=recipe.name, imgkit=__version__, platforms=old.with_platform(part).platforms)
     content = lock_file.render_lock(new)
     # Names, versions and URLs are what the base answered: the rules of a lock apply to them too.
     lock_file.parse_lock(content, file)
     folder = lock_file.kept_folder(file)
     if new_files is not None:
-        folder.mkdir(exist_ok=True)
-        for name in sorted(part.digests):
-            if (new_files / name).is_file():
-                with (
-                    files.replace_file(folder / name) as stream,
-                    files.open_regular(new_files / name) as package,
-                ):
-                    shutil.copyfileobj(package, stream)
+        _store_packages(part, new_files, folder)
     hint = "choose a folder that this user may write to"
     with replace_named_file(file, failed="the lock cannot be written", hint=hint) as stream:
         stream.write(content.encode())
-    for name in _file_names(lock) - _file_names(new):
+    for name in _file_names(old) - _file_names(new):
         (folder / name).unlink(missing_ok=True)
+
+
+def _store_packages(part: LockedPlatform, new_files: Path, folder: Path) -> None:
+    """Copy the packages of `part` that are in `new_files` to `folder`."""
+    folder.mkdir(exist_ok=True)
+    for name in sorted(part.digests):
+        source = new_files / name
+        if source.is_file():
+            with files.open_regular(source) as package, files.replace_file(folder / name) as stream:
+                shutil.copyfileobj(package, stream)
 
 
 def _file_names(lock: Lock) -> set[str]:

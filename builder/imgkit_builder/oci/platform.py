@@ -50,26 +50,29 @@ def host_platform() -> str:
 
 def runs_here(arch: str, *, root: Path = Path("/")) -> bool:
     """Return whether programs of `arch` run in containers here, natively or emulated."""
-    return arch == host_arch() or not emulator_fault(arch, root=root)
+    return arch == host_arch() or not emulator_problem(arch, root=root)
 
 
-def emulator_fault(arch: str, *, root: Path = Path("/")) -> str:
-    """Return why the kernel cannot emulate `arch` inside containers. Return the empty string if it can."""
-    handler = root / BINFMT / f"qemu-{kernel_names(arch)[0]}"
+def emulator_problem(arch: str, *, root: Path = Path("/")) -> str:
+    """Return why the kernel cannot emulate `arch` inside containers, or "" if it can.
+
+    `root` replaces / in tests.
+    """
+    linux_name, *_ = kernel_names(arch)
+    handler = root / BINFMT / f"qemu-{linux_name}"
     try:
         lines = handler.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return f"there is no emulator: {handler} is missing"
-    # The first line of a handler's file is "enabled" or "disabled".
-    if not lines or lines[0] != "enabled":
+    # The first line of a handler's file is "enabled" or "disabled", and a later one such as "flags: OCF".
+    if lines[:1] != ["enabled"]:
         return f"the emulator is switched off: {handler} begins with {lines[:1]}"
     flags = ""
     for line in lines:
-        key, _, value = line.partition(":")
-        if key == "flags":
-            flags = value.strip()
+        if line.startswith("flags:"):
+            flags = line.removeprefix("flags:").strip()
+    # With the flag F, the kernel opens the emulator when the handler is registered. Without it, the kernel
+    # looks for the emulator inside the container, where it is not.
     if "F" not in flags:
-        # With the flag F, the kernel opens the emulator when the handler is registered. Without it, the
-        # kernel looks for the emulator inside the container, where it is not.
         return f"the emulator does not work in containers: {handler} has flags {flags!r}, without F"
     return ""

@@ -93,7 +93,7 @@ class Base:
         return cuda_drivers.first_driver(self.cuda.value)
 
     def cells(self) -> Iterator[tuple[str, Cell | None]]:
-        """Yield the columns in the order of the table.
+        """Yield the name and cell of each column in the order of the table.
 
         The driver follows the CUDA that it is computed from.
         """
@@ -123,8 +123,8 @@ def load_table() -> tuple[Base, ...]:
             cells = {name: Cell(value, data["sources"][source]) for name, (value, source) in row.items()}
             bases.append(Base(tag=tag, **cells))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        fault = f"the table of bases is damaged: {error!r}"
-        raise ImgkitError(fault, where=str(TABLE), hint="install imgkit again") from error
+        message = f"the table of bases is damaged: {error!r}"
+        raise ImgkitError(message, where=str(TABLE), hint="install imgkit again") from error
     return tuple(bases)
 
 
@@ -139,7 +139,10 @@ def ngc_image(reference: str) -> Base | None:
     match = _NGC_TAG.fullmatch(image.tag)
     if match is None:
         return None
-    return next((base for base in load_table() if base.tag == match[1]), None)
+    for base in load_table():
+        if base.tag == match[1]:
+            return base
+    return None
 
 
 def _parse_or_none(reference: str) -> ImageReference | None:
@@ -177,12 +180,14 @@ def newest_base(system: SystemFacts) -> Base | None:
         if base.cuda is None:
             continue
         cuda_major, _, _ = base.cuda.value.partition(".")
+        # CUDA 13 does not run on them.
         if not has_old_gpus or int(cuda_major) < 13:
             return base
     return None
 
 
 def _driver_branch(system: SystemFacts) -> int | None:
+    """Return the 550 of the driver 550.54.15, or None if the system does not state its driver."""
     match = _DRIVER_BRANCH.match(system.node.driver)
     if match is None:
         return None
@@ -208,25 +213,27 @@ def find_doubts(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, Fa
         reference = getattr(image, key)
         if not reference:
             continue
-        faults = [
-            *_check_python(reference),
-            *_check_driver(reference, system),
-            *_check_nccl_plugin(reference, image, system),
-        ]
-        evidence = amd_image_evidence(reference)
-        if evidence:
-            faults.append(amd_warning(evidence))
-        for fault in faults:
-            yield ("image", key), fault
+        for warning in _check_base(reference, image, system):
+            yield ("image", key), warning
     yield from _known_issues(image, system)
     evidence = amd_node_evidence(system)
     if evidence:
         yield ("system", "node"), amd_warning(evidence)
 
 
+def _check_base(reference: str, image: Image, system: SystemFacts) -> Iterator[Fault]:
+    """Yield warnings about the base `reference` of `image`."""
+    yield from _check_python(reference)
+    yield from _check_driver(reference, system)
+    yield from _check_nccl_plugin(reference, image, system)
+    evidence = amd_image_evidence(reference)
+    if evidence:
+        yield amd_warning(evidence)
+
+
 def _known_issues(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, Fault]]:
     """Yield the known issues of the bases' versions and of the system's variables, each once."""
-    reported: set[str] = set()
+    reported = set()
     for key in ("base", "current_base"):
         lookup = _make_lookup(getattr(image, key) or "", system)
         for issue in known_issues.load_issues(system.known_issues, {}):
@@ -243,7 +250,7 @@ def _make_lookup(reference: str, system: SystemFacts) -> known_issues.Lookup:
 
     Only a node knows the variables that neither the base nor `system` sets.
     """
-    values: dict[str, str] = {}
+    values = {}
     base = ngc_image(reference)
     if base is not None:
         values = {name: cell.value for name, cell in base.cells() if cell}
@@ -261,6 +268,7 @@ def _make_lookup(reference: str, system: SystemFacts) -> known_issues.Lookup:
     }
 
     def lookup(name: str) -> Value:
+        """Return the value of a fact such as ``driver``, or of a variable such as ``$NCCL_DEBUG``."""
         if name in known_issues.FACTS:
             text = values.get(name, "")
             return Value(text, f"{known_issues.FACTS[name]} {text or 'unknown'}")
@@ -304,17 +312,9 @@ CPU_WORK = (
 
 
 def _check_python(reference: str) -> Iterator[Fault]:
-    """Yield a fault if the Python of a base is older than `FLOOR`."""
-    version = ""
-    base = ngc_image(reference)
-    if base is not None and base.python is not None:
-        version = base.python.value
-    image = _parse_or_none(reference)
-    # Another registry may have an image of this name with any content.
-    if image and image.repository in _PYTHON_REPOSITORIES and image.registry in ("", "docker.io"):
-        version = image.tag
-    # Of a tag such as 3.12-slim, the version is the beginning; `latest` says nothing.
-    match = re.match(r"([0-9]{1,3})\.([0-9]{1,3})(?![0-9])", version)
+    """Yield a warning if the Python of a base is older than `FLOOR`."""
+    # A version, or a tag such as 3.12-slim that begins with one; `latest` says nothing.
+    match = re.match(r"([0-9]{1,3})\.([0-9]{1,3})(?![0-9])", _python_version(reference))
     if match and (int(match[1]), int(match[2])) < FLOOR:
         least = ".".join(map(str, FLOOR))
         yield (
@@ -323,8 +323,20 @@ def _check_python(reference: str) -> Iterator[Fault]:
         )
 
 
+def _python_version(reference: str) -> str:
+    """Return the Python of a base by the table or by its tag, or an empty text if neither states it."""
+    image = _parse_or_none(reference)
+    # Another registry may have an image of this name with any content.
+    if image and image.repository in _PYTHON_REPOSITORIES and image.registry in ("", "docker.io"):
+        return image.tag
+    base = ngc_image(reference)
+    if base is None or base.python is None:
+        return ""
+    return base.python.value
+
+
 def _check_driver(reference: str, system: SystemFacts) -> Iterator[Fault]:
-    """Yield a fault if the driver of the nodes is too old for the CUDA of a base."""
+    """Yield a warning if the driver of the nodes is too old for the CUDA of a base."""
     base = ngc_image(reference)
     branch = _driver_branch(system)
     if base is None or base.cuda is None or base.driver is None or branch is None:
@@ -347,21 +359,23 @@ def _check_driver(reference: str, system: SystemFacts) -> Iterator[Fault]:
 
 
 def _check_nccl_plugin(reference: str, image: Image, system: SystemFacts) -> Iterator[Fault]:
-    """Yield a fault if NCCL would use TCP on Slingshot, because nobody adds its plug-in for libfabric."""
-    if system.fabric.kind != "slingshot" or system.runtime.host_libs or system.fabric.host_libs == "auto":
+    """Yield a warning if NCCL would use TCP on Slingshot, because nobody adds its plug-in for libfabric."""
+    has_host_libs = system.runtime.host_libs or system.fabric.host_libs == "auto"
+    if system.fabric.kind != "slingshot" or has_host_libs or _brings_nccl_plugin(image, system):
         return
     base = ngc_image(reference)
-    if base is None or base.aws_ofi_nccl is None or base.aws_ofi_nccl.value != NONE:
-        return
-    # All that may bring the plug-in: mounts, commands and copied files.
+    # What the table does not know causes no warning.
+    if base is not None and base.aws_ofi_nccl is not None and base.aws_ofi_nccl.value == NONE:
+        yield (
+            f"{reference} has no aws-ofi-nccl: on Slingshot NCCL would use TCP",
+            "use libfabric with cxi and aws-ofi-nccl of the nodes: system.fabric.host_libs: auto, or their "
+            "folders in system.runtime.host_libs; or build both in image.run",
+        )
+
+
+def _brings_nccl_plugin(image: Image, system: SystemFacts) -> bool:
+    """Return whether a mount, a command or a copied file of the recipe seems to bring the plug-in itself."""
     texts = list(system.runtime.binds)
     texts += [step.command for step in image.run]
     texts += [str(step.source) for step in image.copy]
-    # A recipe that installs or mounts the plug-in itself needs no advice.
-    if any(_NCCL_PLUGIN.search(text) for text in texts):
-        return
-    yield (
-        f"{reference} has no aws-ofi-nccl: on Slingshot NCCL would use TCP",
-        "use libfabric with cxi and aws-ofi-nccl of the nodes: system.fabric.host_libs: auto, or their "
-        "folders in system.runtime.host_libs; or build both in image.run",
-    )
+    return any(_NCCL_PLUGIN.search(text) for text in texts)

@@ -24,19 +24,15 @@ def check(tree: Table, problems: Collector, *, is_complete: bool) -> Document | 
     If `tree` is not complete, a parent could not be read. The parent may state the keys that are missing
     here.
     """
-    # Other rules skip what has a problem already: one mistake gives one message.
-    faulty: set[KeyPath] = set()
-    for path, node in tree.walk():
-        if isinstance(node, Scalar) and node.type == "nothing":
-            faulty.add(path)
-            _report_nothing(path, node, problems)
+    # Paths of values with a problem. Later rules skip them: one mistake gives one message.
+    faulty = _report_empty_values(tree, problems)
     document, mistakes = validate(Document, to_data(tree))
-    # A value that YAML reads as none has been reported in its own words, and other rules skip faulty values.
     for mistake in mistakes:
-        _, path = tree.deepest(mistake.path)
-        if mistake.path not in faulty and (is_complete or mistake.kind != "missing"):
+        may_be_inherited = mistake.kind == "missing" and not is_complete
+        if mistake.path not in faulty and not may_be_inherited:
             _report(mistake, tree, problems)
-        if mistake.kind not in ("missing", "unknown") and not mistake.is_key:
+        if mistake.is_value:
+            _, path = tree.deepest(mistake.path)
             faulty.add(path)
     for path, node in tree.walk():
         if isinstance(node, Scalar) and node.type == "text" and path not in faulty:
@@ -47,14 +43,20 @@ def check(tree: Table, problems: Collector, *, is_complete: bool) -> Document | 
     return document
 
 
-def _report_nothing(path: KeyPath, node: Scalar, problems: Collector) -> None:
-    """Report a key without a value, or with one of YAML's words for none: ``null``, ``~``."""
-    message = "has no value"
-    hint = "give it one or remove the key"
-    if node.text:
-        message = f"{node.text} is read as no value"
-        hint = f'quote it if it is text: "{node.text}"'
-    problems.error(node.position, path, message, hint)
+def _report_empty_values(tree: Table, problems: Collector) -> set[KeyPath]:
+    """Report keys without a value, or with YAML's ``null`` or ``~``, and return their paths."""
+    paths = set()
+    for path, node in tree.walk():
+        if not isinstance(node, Scalar) or node.type != "nothing":
+            continue
+        paths.add(path)
+        message = "has no value"
+        hint = "give it one or remove the key"
+        if node.text:
+            message = f"{node.text} is read as no value"
+            hint = f'quote it if it is text: "{node.text}"'
+        problems.error(node.position, path, message, hint)
+    return paths
 
 
 # ---- the words for mistakes
@@ -111,36 +113,43 @@ _FORMS: Mapping[str, tuple[str, str]] = {
 def _report(mistake: Mistake, tree: Table, problems: Collector) -> None:
     """Report a mistake that pydantic found in the terms of the file: its text, and what YAML makes of it."""
     node, path = tree.deepest(mistake.path)
-    position = node.position
-    message = mistake.message
-    hint = mistake.hint
     if mistake.kind == "missing":
-        path = mistake.path
-        hint = f"add `{path[-1]}: ...`"
-        if len(path) < 3:
+        hint = f"add `{mistake.path[-1]}: ...`"
+        if len(mistake.path) < 3:
             hint = "a recipe needs at least `image: {base: NAME:TAG}`"
+        problems.error(node.position, mistake.path, mistake.message, hint)
     elif mistake.is_key:
-        path = mistake.path
-        table, _ = tree.deepest(path[:-1])
-        position = table.position
-        if isinstance(table, Table):
-            position = table.keys[str(path[-1])]
-        if mistake.kind == "unknown":
-            message, hint = _describe_unknown_key(path)
-    elif mistake.kind != "rule":
+        _report_key(mistake, tree, problems)
+    elif mistake.kind == "rule":
+        problems.error(node.position, path, mistake.message, mistake.hint)
+    else:
         message, hint = _describe_wrong_value(node, mistake)
-    problems.error(position, path, message, hint)
+        problems.error(node.position, path, message, hint)
+
+
+def _report_key(mistake: Mistake, tree: Table, problems: Collector) -> None:
+    """Report a key that is unknown, or that breaks a rule for names."""
+    *parents, name = mistake.path
+    table, _ = tree.deepest(tuple(parents))
+    position = table.position
+    if isinstance(table, Table):
+        position = table.keys[str(name)]
+    message, hint = mistake.message, mistake.hint
+    if mistake.kind == "unknown":
+        message, hint = _describe_unknown_key(mistake.path)
+    problems.error(position, mistake.path, message, hint)
 
 
 def _describe_unknown_key(path: KeyPath) -> tuple[str, str]:
     """Return the message and the hint for a key that no field has."""
     name = str(path[-1])
+    parents = path[:-1]
     # Who knows Dockerfiles looks for their instructions: the reason helps more than the nearest key.
-    if path[:-1] == ("image",) and name.lower() in _DOCKERFILE_KEYS:
+    if parents == ("image",) and name.lower() in _DOCKERFILE_KEYS:
         return _DOCKERFILE_KEYS[name.lower()]
     allowed = allowed_keys(path, Document)
     # No field of the model: `extends` is resolved before the check.
-    if path[:-1] in ((), ("system",)):
+    if parents in ((), ("system",)):
         allowed.append("extends")
     hint = allowed_hint(name, allowed)
     # A near name at the right level says more than the same name elsewhere.
@@ -148,8 +157,7 @@ def _describe_unknown_key(path: KeyPath) -> tuple[str, str]:
         # A key of this name at another level: somebody wrote `pip` beside `image`.
         for keys in key_paths(Document):
             if keys[-1] == name:
-                hint += f"; did you mean {key_text(keys)}?"
-                break
+                return "unknown key", f"{hint}; did you mean {key_text(keys)}?"
     return "unknown key", hint
 
 
@@ -204,24 +212,32 @@ _PUBLIC_HINT = "anybody who can pull the image can read it; pass it when the job
 def _check_text(path: KeyPath, node: Scalar, problems: Collector) -> None:
     """Report a variable that cannot be expanded, and warn of secrets and of ``$`` without a meaning."""
     name = str(path[-1])
-    text = node.text
-    is_variable = path[0] == "image" and len(path) > 2 and path[-2] in ("env", "args")
+    parents = path[:-1]
+    # ("image", "args", "VERSION"), ("image", "env", "PATH"), ("image", "pip", 0, "env", "CC")
+    is_argument = parents == ("image", "args")
+    is_variable = is_argument or (parents[:1] == ("image",) and parents[-1] == "env")
     if is_variable:
-        fault = next(rules.variable_value(name, text, has_earlier_value=path[1] != "args"), None)
-        if fault is not None:
-            problems.error(node.position, path, *fault)
+        problem = next(rules.variable_value(name, node.text, has_earlier_value=not is_argument), None)
+        if problem is not None:
+            problems.error(node.position, path, *problem)
             return
-    has_name = is_variable or path[:-1] in (("image", "labels"), ("system", "env"))
-    secret = secret_patterns.in_value(text)
+    has_name = is_variable or parents in (("image", "labels"), ("system", "env"))
+    _warn_of_secret(path, node, problems, has_name=has_name)
+    # `/x:$PATH` is expanded; any other $ would stand in the value as it is.
+    has_reference = re.search(r"\$\{?[A-Za-z_]", node.text)
+    if is_variable and has_reference and rules.split_inherited(name, node.text) is None:
+        problems.warn(node.position, path, "variables are not expanded: the $ stays", "write the whole value")
+
+
+def _warn_of_secret(path: KeyPath, node: Scalar, problems: Collector, *, has_name: bool) -> None:
+    """Warn if a value looks like a secret, or if it `has_name`, such as a variable's, and that looks so."""
+    secret = secret_patterns.in_value(node.text)
     if secret:
         is_step = path[:2] in (("image", "pip"), ("image", "run"))
         hint = named_files.IN_HISTORY if is_step else _PUBLIC_HINT
         problems.warn(node.position, path, f"this looks like {secret}", hint)
-    elif has_name and secret_patterns.in_name(name, text):
+    elif has_name and secret_patterns.in_name(str(path[-1]), node.text):
         problems.warn(node.position, path, "this looks like a secret", _PUBLIC_HINT)
-    # `/x:$PATH` is expanded; any other $ would stand in the value as it is.
-    if is_variable and re.search(r"\$\{?[A-Za-z_]", text) and rules.split_inherited(name, text) is None:
-        problems.warn(node.position, path, "variables are not expanded: the $ stays", "write the whole value")
 
 
 # ---- rules about several values
@@ -236,6 +252,28 @@ def _select_tables(tree: Table, *pattern: str) -> Iterator[tuple[KeyPath, Table]
 
 def _check_secrets(tree: Table, problems: Collector) -> None:
     """Report declarations without exactly one source or without a step, and names without a declaration."""
+    declared = _check_declared_secrets(tree, problems)
+    used = set()
+    # Steps of a parent may use a secret that the child declares: both are in the merged tree.
+    for key in ("pip", "run"):
+        for path, node in tree.select_texts("image", key, ANY, "secrets", ANY):
+            used.add(node.text)
+            if node.text not in declared:
+                hint = "declare it below image.secrets"
+                if declared:
+                    hint = allowed_hint(node.text, declared)
+                problems.error(node.position, path, f"there is no secret {node.text!r}", hint)
+    for name, (node, path) in declared.items():
+        if name not in used:
+            hint = f"add secrets: [{name}] to a step of pip or run"
+            problems.warn(node.position, path, f"no step uses the secret {name}", hint)
+
+
+def _check_declared_secrets(tree: Table, problems: Collector) -> dict[str, tuple[Scalar, KeyPath]]:
+    """Report secrets that are declared twice or not from exactly one source.
+
+    Return the node of each secret's name, and the path of its declaration.
+    """
     declared: dict[str, tuple[Scalar, KeyPath]] = {}
     for path, secret in _select_tables(tree, "image", "secrets", ANY):
         name = secret.entries.get("id")
@@ -249,25 +287,7 @@ def _check_secrets(tree: Table, problems: Collector) -> None:
             message = f"needs exactly one of env, file; it has {present}"
             hint = "env: NAME is a variable of this machine, file: PATH a file"
             problems.error(secret.position, path, message, hint)
-    # Steps of a parent may use a secret that the child declares: both are in the merged tree.
-    used = set()
-    names = (
-        *tree.select("image", "pip", ANY, "secrets", ANY),
-        *tree.select("image", "run", ANY, "secrets", ANY),
-    )
-    for path, node in names:
-        if not isinstance(node, Scalar) or node.type != "text":
-            continue
-        used.add(node.text)
-        if node.text not in declared:
-            hint = "declare it below image.secrets"
-            if declared:
-                hint = allowed_hint(node.text, declared)
-            problems.error(node.position, path, f"there is no secret {node.text!r}", hint)
-    for text, (node, path) in declared.items():
-        if text not in used:
-            hint = f"add secrets: [{text}] to a step of pip or run"
-            problems.warn(node.position, path, f"no step uses the secret {text}", hint)
+    return declared
 
 
 _PIP_SOURCES = ("packages", "requirements", "project")
@@ -279,27 +299,33 @@ _PROJECT_KEYS = {
 
 
 def _check_pip_steps(tree: Table, problems: Collector) -> None:
-    """Report steps that do not install exactly one thing, and keys and options that do not fit theirs."""
+    """Report pip steps that do not install exactly one thing, and lists of options that begin with none."""
     for path, step in _select_tables(tree, "image", "pip", ANY):
-        sources = [key for key in _PIP_SOURCES if key in step.entries]
-        if len(sources) != 1:
-            present = " and ".join(sources) or "none of them"
-            message = f"needs exactly one of {', '.join(_PIP_SOURCES)}; it has {present}"
-            hint = "write a step for each" if sources else "add packages: [NAME]"
-            problems.error(step.position, path, message, hint)
-        for key, reason in _PROJECT_KEYS.items():
-            if key in step.entries and "project" not in step.entries:
-                message = f"is for a project: {reason}"
-                problems.error(step.keys[key], (*path, key), message, "add project: FOLDER, or remove it")
-        packages = step.entries.get("packages")
-        if isinstance(packages, Items) and not packages.items:
-            problems.error(packages.position, (*path, "packages"), "is empty", "remove the step")
+        _check_pip_step(path, step, problems)
     for path, option in tree.select("image", "pip", ANY, "options", ANY):
+        index = path[-1]
         # Later items may be values of the options before them.
-        if path[-1] == 0 and isinstance(option, Scalar) and re.match("[^-]", option.text):
+        if index == 0 and isinstance(option, Scalar) and re.match("[^-]", option.text):
             message = f"{option.text!r} is not an option"
             hint = "options begin with -; packages go to `packages`"
             problems.error(option.position, path, message, hint)
+
+
+def _check_pip_step(path: KeyPath, step: Table, problems: Collector) -> None:
+    """Report a step that does not install exactly one thing, and keys that do not fit it."""
+    sources = [key for key in _PIP_SOURCES if key in step.entries]
+    if len(sources) != 1:
+        present = " and ".join(sources) or "none of them"
+        message = f"needs exactly one of {', '.join(_PIP_SOURCES)}; it has {present}"
+        hint = "write a step for each" if sources else "add packages: [NAME]"
+        problems.error(step.position, path, message, hint)
+    for key, reason in _PROJECT_KEYS.items():
+        if key in step.entries and "project" not in step.entries:
+            message = f"is for a project: {reason}"
+            problems.error(step.keys[key], (*path, key), message, "add project: FOLDER, or remove it")
+    packages = step.entries.get("packages")
+    if isinstance(packages, Items) and not packages.items:
+        problems.error(packages.position, (*path, "packages"), "is empty", "remove the step")
 
 
 def _check_platforms(tree: Table, problems: Collector) -> None:
@@ -307,7 +333,7 @@ def _check_platforms(tree: Table, problems: Collector) -> None:
     for path, node in tree.select("image", "platform"):
         if isinstance(node, Items) and not node.items:
             problems.error(node.position, path, "is empty", "allowed: amd64, arm64")
-        platforms: set[str] = set()
+        platforms = set()
         for index, item in node.children():
             if not isinstance(item, Scalar) or not item.text:
                 continue
@@ -320,18 +346,21 @@ def _check_platforms(tree: Table, problems: Collector) -> None:
 
 def _check_runtime(tree: Table, problems: Collector) -> None:
     """Report a kind of runtime that the default command, singularity, cannot start."""
-    examples = {"docker": "docker", "kubernetes": "runai"}
+    command_examples = {"docker": "docker", "kubernetes": "runai"}
     for path, runtime in _select_tables(tree, "system", "runtime"):
-        name = runtime.entries.get("kind")
-        if isinstance(name, Scalar) and name.text in examples and "command" not in runtime.entries:
-            message = f"kind {name.text} needs `command`: its default, singularity, is of another kind"
-            hint = f"for example command: {examples[name.text]}"
-            problems.error(name.position, (*path, "kind"), message, hint)
+        kind = runtime.entries.get("kind")
+        if not isinstance(kind, Scalar) or "command" in runtime.entries:
+            continue
+        example = command_examples.get(kind.text)
+        if example is not None:
+            message = f"kind {kind.text} needs `command`: its default, singularity, is of another kind"
+            problems.error(kind.position, (*path, "kind"), message, f"for example command: {example}")
 
 
 def _check_scheduler(tree: Table, problems: Collector) -> None:
-    for path, node in tree.select("system", "scheduler"):
-        if isinstance(node, Scalar) and node.type == "text" and not systems.is_scheduler(node.text):
+    """Report a scheduler that is neither shipped nor a plug-in's."""
+    for path, node in tree.select_texts("system", "scheduler"):
+        if not systems.is_scheduler(node.text):
             hint = allowed_hint(systems.resolve_alias(node.text), systems.scheduler_names())
             problems.error(node.position, path, f"{node.text!r} is not known", hint)
 

@@ -72,12 +72,14 @@ def _option_effects(recipe: Recipe) -> Effects:
 
 
 def _variable_effects(recipe: Recipe) -> Effects:
+    """Yield variables of the jobs that choose what other programs execute."""
     for name in recipe.system.env:
         if name in _EXECUTING_VARIABLES:
             yield ("system", "env", name), f"sets {name}, which decides what programs of a job execute"
 
 
 def _secret_effects(recipe: Recipe) -> Effects:
+    """Yield variables and files of the machine that steps of the build can read."""
     for number, secret in enumerate(recipe.image.secrets):
         source = f"the variable {secret.env}" if secret.env else f"the file {secret.file}"
         yield ("image", "secrets", number), f"gives {source} of this machine to steps of the build"

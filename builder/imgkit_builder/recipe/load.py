@@ -108,13 +108,12 @@ def _positions(tree: Table) -> Mapping[KeyPath, Position]:
     has the position of the short form.
     """
     positions = {path: node.position for path, node in tree.walk()}
-    expanded_keys: tuple[tuple[KeyPath, str | int], ...] = (
-        (("image", "platform"), 0),
-        (("image", "constraints"), "policy"),
-    )
-    for path, key in expanded_keys:
-        if path in positions:
-            positions.setdefault((*path, key), positions[path])
+    platform: KeyPath = ("image", "platform")
+    constraints: KeyPath = ("image", "constraints")
+    if platform in positions:
+        positions.setdefault((*platform, 0), positions[platform])
+    if constraints in positions:
+        positions.setdefault((*constraints, "policy"), positions[constraints])
     return positions
 
 
@@ -169,10 +168,8 @@ def _set_node(table: Table, path: tuple[str, ...], node: YamlNode) -> Table:
 def _replace_args(tree: Table, build_args: Sequence[str]) -> Table:
     """Return `tree` with other values in ``image.args``. Each keeps the position of the recipe's value.
 
-    They are replaced before the check, so that the rules of a value apply to that of the command line too.
+    `build_args` are ``NAME=VALUE``. They are put in before the check, so that its rules apply to them, too.
     """
-    if not build_args:
-        return tree
     declared: Mapping[str, YamlNode] = {}
     for _, args in tree.select("image", "args"):
         if isinstance(args, Table):
@@ -192,9 +189,9 @@ def _replace_args(tree: Table, build_args: Sequence[str]) -> Table:
 
 
 def _make_absolute(value: Any, path: KeyPath, positions: Mapping[KeyPath, Position]) -> Any:
-    """Return `value` with absolute paths.
+    """Return the value at `path` of a recipe with absolute paths in it.
 
-    Each relative one starts at the folder of the file that states it.
+    A relative one starts at the folder of the file that states it, which `positions` names.
     """
     if isinstance(value, Path):
         # A file of this machine may be anywhere: "/" and "~" do not start at the recipe.
@@ -210,23 +207,23 @@ def _make_absolute(value: Any, path: KeyPath, positions: Mapping[KeyPath, Positi
 
 
 def _hash_content(name: str, document: Document, image: Image, problems: Collector) -> str:
-    """Return the digest of the content: paths as written, the bytes of requirements, locks, certificates.
+    """Return the digest of a recipe: its values, and the bytes of requirements, locks and certificates.
 
-    `problems` receives the digests of these files, and of the pyproject.toml of projects. The code of
-    projects does not count: the digest of the build context covers it.
+    Paths count as they are written. `problems` receives the digests of these files, and of the pyproject.toml
+    of projects. The code of projects does not count: the digest of the build context covers it.
     """
     content = {"name": name, **dataclasses.asdict(document)}
     # A build on it names it as --base does; the others are the same with any.
     del content["image"]["current_base"]
     # Sorted, so that the order of keys in a file makes no difference.
     digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode())
-    contents = list(image.ca)
-    contents += [step.requirements for step in image.pip if step.requirements is not None]
+    counted_files = list(image.ca)
+    counted_files += [step.requirements for step in image.pip if step.requirements is not None]
     projects = [step.project for step in image.pip if step.project is not None]
     if image.uv is not None:
-        contents.append(image.uv.project / UV_LOCK)
+        counted_files.append(image.uv.project / UV_LOCK)
         projects.append(image.uv.project)
-    for file in contents:
+    for file in counted_files:
         file_digest = hashlib.sha256(files.read_bytes(file))
         problems.digests[file] = file_digest.hexdigest()
         digest.update(file_digest.digest())
@@ -237,7 +234,7 @@ def _hash_content(name: str, document: Document, image: Image, problems: Collect
 
 
 def locate_recipe(ref: str, folder: Path) -> Path:
-    """Return the absolute path of recipe `ref`. A relative path starts at `folder`.
+    """Return the absolute path of recipe `ref`, a shipped name or a path. A relative path starts at `folder`.
 
     Raises
     ------
@@ -254,17 +251,22 @@ def locate_recipe(ref: str, folder: Path) -> Path:
                 hint = f"it contains: {', '.join(names)}"
             raise UsageError(f"{ref} is a folder, not a recipe", hint=hint)
         if not file.exists():
-            siblings = {path.stem: path.name for path in file.parent.glob("*.y*ml")}
-            # A file beside it is nearer than a shipped recipe.
-            nearest = siblings.get(nearest_name(file.stem, siblings), "")
-            nearest = nearest or nearest_name(file.stem, recipe_names())
-            hint = "to see the shipped recipes: imgkit list"
-            if nearest:
-                hint = f"did you mean {nearest}?"
-            raise UsageError(f"there is no file {ref}", hint=hint)
+            raise _missing_file_error(ref, file)
         return file
     except (OSError, ValueError) as error:  # a name too long, a NUL byte, no permission
         raise UsageError(f"{ref!r} is not a recipe: {error_reason(error)}") from error
+
+
+def _missing_file_error(ref: str, file: Path) -> UsageError:
+    """Return the error for the path `ref` of a recipe, with the name that was probably meant."""
+    siblings = {path.stem: path.name for path in file.parent.glob("*.y*ml")}
+    # A file beside it is nearer than a shipped recipe.
+    sibling = siblings.get(nearest_name(file.stem, siblings), "")
+    nearest = sibling or nearest_name(file.stem, recipe_names())
+    hint = "to see the shipped recipes: imgkit list"
+    if nearest:
+        hint = f"did you mean {nearest}?"
+    return UsageError(f"there is no file {ref}", hint=hint)
 
 
 def _locate_shipped(name: str) -> Path:
@@ -299,9 +301,9 @@ def read_with_parents(
         return _make_recipe_of_system(file, problems), True
     _refuse_system_file(tree, problems)
     # The system first: the parent's must know whether it is replaced.
-    child, names_system, is_complete = _merge_named_system(tree.without("extends"), file, problems)
+    child, names_system, is_child_complete = _merge_named_system(tree.without("extends"), file, problems)
     if "extends" not in tree.entries:
-        return child, is_complete
+        return child, is_child_complete
     chain = (*children, file.resolve())
     parent_file = _locate_named(tree.entries["extends"], file, ("extends",), chain, problems, "recipe")
     if parent_file is None:
@@ -312,7 +314,7 @@ def read_with_parents(
     if names_system:
         # Keys of the parent's system would mix two machines, so a named system replaces all of it.
         parent = parent.without("system")
-    return merge_tables(parent, child, ()), is_complete and is_parent_complete
+    return merge_tables(parent, child, ()), is_child_complete and is_parent_complete
 
 
 def _make_recipe_of_system(file: Path, problems: Collector) -> Table:
@@ -323,17 +325,11 @@ def _make_recipe_of_system(file: Path, problems: Collector) -> Table:
     UsageError : the file does not state the driver; the hint is the recipe to write.
     """
     name = file.stem
-    position = Position(file=file, line=1, column=1)
     facts = load_system(name).facts
     base = bases.newest_base(facts)
     if base is None:
-        *_, newest = (row for row in bases.load_table() if row.driver)
-        hint = (
-            f"write {name}.yaml with two lines, `image: {{base: {newest.reference}}}` and `system: {name}`, "
-            f"and use ./{name}.yaml. That base needs driver {newest.driver}; "
-            "to see older ones: imgkit list --bases"
-        )
-        raise UsageError(f"{name} is a system without a recipe, and its driver is not known", hint=hint)
+        raise _unknown_driver_error(name)
+    position = Position(file=file, line=1, column=1)
     message = f"{name} has no recipe: the base is {base.reference}, the newest that its nodes run"
     hint = f"for another: `image: {{base: NAME:TAG}}` and `system: {name}` in a file"
     problems.warn(position, ("image", "base"), message, hint)
@@ -344,6 +340,17 @@ def _make_recipe_of_system(file: Path, problems: Collector) -> Table:
     if system is None:
         return tree
     return _set_node(tree, ("system",), system)
+
+
+def _unknown_driver_error(name: str) -> UsageError:
+    """Return the error for a system without a recipe whose driver is unknown."""
+    *_, newest = (base for base in bases.load_table() if base.driver)
+    hint = (
+        f"write {name}.yaml with two lines, `image: {{base: {newest.reference}}}` and `system: {name}`, "
+        f"and use ./{name}.yaml. That base needs driver {newest.driver}; "
+        "to see older ones: imgkit list --bases"
+    )
+    return UsageError(f"{name} is a system without a recipe, and its driver is not known", hint=hint)
 
 
 def _refuse_system_file(tree: Table, problems: Collector) -> None:
@@ -359,27 +366,27 @@ def _refuse_system_file(tree: Table, problems: Collector) -> None:
 def _merge_named_system(tree: Table, file: Path, problems: Collector) -> tuple[Table, bool, bool]:
     """Return `tree` with the values of the system that ``system: NAME`` or ``system: {extends: NAME}`` names.
 
-    The second value says whether it names one, which then replaces that of a recipe which `tree` extends. The
-    third says whether that system could be read.
+    The second value says whether it names one, which then replaces the system of a parent recipe. The
+    third value says whether that system could be read.
     """
-    ref = tree.entries.get("system")
-    if ref is None or (isinstance(ref, Scalar) and ref.type == "nothing"):
+    system = tree.entries.get("system")
+    if system is None or (isinstance(system, Scalar) and system.type == "nothing"):
         return tree, False, True
     # `system: NAME` is short for `system: {extends: NAME}`; both may come without changes.
-    changes = _empty_table(ref.position)
-    if isinstance(ref, Table):
-        if "extends" not in ref.entries:
+    name = system
+    changes = _empty_table(system.position)
+    if isinstance(system, Table):
+        if "extends" not in system.entries:
             return tree, False, True
-        changes = ref.without("extends")
-        ref = ref.entries["extends"]
-    system_file = _locate_named(ref, file, ("system",), (), problems, "system")
+        name = system.entries["extends"]
+        changes = system.without("extends")
     base = None
+    system_file = _locate_named(name, file, ("system",), (), problems, "system")
     if system_file is not None:
         base, _ = _read_system(system_file, (), problems)
     if base is None:
         return tree.without("system"), True, False
-    system = merge_tables(base, changes, ("system",))
-    return _set_node(tree, ("system",), system), True, True
+    return _set_node(tree, ("system",), merge_tables(base, changes, ("system",))), True, True
 
 
 # Far below Python's limit of recursion.
@@ -429,7 +436,11 @@ def _locate_named(
 
 
 def _read_system(file: Path, children: Sequence[Path], problems: Collector) -> tuple[Table | None, Proof]:
-    """Return the values of the system `file` over those that it extends, and the proof that it states."""
+    """Return the values of the system in `file`, and how they were tested.
+
+    The values of the system that it extends fill in what the file does not state. `children` are the resolved
+    files that extend it. After a problem the values are None.
+    """
     tree = read_yaml(file, problems)
     if tree is None:
         return None, Proof()
@@ -457,12 +468,14 @@ def _read_system(file: Path, children: Sequence[Path], problems: Collector) -> t
 
 
 def _read_proof(node: YamlNode, problems: Collector) -> Proof:
+    """Return how a system was tested, as the key ``proof`` states it. An unusable value is reported."""
     proof, _ = validate(Proof, to_data(node))
     if proof is None:
         hint = "write one line of text for documented, rendered, simulated or run"
         message = "does not say how the values were tested"
         problems.error(node.position, ("proof",), message, hint)
-    return proof or Proof()
+        return Proof()
+    return proof
 
 
 def merge(parent: YamlNode, child: YamlNode, path: KeyPath) -> YamlNode:

@@ -62,7 +62,10 @@ def render_lock(lock: Lock) -> str:
 
 
 def _render_table(table: Any, path: str) -> Iterator[str]:
-    """Yield the lines of a dataclass: plain values first, as TOML requires, then the tables below it."""
+    """Yield the lines of a dataclass: plain values first, as TOML requires, then the tables below it.
+
+    `path` is its dotted key, empty for the lock itself.
+    """
     tables = []
     for field in dataclasses.fields(table):
         value = getattr(table, field.name)
@@ -75,13 +78,15 @@ def _render_table(table: Any, path: str) -> Iterator[str]:
             yield f"{field.name} = {_render_value(value)}\n"
     for heading, key, value in tables:
         lines = "".join(_render_table(value, key))
-        if not lines and not heading.startswith("[["):
-            continue  # a table with defaults only; but an item of a list counts
-        separator = "" if lines.startswith("\n") else "\n"
-        yield f"\n{heading}{separator}{lines}"
+        # A table with defaults only says nothing. An item of a list counts.
+        is_item = heading.startswith("[[")
+        if lines or is_item:
+            separator = "" if lines.startswith("\n") else "\n"
+            yield f"\n{heading}{separator}{lines}"
 
 
 def _render_value(value: str | bool | int | tuple[str, ...]) -> str:
+    """Return `value` as TOML. A list of several items has each on its own line."""
     if isinstance(value, tuple):
         items = [_render_value(item) for item in value]
         if len(items) < 2:
@@ -114,22 +119,22 @@ def parse_lock(content: str, file: Path) -> Lock:
     problems = Collector(shows=(file.parent.resolve(),))
     # An editor of Windows may have changed the line ends.
     values = parse_toml_file(content.replace("\r\n", "\n"), file, problems, LOCK_HINT)
-    lock, faults = _validate(values)
-    for path, message, hint in faults:
+    lock, lock_problems = _validate(values)
+    for path, message, hint in lock_problems:
         text = f"{key_text(path)}: {message}{_describe_package(path, values)}"
         problems.error(Position(file=file, line=0, column=0), (), text, hint)
-    if lock is None or faults:
+    if lock is None or lock_problems:
         raise RecipeErrors(problems.errors, of=file.name)
     return lock
 
 
 _IGNORE_HINT = "to ignore the lock: --no-lock"
-_Fault = tuple[KeyPath, str, str]
+_Problem = tuple[KeyPath, str, str]
 """The path of a value, what is wrong with it, and a hint."""
 
 
-def _validate(values: dict[str, Any]) -> tuple[Lock | None, list[_Fault]]:
-    """Return the lock that `values` state, and what is wrong with them."""
+def _validate(values: dict[str, Any]) -> tuple[Lock | None, list[_Problem]]:
+    """Return the lock that `values` state, and what is wrong with them. After a problem it may be None."""
     # First: a later imgkit may have other keys, and each would be reported as unknown.
     schema = values.get("schema", LOCK_SCHEMA)
     if isinstance(schema, int) and schema > LOCK_SCHEMA:
@@ -138,33 +143,35 @@ def _validate(values: dict[str, Any]) -> tuple[Lock | None, list[_Fault]]:
     if schema != LOCK_SCHEMA:
         return None, [(("schema",), f"{schema!r} is not a schema of a lock", LOCK_HINT)]
     lock, mistakes = validate(Lock, values)
-    faults: list[_Fault] = []
+    problems = []
     for mistake in mistakes:
-        message = mistake.message.replace("a mapping", "a table")
-        faults.append((mistake.path, message, mistake.hint or LOCK_HINT))
+        message = mistake.message.replace("a mapping", "a table")  # the word of TOML
+        problems.append((mistake.path, message, mistake.hint or LOCK_HINT))
     if lock is not None:
-        faults += [(path, message, LOCK_HINT) for path, message in _find_contradictions(lock)]
-    return lock, faults
+        problems += [(path, message, LOCK_HINT) for path, message in _find_contradictions(lock)]
+    return lock, problems
 
 
 def _describe_package(path: KeyPath, values: Any) -> str:
     """Return `` (package zsh)`` where `path` leads into a package of `values`, else an empty text."""
     name = ""
+    node = values
     for part in path:
         try:
-            values = values[part]
+            node = node[part]
         except (KeyError, IndexError, TypeError):
             break
-        if isinstance(part, int) and isinstance(values, dict):
-            name = str(values.get("name", ""))[:60]
+        # An item of a list of tables: a platform or a package. The innermost counts.
+        if isinstance(part, int) and isinstance(node, dict):
+            name = str(node.get("name", ""))[:60]
     if not name:
         return ""
     return f" (package {name})"
 
 
 def _find_contradictions(lock: Lock) -> Iterator[tuple[KeyPath, str]]:
-    """Yield what is wrong with several values together."""
-    platforms: set[str] = set()
+    """Yield what is wrong with several values together: the path of the value to change, and a message."""
+    platforms = set()
     for number, part in enumerate(lock.platforms):
         path = ("platforms", number)
         if part.platform in platforms:
@@ -176,8 +183,9 @@ def _find_contradictions(lock: Lock) -> Iterator[tuple[KeyPath, str]]:
         if not (part.base.digest or part.base.id):
             yield (*path, "base"), "must have a digest or an id"
         first_step = UV_STEP if part.request.uv else 0
+        last_step = len(part.request.pip) - 1
         for index, wheel in enumerate(part.pip):
-            if not first_step <= wheel.step < len(part.request.pip):
+            if not first_step <= wheel.step <= last_step:
                 yield (*path, "pip", index, "step"), f"there is no pip step {wheel.step} in the request"
             if not (wheel.url or wheel.kept):
                 yield (*path, "pip", index, "url"), "is missing, and the wheel is not a kept one"
@@ -353,31 +361,36 @@ def first_difference(new: LockRequest, locked: LockRequest) -> _Difference | Non
     if new.constraints != locked.constraints:
         message = f"constraints: {' '.join(new.constraints)}, and was {' '.join(locked.constraints)}"
         return ("image", "constraints"), message
+    if new.uv and new.uv != locked.uv:
+        return ("image", "uv"), "uv.lock, or the chosen extras and groups, have changed"
     if new.uv != locked.uv:
-        change = "uv.lock, or the chosen extras and groups, have changed"
-        if not new.uv:
-            change = "there is no uv project"
-        return ("image", "uv"), change
+        return ("image", "uv"), "there is no uv project"
+    return _step_difference(new.pip, locked.pip)
+
+
+def _step_difference(new: Sequence[LockedStep], locked: Sequence[LockedStep]) -> _Difference | None:
+    """Return the first difference of the pip steps."""
     # The shorter list ends the comparison; the number of steps comes last.
-    for number, (step, locked_step) in enumerate(zip(new.pip, locked.pip, strict=False)):
+    for number, (step, locked_step) in enumerate(zip(new, locked, strict=False)):
         for field, (key, noun) in _STEP_FIELDS.items():
             difference = _list_difference(getattr(step, field), getattr(locked_step, field))
             if difference is not None:
                 index, change = difference
                 return ("image", "pip", number, key, *index), f"the {noun} of this pip step {change}"
     # Last: an inserted step changes those after it, whose first difference says more than the number.
-    count = len(new.pip)
-    locked_count = len(locked.pip)
-    if count == locked_count:
+    if len(new) == len(locked):
         return None
     path: KeyPath = ("image", "pip")
-    if count > locked_count:
-        path = (*path, locked_count)  # the first new step
-    return path, f"there are {count} pip steps, and were {locked_count}"
+    if len(new) > len(locked):
+        path = (*path, len(locked))  # the first new step
+    return path, f"there are {len(new)} pip steps, and were {len(locked)}"
 
 
-def _list_difference(values: Sequence[str], locked: Sequence[str]) -> _Difference | None:
-    """Return the index of the first value that is not in `locked`, if any, and the change in words."""
+def _list_difference(values: Sequence[str], locked: Sequence[str]) -> tuple[tuple[int, ...], str] | None:
+    """Return the index of the first value that is not in `locked`, and the change in words.
+
+    The index is empty if all of them are there. The result is None if both lists are equal.
+    """
     if values == locked:
         return None
     for number, value in enumerate(values):

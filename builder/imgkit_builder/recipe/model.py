@@ -81,6 +81,7 @@ def _expand_constraints(value: Any) -> Any:
 
 
 def _constraints_schema(_: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON Schema of what a recipe may write for ``image.constraints``."""
     names = {"type": "array", "items": {"type": "string"}, "minItems": 1}
     drop = {
         "type": "object",

@@ -39,17 +39,16 @@ def check(tree: Table, problems: Collector, faulty: Collection[KeyPath]) -> None
     Values at a path of `faulty` have a problem already.
     """
     ngc_base = _ngc_base(tree)
-    for path, node in tree.select("image", "pip", ANY, "packages", ANY):
-        if isinstance(node, Scalar):
-            _check_torch(node.text, ngc_base, node.position, path, problems)
+    for path, node in tree.select_texts("image", "pip", ANY, "packages", ANY):
+        _check_torch(node.text, ngc_base, node.position, path, problems)
     steps_without_dependencies = set()
-    for path, node in tree.select("image", "pip", ANY, "options", ANY):
-        if isinstance(node, Scalar) and node.text == NO_DEPS:
-            steps_without_dependencies.add(path[:-2])
-    # A file outside of the folder is never opened: its content could end in a message.
+    for path, node in tree.select_texts("image", "pip", ANY, "options", ANY):
+        if node.text == NO_DEPS:
+            step = path[:-2]  # ("image", "pip", 0, "options", 1) -> ("image", "pip", 0)
+            steps_without_dependencies.add(step)
     for pattern, check_content in _CONTENT_CHECKS.items():
-        for path, node in tree.select(*pattern):
-            if not isinstance(node, Scalar) or node.type != "text" or path in faulty:
+        for path, node in tree.select_texts(*pattern):
+            if path in faulty:
                 continue
             named = NamedFile(
                 node=node,
@@ -58,16 +57,14 @@ def check(tree: Table, problems: Collector, faulty: Collection[KeyPath]) -> None
                 ngc_base=ngc_base,
                 has_no_dependencies=path[:-1] in steps_without_dependencies,
             )
+            # A file outside of the folder is never opened: its content could end in a message.
             file = _find_file(named, folder_allowed=pattern[-1] in ("source", "project"))
             if file is not None:
                 check_content(file, named)
 
 
 def _find_file(named: NamedFile, *, folder_allowed: bool) -> Path | None:
-    """Return the file that a value names.
-
-    If it is not in the folder of the recipe, report that, and return None.
-    """
+    """Return the file that a value names. If it is not in the folder of the recipe, report that."""
     text = named.node.text
     folder = named.node.position.file.resolve().parent
     try:
@@ -83,10 +80,7 @@ def _find_file(named: NamedFile, *, folder_allowed: bool) -> Path | None:
 
 
 def _find_problem(text: str, folder: Path, *, folder_allowed: bool) -> tuple[str, str]:
-    """Return what is wrong with the file `text` of a recipe in `folder`, and a hint.
-
-    Both are empty if nothing is.
-    """
+    """Return why a recipe in `folder` cannot name the file `text`, and a hint. Both are empty if it can."""
     file = folder / text
     target = file.resolve()
     if not text:
@@ -109,15 +103,11 @@ def _find_problem(text: str, folder: Path, *, folder_allowed: bool) -> tuple[str
 
 
 def _ngc_base(tree: Table) -> str:
-    """Return the recipe's base if it is an image of NVIDIA's PyTorch, from any registry.
-
-    Else the text is empty.
-    """
-    for _, node in tree.select("image", "base"):
-        if not isinstance(node, Scalar):
-            continue
+    """Return the recipe's base if it is an image of NVIDIA's PyTorch, from any registry, or else ""."""
+    for _, node in tree.select_texts("image", "base"):
         with contextlib.suppress(Unfit):
             repository = parse_reference(node.text).repository
+            # A mirror may have folders before the name.
             if f"/{repository}".endswith("/nvidia/pytorch"):
                 return node.text
     return ""
@@ -146,18 +136,19 @@ def _check_requirements(file: Path, named: NamedFile) -> None:
     except (OSError, UnicodeDecodeError) as error:
         problems.error(Position(file=file, line=1, column=1), named.path, f"cannot be read: {error}")
         return
+    # From now on, a problem can quote them.
     problems.lines[file] = lines
     for number, line in enumerate(lines, start=1):
         text = line.strip()
-        start = Position(file=file, line=number, column=1)
+        line_start = Position(file=file, line=number, column=1)
         if requirements.names_other_file(line):
-            position = Position(file=file, line=number, column=line.index(text) + 1)
+            text_start = Position(file=file, line=number, column=line.index(text) + 1)
             message = f"{text!r} names a file that is not in the image"
-            problems.error(position, named.path, message, "write its lines here")
-        _check_torch(text, named.ngc_base, start, named.path, problems)
+            problems.error(text_start, named.path, message, "write its lines here")
+        _check_torch(text, named.ngc_base, line_start, named.path, problems)
         secret = secret_patterns.in_value(text)
         if secret:
-            problems.warn(start, named.path, f"this looks like {secret}", IN_HISTORY)
+            problems.warn(line_start, named.path, f"this looks like {secret}", IN_HISTORY)
 
 
 def _check_certificate(file: Path, named: NamedFile) -> None:
@@ -179,10 +170,7 @@ def _check_certificate(file: Path, named: NamedFile) -> None:
 def _check_project(folder: Path, named: NamedFile) -> None:
     """Report a folder without a usable pyproject.toml, or one whose dependencies the image cannot install."""
     if not (folder / requirements.PYPROJECT).is_file():
-        hint = "name the folder that has one" if folder.is_dir() else "name a folder"
-        if (folder / "setup.py").is_file():
-            hint = 'add one next to setup.py: [build-system] with requires = ["setuptools"]'
-        named.error(f"{folder.name} has no {requirements.PYPROJECT}", hint)
+        named.error(f"{folder.name} has no {requirements.PYPROJECT}", _pyproject_hint(folder))
         return
     try:
         dependencies = requirements.read_dependencies(folder)
@@ -193,10 +181,20 @@ def _check_project(folder: Path, named: NamedFile) -> None:
         return
     for dependency in dependencies:
         # PEP 508 spells a path "NAME @ file:...".
-        if requirements.names_other_file(dependency.rpartition("@")[2]):
+        _, _, source = dependency.rpartition("@")
+        if requirements.names_other_file(source):
             message = f"depends on {dependency!r}, a path that is not in the image"
             named.error(message, "add a pip step with a project of its own before this one")
         _check_torch(dependency, named.ngc_base, named.node.position, named.path, named.problems)
+
+
+def _pyproject_hint(folder: Path) -> str:
+    """Return what to do about `folder`, which has no pyproject.toml."""
+    if (folder / "setup.py").is_file():
+        return 'add one next to setup.py: [build-system] with requires = ["setuptools"]'
+    if folder.is_dir():
+        return "name the folder that has one"
+    return "name a folder"
 
 
 def _check_uv_project(folder: Path, named: NamedFile) -> None:

@@ -133,16 +133,19 @@ class Collector:
             return False
 
     def _add(self, problems: list[Problem], summary: str, problem: Problem) -> None:
+        """Add `problem` to `problems`, or the `summary` if nothing of its file may be shown."""
+        if self.shows is None or self.may_show(problem.position.file):
+            problems.append(problem)
+            return
         # One problem in place of all: not even their number says anything about the file.
-        if self.shows is not None and not self.may_show(problem.position.file):
-            start = Position(file=problem.position.file, line=1, column=1)
-            message = f"{summary}; nothing of a file outside {shorten_path(self.shows[0])} is shown"
-            problem = Problem(position=start, key="", what=message, hint="look at the file itself")
-            if problem in problems:
-                return
-        problems.append(problem)
+        file_start = Position(file=problem.position.file, line=1, column=1)
+        message = f"{summary}; nothing of a file outside {shorten_path(self.shows[0])} is shown"
+        placeholder = Problem(position=file_start, key="", what=message, hint="look at the file itself")
+        if placeholder not in problems:
+            problems.append(placeholder)
 
     def _problem(self, position: Position, path: KeyPath, message: str, hint: str) -> Problem:
+        """Return a problem that quotes the line at `position`, if the file has been read."""
         source = ""
         lines = self.lines.get(position.file, [])
         if 0 < position.line <= len(lines):
@@ -263,15 +266,20 @@ def parse_toml(text: str) -> dict[str, Any]:
     except RecursionError:
         raise NotToml("its brackets are nested too deeply", line=last_line, column=1) from None
     except ValueError as error:
-        # Python 3.14 has attributes for it; before, only the message has the position.
-        line = last_line
-        column = 1
-        match = _TOML_POSITION.search(str(error))
-        if match is not None and match[1]:
-            line = int(match[1])
-            column = int(match[2])
-        raise NotToml(_TOML_POSITION.sub("", str(error)), line=line, column=column) from error
+        raise _syntax_error(str(error), last_line) from error
     return values
+
+
+def _syntax_error(message: str, last_line: int) -> NotToml:
+    """Return the error for a `message` of tomllib, without the position at its end.
+
+    Python 3.14 has attributes for the position; before, only the message has it.
+    """
+    reason = _TOML_POSITION.sub("", message)
+    match = _TOML_POSITION.search(message)
+    if match is None or not match[1]:
+        return NotToml(reason, line=last_line, column=1)
+    return NotToml(reason, line=int(match[1]), column=int(match[2]))
 
 
 def parse_toml_file(text: str, file: Path, problems: Collector, hint: str) -> dict[str, Any]:

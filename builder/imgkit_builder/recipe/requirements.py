@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 from imgkit_builder.recipe import problems
 from imgkit_entrypoints import files
@@ -24,7 +23,10 @@ _RELEASED_VERSION = re.compile(r"[0-9]+(?:\.[0-9]+)*")
 
 
 def released_pin(line: str) -> str:
-    """Return the `PROTECTED` distribution that `line` pins to a released version, else an empty text."""
+    """Return the `PROTECTED` distribution that `line` pins to a released version, else an empty text.
+
+    ``torch==2.3.0  # as on mn5`` -> ``torch``
+    """
     from packaging.requirements import InvalidRequirement, Requirement
 
     try:
@@ -76,14 +78,18 @@ def read_dependencies(folder: Path) -> tuple[str, ...]:
     ValueError : it is not TOML, or its dependencies are not a list of strings.
     """
     text = files.read_text(folder / PYPROJECT, most_bytes=_MOST_BYTES)
-    content: dict[str, Any] = problems.parse_toml(text)
+    content = problems.parse_toml(text)
     project = content.get("project", {})
-    lines = None
+    dependencies = None
     if isinstance(project, dict):
-        lines = project.get("dependencies", [])
-    if not isinstance(lines, list) or not all(isinstance(line, str) and "\n" not in line for line in lines):
+        dependencies = project.get("dependencies", [])
+    if not isinstance(dependencies, list) or not all(map(_is_line, dependencies)):
         raise ValueError("project.dependencies is not a list of strings")
-    return tuple(lines)
+    return tuple(dependencies)
+
+
+def _is_line(value: object) -> bool:
+    return isinstance(value, str) and "\n" not in value
 
 
 def project_name(file: Path) -> str:

@@ -115,18 +115,20 @@ def _check_git_commit(url: str) -> Iterator[Fault]:
             "the URL of a git repository holds a user or a token, which would stay in the image",
             "leave it out, and let git read a secret file: secrets: [netrc] in this step",
         )
-    elif not re.fullmatch(r"[0-9a-f]{40}", commit) or not repository:
-        fault = "the URL names no commit"
-        clone_url = address
-        if repository:
-            fault = f"{commit!r} is not a whole commit"
-            clone_url = address.removesuffix(f"@{commit}")
-        yield (
-            f"git+{address}: {fault}: a branch or tag can name other code tomorrow",
-            f"write git+{clone_url}@COMMIT with all 40 digits; git ls-remote {clone_url} prints them",
-        )
+    elif not repository:
+        yield _incomplete_commit(address, address, "the URL names no commit")
+    elif not re.fullmatch(r"[0-9a-f]{40}", commit):
+        clone_url = address.removesuffix(f"@{commit}")
+        yield _incomplete_commit(address, clone_url, f"{commit!r} is not a whole commit")
     elif fragment and not re.fullmatch(r"(?:(?:egg|subdirectory)=[A-Za-z0-9._/-]+&?)+", fragment):
         yield f"#{fragment} is not known to pip", "allowed: #subdirectory=FOLDER"
+
+
+def _incomplete_commit(address: str, clone_url: str, problem: str) -> Fault:
+    return (
+        f"git+{address}: {problem}: a branch or tag can name other code tomorrow",
+        f"write git+{clone_url}@COMMIT with all 40 digits; git ls-remote {clone_url} prints them",
+    )
 
 
 def pip_option(text: str) -> Iterator[Fault]:
@@ -228,7 +230,7 @@ def variable_value(name: str, value: str, *, has_earlier_value: bool) -> Iterato
 
 
 def split_inherited(name: str, value: str) -> tuple[str, str] | None:
-    """Return what a list has before and after the base's value of `name`.
+    """Return what a list has before and after the base's value of the variable `name`.
 
     ``/x/bin:$PATH`` gives ``/x/bin`` and an empty text. The result is None where the value does not name the
     variable.
@@ -265,9 +267,9 @@ def quote_inherited(name: str, value: str, quote: Callable[[str], str]) -> str |
     before, after = map(quote, parts)
     if not before:
         return f'"${{{name}:+${name}:}}{after}"'
-    if after:
-        after = f":{after}"
-    return f'"{before}${{{name}:+:${name}}}{after}"'
+    if not after:
+        return f'"{before}${{{name}:+:${name}}}"'
+    return f'"{before}${{{name}:+:${name}}}:{after}"'
 
 
 MAX_NAME = 255
@@ -302,17 +304,22 @@ def parse_reference(text: str) -> ImageReference:
     Unfit : names the first problem.
     """
     _refuse_foreign_syntax(text)
-    name, _, digest = text.partition("@")
+    name_and_tag, _, digest = text.partition("@")
     if "@" in text:
         _check_digest(digest)
     # A colon after the last slash begins the tag; an earlier colon begins a registry's port.
-    folder, slash, base_name = name.rpartition("/")
-    base_name, colon, tag = base_name.partition(":")
+    folder, slash, base_name_and_tag = name_and_tag.rpartition("/")
+    base_name, colon, tag = base_name_and_tag.partition(":")
     if colon and not tag:
         raise Unfit("the tag after the colon is empty", _TAG_HINT)
     if colon and not _TAG.fullmatch(tag):
         raise Unfit(f"{tag!r} is not a tag", _TAG_HINT)
-    name = f"{folder}{slash}{base_name}"
+    registry, repository = _split_registry(f"{folder}{slash}{base_name}")
+    return ImageReference(registry=registry, repository=repository, tag=tag, digest=digest)
+
+
+def _split_registry(name: str) -> tuple[str, str]:
+    """Return the registry and the repository of a name without tag. The registry is empty if it has none."""
     registry, _, repository = name.partition("/")
     # As Docker decides: a first part with a dot or colon is a host, and so is localhost.
     if not repository or not (registry == "localhost" or re.search(r"[.:A-Z]", registry)):
@@ -324,7 +331,7 @@ def parse_reference(text: str) -> ImageReference:
         _check_component(component, repository)
     if len(name) > MAX_NAME:
         raise Unfit(f"the name has {len(name)} characters", f"at most {MAX_NAME} are allowed")
-    return ImageReference(registry=registry, repository=repository, tag=tag, digest=digest)
+    return registry, repository
 
 
 def _refuse_foreign_syntax(text: str) -> None:
@@ -335,14 +342,14 @@ def _refuse_foreign_syntax(text: str) -> None:
         raise Unfit(f"{text!r} contains a blank", "an image reference is one word, NAME:TAG")
     if "$" in text:
         raise Unfit(f"{text} contains a variable", "recipes have no variables: write the whole name")
-    transport = _TRANSPORT.match(text)
+    match = _TRANSPORT.match(text)
     # In docker:5000/x, docker is a registry.
-    if transport and ("//" in transport.group() or text.startswith(("docker-", "oci:"))):
-        fault = f"{transport.group()} is not part of an image reference"
-        raise Unfit(fault, f"write {text[transport.end() :]}")
+    if match and ("//" in match[0] or text.startswith(("docker-", "oci:"))):
+        raise Unfit(f"{match[0]} is not part of an image reference", f"write {text[match.end() :]}")
 
 
 def _check_component(component: str, repository: str) -> None:
+    """Raise Unfit if `component`, a part of `repository` between slashes, is not valid."""
     if _COMPONENT.fullmatch(component):
         return
     if not component:

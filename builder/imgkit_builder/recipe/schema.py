@@ -48,17 +48,17 @@ def _simplify(node: Any) -> Any:
         return [_simplify(item) for item in node]
     if not isinstance(node, dict):
         return node
-    node = {key: _simplify(value) for key, value in node.items()}
+    simplified = {key: _simplify(value) for key, value in node.items()}
     # A recipe may have keys with these names, whose values are schemas and not texts.
-    if isinstance(node.get("title"), str):
-        del node["title"]
-    if isinstance(node.get("description"), str):
-        node["description"] = node["description"].replace("\n", " ")
-    if node.get("default", ...) is None:
-        del node["default"]
+    if isinstance(simplified.get("title"), str):
+        del simplified["title"]
+    if isinstance(simplified.get("description"), str):
+        simplified["description"] = simplified["description"].replace("\n", " ")
+    if "default" in simplified and simplified["default"] is None:
+        del simplified["default"]
     # One form is left where the other was null.
-    forms = [form for form in node.get("anyOf", ()) if form != {"type": "null"}]
+    forms = [form for form in simplified.get("anyOf", ()) if form != {"type": "null"}]
     if len(forms) == 1:
-        del node["anyOf"]
-        node.update(forms[0])
-    return node
+        del simplified["anyOf"]
+        simplified.update(forms[0])
+    return simplified

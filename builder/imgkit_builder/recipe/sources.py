@@ -116,8 +116,8 @@ def walk_source(
     recipe_patterns = _Patterns(above="", below="", spec=_compile(ignore, "ignore"))
     exceptions = []
     for pattern in ignore:
-        _, _, name = pattern.rstrip("/").rpartition("/")
-        name = name.removeprefix("!")
+        _, _, last_part = pattern.rstrip("/").rpartition("/")
+        name = last_part.removeprefix("!")
         # "!data/" and "!*" bring back folders and files, and never a secret that happens to lie there.
         if pattern.startswith("!") and name.strip("*?"):
             exceptions.append(name)
@@ -152,7 +152,7 @@ class _Walker:
     """The last parts of the recipe's patterns that bring something back: ``a.key`` of ``!keys/a.key``."""
 
     def walk_folder(self, folder: Path, prefix: str, early: _Rules) -> Iterator[SourceEntry]:
-        """Yield what counts in `folder`.
+        """Yield what goes into the image of `folder`.
 
         `prefix` is its path below the source, empty or with a final slash. `early` are the rules of
         the folders above.
@@ -164,23 +164,28 @@ class _Walker:
             file = folder / ".gitignore"
             early = (*early, *_make_patterns(_read_lines(file), file, below=prefix))
         for entry in entries:
-            if entry.name in NEVER or entry.name.startswith(TEMPORARY) or self._is_hidden(entry):
-                continue
-            is_folder = entry.is_dir(follow_symlinks=False)
             name = prefix + entry.name
+            is_folder = entry.is_dir(follow_symlinks=False)
             if is_folder:
                 # It lets a folder match patterns such as "data/"; as in git, this excludes all below it.
                 name += "/"
-            if self._stays_out(entry, name, siblings, early):
-                if self.recipe_patterns.excludes(name) is None:
-                    self.left_out.append(name)
-                continue
-            if not self._is_brought_back(entry, name) and _is_secret(entry, name):
-                self.secret.append(name)
-                continue
-            yield SourceEntry(name=name.rstrip("/"), entry=entry)
-            if is_folder:
-                yield from self.walk_folder(Path(entry.path), name, early)
+            if self._includes(entry, name, siblings, early):
+                yield SourceEntry(name=name.rstrip("/"), entry=entry)
+                if is_folder:
+                    yield from self.walk_folder(Path(entry.path), name, early)
+
+    def _includes(self, entry: os.DirEntry[str], name: str, siblings: set[str], early: _Rules) -> bool:
+        """Return whether `entry` goes into the image. If not, `left_out` or `secret` receives its name."""
+        if entry.name in NEVER or entry.name.startswith(TEMPORARY) or self._is_hidden(entry):
+            return False
+        if self._stays_out(entry, name, siblings, early):
+            if self.recipe_patterns.excludes(name) is None:
+                self.left_out.append(name)
+            return False
+        if not self._is_brought_back(entry, name) and _is_secret(entry, name):
+            self.secret.append(name)
+            return False
+        return True
 
     def _stays_out(self, entry: os.DirEntry[str], name: str, siblings: set[str], early: _Rules) -> bool:
         """Return whether a pattern leaves `entry` out. If none matches: whether a program made it."""
@@ -199,7 +204,6 @@ class _Walker:
         with os.scandir(folder) as scan:
             entries = list(scan)
         names = {entry.name for entry in entries}
-        rules = (*early, *self.late)
         if not names.isdisjoint(MARKERS) or names >= _RUN_FOLDER_NAMES:
             return True
         for entry in entries:
@@ -210,7 +214,8 @@ class _Walker:
             else:
                 is_output = _is_output(entry.name, names)
             # What a pattern names was put there by a person.
-            if not is_output or _last_decision(rules, prefix + entry.name) is not None:
+            is_named = _last_decision((*early, *self.late), prefix + entry.name) is not None
+            if is_named or not is_output:
                 return False
         return bool(entries)
 
@@ -233,13 +238,13 @@ def describe_left_out(names: Sequence[str]) -> str:
 
 def _with_folders(paths: Iterable[str]) -> frozenset[str]:
     """Return `paths` and the folders above them: ``a/b/c.py`` -> ``a/``, ``a/b/``, ``a/b/c.py``."""
-    names: set[str] = set()
+    names = set()
     for path in paths:
         names.add(path)
-        folder = path.rpartition("/")[0]
+        folder, _, _ = path.rpartition("/")
         while folder and f"{folder}/" not in names:
             names.add(f"{folder}/")
-            folder = folder.rpartition("/")[0]
+            folder, _, _ = folder.rpartition("/")
     return frozenset(names)
 
 
@@ -257,15 +262,15 @@ def _is_secret(entry: os.DirEntry[str], name: str) -> bool:
 
     Certificates often have the same names, and are public.
     """
-    is_secret_name = secret_patterns.in_file_name(name)
+    has_secret_name = secret_patterns.in_file_name(name)
     if not entry.is_file(follow_symlinks=False):
-        return is_secret_name
+        return has_secret_name
     has_key_suffix = name.lower().endswith((".pem", ".key"))
     if not has_key_suffix:
         # Of a small file without a suffix, such as id_deploy, the content decides.
         may_be_key = "." not in entry.name and entry.stat().st_size <= _KEY_BYTES
-        if is_secret_name or not may_be_key:
-            return is_secret_name
+        if has_secret_name or not may_be_key:
+            return has_secret_name
     with files.open_regular(Path(entry.path)) as file:
         start = file.read(_KEY_BYTES)
     if secret_patterns.is_private_key(start):
@@ -288,11 +293,7 @@ def _compile(lines: Sequence[str], where: str) -> GitIgnoreSpec:
     import pathspec
 
     for line in lines:
-        # pathspec makes a regular expression; each star multiplies its time, and ** between slashes is one.
-        stars = 0
-        for part in line.split("/"):
-            stars += 1 if part == "**" else part.count("*")
-        if stars > _MOST_STARS and not line.startswith("#"):
+        if _count_stars(line) > _MOST_STARS and not line.startswith("#"):
             raise UsageError(
                 f"the pattern {line!r} has more than {_MOST_STARS} stars: matching it could take hours",
                 where=where,
@@ -302,6 +303,15 @@ def _compile(lines: Sequence[str], where: str) -> GitIgnoreSpec:
         return pathspec.GitIgnoreSpec.from_lines(lines)
     except (ValueError, re.error) as error:
         raise UsageError(f"a pattern cannot be read: {error}", where=where, hint="correct it") from error
+
+
+def _count_stars(pattern: str) -> int:
+    """Return the number of stars in `pattern`. pathspec's time to match it multiplies with each."""
+    count = 0
+    for part in pattern.split("/"):
+        # A whole part ** is one.
+        count += 1 if part == "**" else part.count("*")
+    return count
 
 
 def _read_parent_gitignores(source: Path) -> tuple[_Patterns, ...]:
@@ -316,7 +326,8 @@ def _read_parent_gitignores(source: Path) -> tuple[_Patterns, ...]:
             file = folder / ".gitignore"
             above = f"{source.relative_to(folder).as_posix()}/"
             patterns = (*_make_patterns(_read_lines(file), file, above=above), *patterns)
-        if os.path.lexists(folder / ".git"):
+        is_repository_root = os.path.lexists(folder / ".git")
+        if is_repository_root:
             if _last_decision(patterns, ""):
                 return ()
             return patterns
@@ -324,12 +335,15 @@ def _read_parent_gitignores(source: Path) -> tuple[_Patterns, ...]:
 
 
 def _read_dockerignore(source: Path) -> tuple[_Patterns, ...]:
-    """Return the patterns of ``.dockerignore``, which start at its folder, as those of gitignore's kind."""
-    anchored_patterns = []
+    """Return the patterns of ``.dockerignore``, in the form of gitignore's.
+
+    Each starts at the folder of the file: ``*.bin`` -> ``/*.bin``, ``!a/b`` -> ``!/a/b``.
+    """
     file = source / ".dockerignore"
     # A message may quote the patterns, and a stranger's link may lead to a secret.
     if file.is_symlink() and not file.resolve().is_relative_to(source.resolve()):
         raise UsageError("it is a link out of its folder", where=str(file), hint="put the list itself there")
+    anchored_patterns = []
     for line in _read_lines(file):
         pattern = line.strip()
         if not pattern or pattern.startswith("#"):

@@ -85,19 +85,7 @@ def find_systems() -> Mapping[str, Path]:
     # By name, not by file: the suffix sorts differently beside a longer name.
     shipped_files = sorted(SYSTEMS.glob(f"*{SUFFIX}"), key=lambda path: path.stem)
     systems = {path.stem: path for path in shipped_files}
-    folder = site_folder()
-    try:
-        site_files = sorted(path for path in folder.iterdir() if path.suffix == SUFFIX)
-    except FileNotFoundError:
-        if not os.environ.get(VARIABLE):
-            return systems
-        where = f"{VARIABLE}={folder}"
-        raise UsageError(
-            "there is no such folder", where=where, hint=f"name an existing folder, or unset {VARIABLE}"
-        ) from None
-    except OSError as error:
-        raise UsageError(f"cannot be read: {error.strerror}", where=str(folder)) from error
-    for path in site_files:
+    for path in _list_site_files():
         name = path.stem
         if name in systems:
             raise UsageError(
@@ -105,7 +93,23 @@ def find_systems() -> Mapping[str, Path]:
                 where=str(path),
                 hint=f"rename the file, and begin it with `extends: {name}` to change some values",
             )
-    return systems | {path.stem: path for path in site_files}
+        systems[name] = path
+    return systems
+
+
+def _list_site_files() -> list[Path]:
+    """Return the files of the site's systems, sorted. Its folder may be absent unless `VARIABLE` is set."""
+    folder = site_folder()
+    try:
+        return sorted(path for path in folder.iterdir() if path.suffix == SUFFIX)
+    except FileNotFoundError:
+        if not os.environ.get(VARIABLE):
+            return []
+        where = f"{VARIABLE}={folder}"
+        hint = f"name an existing folder, or unset {VARIABLE}"
+        raise UsageError("there is no such folder", where=where, hint=hint) from None
+    except OSError as error:
+        raise UsageError(f"cannot be read: {error.strerror}", where=str(folder)) from error
 
 
 def is_path(ref: str) -> bool:
@@ -143,6 +147,7 @@ def locate_system(ref: str, source: Path) -> Path:
 
 
 def _find_by_name(name: str, source: Path) -> Path:
+    """Return the file of the system `name`. `source` is the file that names it, for the hint."""
     systems = find_systems()
     if name in systems:
         return systems[name]

@@ -46,20 +46,18 @@ def _check_pyxis_options(facts: SystemFacts) -> Iterator[SystemFault]:
     """Yield options of another runtime, which srun refuses, and those that every job sets itself."""
     if facts.runtime.kind != "pyxis":
         return
+    path = ("runtime", "options")
     for option in facts.runtime.options:
-        name = option.partition("=")[0]
+        name, _, _ = option.partition("=")
         if not name.startswith(("--container-", "--no-container-")):
             message = f"{option} is not an option of pyxis"
-            hint = "--container-... and --no-container-..."
+            yield SystemFault(path=path, what=message, hint="--container-... and --no-container-...")
         elif name in _SET_BY_JOBS:
-            message = f"{name} is set by each job"
             hint = "remove it; mounts are system.runtime.binds"
+            yield SystemFault(path=path, what=f"{name} is set by each job", hint=hint)
         elif name == "--container-name":
             message = "a container with this name is started again, and the image of a later job is not"
-            hint = "remove --container-name"
-        else:
-            continue
-        yield SystemFault(path=("runtime", "options"), what=message, hint=hint)
+            yield SystemFault(path=path, what=message, hint="remove --container-name")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +83,8 @@ class Registration:
         """Yield what `check` reports, and keys with a value that the scheduler would ignore."""
         defaults = SystemFacts()
         for key, scheduler in SPECIAL.items():
-            value_of = operator.attrgetter(key)
-            if key not in self.keys and value_of(facts) != value_of(defaults):
+            get_value = operator.attrgetter(key)  # "queue.output" -> facts.queue.output
+            if key not in self.keys and get_value(facts) != get_value(defaults):
                 message = f"is not used by {facts.scheduler}"
                 hint = f"remove it: only {scheduler}'s jobs obey it"
                 yield SystemFault(path=tuple(key.split(".")), what=message, hint=hint)
@@ -192,8 +190,8 @@ def refused_plugins() -> Iterator[ImgkitError]:
     """Yield an error for each plug-in whose name is taken by imgkit. Such a plug-in is never loaded."""
     for entry in _entries():
         if entry.name in SHIPPED or entry.name in RESERVED:
-            fault = "is ignored: imgkit ships a system of that name"
-            yield plugin_error(entry, fault, hint="rename the entry point")
+            problem = "is ignored: imgkit ships a system of that name"
+            yield plugin_error(entry, problem, hint="rename the entry point")
 
 
 def entry_point_of(name: str) -> EntryPoint:
@@ -201,14 +199,14 @@ def entry_point_of(name: str) -> EntryPoint:
     return _plugins()[name][0]
 
 
-def plugin_error(entry: EntryPoint, fault: str, *, hint: str = "") -> ToolFailed:
+def plugin_error(entry: EntryPoint, problem: str, *, hint: str = "") -> ToolFailed:
     """Return the error for a plug-in that cannot be used.
 
     It names the distribution that can be uninstalled.
     """
     name = distribution_name(entry)
     return ToolFailed(
-        f"the plug-in for the system {entry.name!r} {fault}",
+        f"the plug-in for the system {entry.name!r} {problem}",
         where=distribution_and_version(entry),
         hint=hint or f"ask the authors of {name}, or remove it: pip uninstall {name}",
     )

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import posixpath
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ class Target:
     """``linux/amd64``; the first is the default."""
     file: Path
     """Where the values come from."""
-    positions: Mapping[KeyPath, Position] = field(default_factory=dict)
+    positions: Mapping[KeyPath, Position] = dataclasses.field(default_factory=dict)
     """Position of every value that a recipe's file states."""
     projects: tuple[InstalledProject, ...] = ()
     """What its image has installed of the user's own, as far as that is known here."""
@@ -106,9 +106,7 @@ def list_projects(steps: Iterable[PipStep]) -> tuple[InstalledProject, ...]:
             continue
         # The image has the name that pip records, whatever the folder is called.
         name = project_name(step.project / PYPROJECT)
-        folder = ""
-        if step.editable:
-            folder = posixpath.normpath(step.editable)
+        folder = posixpath.normpath(step.editable) if step.editable else ""
         projects.append(InstalledProject(name=name, folder=folder, step=number))
     return tuple(projects)
 
@@ -134,16 +132,21 @@ def validate_target(target: Target) -> Target:
     _, mistakes = validate(Document, {"image": image, "system": system})
     for mistake in mistakes:
         collector.error(position, mistake.path, mistake.message, mistake.hint)
-    scheduler = target.system.scheduler
-    if not systems.is_scheduler(scheduler):
-        hint = allowed_hint(systems.resolve_alias(scheduler), systems.scheduler_names())
-        collector.error(position, ("system", "scheduler"), f"{scheduler!r} is not known", hint)
-    elif not collector.errors:
-        for fault in systems.find_registration(scheduler).faults(target.system):
-            collector.error(position, ("system", *fault.path), fault.what, fault.hint)
+    _check_scheduler(target.system, position, collector)
     if collector.errors:
         raise RecipeErrors(collector.errors, of=target.file.name)
     return target
+
+
+def _check_scheduler(system: SystemFacts, position: Position, collector: Collector) -> None:
+    """Report an unknown scheduler, or what it cannot work with if the values are valid otherwise."""
+    name = system.scheduler
+    if not systems.is_scheduler(name):
+        hint = allowed_hint(systems.resolve_alias(name), systems.scheduler_names())
+        collector.error(position, ("system", "scheduler"), f"{name!r} is not known", hint)
+    elif not collector.errors:
+        for fault in systems.find_registration(name).faults(system):
+            collector.error(position, ("system", *fault.path), fault.what, fault.hint)
 
 
 def _without_none(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -158,44 +161,51 @@ _SHORT_PATHS: Mapping[KeyPath, KeyPath] = {("image", "constraints", "policy"): (
 
 
 def _list_values(
-    path: KeyPath, content: Any, positions: Mapping[KeyPath, Position]
+    path: KeyPath, value: Any, positions: Mapping[KeyPath, Position]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each value below `content`, which is at `path`. A default has no position."""
-    if isinstance(content, RunCommand) and content.short is not None:
-        content = content.short
-    children = _list_children(content)
-    if not children:
-        position = positions.get(path)
-        yield {
-            "key": key_text(_SHORT_PATHS.get(path, path)),
-            "value": content if children is None else None,
-            "default": position is None,
-            "file": position and position.file,
-            "line": position and position.line,
-            "column": position and position.column,
-        }
-        return
-    for key, value in children:
-        if path == ("image", "constraints") and key == "drop" and not value:
-            continue
-        # A step shows only what it has.
-        if isinstance(path[-1], int) and value in ((), None, {}):
-            continue
-        yield from _list_values((*path, key), value, positions)
+    """Yield a row for each value in the part of a recipe at `path`. A default has no position."""
+    if isinstance(value, RunCommand) and value.short is not None:
+        value = value.short
+    children = _list_children(value)
+    if children is None:
+        yield _make_row(path, value, positions)
+    elif not children:
+        yield _make_row(path, None, positions)
+    else:
+        for key, child in children:
+            # A step shows only what it has.
+            is_unused_key = isinstance(path[-1], int) and child in ((), None, {})
+            is_unused_drop = path == ("image", "constraints") and key == "drop" and not child
+            if not is_unused_key and not is_unused_drop:
+                yield from _list_values((*path, key), child, positions)
 
 
-def _list_children(content: Any) -> list[tuple[str | int, Any]] | None:
+def _make_row(path: KeyPath, value: Any, positions: Mapping[KeyPath, Position]) -> dict[str, Any]:
+    """Return a value as JSON, with the line that states it. ``file`` and the rest are None for a default."""
+    position = positions.get(path)
+    return {
+        "key": key_text(_SHORT_PATHS.get(path, path)),
+        "value": value,
+        "default": position is None,
+        "file": position and position.file,
+        "line": position and position.line,
+        "column": position and position.column,
+    }
+
+
+def _list_children(value: Any) -> list[tuple[str | int, Any]] | None:
     """Return the keys and values of a dataclass, a mapping or a list. None for any other value."""
-    if isinstance(content, Mapping):
-        return list(content.items())
-    if isinstance(content, tuple):
-        return list(enumerate(content))
-    if not dataclasses.is_dataclass(content):
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, tuple):
+        return list(enumerate(value))
+    if not dataclasses.is_dataclass(value):
         return None
-    # The alias is the key in YAML: `platform` for platforms.
     children: list[tuple[str | int, Any]] = []
-    for column in dataclasses.fields(content):
-        children.append((column.metadata.get("alias", column.name), getattr(content, column.name)))
+    for field in dataclasses.fields(value):
+        # The key in YAML: `platform` for platforms.
+        key = field.metadata.get("alias", field.name)
+        children.append((key, getattr(value, field.name)))
     return children
 
 

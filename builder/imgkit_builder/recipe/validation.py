@@ -71,6 +71,11 @@ class Mistake:
     is_key: bool = False
     """Whether the last key of `path` is wrong, rather than its value."""
 
+    @property
+    def is_value(self) -> bool:
+        """Whether there is a value at `path`, and it is wrong."""
+        return not self.is_key and self.kind != "missing"
+
 
 def validate(model: Callable[..., Model], data: Any) -> tuple[Model | None, tuple[Mistake, ...]]:
     """Make a value of the dataclass `model` from `data`. Return it, or None and every mistake in `data`."""
@@ -92,7 +97,7 @@ def adapter(model: Any) -> TypeAdapter[Any]:
 
 
 def _to_mistake(details: ErrorDetails, model: Any) -> Mistake:
-    """Return one of pydantic's errors as a mistake."""
+    """Return one of pydantic's errors about a value of the class `model` as a mistake."""
     kind = details["type"]
     path = details["loc"]
     context = details.get("ctx", {})
@@ -132,7 +137,7 @@ def key_paths(model: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...
 
 
 def allowed_keys(path: KeyPath, model: Any) -> list[str]:
-    """Return the keys that `model` allows where `path` states one."""
+    """Return the keys that `model` allows beside the last key of `path`."""
     parents = [part for part in path[:-1] if isinstance(part, str)]
     return [keys[-1] for keys in key_paths(model) if _matches(parents, keys[:-1])]
 

@@ -80,7 +80,7 @@ class YamlNode:
         return node.position
 
     def select(self, *pattern: str) -> Iterator[tuple[KeyPath, YamlNode]]:
-        """Yield each node whose path fits `pattern`, in which `ANY` stands for any key or index."""
+        """Yield the path and node of each value that fits `pattern`, in which `ANY` is any key or index."""
         if not pattern:
             yield (), self
             return
@@ -88,6 +88,12 @@ class YamlNode:
             if pattern[0] in (ANY, part):
                 for path, node in child.select(*pattern[1:]):
                     yield (part, *path), node
+
+    def select_texts(self, *pattern: str) -> Iterator[tuple[KeyPath, Scalar]]:
+        """Yield as `select` does, but only texts. The rules of types report a value that should be one."""
+        for path, node in self.select(*pattern):
+            if isinstance(node, Scalar) and node.type == "text":
+                yield path, node
 
     def walk(self, path: KeyPath = ()) -> Iterator[tuple[KeyPath, YamlNode]]:
         """Yield every node below this one with its path."""
@@ -236,9 +242,9 @@ def _read_text(file: Path, start: Position, problems: Collector) -> str | None:
 
 
 def _report_syntax(error: yaml.MarkedYAMLError, file: Path, problems: Collector) -> None:
-    """Report what PyYAML found, at the place that it names."""
+    """Report the syntax error that PyYAML found, at the position that it names."""
     message = " ".join(part for part in (error.context, error.problem) if part)
-    # The place of the problem, or where its construct begins.
+    # The position of the problem, or where its construct begins.
     mark = error.problem_mark or error.context_mark
     if "end" in message and "stream" in message:
         # Something is not closed: its beginning says more than the end of the file.
@@ -275,7 +281,7 @@ class _Converter:
         self._open_ids: set[int] = set()  # of the lists and mappings around the current node
 
     def convert(self, node: yaml.Node, path: KeyPath) -> YamlNode | None:
-        """Return our node, or None after a problem."""
+        """Return our node for PyYAML's `node` at `path`. After a problem it is None."""
         import yaml
 
         # Every use of an alias counts: the node of an anchor is one object, however often it is named.
@@ -288,7 +294,7 @@ class _Converter:
             return None
         if isinstance(node, yaml.ScalarNode) and node.tag in _TYPES:
             return Scalar(position=position, text=node.value, type=_TYPES[node.tag])
-        if isinstance(node, yaml.MappingNode | yaml.SequenceNode) and node.tag in _COLLECTIONS:
+        if isinstance(node, yaml.CollectionNode) and node.tag in _COLLECTIONS:
             # An alias is the anchor's own node: met again while it is open, it would contain itself.
             self._open_ids.add(id(node))
             try:
@@ -302,12 +308,14 @@ class _Converter:
         self._problems.error(position, path, f"the tag {tag} is not allowed", hint)
         return None
 
-    def _convert_list(self, node: yaml.SequenceNode, position: Position, path: KeyPath) -> Items:
+    def _convert_list(self, node: yaml.Node, position: Position, path: KeyPath) -> Items:
+        """Return the list without the items that have a problem."""
         items = [self.convert(item, (*path, index)) for index, item in enumerate(node.value)]
         return Items(position=position, items=tuple(item for item in items if item is not None))
 
     def _convert_mapping(self, node: yaml.MappingNode, position: Position, path: KeyPath) -> Table:
-        entries: dict[str, YamlNode] = {}
+        """Return the mapping without the keys and values that have a problem."""
+        entries = {}
         keys: dict[str, Position] = {}
         for key, value in node.value:
             key_position = self._position(key)

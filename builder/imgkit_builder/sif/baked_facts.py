@@ -63,22 +63,24 @@ class BakedFactsCollector:
         self._names: set[str] = set()
 
     def observe(self, entries: Iterable[ImageEntry]) -> Iterator[ImageEntry]:
-        """Yield `entries` unchanged, and keep a copy of what counts."""
+        """Yield `entries` unchanged, and keep a copy of the names and contents that matter."""
         for entry in entries:
             for name in entry.names:
                 self.add_name(name)
-            if entry.kind == REGULAR and self.wants(entry.name) and entry.size_bytes <= _MOST_FILE_BYTES:
+            is_small_file = entry.kind == REGULAR and entry.size_bytes <= _MOST_FILE_BYTES
+            if is_small_file and self.is_relevant(entry.name):
                 data = entry.read()
                 self.add(entry.name, data)
-                entry = entry.passed_on((data,))
-            yield entry
+                yield entry.with_read_content(data)
+            else:
+                yield entry
 
-    def wants(self, name: str) -> bool:
+    def is_relevant(self, name: str) -> bool:
         """Return whether the content of the file `name` counts."""
         return name in BAKED_FILES or name.endswith(_ORIGIN)
 
     def add(self, name: str, data: bytes) -> None:
-        """Keep the content of a file for which `wants` is true."""
+        """Keep the content of a file for which `is_relevant` is true."""
         self._texts[name] = data
 
     def add_name(self, name: str) -> None:
@@ -98,23 +100,32 @@ class BakedFactsCollector:
         return self._texts.get(name, b"").decode("utf-8", "replace")
 
     def _distributions(self, path: str) -> Iterator[Distribution]:
+        """Yield the Python packages below the folders of the variable PATH `path`."""
         libs = library_folders(path)
+        for folder in self._dist_info_folders():
+            match = _DISTRIBUTION.fullmatch(folder)
+            if match is None:
+                continue
+            lib, name = match.groups()
+            if lib in libs:
+                origin = self._texts.get(f"{folder}/direct_url.json", b"")
+                yield Distribution(name=name, folder=_editable_folder(origin))
+
+    def _dist_info_folders(self) -> set[str]:
+        """Return the .dist-info folders of the packages to list, without the ending of the folder's files."""
         folders = {name.removesuffix("/direct_url.json") for name in self._texts if name.endswith(_ORIGIN)}
         # An image that was built by a lock has no origin of what the lock names, whatever pip wrote.
         if _LOCK not in self._names:
             folders |= {name.removesuffix("/METADATA") for name in self._names}
-        for folder in folders:
-            match = _DISTRIBUTION.fullmatch(folder)
-            if match and match[1] in libs:
-                origin = self._texts.get(f"{folder}/direct_url.json", b"")
-                yield Distribution(name=match[2], folder=_editable_folder(origin))
+        return folders
 
 
 def library_folders(path: str) -> list[str]:
-    """Return the ``lib`` folders of the prefixes on `path`, a variable PATH, as relative paths.
+    """Return the ``lib`` folders beside the folders of `path`, a variable PATH, as relative paths.
 
     ``/usr/bin`` -> ``usr/lib``, ``usr/local/lib``.
     """
+    # "/usr/bin" -> "usr"; a dict keeps the order and drops repeated ones.
     prefixes = dict.fromkeys(posixpath.dirname(folder).strip("/") for folder in path.split(":"))
     folders = []
     for prefix in prefixes:

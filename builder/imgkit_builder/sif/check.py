@@ -18,27 +18,34 @@ from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolFailed
 
 # The runtime mounted the root and looked for the program: images of one static binary have none.
 _NO_PROGRAM = re.compile(r'^FATAL:\s+"true": executable file not found', re.MULTILINE)
-# Objects that state the labels, with the keys to them: what a runtime's ``inspect`` prints, and imgkit's.
+# Objects of a .sif that hold the labels, and the keys that lead to them. The first is what a runtime's
+# ``inspect`` prints, the second is imgkit's.
 _LABEL_OBJECTS = (
     ("inspect-metadata.json", ("data", "attributes", "labels")),
     ("oci-config.json", ("Labels",)),
 )
-# A root partition below 1/200 of its layers has lost files (text packs to about 1/5).
-_MIN_SHARE = 200
+_MAX_PACKING_RATIO = 200
+"""A root partition below 1/200 of its layers has lost files. Text packs to about 1/5."""
 
 
 def check_built(job: ConversionJob, config: ImageConfig, layer_bytes: int, *, can_run: bool) -> None:
     """Check size, architecture and labels of a .sif that a runtime has built.
 
+    Parameters
+    ----------
+    config : configuration of the image that was converted.
+    layer_bytes : size of its uncompressed layers.
+    can_run : whether the runtime may run a shell of the image to read its labels.
+
     Raises
     ------
-    CheckFailed : names the fault.
+    CheckFailed : names what is wrong.
     """
     path = job.work.part
     sif = image.check_structure(path)
     root = sif.require_root()
     # A runtime that could not read a layer has written its own 40 KB of files, and exited 0.
-    if root.size_bytes < layer_bytes // _MIN_SHARE:
+    if root.size_bytes < layer_bytes // _MAX_PACKING_RATIO:
         raise CheckFailed(
             f"files are missing: the root partition has {root.size_bytes} bytes, the layers {layer_bytes}",
             where=str(path),
@@ -48,49 +55,63 @@ def check_built(job: ConversionJob, config: ImageConfig, layer_bytes: int, *, ca
         raise CheckFailed(f"it is marked {sif.arch}, but the image is {config.arch}", where=str(path))
     if not config.labels:
         return
-    labels = stated_labels(sif)
+    labels = read_labels(sif)
     if labels is None and can_run:
-        # Without such an object the runtime runs a shell of the image. Its warnings precede the answer.
-        output = job.run("inspect", "--labels", "--json", path, on_line=lambda _: None)
-        try:
-            labels = dict(json_text.first_object(output)["data"]["attributes"]["labels"] or {})
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckFailed(f"its labels cannot be read: {error!r}", where=str(path)) from error
+        labels = _inspect_labels(job, path)
     if labels is not None:
         compare_labels(labels, config.labels, path)
 
 
+def _inspect_labels(job: ConversionJob, path: Path) -> dict[str, Any]:
+    """Return the labels that the runtime's ``inspect`` prints. It may run a shell of the image for that."""
+    output = job.run("inspect", "--labels", "--json", path, on_line=lambda _: None)
+    try:
+        # Warnings of the runtime may come before the JSON.
+        document = json_text.first_object(output)
+        return dict(document["data"]["attributes"]["labels"] or {})
+    except (ValueError, KeyError, TypeError) as error:
+        raise _unreadable_labels(path, error) from error
+
+
 def check_start(job: ConversionJob, tool: RuntimeTool, config: ImageConfig, *, is_built: bool) -> None:
-    """Start a program of the image by `tool`, and compare the manifest in it with the labels.
+    """Start a program of the new .sif with `tool`, and compare the manifest in it with the labels.
+
+    `is_built` says that the runtime wrote the file, which then must have the program ``true``. An image of
+    one static binary, written by imgkit, need not.
 
     Raises
     ------
     CheckFailed : the manifest is missing or differs.
-    ToolFailed : no program runs in it; one without `true` passes, except where a runtime has built it.
+    ToolFailed : the program does not run.
     """
     path = job.work.part
     has_manifest = "imgkit.version" in config.labels
-    # An image of imgkit states what is in it; of others nothing is known but that most have `true`.
+    # imgkit puts a manifest into the images that it builds. Of others it knows only that most have `true`.
     argv = ("cat", manifest.MANIFEST_JSON) if has_manifest else ("true",)
     isolated = isolation(tool)
     job.clock.note(isolated.description(argv[0]))
     try:
         output = job.run(*exec_arguments(path, argv, isolated))
     except ToolFailed as error:
-        if not has_manifest and not is_built and _NO_PROGRAM.search(error.hint or ""):
+        may_lack_program = not has_manifest and not is_built
+        if may_lack_program and _NO_PROGRAM.search(error.hint or ""):
             job.clock.note("nothing run: the image has no program 'true'")
             return
-        raise ToolFailed(
-            f"{argv[0]!r} does not run in the new .sif: {error.what}",
-            hint=f"{error.hint}\nwhere containers cannot start at all (no user namespaces): --no-test;\n"
-            "where zstd squashfs cannot be mounted: --compression gzip",
-        ) from error
+        raise _start_error(argv[0], error) from error
     if has_manifest:
         _check_manifest(output, config.labels, path)
 
 
-def stated_labels(sif: SifImage) -> dict[str, Any] | None:
-    """Return the labels that an object of the .sif states, or None where none does. No program is run.
+def _start_error(program: str, error: ToolFailed) -> ToolFailed:
+    return ToolFailed(
+        f"{program!r} does not run in the new .sif: {error.what}",
+        hint=f"{error.hint}\nwhere containers cannot start at all (no user namespaces): --no-test;\n"
+        "where zstd squashfs cannot be mounted: --compression gzip",
+    )
+
+
+def read_labels(sif: SifImage) -> dict[str, Any] | None:
+    """Return the labels that a data object of the .sif holds, or None if it has no such object.
 
     Raises
     ------
@@ -98,39 +119,52 @@ def stated_labels(sif: SifImage) -> dict[str, Any] | None:
     """
     objects = {descriptor.name: descriptor for descriptor in sif.descriptors}
     for name, keys in _LABEL_OBJECTS:
-        if name not in objects:
-            continue
-        try:
-            values = json_text.parse(image.read_object(sif, objects[name]))
-            for key in keys:
-                values = values.get(key) or {}
-            return dict(values)
-        except (ValueError, AttributeError, TypeError) as error:
-            raise CheckFailed(f"its labels cannot be read: {error!r}", where=str(sif.path)) from error
+        if name in objects:
+            data = image.read_object(sif, objects[name])
+            try:
+                return _labels_at(json_text.parse(data), keys)
+            except (ValueError, AttributeError, TypeError) as error:
+                raise _unreadable_labels(sif.path, error) from error
     return None
 
 
+def _labels_at(document: Any, keys: tuple[str, ...]) -> dict[str, Any]:
+    """Follow `keys` into the nested objects of `document`. The result is empty where a key is missing."""
+    values = document
+    for key in keys:
+        values = values.get(key) or {}
+    return dict(values)
+
+
+def _unreadable_labels(path: Path, error: Exception) -> CheckFailed:
+    return CheckFailed(f"its labels cannot be read: {error!r}", where=str(path))
+
+
 def compare_labels(labels: Mapping[str, Any], expected: Mapping[str, str], path: Path) -> None:
-    """Raise CheckFailed where a label of the .sif `path` is not as `expected`."""
-    for name, value in sorted(expected.items()):
-        if str(labels.get(name, "")) != value:
+    """Raise CheckFailed unless the .sif `path` has all `expected` labels. It may have more."""
+    for name, expected_value in sorted(expected.items()):
+        if str(labels.get(name, "")) != expected_value:
             raise CheckFailed(
-                f"its label {name} is {labels.get(name)!r}, but {value!r} in the image",
+                f"its label {name} is {labels.get(name)!r}, but {expected_value!r} in the image",
                 where=str(path),
                 hint="labels name the source of a .sif; the runtime lost them",
             )
 
 
 def _check_manifest(output: str, labels: Mapping[str, str], path: Path) -> None:
+    """Compare the manifest that a program of the image has printed with the image's `labels`."""
     try:
-        baked = manifest.from_json(output[output.index("{") :])
+        # Warnings of the runtime may come before the JSON.
+        json_start = output.index("{")
+        baked = manifest.from_json(output[json_start:])
     except (ValueError, ImgkitError) as error:
         raise CheckFailed(
             f"{manifest.MANIFEST_JSON} in it cannot be read: {error}", where=str(path)
         ) from error
-    expected = labels.get("imgkit.recipe.sha256", baked.recipe_sha256)
-    if baked.recipe_sha256 != expected:
+    expected_sha256 = labels.get("imgkit.recipe.sha256", baked.recipe_sha256)
+    if baked.recipe_sha256 != expected_sha256:
         raise CheckFailed(
-            f"{manifest.MANIFEST_JSON} in it is of recipe {baked.recipe_sha256}, its label says {expected}",
+            f"{manifest.MANIFEST_JSON} in it is of recipe {baked.recipe_sha256}, "
+            f"its label says {expected_sha256}",
             where=str(path),
         )

@@ -216,7 +216,14 @@ class ConversionJob:
         on_line: Callable[[str], None] | None = None,
         namespace: bool = False,
     ) -> str:
-        """Run the runtime in the workspace, and return its output. `namespace` is as in `runtime.run`."""
+        """Run the runtime with `arguments`, and return its output.
+
+        Parameters
+        ----------
+        folder : the working folder in place of the temporary folder.
+        on_line : receives each line of the output in place of the user's screen.
+        namespace : run it in a user namespace, as `runtime.run` explains.
+        """
         tool = self.tool or find_runtime(self.options.runtime, module_hint=self.options.module_hint)
         args = [str(argument) for argument in arguments]
         self.log.write(f"$ {tool.path} {' '.join(args)}\n")
@@ -245,8 +252,10 @@ def choose_compression(
 ) -> Compression:
     """Return zstd if this machine can write and mount it, else gzip.
 
-    `capabilities` are those of the runtime that compresses, or None where imgkit squashes. `zstd_error` says
-    why the program that squashes cannot compress with zstd. It is empty where it can.
+    Parameters
+    ----------
+    capabilities : of the runtime that compresses, or None where imgkit squashes.
+    zstd_error : why the program that squashes cannot compress with zstd, or "" if it can.
 
     Raises
     ------
@@ -254,24 +263,32 @@ def choose_compression(
     """
     # Without that option a runtime passes nothing on to its mksquashfs.
     if capabilities is not None and not capabilities.mksquashfs_args:
-        if requested == "zstd":
-            raise UsageError(
-                "this runtime has no --mksquashfs-args (Apptainer from 1.4 has it), so it cannot use zstd",
-                where="--compression zstd",
-                hint="leave --compression out, or install mksquashfs and use --writer imgkit",
-            )
-        return Compression(
-            name="runtime",
-            note="this runtime compresses as it is configured (gzip 9 by default: slow), a thread for each "
-            "processor of the node; an admin sets `mksquashfs procs` and `mksquashfs mem` in its conf file",
-        )
+        return _choose_by_runtime(requested)
     if requested == "gzip":
         return GZIP
+    problem = zstd_error
     if not kernel_reads_zstd():
-        zstd_error = f"this kernel ({os.uname().release}) cannot mount zstd squashfs; 4.14 can"
-    if zstd_error and requested == "zstd":
-        raise UsageError(zstd_error, where="--compression zstd", hint="--compression gzip")
-    return GZIP if zstd_error else ZSTD
+        problem = f"this kernel ({os.uname().release}) cannot mount zstd squashfs; 4.14 can"
+    if not problem:
+        return ZSTD
+    if requested == "zstd":
+        raise UsageError(problem, where="--compression zstd", hint="--compression gzip")
+    return GZIP
+
+
+def _choose_by_runtime(requested: CompressionChoice) -> Compression:
+    """Leave the compression to the runtime's own configuration, and refuse zstd, which it does not use."""
+    if requested == "zstd":
+        raise UsageError(
+            "this runtime has no --mksquashfs-args (Apptainer from 1.4 has it), so it cannot use zstd",
+            where="--compression zstd",
+            hint="leave --compression out, or install mksquashfs and use --writer imgkit",
+        )
+    return Compression(
+        name="runtime",
+        note="this runtime compresses as it is configured (gzip 9 by default: slow), a thread for each "
+        "processor of the node; an admin sets `mksquashfs procs` and `mksquashfs mem` in its conf file",
+    )
 
 
 def kernel_reads_zstd(release: str | None = None) -> bool:

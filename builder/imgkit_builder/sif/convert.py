@@ -72,10 +72,9 @@ class ConversionPlan:
             return False
         if record.compression == str(self.compression):
             return True
-        if self.squasher is None or options.compression != "auto":
-            return False
-        # Where the user leaves it open, gzip will do: it mounts everywhere.
-        return record.compression.startswith(("gzip", "runtime"))
+        # Where the user leaves the compression open, gzip will do: it mounts everywhere.
+        is_free = self.squasher is not None and options.compression == "auto"
+        return is_free and record.compression.startswith(("gzip", "runtime"))
 
 
 def convert(source: Source, target: Path, options: Options, report: Reporter) -> Converted:
@@ -149,6 +148,7 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
 
 
 def _note_foreign_arch(arch: str, job: ConversionJob) -> None:
+    """Tell the user if the file will not run on this machine."""
     if arch != host_arch():
         job.clock.note(
             f"the image is {arch}, this machine {host_arch()}: the .{job.options.format} runs on {arch} only"
@@ -163,7 +163,7 @@ def _make_result(
     stages: tuple[Stage, ...] = (),
     log: Path | None = None,
 ) -> Converted:
-    """Return the result. Without a log, nothing was done."""
+    """Return the result. Without a `log`, the file was there already and nothing was done."""
     return Converted(
         path=target,
         format=options.format,
@@ -177,13 +177,14 @@ def _make_result(
 
 
 def _publish(part: Path, target: Path, checksum: str) -> None:
-    """Put the file in place, and then its checksum, if any, next to it. After a kill, there is none."""
-    if checksum:
-        # The checksum of the old file must not lie next to the new one, however this process ends.
-        files.remove_file(sidecar.sha256_path(target))
+    """Rename `part` to `target`, and write its checksum file, if the format has one."""
+    if not checksum:
+        files.publish_file(part, target)
+        return
+    # The checksum of the old file must not lie next to the new one, however this process ends.
+    files.remove_file(sidecar.sha256_path(target))
     files.publish_file(part, target)
-    if checksum:
-        files.write_file(sidecar.sha256_path(target), f"{checksum}  {target.name}\n")
+    files.write_file(sidecar.sha256_path(target), f"{checksum}  {target.name}\n")
 
 
 def _squash(image: OpenImage, target: Path, job: ConversionJob, plan: ConversionPlan) -> BakedFacts:
@@ -224,25 +225,30 @@ def file_entries(image: OpenImage, job: ConversionJob, *, spool_bytes: int) -> I
     CheckFailed : as of `entries.image_entries`.
     """
     format = FORMATS[job.options.format]
-    clock = job.clock
-    replacing, if_missing = format.added_files(image.config, clock.note)
-    limit = job.options.unpack_limit_bytes
+    note = job.clock.note
+    replacing, if_missing = format.added_files(image.config, note)
     with entries.image_entries(
-        image, job.work.folder, clock, spool_bytes=spool_bytes, unpack_limit_bytes=limit
-    ) as stream:
-        stream = entries.with_added_files(stream, replacing, if_missing)
-        yield entries.with_package_list(format.filter_entries(stream, clock.note), image.config)
+        image,
+        job.work.folder,
+        job.clock,
+        spool_bytes=spool_bytes,
+        unpack_limit_bytes=job.options.unpack_limit_bytes,
+    ) as image_files:
+        all_files = entries.with_added_files(image_files, replacing, if_missing)
+        storable_files = format.filter_entries(all_files, note)
+        yield entries.with_package_list(storable_files, image.config)
 
 
 def _make_record(image: OpenImage, plan: ConversionPlan, facts: BakedFacts | None) -> ImgkitRecord:
-    runtime = f"imgkit {__version__}"
+    """Return the record of the new file. `facts` are what imgkit and pip noted in the image, if known."""
+    writer = f"imgkit {__version__}"
     if plan.squasher is None:
-        runtime = str(plan.tool)
+        writer = str(plan.tool)
     return ImgkitRecord(
         image_id=image.config.image_id,
         diff_ids=image.config.diff_ids,
         root_sha256="",  # `Format.put_record` sets it
-        runtime=runtime,
+        runtime=writer,
         compression=str(plan.compression),
         route=plan.method,
         imgkit=__version__,
@@ -254,17 +260,28 @@ def _make_record(image: OpenImage, plan: ConversionPlan, facts: BakedFacts | Non
 
 def _check_result(config: ImageConfig, layer_bytes: int, job: ConversionJob, plan: ConversionPlan) -> None:
     """Check what a runtime has built, and start a program of the image if that is possible here."""
-    is_tested = job.options.test and FORMATS[job.options.format].is_started_here
-    can_run = is_tested and plan.tool is not None and runs_here(config.arch)
-    if is_tested and not can_run:
-        obstacle = "no singularity here"
-        if plan.tool:
-            obstacle = f"the image is {config.arch}, this machine {host_arch()}"
-        job.clock.note(f"not run: {obstacle}")
-    if plan.squasher is None:
-        check.check_built(job, config, layer_bytes, can_run=can_run)
-    if can_run and plan.tool:
-        check.check_start(job, plan.tool, config, is_built=plan.squasher is None)
+    is_built = plan.squasher is None
+    tester = _find_tester(config, job, plan)
+    if is_built:
+        check.check_built(job, config, layer_bytes, can_run=tester is not None)
+    if tester is not None:
+        check.check_start(job, tester, config, is_built=is_built)
+
+
+def _find_tester(config: ImageConfig, job: ConversionJob, plan: ConversionPlan) -> RuntimeTool | None:
+    """Return the runtime that can start the image on this machine, or None.
+
+    The user is told why there is none, unless nobody asked for a test.
+    """
+    if not job.options.test or not FORMATS[job.options.format].is_started_here:
+        return None
+    if plan.tool is None:
+        job.clock.note("not run: no singularity here")
+        return None
+    if not runs_here(config.arch):
+        job.clock.note(f"not run: the image is {config.arch}, this machine {host_arch()}")
+        return None
+    return plan.tool
 
 
 def _find_existing(
@@ -297,12 +314,13 @@ def check_target(target: Path, *, force: bool | None, format: FormatName = "sif"
         raise UsageError(
             f"the folder {target.parent} does not exist", where=str(target), hint=f"mkdir -p {target.parent}"
         )
-    if target.exists() and not force and not FORMATS[format].matches(target):
-        hint = "choose another name with -o"
-        if force is not None:
-            hint += ", or --force"
-        message = f"target exists and is not a .{format}; refusing to overwrite it"
-        raise UsageError(message, where=str(target), hint=hint)
+    if force or not target.exists() or FORMATS[format].matches(target):
+        return
+    hint = "choose another name with -o"
+    if force is not None:
+        hint += ", or --force"
+    message = f"target exists and is not a .{format}; refusing to overwrite it"
+    raise UsageError(message, where=str(target), hint=hint)
 
 
 def make_plan(source: Source, options: Options) -> ConversionPlan:
@@ -359,7 +377,10 @@ def make_plan(source: Source, options: Options) -> ConversionPlan:
 def _plan_runtime(options: Options, reason: str, *, install: str = "") -> ConversionPlan:
     """Return the plan of a build by the runtime.
 
-    `install` is a hint for the case that nothing here squashes.
+    Parameters
+    ----------
+    reason : why the runtime builds, for the user.
+    install : how to install a mksquashfs, if the runtime builds only because there is none.
     """
     try:
         tool = find_runtime(options.runtime, module_hint=options.module_hint)
@@ -390,46 +411,64 @@ def list_commands(source: Source, target: Path, options: Options) -> tuple[str, 
     folder = tmp_base(target, options.tmpdir) / f"{files.TEMPORARY}sif.TOKEN"
     lines = [f"# {note}" for note in plan.notes]
     if plan.squasher:
-        squashfs = SquashTarget(path=part, created_s=0, compression=plan.compression, folder=folder)
-        producer = "merged layers of"
-        if plan.method == "export":
-            producer = "docker export CONTAINER-OF"
-        lines.append(f"# {producer} {source.name} |")
-        lines.append(shlex.join(plan.squasher.argv(squashfs)))
+        lines += _list_squash_commands(plan, plan.squasher, source, part, folder)
     elif plan.tool:
-        image = runtime_build.oci_address("IMAGE")
-        argv = (str(plan.tool.path), *runtime_build.build_arguments(plan.tool, plan.compression, part, image))
-        lines.append(f"cd {folder}")
-        lines.append("# lay out the image as an OCI folder with uncompressed layers")
-        lines.append(shlex.join(argv))
+        lines += _list_build_commands(plan, plan.tool, part, folder)
     lines.append("# add the record of the image, with the digest of its squashfs")
     lines.append(f"mv {part} {target}")
     if FORMATS[options.format].has_checksum:
         name = shlex.quote(target.name)
-        lines.append(f"sha256sum {name} > {shlex.quote(f'{target.name}.sha256')}")
+        checksum_name = shlex.quote(f"{target.name}.sha256")
+        lines.append(f"sha256sum {name} > {checksum_name}")
     return tuple(lines)
+
+
+def _list_squash_commands(
+    plan: ConversionPlan, squasher: Squasher, source: Source, part: Path, folder: Path
+) -> list[str]:
+    """Return the pipeline in which imgkit writes the squashfs `part`, with temporary files in `folder`."""
+    squashfs = SquashTarget(path=part, created_s=0, compression=plan.compression, folder=folder)
+    producer = "merged layers of"
+    if plan.method == "export":
+        producer = "docker export CONTAINER-OF"
+    return [f"# {producer} {source.name} |", shlex.join(squasher.argv(squashfs))]
+
+
+def _list_build_commands(plan: ConversionPlan, tool: RuntimeTool, part: Path, folder: Path) -> list[str]:
+    """Return the commands by which a runtime builds the .sif `part` in the temporary `folder`."""
+    image = runtime_build.oci_address("IMAGE")
+    arguments = runtime_build.build_arguments(tool, plan.compression, part, image)
+    return [
+        f"cd {folder}",
+        "# lay out the image as an OCI folder with uncompressed layers",
+        shlex.join([str(tool.path), *arguments]),
+    ]
 
 
 def _check_space(source: Source, target: Path, base: Path, plan: ConversionPlan) -> None:
     """Raise CheckFailed if the disk of `target`, or of `base` for temporary files, has too little space."""
-    size = source.size_bytes
-    if size is None:
+    image_bytes = source.size_bytes
+    if image_bytes is None:
         return
-    temporary = int(size * plan.disk_share)
+    temporary_bytes = int(image_bytes * plan.disk_share)
     # A runtime's share has room for the plain archive: that goes before the runtime starts.
     if plan.method == "stream" and entries.is_spooled(source):
-        temporary += size
-    check_space(size, temporary, target, base)
+        temporary_bytes += image_bytes
+    check_space(image_bytes, temporary_bytes, target, base)
 
 
 def _spool_bytes(image: OpenImage, target: Path, base: Path, plan: ConversionPlan) -> int:
-    """Return what plain layers may take of `base`. It is 0 where compressed ones would probably not fit."""
+    """Return how many bytes of unpacked layers may go to the temporary folder `base`.
+
+    It is 0 if the compressed layers would probably not fit there.
+    """
     if not isinstance(image.files, StoredImage):
         return 0
     packed_bytes = image.files.packed_bytes
-    spool_bytes = packed_bytes * entries.UNPACKED_FACTOR
-    plain_bytes = image.size_bytes - packed_bytes + int(spool_bytes)
-    spare = spare_bytes(plain_bytes, plan.disk_share, target, base)
-    if spare < spool_bytes:
+    # An estimate, since only unpacking tells the size.
+    unpacked_bytes = int(packed_bytes * entries.UNPACKED_FACTOR)
+    image_bytes = image.size_bytes - packed_bytes + unpacked_bytes
+    free_bytes = spare_bytes(image_bytes, plan.disk_share, target, base)
+    if free_bytes < unpacked_bytes:
         return 0
-    return spare
+    return free_bytes

@@ -19,19 +19,19 @@ import contextlib
 import itertools
 import os
 import stat
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 from imgkit_builder.archive import compressed, stored
-from imgkit_builder.archive.layers import FolderEntry, LayerTree, Plan, scan_layers
+from imgkit_builder.archive.layers import FolderEntry, LayerTree, MergePlan, scan_layers
 from imgkit_builder.archive.stored import NoRoom, Spool, StoredImage
 from imgkit_builder.archive.tar_read import DIRECTORY, HARD_LINK, REGULAR, SYMLINK, Member, TarStream
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.inventory import spdx
-from imgkit_builder.inventory.collector import BAKED, DOCUMENT, MOST_BYTES, InventoryCollector
+from imgkit_builder.inventory.collector import MAX_FILE_BYTES, OWN_FOLDER, SPDX_PATH, InventoryCollector
 from imgkit_builder.oci.config import ImageConfig, creation_time_s
 from imgkit_builder.sif import mksquashfs
 from imgkit_entrypoints.errors import CheckFailed, UsageError
@@ -39,10 +39,10 @@ from imgkit_entrypoints.errors import CheckFailed, UsageError
 UNPACKED_FACTOR = 3.0
 """Guessed ratio of a compressed archive."""
 
-# The first member of every docker export; its time is that of the export.
-_EXPORT_MARK = ".dockerenv"
-_MARK_WINDOW_S = 5
-"""How far from it the times of files are that the engine makes with the container."""
+# The engine creates this file with a container. It is the first member of every docker export.
+_DOCKERENV = ".dockerenv"
+_CREATION_S = 5
+"""Seconds in which the engine creates its files in a new container."""
 _ENGINE_FILES = frozenset({"dev/console", "etc/hostname", "etc/hosts", "etc/resolv.conf"})
 _ENGINE_FOLDERS = frozenset({"dev/pts", "dev/shm"})
 # Folders whose times the engine changes by making its files.
@@ -86,9 +86,18 @@ class ImageEntry:
         """Return a copy with other `values`, whose header is made from them."""
         return replace(self, header=b"", **values)
 
-    def passed_on(self, content: Iterable[bytes | memoryview]) -> ImageEntry:
-        """Return a copy with the same header, whose bytes come from `content`."""
-        return replace(self, content=content)
+    def without_names(self, names: Collection[str]) -> ImageEntry | None:
+        """Return the entry without these `names`, or None if it has no other."""
+        if not names:
+            return self
+        remaining = tuple(name for name in self.names if name not in names)
+        if not remaining:
+            return None
+        return self.changed(names=remaining)
+
+    def with_read_content(self, data: bytes) -> ImageEntry:
+        """Return a copy from which `data`, all of the content just read, can be read again."""
+        return replace(self, content=(data,))
 
     def with_content(self, data: bytes) -> ImageEntry:
         """Return a copy with `data` as its content."""
@@ -204,7 +213,7 @@ def peek_config(source: Source) -> ImageConfig | None:
     """Return the image configuration, or None if that would take reading layers or it is damaged."""
     if isinstance(source, EngineImage):
         return source.config
-    # Reading all of it costs as much as the conversion.
+    # To reach the configuration, most of the archive must be read or unpacked.
     if isinstance(source, Piped) or is_spooled(source):
         return None
     try:
@@ -221,9 +230,9 @@ class OpenImage:
     """Name for people: a tag where there is one."""
     config: ImageConfig
     size_bytes: int
-    """Size of its layers, as they lie there."""
+    """Size of its layers, compressed or not."""
     files: StoredImage | EngineImage
-    """Layers, or an image to export."""
+    """Layers in a file, or an image whose export is read."""
 
 
 @contextlib.contextmanager
@@ -235,16 +244,19 @@ def open_source(
     exports: bool = False,
     unpack_limit_bytes: int | None,
 ) -> Iterator[OpenImage]:
-    """Yield the image of `source`, from a plain archive in `folder` if it is a stream or compressed.
+    """Yield the image of `source`. A stream or a compressed archive is first written to `folder`, unpacked.
 
-    With `exports`, an engine's image is not saved, because it is read by its export.
+    Parameters
+    ----------
+    exports : leave an engine's image in the engine. `image_entries` then reads its export.
+    unpack_limit_bytes : refuse a compressed archive that unpacks to more. None stands for the default limit.
 
     Raises
     ------
     CheckFailed, UsageError : damaged, or not one image.
     ToolMissing : it is compressed with zstd, and there is no such program.
     """
-    if exports and isinstance(source, EngineImage):
+    if isinstance(source, EngineImage) and exports:
         yield OpenImage(name=source.name, config=source.config, size_bytes=source.size_bytes, files=source)
         return
     with _open_stored(source, folder, report, unpack_limit_bytes) as image:
@@ -255,34 +267,43 @@ def open_source(
         yield OpenImage(name=name, config=image.selected.config, size_bytes=image.stored_bytes, files=image)
 
 
-@contextlib.contextmanager
 def _open_stored(
     source: Source, folder: Path, report: Reporter, unpack_limit_bytes: int | None
-) -> Iterator[StoredImage]:
-    if isinstance(source, Archive | OciFolder):
-        if is_spooled(source):
-            report.stage(f"decompress {source.path.name}")
-        with stored.open_archive(
-            source.path, folder, advance=report.advance, unpack_limit_bytes=unpack_limit_bytes
-        ) as image:
-            yield image
-        return
-    opening: AbstractContextManager[Iterator[bytes]]
+) -> AbstractContextManager[StoredImage]:
+    """Return a block in which the layers of `source` are in a file that can be read twice."""
     if isinstance(source, Piped):
         report.stage("read standard input")
-        opening = contextlib.closing(source.chunks())
-        total = None
-    else:
+        return _spool_stream(contextlib.closing(source.chunks()), folder, report, name=source.name)
+    if isinstance(source, EngineImage):
         report.stage(f"save {source.name} from the engine")
-        opening = source.save()
-        total = source.size_bytes
-    spool = folder / "spool.tar"
+        return _spool_stream(source.save(), folder, report, name=source.name, total_bytes=source.size_bytes)
+    if is_spooled(source):
+        report.stage(f"decompress {source.path.name}")
+    return stored.open_archive(
+        source.path, folder, advance=report.advance, unpack_limit_bytes=unpack_limit_bytes
+    )
+
+
+@contextlib.contextmanager
+def _spool_stream(
+    opening: AbstractContextManager[Iterator[bytes]],
+    folder: Path,
+    report: Reporter,
+    *,
+    name: str,
+    total_bytes: int | None = None,
+) -> Iterator[StoredImage]:
+    """Write the archive that comes as a stream to a temporary file in `folder`, and yield its image.
+
+    `name` is the image's, for messages. `total_bytes` is the size of the stream, if it is known.
+    """
+    path = folder / "spool.tar"
     with opening as chunks:
         digests = stored.spool_archive(
-            chunks, spool, where=source.name, advance=lambda done_bytes: report.advance(done_bytes, total)
+            chunks, path, where=name, advance=lambda done_bytes: report.advance(done_bytes, total_bytes)
         )
-    yield stored.open_image(spool, where=source.name, digests=digests)
-    spool.unlink()
+    yield stored.open_image(path, where=name, digests=digests)
+    path.unlink()
 
 
 @contextlib.contextmanager
@@ -294,7 +315,7 @@ def image_entries(
     spool_bytes: int = 0,
     unpack_limit_bytes: int | None,
 ) -> Iterator[Iterator[ImageEntry]]:
-    """Yield the entries of `image`: what shows of its layers, or its export.
+    """Yield the entries of `image`: the files of its layers that no later layer hides, or its export.
 
     Layers are first compared with their digests. Compressed ones are unpacked once, into `folder`, if they
     fit in `spool_bytes`. Otherwise they are unpacked twice.
@@ -303,11 +324,11 @@ def image_entries(
     ------
     CheckFailed : a layer is damaged or holds what no image may.
     """
-    files = image.files
+    layers = image.files
     created_s = creation_time_s(image.config.created)
-    if not isinstance(files, StoredImage):
+    if not isinstance(layers, StoredImage):
         report.stage("export and squash")
-        with files.export() as chunks:
+        with layers.export() as chunks:
             yield export_entries(
                 chunks,
                 created_s=created_s,
@@ -315,70 +336,103 @@ def image_entries(
                 advance=lambda done_bytes: report.advance(done_bytes, image.size_bytes),
             )
         return
-
-    def merge(spool: Spool | None) -> Iterator[ImageEntry]:
-        tree = LayerTree(files.where)
-        plain = scan_layers(
-            files,
-            tree.add_layer,
-            threads=mksquashfs.gather_limits().processors,
-            unpack_limit_bytes=unpack_limit_bytes,
-            spool=spool,
-        )
-        report.stage("merge and squash")
-        return _visible_entries(plain, tree.take_plan(), created_s, report)
-
-    if files.packed_bytes and spool_bytes:
+    if layers.packed_bytes and spool_bytes:
         report.stage("unpack the layers")
-        # NoRoom comes from `merge`, before anything is yielded: the layers are then read from the beginning.
+        # NoRoom is raised before anything is yielded: the layers are then read from the beginning.
         with (
             contextlib.suppress(NoRoom),
             Spool(folder=folder, room_bytes=spool_bytes, advance=report.advance) as spool,
         ):
-            yield merge(spool)
+            yield _merge_layers(layers, created_s, report, unpack_limit_bytes, spool)
             return
-    if files.packed_bytes:
+    if layers.packed_bytes:
         report.note(f"the layers are unpacked twice: {folder.parent} has no room for their plain bytes")
     report.stage("read the layers")
-    yield merge(None)
+    yield _merge_layers(layers, created_s, report, unpack_limit_bytes)
 
 
-def _visible_entries(
-    image: StoredImage, plan: Plan, created_s: int, report: Reporter
+def _merge_layers(
+    image: StoredImage,
+    created_s: int,
+    report: Reporter,
+    unpack_limit_bytes: int | None,
+    spool: Spool | None = None,
 ) -> Iterator[ImageEntry]:
-    """Yield the folders of `plan`, then the files of each layer that show."""
-    for path, folder in plan.folders:
-        folder = folder or FolderEntry(mtime_s=created_s)
-        yield ImageEntry(
-            names=(path,),
-            kind=DIRECTORY,
-            mode=folder.mode,
-            uid=folder.uid,
-            gid=folder.gid,
-            mtime_s=folder.mtime_s,
-            xattrs=folder.xattrs,
-        )
-    total = image.stored_bytes
-    start = 0
-    for layer, names in zip(image.layers, plan.names, strict=True):
-        if names:
-            with layer.open(bodies=True) as stream:
-                for number, member in enumerate(stream):
-                    if number not in names:
-                        continue
-                    yield member_entry(member, stream.content(), names=names.pop(number))
-                    position = start + stream.position
-                    report.advance(position, max(total, position))
-                    # The rest of the layer is hidden by later ones, or is nothing but whiteouts.
-                    if not names:
-                        break
-        start += layer.region.size_bytes
+    """Compare the layers with their digests, and return the entries that show, folders first.
+
+    Parameters
+    ----------
+    created_s : time for folders that no layer states.
+    spool : temporary files for unpacked layers. Without it, compressed layers are unpacked once more.
+
+    Raises
+    ------
+    NoRoom : the unpacked layers do not fit in `spool`.
+    """
+    tree = LayerTree(image.where)
+    scanned = scan_layers(
+        image,
+        tree.add_layer,
+        threads=mksquashfs.gather_limits().processors,
+        unpack_limit_bytes=unpack_limit_bytes,
+        spool=spool,
+    )
+    report.stage("merge and squash")
+    plan = tree.dissolve()
+    folders = (_folder_entry(path, folder, created_s) for path, folder in plan.folders)
+    return itertools.chain(folders, _visible_files(scanned, plan, report))
+
+
+def _folder_entry(path: str, folder: FolderEntry | None, created_s: int) -> ImageEntry:
+    """Return the entry of the folder `path`. One that no layer states gets the time `created_s`."""
+    if folder is None:
+        folder = FolderEntry(mtime_s=created_s)
+    return ImageEntry(
+        names=(path,),
+        kind=DIRECTORY,
+        mode=folder.mode,
+        uid=folder.uid,
+        gid=folder.gid,
+        mtime_s=folder.mtime_s,
+        xattrs=folder.xattrs,
+    )
+
+
+def _visible_files(image: StoredImage, plan: MergePlan, report: Reporter) -> Iterator[ImageEntry]:
+    """Yield the files, links and devices of each layer that show in the image.
+
+    `plan` is emptied on the way, so that the memory of its names is free.
+    """
+    total_bytes = image.stored_bytes
+    next_start = 0
+    for layer, visible_names in zip(image.layers, plan.names, strict=True):
+        layer_start = next_start
+        next_start += layer.region.size_bytes
+        if not visible_names:
+            continue
+        with layer.open(bodies=True) as stream:
+            for number, member in enumerate(stream):
+                if number not in visible_names:
+                    continue
+                yield member_entry(member, stream.content(), names=visible_names.pop(number))
+                done_bytes = layer_start + stream.position
+                report.advance(done_bytes, max(total_bytes, done_bytes))
+                # The rest of the layer is hidden by later ones, or is nothing but whiteouts.
+                if not visible_names:
+                    break
 
 
 def member_entry(
     member: Member, content: Iterable[bytes | memoryview], *, names: tuple[str, ...] = (), header: bytes = b""
 ) -> ImageEntry:
-    """Return the entry of a tar's member. `names` replaces its own name."""
+    """Return the entry of a tar's member.
+
+    Parameters
+    ----------
+    content : the bytes behind the member's header. Only a regular file has them.
+    names : the paths of the entry, in place of the name in the tar.
+    header : the member's blocks in the tar, to be written again unchanged.
+    """
     is_file = member.kind == REGULAR
     return ImageEntry(
         names=names or (member.name,),
@@ -403,40 +457,50 @@ def export_entries(
     name: str = "docker export",
     advance: Callable[[int], None] = lambda _: None,
 ) -> Iterator[ImageEntry]:
-    """Yield the entries of an export stream, without the files that the engine adds.
+    """Yield the entries of a ``docker export`` stream, without the files that the engine adds.
 
-    `name` is that of the image, for messages.
+    Parameters
+    ----------
+    created_s : time of the image. Folders whose times the engine has changed get it.
+    name : the image's, for messages.
+    advance : receives the number of bytes read so far.
 
     Raises
     ------
     CheckFailed : the stream is damaged or cut short.
     """
-    mark_s: int | None = None
+    container_s: int | None = None
     stream = TarStream(chunks, name=name)
     for member in stream:
-        # Files of the engine are told from the image's own by this time and by what they contain.
-        if member.name == _EXPORT_MARK:
-            mark_s = member.mtime_s
-        is_recent = mark_s is not None and abs(member.mtime_s - mark_s) <= _MARK_WINDOW_S
+        if member.name == _DOCKERENV:
+            container_s = member.mtime_s
+        is_recent = container_s is not None and abs(member.mtime_s - container_s) <= _CREATION_S
         if not member.name or _is_of_engine(member, is_recent):
             continue
-        if member.name in _TOUCHED_FOLDERS and member.kind == DIRECTORY and is_recent:
+        if is_recent and member.kind == DIRECTORY and member.name in _TOUCHED_FOLDERS:
             yield member_entry(member, ()).changed(mtime_s=created_s)
         else:
-            # Its own header is the fastest, unless mksquashfs 4.5.1 misreads it or a map follows.
-            is_misread = member.kind == SYMLINK and "linkpath" in member.pax
-            header = b""
-            if member.sparse is None and not is_misread:
-                header = member.extended + member.header
-            yield member_entry(member, stream.content(), header=header)
+            yield member_entry(member, stream.content(), header=_reusable_header(member))
         advance(stream.position)
     # The engine reports an error if nobody reads the end of its stream.
     stream.drain()
 
 
+def _reusable_header(member: Member) -> bytes:
+    """Return the tar blocks of `member` if mksquashfs can read them. Otherwise they must be made anew."""
+    # mksquashfs 4.5.1 cuts the target of a symlink in a pax header.
+    is_misread = member.kind == SYMLINK and "linkpath" in member.pax
+    if is_misread or member.sparse is not None:
+        return b""
+    return member.extended + member.header
+
+
 def _is_of_engine(member: Member, is_recent: bool) -> bool:
-    """Return whether the engine created it together with the container."""
-    if member.name == _EXPORT_MARK:
+    """Return whether the engine, not the image, has put the file into the container.
+
+    `is_recent` says that the file is as old as the container.
+    """
+    if member.name == _DOCKERENV:
         return True
     if member.name in _ENGINE_FILES:
         return member.kind == REGULAR and member.size_bytes == 0 and member.mode & 0o777 == 0o755
@@ -448,99 +512,107 @@ def _is_of_engine(member: Member, is_recent: bool) -> bool:
 def with_added_files(
     entries: Iterator[ImageEntry], replacing: Iterable[ImageEntry], if_missing: Iterable[ImageEntry]
 ) -> Iterator[ImageEntry]:
-    """Yield `entries` with files of imgkit's behind the last one.
+    """Yield the image's `entries`, and behind the last one the files that imgkit adds.
 
-    `replacing` take the place of what has their names or hides them, as in an image that was made from a
-    .sif. `if_missing` give way, and nothing of them is added behind a link of the image.
+    Parameters
+    ----------
+    replacing : files that take the place of what the image has there. An image that was made from a .sif has
+        some of them.
+    if_missing : files that are added where the image has nothing, and no link or file on the way.
     """
     winners = {entry.name: entry for entry in replacing}
     added = winners | {entry.name: entry for entry in if_missing}
     top_folders = {path.partition("/")[0] for path in added}
     for entry in entries:
-        # Few entries lie in a folder to which imgkit adds something; the others pass without a look.
+        # Few entries are in a folder to which imgkit adds something. The others pass unchecked.
         if not any(name.partition("/")[0] in top_folders for name in entry.names):
             yield entry
             continue
-        names = tuple(name for name in entry.names if not _is_replaced(name, entry.kind, winners))
-        if not names:
-            continue
-        for name in names:
-            # Nothing is added below a file or link of the image.
-            if added.pop(name, None) and entry.kind != DIRECTORY:
-                added = {path: new for path, new in added.items() if not path.startswith(f"{name}/")}
-        # A folder keeps what is in it, and gets imgkit's owner, mode and time.
-        if names[0] in winners:
-            entry = winners[names[0]]
-        elif names != entry.names:
-            entry = entry.changed(names=names)
-        yield entry
+        replaced_names = [name for name in entry.names if _is_replaced(name, entry.kind, winners)]
+        remaining = entry.without_names(replaced_names)
+        if remaining is not None:
+            _drop_existing(added, remaining)
+            # A folder keeps what is in it, and gets imgkit's owner, mode and time.
+            yield winners.get(remaining.name, remaining)
     # Folders sort before what is in them.
     for path in sorted(added):
         yield added[path]
 
 
+def _drop_existing(added: dict[str, ImageEntry], existing: ImageEntry) -> None:
+    """Remove from `added` what the image has already, and what would be below a file or link of the image."""
+    for name in existing.names:
+        if added.pop(name, None) is None or existing.kind == DIRECTORY:
+            continue
+        for path in list(added):
+            if path.startswith(f"{name}/"):
+                del added[path]
+
+
 def _is_replaced(path: str, kind: bytes, replacing: Mapping[str, ImageEntry]) -> bool:
-    """Return whether an entry of the image is where one of `replacing` goes, or below one that is a file."""
-    parent = path
-    while parent:
-        new = replacing.get(parent)
-        if new is not None and (new.kind != DIRECTORY or (parent == path and kind != DIRECTORY)):
+    """Return whether one of imgkit's entries takes the place of the image's entry `path` of this `kind`.
+
+    A file of imgkit replaces whatever is at its path and below. A folder replaces only what is no folder.
+    """
+    if path in replacing and kind != DIRECTORY:
+        return True
+    ancestor = path
+    while ancestor:
+        new_entry = replacing.get(ancestor)
+        if new_entry is not None and new_entry.kind != DIRECTORY:
             return True
-        parent = parent.rpartition("/")[0]
+        ancestor = ancestor.rpartition("/")[0]
     return False
 
 
 def with_package_list(entries: Iterator[ImageEntry], config: ImageConfig) -> Iterator[ImageEntry]:
-    """Yield `entries`, and behind the last one `DOCUMENT`, the list of their packages.
+    """Yield `entries`, and behind the last one the SPDX document that lists their packages.
 
-    An image whose /opt or /opt/imgkit is no folder gets none.
+    An image gets no document if its /opt or /opt/imgkit is a link or file, or if a folder is in the
+    document's place.
     """
     collector = InventoryCollector()
-    folders = ("opt", BAKED)
-    kinds: dict[str, bytes] = {}
+    kinds = {}
     for entry in entries:
-        if DOCUMENT in entry.names:
+        remaining: ImageEntry | None = entry
+        if SPDX_PATH in entry.names and entry.kind != DIRECTORY:
             # The image was made from a .sif, and its list is that of another image.
-            names = tuple(name for name in entry.names if name != DOCUMENT)
-            if entry.kind == DIRECTORY:
-                kinds[DOCUMENT] = DIRECTORY
-            elif names:
-                entry = entry.changed(names=names)
-            else:
-                continue
-        if entry.name in folders:
-            kinds[entry.name] = entry.kind
-        yield copy_for_inventory(entry, collector)
-    # The image's own folder of that name, or a link on the way: nothing is written through it.
-    if DOCUMENT in kinds or set(kinds.values()) - {DIRECTORY}:
+            remaining = entry.without_names((SPDX_PATH,))
+        if remaining is None:
+            continue
+        if remaining.name in ("opt", OWN_FOLDER, SPDX_PATH):
+            kinds[remaining.name] = remaining.kind
+        yield copy_for_inventory(remaining, collector)
+    if SPDX_PATH in kinds or any(kind != DIRECTORY for kind in kinds.values()):
         return
     created_s = creation_time_s(config.created)
-    for folder in folders:
+    for folder in ("opt", OWN_FOLDER):
         if folder not in kinds:
             yield ImageEntry(names=(folder,), kind=DIRECTORY, mtime_s=created_s)
     text = spdx.spdx_document(collector.inventory(arch=config.arch, created_s=created_s))
-    document = ImageEntry(names=(DOCUMENT,), kind=REGULAR, mode=0o644, mtime_s=created_s)
+    document = ImageEntry(names=(SPDX_PATH,), kind=REGULAR, mode=0o644, mtime_s=created_s)
     yield document.with_content(text.encode())
 
 
 def copy_for_inventory(entry: ImageEntry, collector: InventoryCollector) -> ImageEntry:
-    """Give `collector` a copy of what it wants of `entry`.
+    """Give `collector` a copy of what matters for an inventory.
 
-    Return an entry whose content can still be read.
+    Return an entry whose content can still be read, since that of `entry` can be read only once.
     """
     if entry.kind == HARD_LINK:
         for name in entry.names:
             collector.add_hard_link(name, entry.link)
     if entry.kind != REGULAR:
         return entry
-    names = [name for name in entry.names if collector.wants(name)]
-    if not names:
+    relevant_names = [name for name in entry.names if collector.is_relevant(name)]
+    if not relevant_names:
         return entry
     # A large file is passed on unread: memory stays bounded, and the list says that it was skipped.
     data = None
-    if entry.size_bytes <= MOST_BYTES:
+    if entry.size_bytes <= MAX_FILE_BYTES:
         data = entry.read()
-        entry = entry.passed_on((data,))
-    for name in names:
+    for name in relevant_names:
         collector.add(name, data)
-    return entry
+    if data is None:
+        return entry
+    return entry.with_read_content(data)

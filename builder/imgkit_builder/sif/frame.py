@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -53,15 +53,16 @@ class NewObject:
 
 
 def put_record(path: Path, record: image.ImgkitRecord) -> None:
-    """Write `record` as the last object of `path`, in place of an older one.
+    """Write `record` as the last object of the .sif `path`, in place of an older record.
 
     Raises
     ------
     CheckFailed : the table is full, or the record cannot be read back.
     """
     sif = image.read(path)
+    old_ids = [descriptor.id for descriptor in sif.descriptors if image.is_record(descriptor)]
     # First, so that the new one takes the same slot: the same record gives the same bytes.
-    remove_objects(path, [descriptor.id for descriptor in sif.descriptors if image.is_record(descriptor)])
+    remove_objects(path, old_ids)
     new = NewObject(
         datatype=DataType.JSON,
         name=image.IMGKIT_OBJECT,
@@ -84,24 +85,31 @@ def add_object(path: Path, new: NewObject) -> Descriptor:
     """
     with path.open("r+b") as stream:
         sif = image.parse(path, stream)
-        unused_ids = [id for id, slot in enumerate(sif.slots, 1) if not slot.used]
-        if not unused_ids:
-            raise CheckFailed(f"all {len(sif.slots)} descriptors of the .sif are in use", where=str(path))
         descriptor = _make_descriptor(
-            new, new.size_bytes, id=unused_ids[0], end=sif.end, time_s=sif.header.created_s
+            new, new.size_bytes, id=_find_unused_id(sif), end=sif.end, time_s=sif.header.created_s
         )
         # A removed object may lie there.
         stream.truncate(sif.end)
         stream.seek(descriptor.offset)
-        for chunk in _chunks(new.data):
-            stream.write(chunk)
+        stream.writelines(_chunks(new.data))
         _write_slot(stream, sif, descriptor.id, DESCRIPTOR.pack(*descriptor))
         _write_header(stream, sif.header, free=sif.header.free - 1, end=descriptor.end)
     return descriptor
 
 
+def _find_unused_id(sif: image.SifImage) -> int:
+    """Return the id of the first unused descriptor, its position in the table plus 1."""
+    for id, slot in enumerate(sif.slots, 1):
+        if not slot.used:
+            return id
+    raise CheckFailed(f"all {len(sif.slots)} descriptors of the .sif are in use", where=str(sif.path))
+
+
 def _make_descriptor(new: NewObject, size_bytes: int, *, id: int, end: int, time_s: int) -> Descriptor:
-    """Return the descriptor of `new` as object number `id`, behind the byte `end`."""
+    """Return the descriptor of `new`, which has `size_bytes`, as object number `id`.
+
+    `end` is the end of the object before it, from which padding leads to the aligned `offset`.
+    """
     offset = _round_up(end, new.align)
     return Descriptor(
         datatype=new.datatype,
@@ -126,7 +134,7 @@ def _round_up(position: int, align: int) -> int:
 
 
 def _chunks(data: bytes | Path) -> Iterator[bytes]:
-    """Yield the bytes, or those of a file."""
+    """Yield `data`, or the content of the file `data` piece by piece."""
     if isinstance(data, bytes):
         yield data
         return
@@ -135,7 +143,7 @@ def _chunks(data: bytes | Path) -> Iterator[bytes]:
 
 
 def remove_objects(path: Path, ids: Collection[int]) -> None:
-    """Take the objects `ids` out of the .sif `path`, overwrite them with zeros, and cut the file at its end.
+    """Take the objects `ids` out of the .sif `path`, and end the file behind the last of the others.
 
     Raises
     ------
@@ -143,19 +151,19 @@ def remove_objects(path: Path, ids: Collection[int]) -> None:
     """
     with path.open("r+b") as stream:
         sif = image.parse(path, stream)
+        removed = [descriptor for descriptor in sif.descriptors if descriptor.id in ids]
         remaining = [descriptor for descriptor in sif.descriptors if descriptor.id not in ids]
         end = max((descriptor.end for descriptor in remaining), default=sif.header.data_offset)
-        for descriptor in sif.descriptors:
-            if descriptor.id in ids:
-                # Zeros: a removed object must leave nothing that a later digest or a person finds.
-                _write_zeros(stream, descriptor.offset, min(descriptor.end, end))
-                _write_slot(stream, sif, descriptor.id, bytes(DESCRIPTOR.size))
+        for descriptor in removed:
+            # Zeros: a removed object must leave nothing that a later digest or a person finds.
+            _write_zeros(stream, descriptor.offset, min(descriptor.end, end))
+            _write_slot(stream, sif, descriptor.id, bytes(DESCRIPTOR.size))
         stream.truncate(end)
-        free = sif.header.free + len(sif.descriptors) - len(remaining)
-        _write_header(stream, sif.header, free=free, end=end)
+        _write_header(stream, sif.header, free=sif.header.free + len(removed), end=end)
 
 
 def _write_zeros(stream: BinaryIO, start: int, end: int) -> None:
+    """Overwrite the bytes from `start` to `end`, piece by piece."""
     stream.seek(start)
     for position in range(start, end, files.CHUNK_BYTES):
         stream.write(bytes(min(files.CHUNK_BYTES, end - position)))
@@ -217,12 +225,13 @@ def make_frame(config: ImageConfig) -> Frame:
 
 def write_frame(part: Path, frame: Frame) -> None:
     """Put header, table and objects around the root partition, which fills `part` from `root_offset` on."""
-    header, descriptors = _layout(frame, part.stat().st_size - frame.root_offset)
-    table = b"".join(DESCRIPTOR.pack(*descriptor) for descriptor in descriptors)
+    root_bytes = part.stat().st_size - frame.root_offset
+    header, descriptors = _layout(frame, root_bytes)
+    *object_descriptors, _ = descriptors  # the last is the root's
     with part.open("r+b") as stream:
         stream.write(HEADER.pack(*header).ljust(_TABLE_OFFSET, b"\0"))
-        stream.write(table.ljust(_DATA_OFFSET - _TABLE_OFFSET, b"\0"))
-        for new, descriptor in zip(frame.objects, descriptors, strict=False):
+        stream.write(_pack_table(descriptors).ljust(_DATA_OFFSET - _TABLE_OFFSET, b"\0"))
+        for new, descriptor in zip(frame.objects, object_descriptors, strict=True):
             stream.seek(descriptor.offset)
             stream.writelines(_chunks(new.data))
 
@@ -237,13 +246,15 @@ def is_framed_by(sif: image.SifImage, frame: Frame) -> bool:
     header, descriptors = _layout(frame, sif.root.size_bytes)
     if _pack_fixed_fields(sif.header) != _pack_fixed_fields(header):
         return False
-    for slot, descriptor in zip(sif.slots, descriptors, strict=False):
-        if DESCRIPTOR.pack(*slot) != DESCRIPTOR.pack(*descriptor):
-            return False
-    for slot, new in zip(sif.slots, frame.objects, strict=False):
-        if image.read_object(sif, slot) != new.data:
-            return False
-    return True
+    # Later objects, such as signatures, come behind these.
+    if _pack_table(sif.slots[: len(descriptors)]) != _pack_table(descriptors):
+        return False
+    contents = [image.read_object(sif, slot) for slot in sif.slots[: len(frame.objects)]]
+    return contents == [new.data for new in frame.objects]
+
+
+def _pack_table(descriptors: Iterable[Descriptor]) -> bytes:
+    return b"".join(DESCRIPTOR.pack(*descriptor) for descriptor in descriptors)
 
 
 def _pack_fixed_fields(header: Header) -> bytes:
@@ -252,7 +263,10 @@ def _pack_fixed_fields(header: Header) -> bytes:
 
 
 def _layout(frame: Frame, root_bytes: int) -> tuple[Header, list[Descriptor]]:
-    """Return header and descriptors of a .sif whose root partition has `root_bytes`, before its record."""
+    """Return the header and the descriptors of a .sif, the root partition's last.
+
+    `root_bytes` is the size of the root partition. The record of imgkit is not there yet.
+    """
     root = NewObject(
         datatype=DataType.PARTITION,
         name="root.sqfs",
@@ -260,29 +274,35 @@ def _layout(frame: Frame, root_bytes: int) -> tuple[Header, list[Descriptor]]:
         extra=image.partition_extra(image.PartitionType.PRIMARY, frame.arch),
         align=PARTITION_ALIGN_BYTES,
     )
-    # Objects lie one behind the other; only a partition is aligned.
+    sized_objects = [(new, new.size_bytes) for new in frame.objects]
+    sized_objects.append((root, root_bytes))
+    # Objects follow each other; only a partition is aligned.
     descriptors: list[Descriptor] = []
     end = _DATA_OFFSET
-    for id, new in enumerate((*frame.objects, root), 1):
-        size_bytes = root_bytes if new is root else new.size_bytes
-        descriptors.append(_make_descriptor(new, size_bytes, id=id, end=end, time_s=0))
-        end = descriptors[-1].end
-    header = Header(
+    for id, (new, size_bytes) in enumerate(sized_objects, 1):
+        descriptor = _make_descriptor(new, size_bytes, id=id, end=end, time_s=0)
+        descriptors.append(descriptor)
+        end = descriptor.end
+    return _make_header(frame.arch, len(descriptors), end), descriptors
+
+
+def _make_header(arch: str, object_count: int, end: int) -> Header:
+    """Return the header of a .sif whose last object ends at byte `end`. Times and UUID are zero."""
+    return Header(
         launch=_LAUNCH,
         magic=image.MAGIC,
         version=_VERSION,
-        arch=image.arch_code(frame.arch),
+        arch=image.arch_code(arch),
         uuid=bytes(16),
         created_s=0,
         modified_s=0,
-        free=_DESCRIPTORS - len(descriptors),
+        free=_DESCRIPTORS - object_count,
         total=_DESCRIPTORS,
         table_offset=_TABLE_OFFSET,
         table_bytes=_DESCRIPTORS * DESCRIPTOR.size,
         data_offset=_DATA_OFFSET,
         data_bytes=end - _DATA_OFFSET,
     )
-    return header, descriptors
 
 
 class Sif(Format):

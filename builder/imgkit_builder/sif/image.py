@@ -267,13 +267,13 @@ class SifImage:
     def overlays(self) -> tuple[Descriptor, ...]:
         """The overlay partitions that a runtime lays over the root partition, lowest first.
 
-        It silently ignores those of another group.
+        A runtime ignores partitions in another group than the root partition's.
         """
         root = self.root
         if root is None:
             return ()
-        group = [descriptor for descriptor in self.descriptors if descriptor.group == root.group]
-        return tuple(overlay for overlay in group if overlay.partition == PartitionType.OVERLAY)
+        overlays = [slot for slot in self.descriptors if slot.partition == PartitionType.OVERLAY]
+        return tuple(overlay for overlay in overlays if overlay.group == root.group)
 
     @property
     def signatures(self) -> tuple[Descriptor, ...]:
@@ -312,20 +312,8 @@ def read(path: Path) -> SifImage:
 def parse(path: Path, stream: BinaryIO) -> SifImage:
     """Return the content of an open .sif. Raises as `read` does. `path` is for messages."""
     file_bytes = os.fstat(stream.fileno()).st_size
-    raw = stream.read(HEADER.size)
-    if len(raw) < HEADER.size or raw[MAGIC_OFFSET : MAGIC_OFFSET + len(MAGIC)] != MAGIC:
-        raise CheckFailed("not a .sif file (no SIF_MAGIC in its header)", where=str(path))
-    header = Header(*HEADER.unpack(raw))
-    # Each number is compared before it is used.
+    header = _read_header(path, stream)
     table_bytes = header.total * DESCRIPTOR.size
-    if (
-        not 0 <= header.free <= header.total <= _MAX_DESCRIPTORS
-        or header.table_offset < HEADER.size
-        or header.table_bytes < table_bytes
-    ):
-        raise CheckFailed(
-            f"its header claims {header.total} descriptors, {header.free} free: damaged", where=str(path)
-        )
     stream.seek(min(header.table_offset, file_bytes))
     table = stream.read(table_bytes)
     if len(table) < table_bytes:
@@ -344,6 +332,21 @@ def parse(path: Path, stream: BinaryIO) -> SifImage:
             record = parse_record(path, _read_data(stream, descriptor))
             return dataclasses.replace(sif, record=record)
     return sif
+
+
+def _read_header(path: Path, stream: BinaryIO) -> Header:
+    """Return the global header. Its numbers about the descriptor table have been checked."""
+    raw = stream.read(HEADER.size)
+    if len(raw) < HEADER.size or raw[MAGIC_OFFSET : MAGIC_OFFSET + len(MAGIC)] != MAGIC:
+        raise CheckFailed("not a .sif file (no SIF_MAGIC in its header)", where=str(path))
+    header = Header(*HEADER.unpack(raw))
+    is_count_possible = 0 <= header.free <= header.total <= _MAX_DESCRIPTORS
+    has_room = header.table_offset >= HEADER.size and header.table_bytes >= header.total * DESCRIPTOR.size
+    if not is_count_possible or not has_room:
+        raise CheckFailed(
+            f"its header claims {header.total} descriptors, {header.free} free: damaged", where=str(path)
+        )
+    return header
 
 
 def is_record(descriptor: Descriptor) -> bool:
@@ -405,6 +408,7 @@ def parse_record(path: Path, raw: bytes) -> ImgkitRecord:
                 hint="convert the image again with this version: imgkit sif; or update imgkit",
             )
         json_text.unseal(values)
+        # It is no field of the record.
         del values["schema"]
         record: ImgkitRecord = json_text.build_value(ImgkitRecord, values, "it", closed=True)
         return record
@@ -431,21 +435,21 @@ def read_superblock(path: Path, offset: int = 0) -> Superblock | None:
 
 
 def identify(path: Path, sif: SifImage) -> tuple[str, str]:
-    """Return the image id and the digest of the root partition of the file `path`, whose content is `sif`.
+    """Return the image id and the hex digest of the root partition of the file `path`, parsed as `sif`.
 
     A .sif that another tool made names no image. The digest takes the place of its image id.
     """
-    image_id = ""
-    if sif.record is not None:
-        digest = sif.record.root_sha256
-        image_id = sif.record.image_id
-    else:
+    if sif.record is None:
         digest = root_sha256(path)
-    return image_id or f"sha256:{digest}", digest
+        return f"sha256:{digest}", digest
+    digest = sif.record.root_sha256
+    return sif.record.image_id or f"sha256:{digest}", digest
 
 
 def root_sha256(path: Path, *, advance: Advance | None = None) -> str:
-    """Return the hex digest of the root partition.
+    """Return the hex digest of the root partition of the .sif `path`.
+
+    `advance` is called with the number of bytes read so far and the total.
 
     Raises
     ------
@@ -461,16 +465,16 @@ def check_structure(path: Path) -> SifImage:
 
     Raises
     ------
-    CheckFailed : names the fault.
+    CheckFailed : names what is wrong.
     """
     sif = read(path)
-    root = sif.root
     superblock = root_superblock(sif)
-    if root is None or superblock is None:
+    if superblock is None:
         raise CheckFailed("a .sif was written without a squashfs root partition", where=str(path))
-    if superblock.used_bytes > root.size_bytes:
+    root_bytes = sif.require_root().size_bytes
+    if superblock.used_bytes > root_bytes:
         raise CheckFailed(
-            f"its root partition has {root.size_bytes} of {superblock.used_bytes} bytes: cut short",
+            f"its root partition has {root_bytes} of {superblock.used_bytes} bytes: cut short",
             where=str(path),
         )
     return sif
@@ -479,9 +483,8 @@ def check_structure(path: Path) -> SifImage:
 def read_if_intact(path: Path, accepts: Callable[[SifImage, ImgkitRecord], bool]) -> SifImage | None:
     """Return the .sif `path` if `accepts` takes its record and its squashfs has the recorded sha256.
 
-    The result is also None where there is no .sif, and where it has overlay partitions: a runtime would mount
-    them. Other objects that were added later, as signatures are, make no difference. The squashfs is read
-    last.
+    Return None if there is no .sif, or if it has overlay partitions, which a runtime would mount. Other
+    objects that were added later, such as signatures, make no difference.
     """
     try:
         sif = read(path)

@@ -36,7 +36,7 @@ _MAX_MEMORY_BYTES = 512 << 20
 
 def find_tar_reader() -> Path | None:
     """Return the mksquashfs that reads a tar from standard input (4.5 and later), or None."""
-    for program in candidates():
+    for program in find_programs():
         if has_option(program, r"-tar\b"):
             return program
     return None
@@ -44,7 +44,7 @@ def find_tar_reader() -> Path | None:
 
 def describe_obstacle() -> str:
     """Return why no mksquashfs here reads a tar. The text is empty if one does."""
-    programs = candidates()
+    programs = find_programs()
     if not programs:
         return "mksquashfs is not on this machine"
     if find_tar_reader():
@@ -54,7 +54,7 @@ def describe_obstacle() -> str:
 
 def find_any() -> Path | None:
     """Return the program that `find_tar_reader` chooses, or else any other. None if there is none."""
-    return find_tar_reader() or next(iter(candidates()), None)
+    return find_tar_reader() or next(iter(find_programs()), None)
 
 
 def zstd_error(program: Path | None) -> str:
@@ -67,28 +67,36 @@ def zstd_error(program: Path | None) -> str:
     return f"{program} was built without zstd"
 
 
-def candidates() -> tuple[Path, ...]:
-    """Return every mksquashfs: on PATH, where an ordinary user's PATH does not look, and of a runtime."""
+def find_programs() -> tuple[Path, ...]:
+    """Return every mksquashfs here: on PATH, in the folders for administrators, and of a runtime."""
     sbin = os.pathsep.join(_SBIN_FOLDERS)
     programs = [shutil.which("mksquashfs") or shutil.which("mksquashfs", path=sbin)]
     for name in _RUNTIMES:
         runtime = shutil.which(name)
-        if runtime is None:
-            continue
-        prefix = Path(runtime).resolve().parents[1]
-        # Packages bring their own; an unprivileged installation has a folder for each architecture.
-        # `singularity` may be the only name of an Apptainer.
-        folders = [prefix / f"libexec/{flavour}/bin" for flavour in _RUNTIMES]
-        folders += [prefix / "utils/bin", *prefix.glob("*/utils/bin")]
-        programs += [shutil.which("mksquashfs", path=str(folder)) for folder in folders]
-        programs += _find_configured(prefix)
+        if runtime is not None:
+            prefix = Path(runtime).resolve().parents[1]  # "/usr" of "/usr/bin/apptainer"
+            programs += _find_bundled(prefix)
+            programs += _find_configured(prefix)
     return tuple(dict.fromkeys(Path(program) for program in programs if program))
 
 
-def _find_configured(prefix: Path) -> Iterator[str | None]:
-    """Yield what ``mksquashfs path`` of a runtime's configuration names: the program, or its folder.
+def _find_bundled(prefix: Path) -> Iterator[str | None]:
+    """Yield the mksquashfs that a runtime installed at `prefix` brings along, None for a folder without one.
 
-    The file is read where installations have it: below their prefix, or in /etc if that is /usr.
+    An unprivileged installation has a folder for each architecture. `singularity` may be the only name of an
+    Apptainer, so that both names are looked for.
+    """
+    folders = [prefix / f"libexec/{flavour}/bin" for flavour in _RUNTIMES]
+    folders += [prefix / "utils/bin", *prefix.glob("*/utils/bin")]
+    for folder in folders:
+        yield shutil.which("mksquashfs", path=str(folder))
+
+
+def _find_configured(prefix: Path) -> Iterator[str | None]:
+    """Yield the mksquashfs that the configuration of a runtime at `prefix` names, as ``mksquashfs path``.
+
+    The value is the program or its folder; None stands for one that is not there. Installations have the file
+    below their prefix, or in /etc if that is /usr.
     """
     folders = [prefix / "etc", *prefix.glob("*/etc")]
     if prefix == Path("/usr"):
@@ -101,7 +109,8 @@ def _find_configured(prefix: Path) -> Iterator[str | None]:
             continue
         values = _CONFIGURED_PATH.findall(text)
         if values:
-            yield shutil.which(values[-1]) or shutil.which("mksquashfs", path=values[-1])
+            path = values[-1]  # the last of several lines counts
+            yield shutil.which(path) or shutil.which("mksquashfs", path=path)
 
 
 def read_version(program: Path) -> str:
@@ -145,17 +154,20 @@ class Limits:
 
 
 def gather_limits(root: Path = Path("/")) -> Limits:
-    """Read affinity and the control groups (v1 or v2) of this process below `root`."""
+    """Read how many processors and how much memory the control groups of this process leave it.
+
+    Both versions are read, v1 and v2. `root` replaces / in tests.
+    """
     processors = process.count_processors()
-    memory_bytes: int | None = None
+    memory_limits = []
     for folder in _group_folders(root):
         quota = _read_cpu_quota(folder)
         if quota is not None:
             processors = min(processors, max(1, int(quota)))
         limit = _read_memory_limit(folder)
         if limit is not None:
-            memory_bytes = min(memory_bytes or limit, limit)
-    return Limits(processors=processors, memory_bytes=memory_bytes)
+            memory_limits.append(limit)
+    return Limits(processors=processors, memory_bytes=min(memory_limits, default=None))
 
 
 def _group_folders(root: Path) -> Iterator[Path]:
@@ -163,27 +175,30 @@ def _group_folders(root: Path) -> Iterator[Path]:
     mounts = root / "sys/fs/cgroup"
     for line in _read_text(root / "proc/self/cgroup").splitlines():
         # "0::/user.slice" of v2, "4:cpu,cpuacct:/slurm/job_1" of v1
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
+        _, _, controllers_and_path = line.partition(":")
+        controllers, _, path = controllers_and_path.partition(":")
         if controllers and not ({"cpu", "memory"} & set(controllers.split(","))):
             continue
-        base = mounts / controllers
-        group = base / path.lstrip("/")
+        mount = mounts / controllers
+        group = mount / path.lstrip("/")
         # Inside a container the path is the host's, or leads out of the mount: only the root exists.
         if ".." in Path(path).parts:
-            group = base
+            group = mount
         for folder in (group, *group.parents):
             if folder.is_dir():
                 yield folder
-            if folder == base:
+            if folder == mount:
                 break
 
 
 def _read_cpu_quota(folder: Path) -> float | None:
-    """Return the number of processors that a group may use, or None without a limit."""
-    v2 = _read_text(folder / "cpu.max").split()
-    v1 = [_read_text(folder / "cpu.cfs_quota_us"), _read_text(folder / "cpu.cfs_period_us")]
-    for fields in (v2, v1):
+    """Return the number of processors that a group may use, or None without a limit.
+
+    The kernel states it as a quota of CPU time in a period: ``200000 100000`` are 2 processors.
+    """
+    v2_fields = _read_text(folder / "cpu.max").split()
+    v1_fields = [_read_text(folder / "cpu.cfs_quota_us"), _read_text(folder / "cpu.cfs_period_us")]
+    for fields in (v2_fields, v1_fields):
         if len(fields) != 2:
             continue
         quota, period = map(parse_digits, fields)

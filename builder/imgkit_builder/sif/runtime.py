@@ -131,11 +131,13 @@ def find_runtime(command: str | None = None, *, module_hint: str | None = None) 
 
 
 def setting(tool: RuntimeTool, name: str) -> str:
-    """Return the admin's value of `name` in the runtime's configuration file, or ``""`` if it cannot be read.
+    """Return the admin's value of `name` in the runtime's configuration file, or "" if it cannot be read.
 
     An ordinary user of a setuid runtime may not ask ``config global --get``, but may read the file.
     """
-    match = re.search(r"^[A-Z]+_CONF_FILE=(.+)$", _ask(tool.path, "buildcfg").output, re.MULTILINE)
+    build_config = _ask(tool.path, "buildcfg").output
+    # "APPTAINER_CONF_FILE=/etc/apptainer/apptainer.conf"
+    match = re.search(r"^[A-Z]+_CONF_FILE=(.+)$", build_config, re.MULTILINE)
     if match is None:
         return ""
     try:
@@ -164,6 +166,7 @@ def attempt(tool: RuntimeTool, arguments: Sequence[str]) -> Finished:
 
 
 def _ask(path: Path, *arguments: str) -> Finished:
+    """Run the program `path` with `arguments`, and return its exit code and the end of its output."""
     lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
     argv = (str(path), *arguments)
     code = _stream_output(path, argv, folder=Path.cwd(), env={}, on_line=lines.append)
@@ -229,9 +232,7 @@ def _stream_output(
         pid_file = Path(scratch) / "pid"
         # Programs that the runtime starts, such as mksquashfs, often lie beside it.
         search_path = f"{path.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-        variables = [f"{name}={value}" for name, value in {"PATH": search_path, **env}.items()]
-        supervisor = [sys.executable, "-I", "-S", "-c", _source("supervisor.py"), str(pid_file)]
-        supervised = [*supervisor, locale.getpreferredencoding(False), str(folder), *variables, "--", *argv]
+        supervised = _supervise(argv, pid_file, folder=folder, env={"PATH": search_path, **env})
         try:
             # The default pattern drops every line with "Progess" in it; this one matches nothing.
             for line in stream_command(supervised, output_type="both", no_newline_regexp=r"(?!)"):
@@ -244,6 +245,14 @@ def _stream_output(
     return 0
 
 
+def _supervise(argv: Sequence[str], pid_file: Path, *, folder: Path, env: Mapping[str, str]) -> list[str]:
+    """Return the command that runs `argv` under ``supervisor.py``, in `folder` and with `env` added."""
+    encoding = locale.getpreferredencoding(False)
+    variables = [f"{name}={value}" for name, value in env.items()]
+    supervisor = [sys.executable, "-I", "-S", "-c", _source("supervisor.py")]
+    return [*supervisor, str(pid_file), encoding, str(folder), *variables, "--", *argv]
+
+
 def _source(module: str) -> str:
     """Return the text of a module of this package that runs as ``python -c``."""
     return importlib.resources.files(__package__).joinpath(module).read_text(encoding="utf-8")
@@ -254,7 +263,7 @@ def _end_group(pid_file: Path) -> None:
     try:
         group = int(pid_file.read_text())
     except (OSError, ValueError):
-        return
+        return  # the supervisor has not started it
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + _END_GRACE_S
         while time.monotonic() < deadline:
@@ -262,6 +271,7 @@ def _end_group(pid_file: Path) -> None:
                 # A dead leader stays a member of its group until it is waited for.
                 os.waitpid(group, os.WNOHANG)
             try:
+                # Again and again: a process may start another one meanwhile.
                 os.killpg(group, number)
             except ProcessLookupError:
                 return
@@ -309,11 +319,13 @@ def isolation(tool: RuntimeTool) -> Isolation:
     A setuid installation or the kernel may refuse it. The attempt starts an empty folder: the runtime creates
     the namespaces, and then fails because there is no program. Only a refusal speaks of the network.
     """
+    without_network = Isolation(network=False)
     with tempfile.TemporaryDirectory(prefix="imgkit-empty-") as empty:
         for name in ("dev", "proc", "sys", "tmp"):
             (Path(empty) / name).mkdir()
-        answer = _ask(tool.path, "exec", *Isolation(network=False).options, empty, "/nothing")
-    return Isolation(network="network" in answer.output.lower())
+        attempt = _ask(tool.path, "exec", *without_network.options, empty, "/nothing")
+    is_refused = "network" in attempt.output.lower()
+    return Isolation(network=is_refused)
 
 
 def exec_arguments(image: Path, argv: Sequence[str], isolated: Isolation) -> tuple[str, ...]:
@@ -324,7 +336,8 @@ def exec_arguments(image: Path, argv: Sequence[str], isolated: Isolation) -> tup
 @contextlib.contextmanager
 def log_file(stem: str) -> Iterator[TextIO]:
     """Open a new log, ``$XDG_STATE_HOME/imgkit/sif/TIME-STEM-TOKEN.log``, or in tmp if HOME is not usable."""
-    name = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{stem}-{secrets.token_hex(4)}.log"
+    time_text = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    name = f"{time_text}-{stem}-{secrets.token_hex(4)}.log"
     try:
         folder = files.state_dir() / "sif"
         folder.mkdir(parents=True, exist_ok=True)

@@ -26,9 +26,10 @@ from imgkit_entrypoints.errors import CheckFailed, ToolFailed
 
 EMPTY_IMAGE = "Architecture not recognized"
 """The runtime prints this for a root without programs, and still exits 0."""
+# Paths in the image to which the runtime writes.
 _WRITTEN_FOLDERS = ("dev", "etc", "proc", "sys", "var")
 _WRITTEN_FILES = ("etc/hosts", "etc/resolv.conf")
-_SPECIAL = {CHARACTER: "a device", BLOCK: "a device", FIFO: "a FIFO"}
+_SPECIAL_FILES = {CHARACTER: "a device", BLOCK: "a device", FIFO: "a FIFO"}
 
 
 def write_oci_folder(image: OpenImage, job: ConversionJob) -> OciLayout:
@@ -63,26 +64,27 @@ def build_arguments(tool: RuntimeTool, compression: Compression, part: Path, sou
 
 
 def run_build(job: ConversionJob, tool: RuntimeTool, name: str) -> None:
-    """Run ``singularity build`` on the folder of the image `name`, into the part file.
+    """Let the runtime build the part file from the OCI folder of the image `name`.
 
     Raises
     ------
     ToolFailed : it failed, or made an empty image.
     """
     job.clock.stage(f"build with {tool}")
-    output = job.run(*build_arguments(tool, job.compression, job.work.part, oci_address(name)))
+    arguments = build_arguments(tool, job.compression, job.work.part, oci_address(name))
+    output = job.run(*arguments)
+    log_hint = f"the full log: {job.log.name}"
     if EMPTY_IMAGE in output:
         raise ToolFailed(
             f"{tool} did not read the layers: it found no programs in the image ({EMPTY_IMAGE!r})",
-            hint=f"another version of it, or install mksquashfs and use --writer imgkit; "
-            f"the full log: {job.log.name}",
+            hint=f"another version of it, or install mksquashfs and use --writer imgkit; {log_hint}",
         )
     if not job.work.part.exists():
-        raise ToolFailed(f"{tool} succeeded but wrote no file", hint=f"the full log: {job.log.name}")
+        raise ToolFailed(f"{tool} succeeded but wrote no file", hint=log_hint)
 
 
 def oci_address(name: str) -> str:
-    """Return where the runtime finds the image called `name`, which `write_oci_folder` has written."""
+    """Return the URI by which a runtime finds the image that `write_oci_folder` wrote: ``oci:NAME``."""
     return f"oci:{folder_name(name)}"
 
 
@@ -92,11 +94,14 @@ def folder_name(image: str) -> str:
 
 
 def refuse_links(layers: Iterable[Path], where: str) -> None:
-    """Read the headers of the uncompressed `layers`, the lowest first, and refuse what leads out.
+    """Refuse an image with files through which the runtime would write outside of it.
+
+    Only the headers of the uncompressed `layers` are read, the lowest layer first. `where` is the image's
+    name, for messages.
 
     Raises
     ------
-    CheckFailed : a link leads out of the image, or a layer is no tar.
+    CheckFailed : there is such a file, or a layer is no tar.
     """
     # The tree that the layers form together: a later layer may replace or delete a link.
     tree = LayerTree(where)
@@ -105,19 +110,20 @@ def refuse_links(layers: Iterable[Path], where: str) -> None:
     for path, file_type, target in tree.special_files(META):
         raise _special_file_error(path, file_type, target, "the runtime puts its own files there", where)
     for path in (*_WRITTEN_FOLDERS, *_WRITTEN_FILES):
-        link = tree.find_escape(path)
-        if link is not None:
-            link_path, target = link
+        escape = tree.find_escape(path)
+        if escape is not None:
+            link, target = escape
             reason = f"the runtime would write to /{path} through it: into this machine"
-            raise _special_file_error(link_path, SYMLINK, target, reason, where)
+            raise _special_file_error(link, SYMLINK, target, reason, where)
     for path in _WRITTEN_FILES:
         special_type = tree.file_type(path)
-        if special_type in _SPECIAL:
+        if special_type in _SPECIAL_FILES:
             raise _special_file_error(path, special_type, "", "the runtime would write to it", where)
 
 
 def _special_file_error(path: str, file_type: bytes, target: str, reason: str, where: str) -> CheckFailed:
-    description = _SPECIAL.get(file_type, f"a link to {target!r}")
+    """Return the refusal of the file `path` of an image: a device, a FIFO, or a link to `target`."""
+    description = _SPECIAL_FILES.get(file_type, f"a link to {target!r}")
     return CheckFailed(
         f"/{path} in the image is {description}, and {reason}",
         where=where,

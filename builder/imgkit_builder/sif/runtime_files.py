@@ -26,7 +26,7 @@ LIBS = f"/{META}/libs"
 ENVIRONMENT = f"{META}/env/10-docker2singularity.sh"
 """Script with the variables of the image's configuration; the runtimes write one, too."""
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# "export A=...", "[ -n ... ] || A=...", "A=..."
+# A line of a script: "export A=...", "[ -n ... ] || A=..." or "A=...".
 _ASSIGNMENT = re.compile(r"(?:export |.*\|\| )?([A-Za-z_][A-Za-z0-9_]*)=(.*)")
 
 # Not %A and %B: they depend on the locale.
@@ -68,30 +68,29 @@ exec "$@"
 
 
 def runtime_files(config: ImageConfig) -> tuple[ImageEntry, ...]:
-    """Return everything that belongs to the runtime, folders first. It replaces what the image has there."""
+    """Return the files in `META`, folders first. They replace what the image has there."""
     created_s = creation_time_s(config.created)
     scripts = {
-        ENVIRONMENT.removeprefix(f"{META}/"): _environment(config),
-        "env/90-environment.sh": "#!/bin/sh\n",
-        "env/99-base.sh": _BASE,
-        "runscript": _runscript(config),
-        "startscript": "#!/bin/sh\n",
+        ENVIRONMENT: _environment(config),
+        f"{META}/env/90-environment.sh": "#!/bin/sh\n",
+        f"{META}/env/99-base.sh": _BASE,
+        f"{META}/runscript": _runscript(config),
+        f"{META}/startscript": "#!/bin/sh\n",
         # Without this one, Apptainer 1.4.5 looks for actions/test.
-        "test": "#!/bin/sh\n",
+        f"{META}/test": "#!/bin/sh\n",
     }
-    texts = {"Singularity": definition(config), "labels.json": _labels(config)}
     entries = []
     for path in (META, f"{META}/env", f"{META}/libs"):
         entries.append(ImageEntry(names=(path,), kind=DIRECTORY, mtime_s=created_s))
-    for name, text in scripts.items():
-        entries.append(text_file(f"{META}/{name}", text, created_s, mode=0o755))
-    for name, text in texts.items():
-        entries.append(text_file(f"{META}/{name}", text, created_s))
+    for path, text in scripts.items():
+        entries.append(text_file(path, text, created_s, mode=0o755))
+    entries.append(text_file(f"{META}/Singularity", definition(config), created_s))
+    entries.append(text_file(f"{META}/labels.json", _labels(config), created_s))
     return tuple(entries)
 
 
 def mount_points(created_s: int) -> tuple[ImageEntry, ...]:
-    """Return what an image gets if it has nothing of that name, so that a runtime can mount there."""
+    """Return the folders and files over which a runtime mounts. An image gets those that it lacks."""
     folders = [ImageEntry(names=(path,), kind=DIRECTORY, mtime_s=created_s) for path in _MOUNT_FOLDERS]
     files = [text_file(path, "", created_s) for path in _MOUNT_FILES]
     return (*folders, *files)
@@ -123,23 +122,28 @@ def skipped_variables(config: ImageConfig) -> tuple[str, ...]:
 
 
 def variables(script: str) -> dict[str, str]:
-    """Return the variables that the text of `ENVIRONMENT` sets, by imgkit or by a runtime.
+    """Return the variables that `script`, the text of `ENVIRONMENT`, sets. imgkit or a runtime wrote it.
 
-    The script is not run: that of an image of others could do anything.
+    The script is not run, because a stranger's script could do anything.
     """
-    values: dict[str, str] = {}
+    values = {}
     for line in script.splitlines():
-        # VALUE of imgkit is in single quotes; runtimes write NAME="${NAME:-"VALUE"}".
         match = _ASSIGNMENT.fullmatch(line)
         if match is None:
             continue
         name, value = match.groups()
-        default = f'"${{{name}:-'
-        if value.startswith(default) and value.endswith('}"'):
-            value = value[len(default) : -2]
         with contextlib.suppress(ValueError):  # an open quote: the value has several lines
-            values[name] = "".join(shlex.split(value))
+            values[name] = "".join(shlex.split(_strip_default(name, value)))
     return values
+
+
+def _strip_default(name: str, value: str) -> str:
+    """Return the default in ``"${NAME:-DEFAULT}"``, as runtimes write it. Any other value stays as it is."""
+    start = f'"${{{name}:-'
+    end = '}"'
+    if value.startswith(start) and value.endswith(end):
+        return value[len(start) : -len(end)]
+    return value
 
 
 def _can_export(name: str, value: str | None) -> bool:
@@ -155,18 +159,19 @@ def _can_export(name: str, value: str | None) -> bool:
 
 
 def _environment(config: ImageConfig) -> str:
-    """Return the script that sets the image's variables, except those that the user has set."""
+    """Return the script that sets the image's variables, unless the user has set them already."""
     lines = ["#!/bin/sh"]
     # The last of two values counts, as in docker run; a default would keep the first one.
     for name, value in dict(config.env).items():
         if not _can_export(name, value):
             continue
         assignment = f"{name}={_quote(value or '')}"
-        # The user's PATH has folders of the host.
+        # The image's PATH always replaces the user's, which has folders of the host.
         if name != "PATH":
             assignment = f'[ -n "${{{name}:-}}" ] || {assignment}'
-        lines += [assignment, f"export {name}"]
-    return "\n".join((*lines, ""))
+        lines.append(assignment)
+        lines.append(f"export {name}")
+    return "\n".join(lines) + "\n"
 
 
 def _runscript(config: ImageConfig) -> str:
@@ -188,6 +193,7 @@ def _quote(text: str) -> str:
 
 
 def _labels(config: ImageConfig) -> str:
+    """Return the JSON of the labels that ``inspect --labels`` shows. The image's own come last."""
     labels = {
         "org.label-schema.schema-version": "1.0",
         "org.label-schema.build-arch": config.arch,

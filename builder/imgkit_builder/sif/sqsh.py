@@ -26,7 +26,7 @@ import posixpath
 import re
 import shlex
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from imgkit_builder.archive import sidecar
 from imgkit_builder.archive.tar_read import BLOCK, CHARACTER, DIRECTORY, HARD_LINK
@@ -77,22 +77,23 @@ def enroot_files(config: ImageConfig) -> tuple[ImageEntry, ...]:
     return (
         text_file(ENVIRONMENT, _environment(config), created_s),
         text_file("etc/fstab", "", created_s),
-        text_file("etc/rc", _rc(config), created_s, mode=0o755),
+        text_file("etc/rc", _start_script(config), created_s, mode=0o755),
         text_file("etc/rc.local", "", created_s),
     )
 
 
 def mount_points(config: ImageConfig) -> tuple[ImageEntry, ...]:
-    """Return what an image gets if it has nothing of that name: for mounts, and the working folder."""
+    """Return the folders and files that an image gets where it has nothing: mount points, working folder."""
     created_s = creation_time_s(config.created)
     entries = {entry.name: entry for entry in runtime_files.mount_points(created_s)}
     # ch-run mounts its own over these two, and fails where there is nothing.
     for path in ("etc/group", "etc/passwd"):
         entries[path] = text_file(path, "", created_s)
-    path = ""
-    for name in config.workdir.split("/"):
-        if name:
-            path = f"{path}/{name}".lstrip("/")
+    workdir = PurePosixPath(config.workdir.lstrip("/"))
+    for folder in (*reversed(workdir.parents), workdir):
+        # The topmost parent is "."; it has no name.
+        if folder.name:
+            path = str(folder)
             entries.setdefault(path, ImageEntry(names=(path,), kind=DIRECTORY, mtime_s=created_s))
     return tuple(entries.values())
 
@@ -105,6 +106,8 @@ def skipped_variables(config: ImageConfig) -> tuple[str, ...]:
 def without_devices(entries: Iterator[ImageEntry], note: Callable[[str], None]) -> Iterator[ImageEntry]:
     """Yield `entries` without devices, which an ordinary user cannot unpack, and without all that is in /dev.
 
+    The number of devices left out outside /dev is reported to `note`.
+
     Raises
     ------
     CheckFailed : /etc is not a folder.
@@ -116,15 +119,14 @@ def without_devices(entries: Iterator[ImageEntry], note: Callable[[str], None]) 
                 "/etc of the image is not a folder, and enroot reads its files there on the host",
                 hint="make a .sif of it: imgkit sif IMAGE",
             )
-        names = tuple(name for name in entry.names if not name.startswith("dev/"))
-        if not names or (entry.kind == HARD_LINK and entry.link in devices):
+        dev_names = [name for name in entry.names if name.startswith("dev/")]
+        remaining = entry.without_names(dev_names)
+        if remaining is None:
             continue
-        if entry.kind in (CHARACTER, BLOCK):
-            devices += names
-            continue
-        if names != entry.names:
-            entry = entry.changed(names=names)
-        yield entry
+        if remaining.kind in (CHARACTER, BLOCK):
+            devices += remaining.names
+        elif remaining.kind != HARD_LINK or remaining.link not in devices:
+            yield remaining
     if devices:
         note(f"{len(devices)} devices outside /dev are left out, as /{devices[0]}: only root can unpack one")
 
@@ -139,41 +141,40 @@ def _variables(config: ImageConfig) -> dict[str, str]:
 
 
 def _environment(config: ImageConfig) -> str:
-    """Return the content of /etc/environment, a line for each variable."""
-    variables = _variables(config)
-    for name, value in variables.items():
-        fault = _find_fault(value)
-        if fault:
+    """Return the content of /etc/environment, one ``NAME=VALUE`` on each line."""
+    lines = []
+    # The image's own settings for GPUs replace the defaults.
+    for name, value in (_GPUS | _variables(config)).items():
+        problem = _find_value_problem(value)
+        if problem:
             raise UsageError(
-                f"a .sqsh cannot hold the value of {name}: {fault}",
+                f"a .sqsh cannot hold the value of {name}: {problem}",
                 where=f"ENV {name}",
                 hint=f"change image.env.{name} of the recipe (or ENV of the image), or make a .sif of it",
             )
-    lines = []
-    for name, value in (_GPUS | variables).items():
-        # Where enroot and ch-run would remove the value's own pair of quotes, they get one to remove.
+        # enroot and ch-run remove a pair of quotes around a value. A value that has one gets another.
         if value.startswith(_REMOVED_PAIRS):
             value = f"'{value}'"
         lines.append(f"{name}={value}\n")
     return "".join(lines)
 
 
-def _find_fault(value: str) -> str:
-    """Return why a line of /etc/environment cannot have this value. The text is empty if it can."""
+def _find_value_problem(value: str) -> str:
+    """Return why a line of /etc/environment cannot hold this value of a variable, or "" if it can."""
     substitution = _SUBSTITUTION.search(value)
     if substitution is not None:
         return f"enroot replaces {substitution[0]} by the host's variable"
     if "\n" in value:
         return "it has a line break, and a variable has one line"
-    return _find_text_fault(value)
+    return _find_text_problem(value)
 
 
-def _find_text_fault(value: str) -> str:
-    """Return why a file of text cannot have this value. The text is empty if it can."""
-    if "\0" in value:
+def _find_text_problem(text: str) -> str:
+    """Return why a text file cannot hold `text`, or "" if it can."""
+    if "\0" in text:
         return "it has a zero byte"
     try:
-        value.encode()
+        text.encode()
     except UnicodeEncodeError:
         return "it is not UTF-8"
     return ""
@@ -190,28 +191,33 @@ def _restoring_lines(config: ImageConfig) -> str:
     return "".join(lines)
 
 
-def _rc(config: ImageConfig) -> str:
-    """Return the script that starts the container."""
-    entrypoint = config.entrypoint
+def _start_script(config: ImageConfig) -> str:
+    """Return the content of /etc/rc, the script that starts the container."""
+    _refuse_unwritable_commands(config)
     cmd = config.cmd
-    for instruction, values in (("ENTRYPOINT", entrypoint), ("CMD", cmd), ("WORKDIR", (config.workdir,))):
-        for value in values:
-            fault = _find_text_fault(value)
-            if fault:
-                raise UsageError(
-                    f"a .sqsh cannot hold {instruction}: {fault}",
-                    where=instruction,
-                    hint="change it in the image",
-                )
-    if not entrypoint and not cmd:
+    if not config.entrypoint and not cmd:
         cmd = ("/bin/sh",)
     return _RC.format(
         image_id=config.image_id,
         workdir=shlex.quote(posixpath.join("/", config.workdir)),
         cmd="".join(f" {shlex.quote(argument)}" for argument in cmd),
-        entrypoint="".join(f"{shlex.quote(argument)} " for argument in entrypoint),
+        entrypoint="".join(f"{shlex.quote(argument)} " for argument in config.entrypoint),
         restored=_restoring_lines(config),
     )
+
+
+def _refuse_unwritable_commands(config: ImageConfig) -> None:
+    """Raise UsageError if a script cannot hold the image's ENTRYPOINT, CMD or WORKDIR."""
+    instructions = {"ENTRYPOINT": config.entrypoint, "CMD": config.cmd, "WORKDIR": (config.workdir,)}
+    for instruction, arguments in instructions.items():
+        for argument in arguments:
+            problem = _find_text_problem(argument)
+            if problem:
+                raise UsageError(
+                    f"a .sqsh cannot hold {instruction}: {problem}",
+                    where=instruction,
+                    hint="change it in the image",
+                )
 
 
 # A line of sh that exports the variables in /etc/environment, as enroot reads it.
@@ -267,16 +273,17 @@ def check_structure(path: Path) -> Superblock:
     superblock = image.read_superblock(path)
     if superblock is None:
         raise CheckFailed("it is not a squashfs", where=str(path))
-    size = path.stat().st_size
-    if superblock.used_bytes > size:
+    file_bytes = path.stat().st_size
+    if superblock.used_bytes > file_bytes:
         raise CheckFailed(
-            f"it has {size} of {superblock.used_bytes} bytes: cut short",
+            f"it has {file_bytes} of {superblock.used_bytes} bytes: cut short",
             where=str(path),
             hint="copy it again",
         )
     with files.open_regular(path) as stream:
         stream.seek(superblock.used_bytes)
-        if stream.read(_PADDING_BYTES).strip(b"\0") and not files.has_trailer(stream, MARK):
+        is_padding = not stream.read(_PADDING_BYTES).strip(b"\0")
+        if not is_padding and not files.has_trailer(stream, MARK):
             raise CheckFailed(
                 "what follows the squashfs is no record of imgkit: cut short, or changed",
                 where=str(path),
@@ -299,6 +306,7 @@ def read_record(path: Path) -> ImgkitRecord | None:
 
 
 def _record_text(path: Path) -> bytes | None:
+    """Return the JSON of the record at the end of the .sqsh `path`, or None if the file has none."""
     with files.open_regular(path) as stream:
         if not files.has_trailer(stream, MARK):
             return None
@@ -309,22 +317,23 @@ def _record_text(path: Path) -> bytes | None:
 
 
 def hash_sqsh(path: Path, *, advance: Advance | None = None) -> tuple[str, str]:
-    """Return the hex digests of the squashfs and of the whole file, which is read once.
+    """Return the sha256 of the squashfs, and the sha256 of the whole file, both in hex.
+
+    The file is read once. `advance` is called with the number of bytes read so far and the total.
 
     Raises
     ------
     CheckFailed : its record is damaged.
     """
-    text = _record_text(path)
-    end = path.stat().st_size
-    if text is not None:
-        end -= len(files.make_trailer(text, MARK))
+    record = _record_text(path)
+    squashfs_bytes = path.stat().st_size
+    if record is not None:
+        squashfs_bytes -= len(files.make_trailer(record, MARK))
     with files.open_regular(path) as stream:
-        digest = files.start_sha256(stream, 0, end, advance=advance)
+        digest = files.start_sha256(stream, 0, squashfs_bytes, advance=advance)
         squashfs_sha256 = digest.hexdigest()
-        stream.seek(end)
-        for chunk in iter(lambda: stream.read(files.CHUNK_BYTES), b""):
-            digest.update(chunk)
+        # The same digest goes on over the record, which is the rest of the file.
+        digest.update(stream.read())
     return squashfs_sha256, digest.hexdigest()
 
 
@@ -376,9 +385,9 @@ class Sqsh(Format):
             record = read_record(path)
             if record is None or not accepts(record):
                 return None
-            recorded = (record.root_sha256, sidecar.read_sha256(path))
+            recorded_digests = (record.root_sha256, sidecar.read_sha256(path))
             # Last, since it reads the whole file.
-            if hash_sqsh(path) != recorded:
+            if hash_sqsh(path) != recorded_digests:
                 return None
         except (CheckFailed, UsageError):
             return None

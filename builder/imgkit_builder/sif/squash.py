@@ -121,6 +121,7 @@ class Squasher(abc.ABC):
         """
 
     def _options(self, target: SquashTarget) -> tuple[str, ...]:
+        """Return the options that every mksquashfs gets."""
         return (
             *("-noappend", "-no-progress"),
             *target.compression.options,
@@ -131,7 +132,7 @@ class Squasher(abc.ABC):
 
 
 def choose() -> Squasher:
-    """Return the first program that works on this machine.
+    """Return the best mksquashfs that works on this machine.
 
     Raises
     ------
@@ -142,7 +143,7 @@ def choose() -> Squasher:
         return TarMksquashfs(program=tar_reader)
     obstacle = mksquashfs.describe_obstacle()
     # Without a pseudo file, an ordinary user's squashfs would have no other owner.
-    for program in mksquashfs.candidates():
+    for program in mksquashfs.find_programs():
         if mksquashfs.has_option(program, r"-pf\b"):
             note = f"the files are written to disk once, and squashed from there (slower): {obstacle}"
             return OldMksquashfs(program=program, note=note)
@@ -193,17 +194,21 @@ def write(
 def strip_attributes(
     entries: Iterator[ImageEntry], counter: Iterator[int], note: Callable[[str], None]
 ) -> Iterator[ImageEntry]:
-    """Yield `entries` with no attributes but capabilities, and advance `counter` by one for each name."""
+    """Yield `entries` without extended attributes other than capabilities.
+
+    `counter` advances by one for each name of an entry. `note` receives a sentence about what was stripped.
+    """
     stripped_count = 0
     for entry in entries:
-        if entry.xattrs.keys() - {CAPABILITY}:
-            stripped_count += 1
-            # Engines export no other attribute, and two sources of one image must give the same tree.
-            capability = {name: value for name, value in entry.xattrs.items() if name == CAPABILITY}
-            entry = entry.changed(xattrs=capability)
         for _ in entry.names:
             next(counter)
-        yield entry
+        if not entry.xattrs.keys() - {CAPABILITY}:
+            yield entry
+            continue
+        stripped_count += 1
+        # Engines export no other attribute, and two sources of one image must give the same tree.
+        capability = {name: value for name, value in entry.xattrs.items() if name == CAPABILITY}
+        yield entry.changed(xattrs=capability)
     if stripped_count:
         note(f"{stripped_count} files lose extended attributes: a squashfs of imgkit holds capabilities only")
 
@@ -247,6 +252,7 @@ def write_tar(entries: Iterator[ImageEntry], sink: IO[bytes]) -> None:
 
 
 def _tar_header(entry: ImageEntry) -> bytes:
+    """Return the blocks of a tar before the content of `entry`."""
     return tar_write.header(
         entry.name,
         entry.kind,
@@ -278,7 +284,6 @@ class OldMksquashfs(Squasher):
     def write(self, entries: Iterator[ImageEntry], target: SquashTarget, job: ConversionJob) -> None:
         """Write the files, then squash them, then copy the squashfs."""
         tree = UnpackedTree(target.folder / "tree")
-        output = target.folder / "root.sqfs"
         for entry in entries:
             tree.add(entry)
         tree.finish(target.created_s)
@@ -294,14 +299,18 @@ class OldMksquashfs(Squasher):
             pass
         # The files go before the squashfs is copied: both and the copy may not fit on the disk.
         remove_tree(tree.root)
-        with (
-            files.open_regular(output) as squashfs,
-            files.open_own(target.path, os.O_RDWR | os.O_CREAT, "r+b") as stream,
-        ):
-            # Behind the room for the header; what is at its beginning stays.
-            stream.seek(target.offset)
-            shutil.copyfileobj(squashfs, stream, files.CHUNK_BYTES)
-        output.unlink()
+        _move_into(target.folder / "root.sqfs", target)
+
+
+def _move_into(squashfs: Path, target: SquashTarget) -> None:
+    """Copy the file `squashfs` into the target's file, behind the room for the header, and remove it."""
+    with (
+        files.open_regular(squashfs) as source,
+        files.open_own(target.path, os.O_RDWR | os.O_CREAT, "r+b") as stream,
+    ):
+        stream.seek(target.offset)
+        shutil.copyfileobj(source, stream, files.CHUNK_BYTES)
+    squashfs.unlink()
 
 
 class UnpackedTree:
@@ -329,7 +338,7 @@ class UnpackedTree:
         self._is_labelled = bool(_attributes(root))
 
     def add(self, entry: ImageEntry) -> None:
-        """Write the entry and its further names."""
+        """Write the entry, and a hard link for each of its further names."""
         for name in entry.names:
             self._refuse_name(name)
             try:
@@ -341,7 +350,7 @@ class UnpackedTree:
                     self._create(entry)
             except OSError as error:
                 if error.errno in files.FULL:
-                    raise
+                    raise  # `workspace` explains a full disk
                 raise ToolFailed(
                     f"{name!r} of the image cannot be written to disk: {error.strerror}",
                     where=str(self.root),
@@ -397,6 +406,7 @@ class UnpackedTree:
         self._lines[entry.name] = sys.intern(f"m {mode:o} {entry.uid} {entry.gid}")
 
     def _link(self, name: str, target: str) -> None:
+        """Make `name` a hard link to `target`, which has been written before."""
         line = self._lines.get(target)
         if line is None or target in self._folder_times:
             raise CheckFailed(f"{name!r} is a hard link to {target!r}", where="the merged layers")
@@ -406,17 +416,17 @@ class UnpackedTree:
         self._lines[name] = line
 
     def _set_attributes(self, entry: ImageEntry, path: Path) -> None:
-        """Set the extended attributes that this user may set."""
+        """Set the extended attributes that this user may set, and count the others."""
         for name, value in entry.xattrs.items():
             try:
                 os.setxattr(path, name, value, follow_symlinks=False)
+                is_kept = not self._is_labelled
             except (OSError, AttributeError):
-                self._lost_attributes += 1
-                continue
-            if self._is_labelled:
-                self._lost_attributes += 1
-            else:
+                is_kept = False
+            if is_kept:
                 self.attributes += 1
+            else:
+                self._lost_attributes += 1
 
     def finish(self, created_s: int) -> None:
         """Set the times of the folders, which every file in them has changed."""
@@ -540,15 +550,14 @@ def _count_names(path: Path, offset: int) -> int:
     try:
         with files.open_regular(path) as stream:
             table = b"".join(_read_folder_table(stream, offset))
+        # Lists of names follow each other. Each has a header, then an entry and a name for each file.
         while position < len(table):
-            # The header of a list has the number of its entries, less one.
-            followers, _, _ = _LIST_HEADER.unpack_from(table, position)
+            count_less_one, _, _ = _LIST_HEADER.unpack_from(table, position)
             position += _LIST_HEADER.size
-            for _ in range(followers + 1):
-                # An entry has the length of its name, less one.
-                *_, length = _LIST_ENTRY.unpack_from(table, position)
-                position += _LIST_ENTRY.size + length + 1
-            name_count += followers + 1
+            for _ in range(count_less_one + 1):
+                *_, length_less_one = _LIST_ENTRY.unpack_from(table, position)
+                position += _LIST_ENTRY.size + length_less_one + 1
+            name_count += count_less_one + 1
     except (struct.error, ValueError) as error:
         message = "a squashfs was written whose table of folders cannot be read"
         raise CheckFailed(message, where=str(path)) from error
@@ -556,16 +565,14 @@ def _count_names(path: Path, offset: int) -> int:
 
 
 def _read_folder_table(stream: BinaryIO, offset: int) -> Iterator[bytes]:
-    """Yield the blocks of the table of folders. Raise ValueError or struct.error if it cannot be read."""
+    """Yield the blocks of the table of folders in the squashfs at byte `offset`.
+
+    Raises
+    ------
+    ValueError, struct.error : the table is compressed or damaged.
+    """
     superblock = Superblock(*_unpack(stream, image.SUPERBLOCK, offset))
-    # It ends where the first block of the next table begins, which that table's index states.
-    if superblock.fragments:
-        index = superblock.fragment_table
-    elif superblock.export_table != _ABSENT:
-        index = superblock.export_table
-    else:
-        index = superblock.owner_table
-    (end,) = _unpack(stream, _OFFSET, offset + index)
+    (end,) = _unpack(stream, _OFFSET, offset + _table_after_folders(superblock))
     position = superblock.directory_table
     while position < end:
         block = _read_metadata_block(stream, offset + position)
@@ -575,7 +582,17 @@ def _read_folder_table(stream: BinaryIO, offset: int) -> Iterator[bytes]:
         position += _BLOCK_HEADER.size + len(block)
 
 
+def _table_after_folders(superblock: Superblock) -> int:
+    """Return the offset of the index of the next table. The index begins with the offset of that table."""
+    if superblock.fragments:
+        return superblock.fragment_table
+    if superblock.export_table != _ABSENT:
+        return superblock.export_table
+    return superblock.owner_table
+
+
 def _unpack(stream: BinaryIO, form: struct.Struct, position: int) -> tuple[Any, ...]:
+    """Read the values of `form` at byte `position`."""
     stream.seek(position)
     return form.unpack(stream.read(form.size))
 

@@ -62,37 +62,31 @@ class Squashfs:
             yield ListedFile(path=path, mode=mode, uid=int(uid), gid=int(gid), size=size.replace(" ", ""))
 
     def read(self, names: Iterable[str]) -> dict[str, bytes]:
-        """Return the content of those of the regular files `names` that are there and not too large.
+        """Return the content of the regular files `names`. Files that are absent or too large are left out.
 
         Raises
         ------
         CheckFailed : the squashfs is damaged.
         ToolMissing : there is no unsquashfs, or it cannot unpack this compression.
         """
+        # The list of patterns has one on each line.
+        names = [name for name in names if "\n" not in name]
+        patterns = [_WILDCARD.sub(r"\\\g<0>", name) + "\n" for name in names]
         contents = {}
         with tempfile.TemporaryDirectory(prefix="imgkit-") as scratch:
             folder = Path(os.path.realpath(scratch))
             unpacked = folder / "files"
-            # The list of patterns has one on each line.
-            names = [name for name in names if "\n" not in name]
-            patterns = [_WILDCARD.sub(r"\\\g<0>", name) + "\n" for name in names]
             with files.create_file(folder / "names") as stream:
                 stream.write(os.fsencode("".join(patterns)))
             self.unpack(unpacked, "-ef", str(folder / "names"))
             for name in names:
-                file = unpacked / name
-                # An image may have a link on the way, which leads anywhere on this machine.
-                if os.path.realpath(file) != f"{unpacked}/{name}" or not file.is_file():
-                    continue
-                file.chmod(0o600)  # an image has files that nobody but root may read
-                with files.open_regular(file) as stream:
-                    data = stream.read(MOST_BYTES + 1)
-                if len(data) <= MOST_BYTES:
+                data = _read_unpacked(unpacked, name)
+                if data is not None:
                     contents[name] = data
         return contents
 
     def unpack(self, folder: Path, *options: str) -> None:
-        """Write all files to `folder`, or those that `options` name. They belong to this user.
+        """Write the files that `options` name to `folder`, or all files. They will belong to this user.
 
         Raises
         ------
@@ -115,10 +109,24 @@ class Squashfs:
         return [*argv, *arguments]
 
 
+def _read_unpacked(root: Path, name: str) -> bytes | None:
+    """Return the content of the regular file `name` below `root`, or None if it is absent or too large."""
+    path = root / name
+    # An image may have a link on the way, which leads anywhere on this machine.
+    if os.path.realpath(path) != f"{root}/{name}" or not path.is_file():
+        return None
+    path.chmod(0o600)  # an image has files that nobody but root may read
+    with files.open_regular(path) as stream:
+        data = stream.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        return None
+    return data
+
+
 def _program() -> str:
     """Return unsquashfs 4.4 or later, which can begin within a file."""
     names = ["unsquashfs"]
-    names += [str(program.with_name("unsquashfs")) for program in mksquashfs.candidates()]
+    names += [str(program.with_name("unsquashfs")) for program in mksquashfs.find_programs()]
     for name in names:
         program = shutil.which(name)
         if program is not None and mksquashfs.has_option(Path(program), r"-o\[ffset\]"):
@@ -127,7 +135,7 @@ def _program() -> str:
 
 
 def open_squashfs(path: Path) -> tuple[Squashfs, ...]:
-    """Return what a runtime mounts of the .sif or .sqsh `path`, the uppermost first.
+    """Return what a runtime mounts of the .sif or .sqsh `path`: the overlays and the root, uppermost first.
 
     Raises
     ------
@@ -141,7 +149,7 @@ def open_squashfs(path: Path) -> tuple[Squashfs, ...]:
 
 
 def read(path: Path, names: Iterable[str]) -> dict[str, bytes]:
-    """Return the content of those of the files `names` that the .sif or .sqsh `path` has.
+    """Return the content of the files `names` in the .sif or .sqsh `path`. Absent files are left out.
 
     Raises
     ------
@@ -149,7 +157,7 @@ def read(path: Path, names: Iterable[str]) -> dict[str, bytes]:
     """
     names = tuple(names)
     contents: dict[str, bytes] = {}
-    # What an upper one has replaces what is below it.
+    # From the lowest on: a file of an overlay replaces the one below it.
     for squashfs in reversed(open_squashfs(path)):
         contents |= squashfs.read(names)
     return contents
@@ -170,6 +178,6 @@ def baked_facts(path: Path) -> BakedFacts:
     if record is not None and record.facts is not None:
         return record.facts
     collector = BakedFactsCollector()
-    for name, text in read(path, BAKED_FILES).items():
-        collector.add(name, text)
+    for name, data in read(path, BAKED_FILES).items():
+        collector.add(name, data)
     return dataclasses.replace(collector.facts(""), distributions=None)

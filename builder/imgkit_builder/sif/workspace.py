@@ -30,13 +30,12 @@ from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
 
 _TMP_VARIABLES = ("IMGKIT_TMPDIR", "APPTAINER_TMPDIR", "SINGULARITY_TMPDIR", "TMPDIR")
-_FOLDER = f"{files.TEMPORARY}sif."
 NO_SPACE = re.compile(r"no space left on device|disk quota exceeded|file too large", re.IGNORECASE)
 """How programs report that a disk is full or that a limit of the user is reached."""
 PACKED_SHARE = 0.5
 """Size of a squashfs per image byte, with a margin: measured 0.26 to 0.4."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-"""What ``flock`` says on a file system without locks."""
+"""Errors of ``flock`` on a file system without locks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,65 +49,78 @@ class Workspace:
 
 
 def tmp_base(target: Path, chosen: Path | None) -> Path:
-    """Return the folder for temporary files: `chosen`, else that of a variable, else the target's own.
+    """Return the folder for temporary files: `chosen`, or what a variable names, or the target's folder.
 
     It is not /tmp: on many clusters that is memory, and a conversion needs several times the image's size.
+
+    Raises
+    ------
+    UsageError : it is not a folder to which this user can write.
     """
-    base = chosen
-    where = "--tmpdir"
-    if base is None:
-        base = target.parent
-        where = "IMGKIT_TMPDIR, APPTAINER_TMPDIR, TMPDIR"
-        # Backwards: the first variable of the list wins.
-        for variable in reversed(_TMP_VARIABLES):
-            base = Path(os.environ.get(variable) or base)
-    base = base.expanduser().absolute()
-    if not base.is_dir() or not os.access(base, os.W_OK | os.X_OK):
-        problem = "not writable" if base.is_dir() else "no such folder"
-        raise UsageError(
-            f"temporary files cannot go to {base}: {problem}",
-            where=where,
-            hint="--tmpdir DIR with a folder on a large, local disk",
-        )
-    return base
+    requested = chosen or _tmp_from_environment() or target.parent
+    base = requested.expanduser().absolute()
+    if base.is_dir() and os.access(base, os.W_OK | os.X_OK):
+        return base
+    problem = "not writable" if base.is_dir() else "no such folder"
+    raise UsageError(
+        f"temporary files cannot go to {base}: {problem}",
+        where="--tmpdir" if chosen else "IMGKIT_TMPDIR, APPTAINER_TMPDIR, TMPDIR",
+        hint="--tmpdir DIR with a folder on a large, local disk",
+    )
 
 
-def check_space(size: int, temporary: int, target: Path, base: Path) -> None:
-    """Raise CheckFailed if an image of `size` bytes, with `temporary` ones in `base`, has no space."""
-    packed = int(size * PACKED_SHARE)
-    one_disk = _on_one_disk(base, target)
-    needs = {base: temporary}
-    if one_disk:
-        needs[base] += packed
+def _tmp_from_environment() -> Path | None:
+    """Return the folder that the first of `_TMP_VARIABLES` with a value names, or None."""
+    for variable in _TMP_VARIABLES:
+        value = os.environ.get(variable)
+        if value:
+            return Path(value)
+    return None
+
+
+def check_space(image_bytes: int, temporary_bytes: int, target: Path, base: Path) -> None:
+    """Raise CheckFailed if there is too little space to convert an image of `image_bytes` to `target`.
+
+    The conversion puts `temporary_bytes` of other files into the folder `base`.
+    """
+    packed_bytes = int(image_bytes * PACKED_SHARE)
+    is_one_disk = _is_on_one_disk(base, target)
+    if is_one_disk:
+        needed = {base: temporary_bytes + packed_bytes}
     else:
-        needs[target.parent] = packed
-    free = {folder: disk_usage(folder).free for folder in needs}
-    short = [folder for folder in needs if free[folder] < needs[folder]]
-    if not short:
+        needed = {base: temporary_bytes, target.parent: packed_bytes}
+    free = {folder: disk_usage(folder).free for folder in needed}
+    full_folders = [folder for folder in needed if free[folder] < needed[folder]]
+    if not full_folders:
         return
     # All options at once: with one of two alone, the next attempt would end here again.
     options = []
-    if base in short:
+    if base in full_folders:
         options.append("--tmpdir DIR")
-    if one_disk or target.parent in short:
+    if is_one_disk or target.parent in full_folders:
         options.append("-o FILE.sif")
-    first, *rest = short
+    first, *further_folders = full_folders
     message = (
-        f"{size_text(free[first])} are free, an image of {size_text(size)} needs {size_text(needs[first])}"
+        f"{size_text(free[first])} are free, "
+        f"an image of {size_text(image_bytes)} needs {size_text(needed[first])}"
     )
-    for folder in rest:
-        message += f"; {size_text(needs[folder])} in {folder}, where {size_text(free[folder])} are free"
+    for folder in further_folders:
+        message += f"; {size_text(needed[folder])} in {folder}, where {size_text(free[folder])} are free"
     raise CheckFailed(message, where=str(first), hint=f"{' and '.join(options)} on a larger disk")
 
 
-def spare_bytes(size: int, disk_share: float, target: Path, base: Path) -> int:
-    """Return what `base` has free beside the temporary files and the .sif of an image of `size` bytes."""
-    if _on_one_disk(base, target):
+def spare_bytes(image_bytes: int, disk_share: float, target: Path, base: Path) -> int:
+    """Return what `base` has free beside the files of a conversion of an image of `image_bytes`.
+
+    `disk_share` is the size of the temporary files per byte of the image. The target counts if it is on the
+    same disk.
+    """
+    if _is_on_one_disk(base, target):
         disk_share += PACKED_SHARE
-    return disk_usage(base).free - int(size * disk_share)
+    return disk_usage(base).free - int(image_bytes * disk_share)
 
 
-def _on_one_disk(base: Path, target: Path) -> bool:
+def _is_on_one_disk(base: Path, target: Path) -> bool:
     return base.stat().st_dev == target.parent.stat().st_dev
 
 
@@ -121,10 +133,9 @@ def workspace(target: Path, base: Path) -> Iterator[Workspace]:
     UsageError : another process is writing `target`, or its folder is not writable.
     ToolFailed : the disk of the target or of `base` is full.
     """
-    key = _key(target)
     part = files.temporary_name(target)
-    folder = base / f"{_FOLDER}{key}.{secrets.token_hex(4)}"
-    with _explain_full_disk(target, base), _locked(target, key, folder):
+    folder = base / f"{_folder_prefix(target)}{secrets.token_hex(4)}"
+    with _explain_full_disk(target, base), _locked(target, folder):
         try:
             folder.mkdir(mode=0o700)
             yield Workspace(folder=folder, part=part)
@@ -137,9 +148,9 @@ def workspace(target: Path, base: Path) -> Iterator[Workspace]:
 
 @contextlib.contextmanager
 def scratch(beside: Path) -> Iterator[Path]:
-    """Yield a temporary folder where `tmp_base` says, for what is beside `beside`.
+    """Yield a new temporary folder, and remove it at the end.
 
-    It is removed at the end.
+    It is where `tmp_base` says for a file `beside`.
     """
     folder = Path(tempfile.mkdtemp(prefix=files.TEMPORARY, dir=tmp_base(beside, None)))
     try:
@@ -151,12 +162,15 @@ def scratch(beside: Path) -> Iterator[Path]:
 def remove_leftovers(target: Path) -> None:
     """Remove what a killed run of `target` left, unless another run uses it."""
     if _lock_path(target).exists():
-        with contextlib.suppress(UsageError), _locked(target, _key(target), None):
+        # Taking the lock removes it. A UsageError says that another run holds the lock.
+        with contextlib.suppress(UsageError), _locked(target, None):
             pass
 
 
-def _key(target: Path) -> str:
-    return hashlib.sha256(os.fsencode(target.absolute())).hexdigest()[:12]
+def _folder_prefix(target: Path) -> str:
+    """Return how the names of the temporary folders for `target` begin: ``.imgkit-sif.1f2e3d4c5b6a.``."""
+    digest = hashlib.sha256(os.fsencode(target.absolute())).hexdigest()
+    return f"{files.TEMPORARY}sif.{digest[:12]}."
 
 
 def _lock_path(target: Path) -> Path:
@@ -165,11 +179,13 @@ def _lock_path(target: Path) -> Path:
 
 @contextlib.contextmanager
 def _explain_full_disk(target: Path, base: Path) -> Iterator[None]:
-    """Name the full disk and the option for another one, also where the runtime or mksquashfs met it."""
+    """Turn the errors of a full disk into one that names the disk and the option for another.
+
+    mksquashfs or the runtime may have met it, and reports it in its last lines.
+    """
     try:
         yield
     except ToolFailed as error:
-        # The programs say it in their own words, somewhere in their last lines.
         if not NO_SPACE.search(f"{error.what} {error.hint}"):
             raise
         raise _disk_full_error(target, base, error.what, error.hint or "") from error
@@ -180,10 +196,14 @@ def _explain_full_disk(target: Path, base: Path) -> Iterator[None]:
 
 
 def _disk_full_error(target: Path, base: Path, message: str, details: str) -> ToolFailed:
+    """Return the error that names the full disk, and the option for another. `details` end the hint."""
     folder = files.fullest_folder(target.parent, base)
-    option = "-o FILE" if folder != base else "--tmpdir DIR"
-    if _on_one_disk(base, target):
+    if _is_on_one_disk(base, target):
         option = "-o FILE, and --tmpdir DIR,"  # it fills again after either alone
+    elif folder == base:
+        option = "--tmpdir DIR"
+    else:
+        option = "-o FILE"
     hint = f"{option} on a larger disk"
     if details:
         hint += f"\n{details}"
@@ -191,27 +211,18 @@ def _disk_full_error(target: Path, base: Path, message: str, details: str) -> To
 
 
 @contextlib.contextmanager
-def _locked(target: Path, key: str, folder: Path | None) -> Iterator[None]:
-    """Hold the lock of `target`, which names this process and its `folder`.
+def _locked(target: Path, folder: Path | None) -> Iterator[None]:
+    """Hold the lock of `target`, and remove what a killed run of it has left.
 
-    What a killed run of it has left is removed.
+    The lock names this process and its temporary `folder`, if any.
     """
     path = _lock_path(target)
+    descriptor = _open_lock(path, target)
     try:
-        # Not a second name of another file, either: what is in it is replaced.
-        with files.open_own(path, os.O_RDWR | os.O_CREAT) as stream:
-            descriptor = os.dup(stream.fileno())
-    except OSError as error:
-        raise UsageError(
-            f"cannot write into {target.parent}: {error.strerror}",
-            where=str(target),
-            hint="-o FILE.sif in a folder that you can write to",
-        ) from error
-    try:
-        has_lock = _lock(descriptor, path, target)
+        has_lock = _take_lock(descriptor, path, target)
         try:
             if has_lock:
-                _remove_stale(target, key, _holder(descriptor))
+                _remove_stale(target, _read_holder(descriptor))
             os.ftruncate(descriptor, 0)
             holder = {"pid": os.getpid(), "host": socket.gethostname(), "folder": str(folder)}
             os.pwrite(descriptor, json.dumps(holder).encode(), 0)
@@ -224,24 +235,37 @@ def _locked(target: Path, key: str, folder: Path | None) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, path: Path, target: Path) -> bool:
-    """Take the lock. Return False if the file system has no locks: then nothing is known to be stale."""
+def _open_lock(path: Path, target: Path) -> int:
+    """Open or create the lock file `path` of `target`, and return its descriptor."""
+    try:
+        # It must not be a hard link to another file, since its content is replaced.
+        with files.open_own(path, os.O_RDWR | os.O_CREAT) as stream:
+            return os.dup(stream.fileno())
+    except OSError as error:
+        raise UsageError(
+            f"cannot write into {target.parent}: {error.strerror}",
+            where=str(target),
+            hint="-o FILE.sif in a folder that you can write to",
+        ) from error
+
+
+def _take_lock(descriptor: int, path: Path, target: Path) -> bool:
+    """Take the lock of `target`, whose file `path` is open as `descriptor`.
+
+    Return False if the file system has no locks. Then nothing is known to be stale.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in _NO_LOCKS:
             return False
-        holder = _holder(descriptor)
+        holder = _read_holder(descriptor)
         raise UsageError(
             f"another imgkit process is writing this file (pid {holder.get('pid')} on {holder.get('host')})",
             where=str(target),
             hint="wait for it, or choose another name with -o",
         ) from error
-    try:
-        is_same_file = os.fstat(descriptor).st_ino == path.stat().st_ino
-    except FileNotFoundError:
-        is_same_file = False
-    if not is_same_file:
+    if not _is_open_file(descriptor, path):
         # The run that held the lock has just ended and removed the file that we opened.
         raise UsageError(
             "another imgkit process created this file in the meantime", where=str(target), hint="run it again"
@@ -249,8 +273,16 @@ def _lock(descriptor: int, path: Path, target: Path) -> bool:
     return True
 
 
-def _holder(descriptor: int) -> dict[str, Any]:
-    """Return what the process that wrote the lock says about itself."""
+def _is_open_file(descriptor: int, path: Path) -> bool:
+    """Return whether the file `path` is still the one that is open as `descriptor`."""
+    try:
+        return os.fstat(descriptor).st_ino == path.stat().st_ino
+    except FileNotFoundError:
+        return False
+
+
+def _read_holder(descriptor: int) -> dict[str, Any]:
+    """Return what the process that wrote the lock says about itself, or nothing if that cannot be read."""
     try:
         values = json_text.parse(os.pread(descriptor, 1 << 16, 0))
     except ValueError:
@@ -260,18 +292,22 @@ def _holder(descriptor: int) -> dict[str, Any]:
     return values
 
 
-def _remove_stale(target: Path, key: str, holder: dict[str, Any]) -> None:
-    """Remove what a killed run left, but only our names and files: anybody may have written the lock."""
+def _remove_stale(target: Path, holder: dict[str, Any]) -> None:
+    """Remove the files of a killed run for `target`, whose lock says `holder`.
+
+    Anybody may have written the lock: only a folder of our own with a name of ours is removed.
+    """
     for part in files.temporary_files(target):
         if _is_ours(part, stat.S_ISREG):
             part.unlink(missing_ok=True)
     folder = Path(str(holder.get("folder", "")))
-    is_named_so = re.fullmatch(rf"{re.escape(_FOLDER)}{key}\.[0-9a-f]{{8}}", folder.name)
-    if is_named_so and _is_ours(folder, stat.S_ISDIR):
+    has_our_name = re.fullmatch(rf"{re.escape(_folder_prefix(target))}[0-9a-f]{{8}}", folder.name)
+    if has_our_name and _is_ours(folder, stat.S_ISDIR):
         remove_tree(folder)
 
 
 def _is_ours(path: Path, is_kind: Callable[[int], bool]) -> bool:
+    """Return whether `path` is this user's and `is_kind`, such as ``stat.S_ISDIR``, accepts its mode."""
     try:
         status = path.lstat()
     except OSError:
@@ -280,9 +316,10 @@ def _is_ours(path: Path, is_kind: Callable[[int], bool]) -> bool:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove `folder`, even with folders that deny access, as images have them."""
+    """Remove `folder`, even with folders in it that deny access. Images have such folders."""
 
     def open_and_retry(function: Callable[..., Any], path: str, _: object) -> None:
+        """Remove `path` after its mode and that of its folder have been changed."""
         with contextlib.suppress(OSError):
             Path(path).parent.chmod(0o700)
             if Path(path).is_dir() and not Path(path).is_symlink():

@@ -124,10 +124,9 @@ def _read_distributions(path: Path) -> tuple[Distribution, ...]:
     names = []
     for squashfs in unsquash.open_squashfs(path):
         for file in squashfs.list_files(*patterns):
+            names.append(file.path)
             collector.add_name(file.path)
-            if collector.wants(file.path):
-                names.append(file.path)
-    for name, data in unsquash.read(path, names).items():
+    for name, data in unsquash.read(path, filter(collector.is_relevant, names)).items():
         collector.add(name, data)
     return collector.facts(search_path).distributions or ()
 

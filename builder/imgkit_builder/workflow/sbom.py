@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imgkit_builder.inventory import spdx
-from imgkit_builder.inventory.collector import DOCUMENT, MOST_BYTES, InventoryCollector
+from imgkit_builder.inventory.collector import MAX_FILE_BYTES, SPDX_PATH, InventoryCollector
 from imgkit_builder.oci.config import creation_time_s
 from imgkit_builder.sif import entries, image, sqsh, unsquash
 from imgkit_builder.sif.workspace import scratch
@@ -46,7 +46,7 @@ def sbom_document(name: str, report: Reporter, *, unpack_limit_bytes: int | None
 
 def _document_of_file(path: Path) -> str:
     """Return the document of the .sif or .sqsh `path`, its own or a new one."""
-    stored_document = unsquash.read(path, [DOCUMENT]).get(DOCUMENT, b"")
+    stored_document = unsquash.read(path, [SPDX_PATH]).get(SPDX_PATH, b"")
     with contextlib.suppress(ValueError):
         json_text.parse(stored_document, most_bytes=unsquash.MOST_BYTES)
         return stored_document.decode()
@@ -69,9 +69,9 @@ def _collect_files(path: Path) -> InventoryCollector:
     for squashfs in unsquash.open_squashfs(path):
         for file in squashfs.list_files():
             is_regular = file.mode.startswith("-")  # "-rw-r--r--"
-            if not is_regular or not collector.wants(file.path):
+            if not is_regular or not collector.is_relevant(file.path):
                 continue
-            if int(file.size) > MOST_BYTES:
+            if int(file.size) > MAX_FILE_BYTES:
                 collector.add(file.path, None)  # the inventory says that it is left out
             else:
                 names.append(file.path)

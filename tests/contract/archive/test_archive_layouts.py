@@ -14,8 +14,8 @@ import pytest
 from sample_image import SampleImage, lay_out, verdicts
 from tars import tar_of_files
 
-from imgkit_builder.archive import oci_folder
 from imgkit_builder.archive.oci_folder import OciLayout
+from imgkit_builder.sif.entries import Archive, peek_config
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing
 
 
@@ -161,8 +161,9 @@ def test_oci_folder_damaged_layer(sample: SampleImage, tmp_path: Path) -> None:
 
 
 def test_peek_reads_no_layers(archive: Path, sample: SampleImage, tmp_path: Path) -> None:
-    config = oci_folder.read_config(archive)
+    config = peek_config(Archive(path=archive))
     assert config is not None
     assert config.image_id == sample.image_id
     assert config.labels == sample.labels
-    assert oci_folder.read_config(write(tmp_path, gzip.compress(archive.read_bytes()))) is None
+    packed = write(tmp_path, gzip.compress(archive.read_bytes()))
+    assert peek_config(Archive(path=packed)) is None

@@ -132,7 +132,7 @@ def test_id_is_never_guessed(fake: Any, playing: Callable[..., Engine], damage: 
 @pytest.fixture
 def emulator(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine runs arm64 programs."""
-    monkeypatch.setattr("imgkit_builder.engine.base_image.emulator_fault", lambda arch: None)
+    monkeypatch.setattr("imgkit_builder.engine.base_image.emulator_problem", lambda arch: None)
 
 
 @pytest.mark.usefixtures("emulator")

@@ -20,7 +20,7 @@ import tiny_image
 from labkit import IMGKIT, docker, imgkit, imgkit_json, output, public_folder, run, until
 from squashed_files import squashed_files
 
-from imgkit_builder.inventory.collector import DOCUMENT
+from imgkit_builder.inventory.collector import SPDX_PATH
 from imgkit_builder.sif import image
 
 pytestmark = [pytest.mark.docker, pytest.mark.singularity, pytest.mark.xdist_group("without-engine")]
@@ -51,7 +51,7 @@ image:
   run: [{run}]
 system: {{scheduler: standalone}}
 """
-OWN = ("opt/imgkit/manifest.json", DOCUMENT, "etc/resolv.conf", "etc/hosts")
+OWN = ("opt/imgkit/manifest.json", SPDX_PATH, "etc/resolv.conf", "etc/hosts")
 """Files whose content differs, as docs/guides/no-docker.md says, or over which a runtime mounts."""
 MADE = (
     *(".singularity.d", ".exec", ".run", ".shell", ".test", "environment", "singularity"),

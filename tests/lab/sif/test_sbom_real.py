@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from labkit import IMGKIT, docker, imgkit, in_image, output
 
-from imgkit_builder.inventory.collector import DOCUMENT
+from imgkit_builder.inventory.collector import SPDX_PATH
 from imgkit_builder.sif import unsquash
 
 pytestmark = [pytest.mark.docker, pytest.mark.xdist_group("line")]
@@ -51,7 +51,7 @@ def document(mn5_sif: Path) -> str:
 
 
 def test_document_lies_in_the_sif(mn5_sif: Path, document: str) -> None:
-    assert unsquash.read(mn5_sif, [DOCUMENT])[DOCUMENT].decode() == document
+    assert unsquash.read(mn5_sif, [SPDX_PATH])[SPDX_PATH].decode() == document
 
 
 def test_packages_are_those_of_dpkg_and_python(mn5_image: str, document: str) -> None:

@@ -22,7 +22,7 @@ from stored_images import archive, busybox_layer, only
 from tars import TarEntry, tar_entry
 
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.inventory.collector import DOCUMENT
+from imgkit_builder.inventory.collector import SPDX_PATH
 from imgkit_builder.jobs import image_source, submit
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.sif import convert
@@ -32,7 +32,7 @@ from imgkit_builder.sif.entries import Archive
 from imgkit_entrypoints.errors import UsageError
 
 RUNTIME_FILES = {
-    *(".singularity.d", ".exec", ".run", ".shell", ".test", "environment", "singularity", DOCUMENT),
+    *(".singularity.d", ".exec", ".run", ".shell", ".test", "environment", "singularity", SPDX_PATH),
     *("dev", "proc", "sys", "etc/hostname", "etc/hosts", "etc/resolv.conf", "etc/mtab"),
 }
 ENROOT_FILES = {"etc/environment", "etc/fstab", "etc/rc", "etc/rc.local"}
@@ -142,7 +142,7 @@ def test_an_ordinary_user_unpacks_it_without_devices(unpacked: Path) -> None:
 def changed_paths(old: Path, new: Path) -> list[str]:
     """Return the paths that differ; what a conversion adds to one format alone is no difference."""
     before, after = squashed_files(old), squashed_files(new)
-    skip = {DOCUMENT} if old.suffix == new.suffix else RUNTIME_FILES | ENROOT_FILES
+    skip = {SPDX_PATH} if old.suffix == new.suffix else RUNTIME_FILES | ENROOT_FILES
     differing = {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
     return sorted(path for path in differing if not {path, path.partition("/")[0]} & skip)
 

@@ -34,17 +34,17 @@ def test_root_without_a_capability_gets_a_namespace(tmp_path: Path) -> None:
 def test_user_without_namespaces_cannot_build(tmp_path: Path, switch: str) -> None:
     found = rights.inspect_rights(root=machine(tmp_path, {switch: "0\n"}), uid=1234567)
     assert (found.way, found.namespace) == ("", False)
-    assert found.fault == f"/{switch} is 0: ordinary users get no user namespace"
+    assert found.problem == f"/{switch} is 0: ordinary users get no user namespace"
     assert "sysctl -w" in found.hint
 
 
 def test_user_without_a_range_is_told(tmp_path: Path) -> None:
     found = rights.inspect_rights(root=machine(tmp_path, {"etc/subuid": "other:1:2\n"}), uid=1234567)
     assert found.way.startswith("as root of a user namespace")
-    assert found.fault.startswith("other owners become root")
+    assert found.problem.startswith("other owners become root")
 
 
 def test_range_of_the_user_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rights.shutil, "which", lambda name: f"/usr/bin/{name}")
     lists = {"etc/subuid": "1234567:100000:65536\n", "etc/subgid": "1234567:100000:65536\n"}
-    assert rights.inspect_rights(root=machine(tmp_path, lists), uid=1234567).fault == ""
+    assert rights.inspect_rights(root=machine(tmp_path, lists), uid=1234567).problem == ""

@@ -4,7 +4,7 @@ import pytest
 from sample_lock import locked_deb, locked_platform, locked_wheel
 
 from imgkit_builder.inventory import packages
-from imgkit_builder.inventory.collector import DOCUMENT, InventoryCollector
+from imgkit_builder.inventory.collector import SPDX_PATH, InventoryCollector
 from imgkit_builder.inventory.packages import Inventory, Package
 from imgkit_builder.recipe import lock_file
 from imgkit_builder.recipe.model import Lock
@@ -34,7 +34,7 @@ def collected(files: dict[str, str | bytes | None]) -> Inventory:
     """What the collector says about an image with `files`; None is one that is too large."""
     collector = InventoryCollector()
     for path, data in files.items():
-        assert collector.wants(path), path
+        assert collector.is_relevant(path), path
         collector.add(path, data.encode() if isinstance(data, str) else data)
     return collector.inventory(arch="amd64", created_s=7)
 
@@ -166,7 +166,7 @@ def test_foreign_manifest_is_named_and_left_out() -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        DOCUMENT,
+        SPDX_PATH,
         "opt/imgkit/a/b",
         "etc/passwd",
         "usr/share/doc/a/copyright",
@@ -176,4 +176,4 @@ def test_foreign_manifest_is_named_and_left_out() -> None:
     ],
 )
 def test_other_files_are_not_read(path: str) -> None:
-    assert not InventoryCollector().wants(path)
+    assert not InventoryCollector().is_relevant(path)

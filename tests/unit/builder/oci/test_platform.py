@@ -38,7 +38,7 @@ def test_handler_must_be_enabled_and_fixed(tmp_path: Path, content: str | None, 
     folder.mkdir(parents=True)
     if content is not None:
         (folder / "qemu-ppc64le").write_text(content)
-    emulator_fault = platform.emulator_fault("ppc64le", root=tmp_path)
-    assert fault in emulator_fault
-    assert bool(emulator_fault) == bool(fault)
+    problem = platform.emulator_problem("ppc64le", root=tmp_path)
+    assert fault in problem
+    assert bool(problem) == bool(fault)
     assert platform.runs_here("ppc64le", root=tmp_path) != bool(fault)

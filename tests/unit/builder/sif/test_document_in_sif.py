@@ -7,7 +7,7 @@ import pytest
 from small_sif import CONFIG, CREATED_S
 
 from imgkit_builder.archive.tar_read import DIRECTORY, HARD_LINK, REGULAR, SYMLINK
-from imgkit_builder.inventory.collector import DOCUMENT
+from imgkit_builder.inventory.collector import SPDX_PATH
 from imgkit_builder.sif.entries import ImageEntry, with_package_list
 
 METADATA = "srv/site-packages/a-1.dist-info/METADATA"
@@ -29,7 +29,7 @@ def document_added(*entries: ImageEntry) -> list[tuple[ImageEntry, bytes]]:
 
 def packages(entries: list[tuple[ImageEntry, bytes]]) -> list[str]:
     entry, data = entries[-1]
-    assert entry.names == (DOCUMENT,)
+    assert entry.names == (SPDX_PATH,)
     assert entry.size_bytes == len(data)
     return [package["name"] for package in json.loads(data)["packages"]][1:]
 
@@ -37,7 +37,7 @@ def packages(entries: list[tuple[ImageEntry, bytes]]) -> list[str]:
 def test_document_comes_last_with_its_folders() -> None:
     entries = document_added(file(METADATA, data=b"Name: a\nVersion: 1\n"))
     names = [entry.name for entry, _ in entries]
-    assert names == [METADATA, "opt", "opt/imgkit", DOCUMENT]
+    assert names == [METADATA, "opt", "opt/imgkit", SPDX_PATH]
     assert entries[0][1] == b"Name: a\nVersion: 1\n"
     assert {entry.mtime_s for entry, _ in entries[1:]} == {CREATED_S}
     assert packages(entries) == ["a"]
@@ -45,7 +45,7 @@ def test_document_comes_last_with_its_folders() -> None:
 
 def test_folders_of_the_image_stay_as_they_are() -> None:
     names = [entry.name for entry, _ in document_added(folder("opt"), folder("opt/imgkit"))]
-    assert names == ["opt", "opt/imgkit", DOCUMENT]
+    assert names == ["opt", "opt/imgkit", SPDX_PATH]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_folders_of_the_image_stay_as_they_are() -> None:
     [
         ImageEntry(names=("opt",), kind=SYMLINK, link="srv"),
         file("opt/imgkit"),
-        folder(DOCUMENT),
+        folder(SPDX_PATH),
     ],
     ids=["link", "file", "folder"],
 )
@@ -62,13 +62,15 @@ def test_no_document_without_a_place_for_it(obstacle: ImageEntry) -> None:
 
 
 def test_document_of_another_image_gives_way() -> None:
-    entries = document_added(folder("opt"), folder("opt/imgkit"), file(DOCUMENT, data=b"old"), file(METADATA))
-    assert [entry.name for entry, _ in entries].count(DOCUMENT) == 1
+    entries = document_added(
+        folder("opt"), folder("opt/imgkit"), file(SPDX_PATH, data=b"old"), file(METADATA)
+    )
+    assert [entry.name for entry, _ in entries].count(SPDX_PATH) == 1
     assert packages(entries) == ["a"]
 
 
 def test_other_name_of_the_old_document_stays() -> None:
-    entries = document_added(file(DOCUMENT, "srv/list", data=b"old"))
+    entries = document_added(file(SPDX_PATH, "srv/list", data=b"old"))
     assert entries[0][0].names == ("srv/list",)
     assert entries[0][1] == b"old"
 
@@ -84,7 +86,7 @@ def test_large_file_is_not_read_early() -> None:
     assert next(entries) is large
     assert read == []
     *_, (last, data) = [(entry, b"".join(map(bytes, entry.content))) for entry in entries]
-    assert last.name == DOCUMENT
+    assert last.name == SPDX_PATH
     assert "METADATA: too large" in json.loads(data)["comment"]
 
 

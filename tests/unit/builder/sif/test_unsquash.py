@@ -65,7 +65,7 @@ def test_damaged_squashfs_is_refused(squashfs: Path) -> None:
 def test_missing_program_says_what_installs_it(squashfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (squashfs.parent / "bin").mkdir()
     monkeypatch.setenv("PATH", str(squashfs.parent / "bin"))
-    monkeypatch.setattr(unsquash.mksquashfs, "candidates", tuple)
+    monkeypatch.setattr(unsquash.mksquashfs, "find_programs", tuple)
     with pytest.raises(ToolMissing, match="not on this machine") as caught:
         Squashfs(path=squashfs, offset=4096).read(["a/one"])
     assert "squashfs-tools" in (caught.value.hint or "")
