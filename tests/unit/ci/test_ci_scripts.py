@@ -39,6 +39,7 @@ def test_help_says_how_to_use_it(script: str) -> None:
     result = run(script, "--help")
     assert result.returncode == 0
     assert Path(script).name in result.stdout
+    assert {"Changes:", "Undo:"} <= set(result.stdout.split()), "what it does to the machine"
     assert "set -e" not in result.stdout
 
 
