@@ -252,16 +252,7 @@ def compare(machine_file: Path, engine_file: Path, *, is_alone: bool, variable: 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write a note, or compare with two notes. The exit status is 1 if the run has left something."""
-    parser = argparse.ArgumentParser(description="Find what a run of ci/check leaves on the machine.")
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    for verb in ("machine", "engine"):
-        verbs.add_parser(verb).add_argument("file", type=Path)
-    parser_of_compare = verbs.add_parser("compare")
-    parser_of_compare.add_argument("machine", type=Path)
-    parser_of_compare.add_argument("engine", type=Path)
-    parser_of_compare.add_argument("--alone", action="store_true", help="nobody else uses the engine")
-    parser_of_compare.add_argument("--variable", default="", help="NAME=VALUE of the run's processes")
-    options = parser.parse_args(argv)
+    options = _parse_arguments(argv)
     if options.verb == "machine":
         options.file.write_text(json.dumps(read_machine()))
         return 0
@@ -272,6 +263,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = compare(options.machine, options.engine, is_alone=options.alone, variable=options.variable)
     print("\n".join(lines) or "nothing")
     return 1 if lines else 0
+
+
+def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Find what a run of ci/check leaves on the machine.")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for verb in ("machine", "engine"):
+        verbs.add_parser(verb).add_argument("file", type=Path)
+    comparison = verbs.add_parser("compare")
+    comparison.add_argument("machine", type=Path)
+    comparison.add_argument("engine", type=Path)
+    comparison.add_argument("--alone", action="store_true", help="nobody else uses the engine")
+    comparison.add_argument("--variable", default="", help="NAME=VALUE of the run's processes")
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -119,12 +119,17 @@ def run_pods(cluster: Cluster, argv: Sequence[str], *, number: int, port: int, a
     nodes = [name for name in cluster.config.compute_nodes if name in cluster.nodes]
     if number:
         nodes = nodes[:number]
+    user_option = ["--user"] if as_user else []
     pods = {}
     for rank, node in enumerate(nodes):
-        options = [f"--env={name}={value}" for name, value in pod_environment(rank, nodes, port).items()]
-        if as_user:
-            options.append("--user")
-        pods[node] = _start_pod(cluster.config.state, [*options, node, "--", *argv])
+        env_options = [f"--env={name}={value}" for name, value in pod_environment(rank, nodes, port).items()]
+        pods[node] = _start_pod(cluster.config.state, [*user_option, *env_options, node, "--", *argv])
+    codes = _wait_for_pods(pods)
+    return max(shell_status(code) for code in codes)
+
+
+def _wait_for_pods(pods: Mapping[str, subprocess.Popen[bytes]]) -> list[int]:
+    """Print what the pods of all nodes print, and return their exit codes."""
     threads = [threading.Thread(target=_copy_output, args=pod, daemon=True) for pod in pods.items()]
     for thread in threads:
         thread.start()
@@ -135,7 +140,7 @@ def run_pods(cluster: Cluster, argv: Sequence[str], *, number: int, port: int, a
             pod.kill()  # nothing happens to one that has ended
     for thread in threads:
         thread.join(2)
-    return max(shell_status(code) for code in codes)
+    return codes
 
 
 def _start_pod(state: Path, args: Sequence[str]) -> subprocess.Popen[bytes]:

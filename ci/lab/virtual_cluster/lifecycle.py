@@ -79,13 +79,8 @@ def bring_up(config: ClusterConfig) -> None:
     keeper_pid = 0
     try:
         write_shared_files(config)
-        read, write = os.pipe()
-        keeper_pid = os.fork()
-        if keeper_pid == 0:
-            os.close(read)
-            become_keeper(config, write)
-        os.close(write)
-        _read_report(config.state, read)
+        keeper_pid, report = _fork_keeper(config)
+        _check_report(config.state, report)
         if config.slurm:
             wait_for(lambda: _are_slurm_nodes_idle(config), 30, "idle Slurm nodes")
     except BaseException:  # an interrupt, too
@@ -106,9 +101,20 @@ def _check_config(config: ClusterConfig) -> None:
             raise ClusterError(f"--private {path}: not a directory, or the state directory lies in it")
 
 
-def _read_report(state: Path, read: int) -> None:
+def _fork_keeper(config: ClusterConfig) -> tuple[int, int]:
+    """Start the keeper, and return its pid and the descriptor with its report."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        become_keeper(config, write)
+    os.close(write)
+    return pid, read
+
+
+def _check_report(state: Path, report_fd: int) -> None:
     """Wait for the keeper's report. Raise ClusterError with the logs if the cluster did not come up."""
-    with os.fdopen(read, "rb") as pipe:
+    with os.fdopen(report_fd, "rb") as pipe:
         report = pipe.read()
     if report == READY:
         return

@@ -126,7 +126,11 @@ def run_wire(cluster: Cluster, node: str, port: str, delay_s: float, ready: int)
     run_tool("ip", "link", "set", tap_name, "master", "switch", "up")
     os.write(ready, b"+")
     os.close(ready)
-    queue = DelayQueue(delay_s)
+    _carry_frames(tap, cable, keeper, DelayQueue(delay_s))
+
+
+def _carry_frames(tap: int, cable: socket.socket, keeper: int, queue: DelayQueue) -> None:
+    """Hand frames from one end to the other until the keeper ends."""
     sources: list[socket.socket | int] = [tap, cable, keeper]
     while True:
         for to_switch, frame in queue.take_due(time.monotonic()):
@@ -135,8 +139,8 @@ def run_wire(cluster: Cluster, node: str, port: str, delay_s: float, ready: int)
                     os.write(tap, frame)
                 else:
                     cable.send(frame)
-        pause = queue.seconds_to_next(time.monotonic())
-        readable = select.select(sources, [], [], pause)[0]
+        pause_s = queue.seconds_to_next(time.monotonic())
+        readable = select.select(sources, [], [], pause_s)[0]
         if keeper in readable:
             return
         now = time.monotonic()
