@@ -144,23 +144,23 @@ class Server:
         out = ""
         for number, task in enumerate(tasks):
             code = task.wait()
-            if self._is_lost(task, code, job):
+            if code > 256:
+                time.sleep(1)  # a lost host's processes are gone before the cluster's keeper notices
+            if not self._wait_for_node(task.node, job):
                 return Answer(code=1)
             if code or "-v" in by_flag:
                 out += f"pbsdsh: task 0x{number:08X} exit status {code}\n"
         return Answer(code=0, out=out)
 
-    def _is_lost(self, task: Task, code: int, job: Job) -> bool:
-        """Return True at the end of the job if the node of a task is lost; False at once if it is up.
+    def _wait_for_node(self, node: str, job: Job) -> bool:
+        """Return True as soon as a node is up, and False if the job ends before.
 
-        pbsdsh does not return from a lost host.
+        pbsdsh does not return from a lost host: it waits for it, until the script ends.
         """
-        if code > 256:
-            time.sleep(1)  # a lost host's processes are gone before the cluster's keeper notices
-        while not self.site.is_up(task.node):
+        while not self.site.is_up(node):
             if job.ended.wait(1):
-                return True
-        return False
+                return False
+        return True
 
     def mpiexec(self, request: Request, link: socket.socket, streams: Sequence[int]) -> Answer:
         """Start ranks on the job's hosts, and end all of them when one fails or mpiexec is killed."""
