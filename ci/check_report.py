@@ -110,8 +110,10 @@ def format_skips(results: Iterable[CaseResult]) -> str:
             names_by_reason[result.run, result.skip_reason].append(result.name)
     lines = []
     for (run, reason), names in names_by_reason.items():
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        lines.append(f"  {run}: {names[0]}{more}: {reason}")
+        subject = names[0]
+        if len(names) > 1:
+            subject += f" and {len(names) - 1} more"
+        lines.append(f"  {run}: {subject}: {reason}")
     return "\n".join(lines)
 
 

@@ -110,14 +110,19 @@ class Job:
         self.code: int | None = None
         """The exit status. It is set before the end where the job has reached its walltime."""
         self.tasks: list[Task] = []
-        self.ended = threading.Event()
+        self.end_event = threading.Event()
         self.lock = threading.Lock()
-        self.node_lines = submission.resources.place(site.nodes)
+        self.node_lines = submission.resources.list_hosts(site.nodes)
         """The lines of the node file."""
         self.hosts = list(dict.fromkeys(self.node_lines))
         self.node_file = f"/run/pbs/aux/{self.id}"
         self.output = site.folder / "spool" / f"{self.id}.OU"
         self.errors = self.output if submission.has_joined_streams else self.output.with_suffix(".ER")
+
+    @property
+    def has_ended(self) -> bool:
+        """Return True if the job's output has been delivered, and its exit status is known."""
+        return self.end_event.is_set()
 
     def environment(self, node_index: int, task_number: str) -> dict[str, str]:
         """Return the variables of the script, and of every task that pbsdsh starts.
@@ -202,18 +207,18 @@ class Job:
         """End the job as qdel does: signal its sessions on the first host alone."""
         first_host = self.hosts[:1]
         self.signal(signal.SIGTERM, first_host)
-        if not self.ended.wait(KILL_DELAY_S):
+        if not self.end_event.wait(KILL_DELAY_S):
             self.signal(signal.SIGKILL, first_host)
 
     def status_text(self) -> str:
         """Return the lines of ``qstat -x -f`` that imgkit reads."""
-        if not self.ended.is_set():
+        if not self.has_ended:
             return f"Job Id: {self.id}\n    job_state = R\n"
         return f"Job Id: {self.id}\n    job_state = F\n    Exit_status = {self.code}\n"
 
     def _enforce_walltime(self) -> None:
         """End the job when its walltime is over."""
-        if not self.ended.wait(self.submission.resources.walltime_s):
+        if not self.end_event.wait(self.submission.resources.walltime_s):
             self.code = OVER_WALLTIME
             self.delete()
 
@@ -230,7 +235,7 @@ class Job:
         code_file = self.site.folder / "spool" / f"{self.id}.code"
         code_file.write_text(f"{self.code}\n")
         code_file.rename(self.site.folder / "jobs" / self.id)  # a waiting process sees the whole file or none
-        self.ended.set()
+        self.end_event.set()
 
     def _deliver_output(self) -> None:
         """Move the job's output to the folder of qsub."""
@@ -249,12 +254,9 @@ class ArrayJob:
         self.subjobs = [Job(site, JobId(number=number, index=index), submission) for index in indices]
 
     @property
-    def ended(self) -> threading.Event:
-        """Return the event of the last subjob that runs, or one that is set if none runs any more."""
-        running = [job.ended for job in self.subjobs if not job.ended.is_set()]
-        if running:
-            return running[-1]
-        return self.subjobs[-1].ended
+    def has_ended(self) -> bool:
+        """Return True if all subjobs have ended."""
+        return all(job.has_ended for job in self.subjobs)
 
     def start(self) -> None:
         """Start all subjobs."""
@@ -268,7 +270,7 @@ class ArrayJob:
 
     def status_text(self) -> str:
         """Return the lines of ``qstat -x -f`` that imgkit reads."""
-        if not self.ended.is_set():
+        if not self.has_ended:
             return f"Job Id: {self.id}\n    job_state = B\n"
         code = int(any(job.code for job in self.subjobs))
         return f"Job Id: {self.id}\n    job_state = F\n    Exit_status = {code}\n"

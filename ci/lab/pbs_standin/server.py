@@ -106,7 +106,7 @@ class Server:
         job = self._named_job(request)
         if job is None:
             return Answer(code=UNKNOWN_JOB, err=f"qstat: Unknown Job Id {request.args[-1:]}\n")
-        if job.ended.is_set() and "-x" not in request.args:
+        if job.has_ended and "-x" not in request.args:
             hint = "Job has finished, use -x or -H to obtain historical job information"
             return Answer(code=JOB_HAS_ENDED, err=f"qstat: {job.id} {hint}\n")
         if "-f" in request.args:
@@ -120,14 +120,14 @@ class Server:
         lines = []
         for job in self.jobs.values():
             is_subjob = isinstance(job, Job) and job.job_id.index is not None
-            if not is_subjob and not job.ended.is_set():
+            if not is_subjob and not job.has_ended:
                 lines.append(f"{job.id}\n")
         return Answer(code=0, out="".join(lines))
 
     def qdel(self, request: Request, link: socket.socket, streams: Sequence[int]) -> Answer:
         """Begin to end the job that the last argument names."""
         job = self._named_job(request)
-        if job is None or job.ended.is_set():
+        if job is None or job.has_ended:
             return Answer(code=UNKNOWN_JOB, err=f"qdel: Unknown Job Id {request.args[-1:]}\n")
         threading.Thread(target=job.delete, daemon=True).start()
         return Answer(code=0)
@@ -158,7 +158,7 @@ class Server:
         pbsdsh does not return from a lost host: it waits for it, until the script ends.
         """
         while not self.site.is_up(node):
-            if job.ended.wait(1):
+            if job.end_event.wait(1):
                 return False
         return True
 
@@ -197,7 +197,7 @@ class Server:
 
 def _state_letter(job: Job | ArrayJob) -> str:
     """Return the state in a line of qstat: finished, or running as an array or as a job."""
-    if job.ended.is_set():
+    if job.has_ended:
         return "F"
     return "B" if isinstance(job, ArrayJob) else "R"
 

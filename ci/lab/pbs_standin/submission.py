@@ -26,7 +26,7 @@ class Resources:
     """Each chunk has a host of its own."""
     walltime_s: int | None = None
 
-    def place(self, nodes: Sequence[str]) -> list[str]:
+    def list_hosts(self, nodes: Sequence[str]) -> list[str]:
         """Return the lines of the node file: for each chunk, its host as often as it has ``mpiprocs``."""
         if self.is_scattered and self.chunks > len(nodes):
             raise unsatisfiable(self.select)

@@ -69,7 +69,7 @@ def split_command(argv: Sequence[str]) -> CommandLine:
     if "--" in args:
         end = args.index("--")
         args, command = args[:end], args[end + 1 :]
-    verbs = [word for word in args if word in VERBS or word in SLURM_COMMANDS]
+    verbs = [arg for arg in args if arg in VERBS or arg in SLURM_COMMANDS]
     if not verbs or verbs[0] not in SLURM_COMMANDS:
         return CommandLine(args, command)
     start = args.index(verbs[0])
@@ -77,7 +77,7 @@ def split_command(argv: Sequence[str]) -> CommandLine:
     if command:
         slurm_command += ["--", *command]
     user_option = ["--user"] if "--user" in options else []
-    other_options = [word for word in options if word != "--user"]
+    other_options = [option for option in options if option != "--user"]
     return CommandLine([*other_options, "exec", *user_option, LOGIN], slurm_command)
 
 

@@ -158,20 +158,20 @@ class Keeper:
 
     def _reap(self) -> None:
         """Collect children that have ended, and write to disk which nodes are down."""
-        ended = set()
+        ended_pids = set()
         with contextlib.suppress(ChildProcessError):  # there is no child any more
             while True:
                 pid, _ = os.waitpid(-1, os.WNOHANG)
                 if not pid:
                     break
-                ended.add(pid)
-        if ended.intersection(self.pids.values()):
-            self._forget(ended)
+                ended_pids.add(pid)
+        if ended_pids.intersection(self.pids.values()):
+            self._forget(ended_pids)
             self._save()
 
-    def _forget(self, ended: set[int]) -> None:
+    def _forget(self, ended_pids: set[int]) -> None:
         """Drop nodes whose first process has ended."""
-        self.pids = {name: pid for name, pid in self.pids.items() if pid not in ended}
+        self.pids = {name: pid for name, pid in self.pids.items() if pid not in ended_pids}
 
     def stop(self) -> None:
         """End all nodes."""

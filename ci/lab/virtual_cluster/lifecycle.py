@@ -151,9 +151,10 @@ def parse_node_states(text: str) -> dict[str, str]:
     """Return the states in lines of sinfo, such as ``node1 idle``; a node in two partitions has two lines."""
     states = {}
     for line in text.splitlines():
-        words = line.split()
-        if len(words) == 2:
-            node, states[node] = words
+        fields = line.split()
+        if len(fields) == 2:
+            node, state = fields
+            states[node] = state
     return states
 
 

@@ -73,12 +73,12 @@ def read_start_ticks(pid: int) -> int | None:
 
 def run_tool(*argv: object, check: bool = True) -> str:
     """Run a program, and return its output and errors. With `check`, raise ClusterError if it fails."""
-    words = [str(word) for word in argv]
+    args = [str(arg) for arg in argv]
     result = subprocess.run(
-        words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        args, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     if check and result.returncode:
-        raise ClusterError(f"{' '.join(words)}: {result.stdout.strip()}")
+        raise ClusterError(f"{' '.join(args)}: {result.stdout.strip()}")
     return result.stdout
 
 

@@ -36,7 +36,7 @@ def test_command_line_wins_over_directives() -> None:
 )
 def test_node_file_has_a_line_for_each_process(limits: str, lines: list[str]) -> None:
     submission = parse_submission("", ["-l", limits], "/work")
-    assert submission.resources.place(SITE.nodes) == lines
+    assert submission.resources.list_hosts(SITE.nodes) == lines
 
 
 @pytest.mark.parametrize(
