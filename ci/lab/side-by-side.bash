@@ -1,6 +1,9 @@
 # shellcheck shell=bash disable=SC2154 # the caller sets `logs`
 # Sourced by ci/check and ci/quickstart: commands that run side by side. The caller sets `logs`, a folder for KEY.log and
 # KEY.ended, which holds the exit code and the seconds.
+#
+# Changes: those two files, and processes.
+# Undo: the caller runs end_all at its end, and removes its folder.
 
 # Each command is a process group of its own, so that an interrupt ends all of it.
 declare -A group # key to process

@@ -308,7 +308,7 @@ class Cluster:
     state: Path
 
     def argv(self, *args: object) -> list[str]:
-        return list(map(str, (sys.executable, LAB / "cluster", "--state", self.state, *args)))
+        return list(map(str, (sys.executable, "-S", LAB / "cluster", "--state", self.state, *args)))
 
     def __call__(self, *args: object, timeout_s: float = 240, **options: Any) -> Done:
         return run(*self.argv(*args), timeout_s=timeout_s, **options)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import contextlib
+import io
 from pathlib import Path
+from typing import NamedTuple
 
+import check_report
 import pytest
-
-REPORT = Path(__file__).resolve().parents[3] / "ci/report"
 
 PASSED = '<testcase classname="tests.a" name="test_one"/>'
 FAILED = '<testcase classname="tests.a" name="test_two"><failure message="no"/></testcase>'
@@ -18,18 +18,21 @@ NO_DOCKER = (
 UNASKED = '<testcase classname="tests.b" name="t"><skipped message="torch_arm64: takes minutes"/></testcase>'
 
 
-def report(folder: Path, *cases: str, alone: str = "") -> subprocess.CompletedProcess[str]:
+class Report(NamedTuple):
+    stdout: str
+    returncode: int
+
+
+def report(folder: Path, *cases: str, alone: str = "") -> Report:
     table = folder / "parts.tsv"
     table.write_text("lint\t30\t0\ntests: lab\t90\t1\n")
     results = {"lab.xml": "".join(cases), "lab-alone.xml": alone}
     for name, inside in results.items():
         text = f'<testsuites><testsuite name="lab">{inside}</testsuite></testsuites>'
         (folder / name).write_text(text)
-    return subprocess.run(
-        [sys.executable, str(REPORT), str(table), *(str(folder / name) for name in results)],
-        capture_output=True,
-        text=True,
-    )
+    with contextlib.redirect_stdout(io.StringIO()) as stdout:
+        code = check_report.main([str(table), *(str(folder / name) for name in results)])
+    return Report(stdout.getvalue(), code)
 
 
 def test_parts_show_minutes_and_failures(tmp_path: Path) -> None:

@@ -34,11 +34,12 @@ def test_scripts_are_found() -> None:
     assert {"check", "quickstart", "lab/base-image", "lab/engine", "lab/cluster"} <= set(SCRIPTS)
 
 
-@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "report"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_help_says_how_to_use_it(script: str) -> None:
     result = run(script, "--help")
     assert result.returncode == 0
     assert Path(script).name in result.stdout
+    assert {"Changes:", "Undo:"} <= set(result.stdout.split()), "what it does to the machine"
     assert "set -e" not in result.stdout
 
 
@@ -61,7 +62,8 @@ def test_release_names_all_that_is_missing(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     if subprocess.run(["git", "clone", "-q", CI.parent, copy], check=False).returncode != 0:
         pytest.skip("not a checkout of git")
-    (copy / "ci/release").write_bytes((CI / "release").read_bytes())
+    for name in ("release", "release_problems.py"):
+        (copy / "ci" / name).write_bytes((CI / name).read_bytes())
     (copy / "pyproject.toml").write_text("[project]\n")
     (copy / "CHANGELOG.md").write_text(f"\n## [{imgkit_entrypoints.__version__}] - unreleased\n")
     result = subprocess.run(["bash", copy / "ci/release"], capture_output=True, text=True, timeout=60)
