@@ -32,7 +32,9 @@ def apply_known_issues(
     node_facts = _condition_facts(draft, kind, system)
 
     def lookup(name: str) -> Value:
-        return node_facts[name] if name in FACTS else _variable_value(draft, name[1:])
+        if name in FACTS:
+            return node_facts[name]
+        return _variable_value(draft, name.removeprefix("$"))
 
     results = []
     for issue in known_issues.load_issues(system.known_issues if system else (), draft.env):
