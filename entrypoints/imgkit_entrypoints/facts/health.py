@@ -127,7 +127,7 @@ def _output(*command: str) -> str:
     return result.stdout if result.returncode == 0 else ""
 
 
-def load_fault(path: str, library_path: str | None = None) -> str:
+def load_problem(path: str, library_path: str | None = None) -> str:
     """Return why the dynamic linker cannot load a library, or an empty text if it can.
 
     Another process loads it, because the library's constructors may do anything.

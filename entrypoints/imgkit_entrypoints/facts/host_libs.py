@@ -43,7 +43,7 @@ _COMPAT_FOLDERS = (COMPAT, f"{COMPAT}/lib.real", f"{COMPAT}/lib")
 _MOST_LIBRARIES = 128
 # Linux follows at most 40 links in a path.
 _MOST_LINKS = 40
-OF_IMAGE = frozenset(
+IMAGE_LIBRARIES = frozenset(
     (
         *("libc.so.6", "libm.so.6", "libmvec.so.1", "libpthread.so.0", "libdl.so.2", "librt.so.1"),
         *("libutil.so.1", "libresolv.so.2", "libanl.so.1", "libnsl.so.1", "libthread_db.so.1"),
@@ -139,7 +139,7 @@ class _Search:
         path = next((path for path in paths if self.reader.exists(path)), None)
         if path:
             self.image.append(self._read(name, path, self.reader.target(path)))
-        if name in OF_IMAGE:
+        if name in IMAGE_LIBRARIES:
             return
         paths = [f"{folder}/{name}" for folder in (*near, *self.host_folders)]
         path = next((path for path in paths if os.path.lexists(self.reader.real_path(f"{HOST}{path}"))), None)

@@ -19,7 +19,7 @@ LIBC = (
 )
 
 
-def scheduler(subject: Subject) -> Iterator[Check]:
+def check_scheduler(subject: Subject) -> Iterator[Check]:
     """Check that the scheduler's variables are visible. A container with --cleanenv hides them."""
     problem = missing_launcher_clause(subject.system.scheduler, subject.env)
     if problem:
@@ -31,7 +31,7 @@ def scheduler(subject: Subject) -> Iterator[Check]:
         yield Check("scheduler", "ok", ", ".join(names))
 
 
-def glibc(subject: Subject) -> Iterator[Check]:
+def check_glibc(subject: Subject) -> Iterator[Check]:
     """Check that the image's glibc is new enough for libraries that are bound from the host."""
     path, version = image_glibc(subject.facts, subject.reader)
     needed = needed_glibc(subject.facts, subject.reader)
@@ -42,7 +42,7 @@ def glibc(subject: Subject) -> Iterator[Check]:
     if too_new:
         fix = "use a newer base image, or a library built in the image instead of the host's"
         evidence += f", {', '.join(too_new)}, so it cannot be loaded"
-        yield Check("glibc", subject.between, evidence, fix)
+        yield Check("glibc", subject.network_verdict, evidence, fix)
     else:
         evidence += f", the fabric's libraries need up to GLIBC_2.{max(needed.values())}"
         yield Check("glibc", "ok", evidence)
@@ -72,7 +72,7 @@ def newest_glibc(reader: Reader, path: str) -> int:
     return max(map(int, versions), default=0)
 
 
-def variables(subject: Subject) -> Iterator[Check]:
+def check_variables(subject: Subject) -> Iterator[Check]:
     """Check that variables that name a file name one that exists, and that NCCL or Gloo knows each name."""
     settings = {item.name: item.value for item in subject.facts.nccl_settings}
     # The user's environment counts before an nccl.conf file, and that before the recipe.
@@ -80,15 +80,15 @@ def variables(subject: Subject) -> Iterator[Check]:
     for text, fix in absent_files(subject.reader, env):
         yield Check("variables", "warn", text, fix)
     for name in lint.unknown_names(env):
-        # `network` warns about a name that is similar to a known one. Names with TORCH_ are left out, because
-        # other packages use this prefix too.
+        # `report_network` warns about a name that is similar to a known one. Names with TORCH_ are left out,
+        # because other packages use this prefix too.
         if not name.startswith("TORCH_") and not lint.similar_name(name):
             evidence = f"{name}={env[name]}: neither NCCL (2.10 to 2.30) nor Gloo reads this variable"
             fix = f"unset {name}, unless a plug-in of this site reads it"
             yield Check("variables", "unknown", evidence, fix)
 
 
-def fuse(subject: Subject) -> Iterator[Check]:
+def check_image_mount(subject: Subject) -> Iterator[Check]:
     """Check that the image is not served by a squashfuse process of the job step.
 
     A signal of Slurm to the step would end this process, and with it the program that runs from the image.
