@@ -335,7 +335,7 @@ def _run_rank(launch_plan: LaunchPlan, child_env: Mapping[str, str], env: Mappin
     from imgkit_entrypoints.launch.stop_protocol import RunFolder
 
     # In other modes, the node agent makes these two checks.
-    folder = RunFolder.of(env, print_message)
+    folder = RunFolder.from_env(env, print_message)
     if folder:
         folder.refuse_unusable()
         folder.refuse_stopped()
