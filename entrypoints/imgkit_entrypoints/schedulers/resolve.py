@@ -191,7 +191,7 @@ def _check_host(placement: Placement, env: Environment) -> None:
 
     The other nodes would then call the wrong host.
     """
-    position = env.position_in(placement.hosts)
+    position = env.find_position(placement.hosts)
     if placement.nnodes > 1 and position not in (None, placement.node_rank):
         source, rank_from = (placement.source.get(field, "") for field in ("hosts", "node_rank"))
         raise NoPlan(

@@ -301,7 +301,9 @@ def _node_command(job: Job, *, rdzv: bool) -> Argv:
 def _remote_command(by_task: str) -> Argv:
     """Return the command with which the script runs the text ``$task`` on another host, by pbsdsh or ssh."""
     if by_task == "pbsdsh":
-        return pbs.start_argv(("/bin/bash", "-lc", Shell('"$task; node"')), line=Shell('"${lines[rank]}"'))
+        return pbs.start_argv(
+            ("/bin/bash", "-lc", Shell('"$task; node"')), line_index=Shell('"${lines[rank]}"')
+        )
     return ("ssh", "-o", "BatchMode=yes", Shell('"${hosts[rank]}"'), "/bin/bash", "-l", "-s")
 
 
