@@ -47,7 +47,7 @@ def check_pcie(subject: Subject) -> Iterator[Check]:
     port_rates = {}
     for device in subject.facts.rdma:
         port_rates[device.name] = sum(port.rate_Gbps or 0 for port in device.ports if port.active)
-    links = health.links(subject.reader, subject.facts)
+    links = health.read_links(subject.reader, subject.facts)
     warnings = []
     for link in links:
         needed_Gbps = port_rates.get(link.device)
@@ -84,7 +84,7 @@ def _narrow_link(link: PcieLink, needed_Gbps: float | None) -> Check:
 
 def check_port_errors(subject: Subject) -> Iterator[Check]:
     """Check that no port in use has counted errors of its cable or switch."""
-    counts = health.port_errors(subject.reader, subject.facts)
+    counts = health.read_port_errors(subject.reader, subject.facts)
     for name in subject.plan.devices:
         errors = counts.get(name)
         if not errors:
@@ -101,7 +101,7 @@ def check_gpu_health(subject: Subject) -> Iterator[Check]:
     """Check that nvidia-smi reports neither memory errors nor reduced clocks for any GPU."""
     if not subject.facts.gpu_devices:
         return
-    report = health.nvidia_smi(subject.reader)
+    report = health.run_nvidia_smi(subject.reader)
     if not report:
         return
     try:
@@ -163,7 +163,7 @@ def check_xids(subject: Subject) -> Iterator[Check]:
     """Check that the kernel log has no Xid error of a GPU's hardware or driver."""
     if not subject.facts.gpu_devices:
         return
-    log = health.xids(subject.reader)
+    log = health.read_xids(subject.reader)
     # Only the last line is reported for each GPU and number.
     last_lines: dict[tuple[str, int], str] = {}
     for line in log.splitlines():
