@@ -89,7 +89,7 @@ def examine(
     reader: Reader,
     nnodes: int = 1,
 ) -> tuple[Check, ...]:
-    """Run every check, and return the results of those that apply to this node.
+    """Run every check, and return the results. A check that does not apply to this node has none.
 
     Parameters
     ----------

@@ -41,7 +41,7 @@ def _check_visible_gpus(draft: PlanDraft, kind: FabricKind) -> Findings:
 
 
 def _check_rdma_off(draft: PlanDraft, kind: FabricKind) -> Findings:
-    """Warn that the user turned RDMA off where it works, and compare its rate with that of TCP."""
+    """Warn that the user turned RDMA off where it works, and compare its rate with the rate of TCP."""
     variable = _rdma_off_variable(draft)
     if kind != "tcp" or not variable:
         return

@@ -237,7 +237,7 @@ def _device_of_port(facts: HostFacts, port: Port) -> RdmaDevice:
 
 
 def _report_cards(draft: PlanDraft, used: Sequence[Port]) -> None:
-    """Report which ports are virtual functions, and which ones NCCL merges into one NIC."""
+    """Report which ports are virtual functions, and which ports NCCL merges into one NIC."""
     ports_by_card: dict[str, list[Port]] = {}
     for port in used:
         device = _device_of_port(draft.facts, port)

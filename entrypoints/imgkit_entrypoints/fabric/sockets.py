@@ -141,7 +141,7 @@ def selected_interface(facts: HostFacts, env: Mapping[str, str]) -> Interface | 
     """Return the interface over which a worker with the variables `env` connects.
 
     Returns None if no variable is set, or if it selects no interface that is up with an address. With GPUs
-    the variable of NCCL comes first, otherwise that of Gloo.
+    the variable of NCCL comes first, otherwise the variable of Gloo.
     """
     variables = (NCCL, GLOO) if env.get("IMGKIT_DEVICE") == "cuda" else (GLOO, NCCL)
     for variable in variables:
@@ -178,7 +178,7 @@ def decide_interface(draft: PlanDraft, prefer: Sequence[str] = ()) -> Interface 
 
 
 def use_partition(draft: PlanDraft, system: SystemFacts | None, partition: str) -> None:
-    """Replace the interfaces in the draft's recipe by those that the recipe states for a Slurm partition."""
+    """Replace the interfaces in the draft's recipe by the interfaces of a Slurm partition in the recipe."""
     if system is None or partition not in system.partitions:
         return
     names = system.partitions[partition].interfaces

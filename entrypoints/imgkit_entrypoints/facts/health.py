@@ -139,7 +139,7 @@ def load_problem(path: str, library_path: str | None = None) -> str:
 
     Parameters
     ----------
-    library_path : value of LD_LIBRARY_PATH for the load; None for that of this process.
+    library_path : value of LD_LIBRARY_PATH for the load. With None, it stays as in this process.
     """
     env = None if library_path is None else {**os.environ, "LD_LIBRARY_PATH": library_path}
     code = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"

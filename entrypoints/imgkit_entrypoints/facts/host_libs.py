@@ -162,7 +162,7 @@ class _Search:
             self.add(needed, folders)
 
     def _read(self, name: str, path: str, target: str) -> Candidate:
-        """Read the file `target` for a library, and note the fault of one that cannot be read."""
+        """Read the library in the file `target`. If it cannot be read, the result has the reason."""
         if not target or not self.reader.exists(target):
             fault = f"is a link out of what is bound ({', '.join(HOST_FOLDERS)})"
             return Candidate(name=name, path=path, target="", fault=fault)

@@ -126,7 +126,7 @@ def _is_address(text: str, kind: type[ipaddress.IPv4Address] | type[ipaddress.IP
 
 
 def _read_ipv6_addresses(reader: Reader) -> Mapping[str, tuple[str, ...]]:
-    """Return the IPv6 addresses of each interface in /proc/net/if_inet6, without link-local ones."""
+    """Return the IPv6 addresses of each interface in /proc/net/if_inet6, except link-local addresses."""
     addresses: dict[str, tuple[str, ...]] = {}
     for line in (reader.text("/proc/net/if_inet6") or "").splitlines():
         try:

@@ -46,7 +46,7 @@ _PLUGIN_VERSION = re.compile(rb"[0-9]{1,9}(?:\.[0-9]{1,9})*")
 def library_folders(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:
     """Return the folders that the dynamic linker searches, in its order.
 
-    They are those of LD_LIBRARY_PATH, of /etc/ld.so.conf.d, and the system's. Relative folders are left out.
+    They come from LD_LIBRARY_PATH, /etc/ld.so.conf.d and the system. Relative folders are left out.
     """
     configured = []
     for name in reader.names("/etc/ld.so.conf.d"):
@@ -355,7 +355,7 @@ def _version(text: str) -> str:
 def nccl_settings(reader: Reader, env: Mapping[str, str]) -> tuple[Setting, ...]:
     """Return the settings of nccl.conf files. If two files set a variable, the user's file counts.
 
-    The user's file is that of NCCL_CONF_FILE, or ~/.nccl.conf. The other one is /etc/nccl.conf.
+    The user's file is named by NCCL_CONF_FILE, or is ~/.nccl.conf. The other file is /etc/nccl.conf.
     """
     paths = ["/etc/nccl.conf"]
     if env.get("NCCL_CONF_FILE"):
@@ -387,9 +387,9 @@ def absent_files(reader: Reader, env: Mapping[str, str]) -> tuple[tuple[str, str
 
 
 def peermem(reader: Reader) -> str:
-    """Return the version file of the peer memory module with its content, or an empty text without one.
+    """Return the version file of the peer memory module with its content, or "" without the module.
 
-    The paths are those that NCCL tries (gdr.cc).
+    NCCL tries the same paths (gdr.cc).
     """
     for path in (
         "/sys/module/nvidia_peermem/version",

@@ -320,7 +320,7 @@ class NodeAgent:
             self._files.admit_attempt(attempt)
 
     def _preflight(self) -> State:
-        """Measure all nodes, then begin the first attempt without the slow ones."""
+        """Measure all nodes, then begin the first attempt without the slow nodes."""
         assert self.config.preflight  # noqa: S101 - else this state is skipped
         placement, folder = self.session.placement, self._files.folder
         config = PreflightConfig(

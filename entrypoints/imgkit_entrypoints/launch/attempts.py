@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from imgkit_entrypoints.errors import EXIT_SAVED, EXIT_TOOL_FAILED
+from imgkit_entrypoints.errors import EXIT_SAVED, EXIT_TOOL_FAILED, count_text, join_names
 from imgkit_entrypoints.rollcall.messages import CONNECTING, RENDEZVOUS, STARTING, EndAttempt, EndRun
 from imgkit_entrypoints.rollcall.session import HeadSession
 from imgkit_entrypoints.schedulers.placement import Size
@@ -145,7 +145,7 @@ class Attempts:
             self._log_spares([number for number in alive if number not in ranks])
         else:
             changes = self._rank_changes(ranks)
-            self._log(f"attempt {self._number} starts with {_nodes_text(len(ranks))}{changes}")
+            self._log(f"attempt {self._number} starts with {count_text(len(ranks), 'node')}{changes}")
         self._ranks, self._started_at = ranks, time.monotonic()
         self._failure, self._is_cancelled = None, False
         self._on_start(self._number)
@@ -154,7 +154,7 @@ class Attempts:
     def _end_reason(self, nodes: int) -> str:
         """Return why no further attempt starts now that `nodes` nodes are alive. Empty if one can start."""
         if nodes < self._size.training:
-            return f"{_nodes_text(nodes)} left, and the run needs {self._size.training}"
+            return f"{count_text(nodes, 'node')} left, and the run needs {self._size.training}"
         reason = end_reason(self._failures, self._max_failures)
         if not reason:
             return ""
@@ -298,7 +298,7 @@ class Attempts:
             return
         names = ", ".join(self._session.node_name(number) for number in spares)
         verb = "waits" if len(spares) == 1 else "wait"
-        self._log(f"{_nodes_text(self._size.training)} train; {names} {verb}")
+        self._log(f"{count_text(self._size.training, 'node')} train; {names} {verb}")
 
     def _log_losses(self) -> None:
         """Print each lost node once."""
@@ -372,10 +372,11 @@ class StartWatch:
 
     def _describe_stall(self, phase: str) -> str:
         """Return the message about nodes that have been in `phase` for too long."""
-        waiting = [number for number, node_phase in self._session.phases.items() if node_phase == phase]
-        names = ", ".join(self._session.node_name(number) for number in waiting[:MAX_NAMED])
-        if len(waiting) > MAX_NAMED:
-            names += f" and {len(waiting) - MAX_NAMED} more"
+        waiting = []
+        for number, node_phase in self._session.phases.items():
+            if node_phase == phase:
+                waiting.append(self._session.node_name(number))
+        names = join_names(waiting, MAX_NAMED)
         limit = f"within {self._limit_s:g} s (--rollcall-timeout)"
         problem = f"the ranks did not connect {limit}; all of them are in init_process_group: {names}"
         if phase == RENDEZVOUS:
@@ -420,8 +421,7 @@ def end_reason(failures: Sequence[FailedAttempt], max_failures: int) -> str:
         reason = f"--max-failures {max_failures}"
         if max_failures == 0:
             return reason
-        noun = "failure" if max_failures == 1 else "failures"
-        return f"{reason}: the run survives {max_failures} {noun}"
+        return f"{reason}: the run survives {count_text(max_failures, 'failure')}"
     if len(failures) < 2:
         return ""
     previous, last = failures[-2:]
@@ -440,7 +440,7 @@ def end_reason(failures: Sequence[FailedAttempt], max_failures: int) -> str:
 def describe_cause(lost: Mapping[str, str], codes: Mapping[str, int]) -> str:
     """Return the cause of a failure: all lost nodes with the reasons, or else the first exit code of a node.
 
-    A lost node explains why other nodes failed: their workers waited for those of the lost node.
+    A lost node explains why other nodes failed: their workers waited for the workers of the lost node.
 
     Parameters
     ----------
@@ -454,7 +454,3 @@ def describe_cause(lost: Mapping[str, str], codes: Mapping[str, int]) -> str:
         return f"{node} ended with exit code {code} ({signal.Signals(code - 128).name})"
     except ValueError:
         return f"{node} ended with exit code {code}"
-
-
-def _nodes_text(nodes: int) -> str:
-    return f"{nodes} node" + ("s" if nodes != 1 else "")

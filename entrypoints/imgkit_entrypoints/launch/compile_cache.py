@@ -62,7 +62,7 @@ def find_folder(env: Mapping[str, str], key: str, *, is_shared: Callable[[str], 
         if not parent or not os.access(parent, os.W_OK | os.X_OK) or is_shared(parent):
             continue
         folder = Path(parent).absolute() / f"imgkit-cache-{os.geteuid()}-{key}"
-        is_foreign = os.path.lexists(folder) and files.foreign_folder_reason(folder)
+        is_foreign = os.path.lexists(folder) and files.is_foreign_folder(folder)
         if not is_foreign:
             return folder
     return None
@@ -94,7 +94,7 @@ class CompileCache:
     """Names of the files that `unpack` has taken from `file`."""
 
     def make_folders(self) -> None:
-        """Make the folder and its parts, or use those that an earlier run of this user has left.
+        """Make the folder and its parts, or use the folders that an earlier run of this user has left.
 
         Raises
         ------

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imgkit_entrypoints import files, json_text, terminal
-from imgkit_entrypoints.errors import shorten_message
+from imgkit_entrypoints.errors import join_names, shorten_message
 from imgkit_entrypoints.launch import explain
 from imgkit_entrypoints.launch.user_program import RECORD
 from imgkit_entrypoints.rollcall.messages import LINE, LINES, RankFailure
@@ -333,10 +333,7 @@ def describe_failure(
     failure = first.failure
     lines = [f"{_failed_name(failure)} on {first.node} failed first: {describe_ending(failure.code)}"]
     if followers:
-        names = ", ".join(followers[:MAX_FOLLOWERS])
-        if len(followers) > MAX_FOLLOWERS:
-            names += f" and {len(followers) - MAX_FOLLOWERS} more"
-        lines.append(f"  then on other nodes: {names}")
+        lines.append(f"  then on other nodes: {join_names(followers, MAX_FOLLOWERS)}")
     lines.append(f"  full log on that node: {failure.log}" if failure.log else "  there is no full log")
     if failure.lines:
         return (*lines, *failure.lines)

@@ -35,7 +35,7 @@ _END_S = 1.0
 def query_argv(gpus: Sequence[Gpu]) -> list[str]:
     """Return the command that prints the use and memory of `gpus` every ten seconds, without an end.
 
-    With no `gpus`, it prints those of all GPUs that nvidia-smi sees.
+    If `gpus` is empty, it prints the use of all GPUs that nvidia-smi sees.
     """
     argv = ["nvidia-smi", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
     if gpus:
@@ -108,7 +108,7 @@ class GpuMonitor:
 def combine_uses(uses: Collection[GpuUse]) -> GpuUse | None:
     """Return the use of several nodes together, or None if no node has a reading.
 
-    The percentage is the mean of all readings, and the memory is that of the GPU that used most.
+    The percentage is the mean of all readings, and the memory is the most that one GPU used.
     """
     readings = sum(use.readings for use in uses)
     if not readings:

@@ -100,7 +100,9 @@ def reap(codes: dict[int, int]) -> bool:
 
 
 def end_all(within_s: float = REAP_S) -> tuple[str, ...]:
-    """Kill and collect every process below this one. Return the names of those left after `within_s`."""
+    """Kill and collect every process below this process. Return the names of processes that are still there.
+
+    A process that is left after `within_s` seconds hangs in the kernel."""
     deadline = time.monotonic() + within_s
     while reap({}):
         # Again and again, since a process may have started another one in the meantime.

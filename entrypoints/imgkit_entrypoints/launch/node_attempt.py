@@ -175,36 +175,22 @@ class NodeAttempt:
         ----------
         start_up_variables : the parts of the start until now (start_up.py).
         """
-        node = self._node
+        node, command = self._node, self._node.config.command
         env = {**node.env, "IMGKIT_ATTEMPT": str(self._order.attempt), **start_up_variables}
-        if node.config.command.is_per_node:
-            kind = "node"
+        if command.is_per_node:
             argv, variables = self._fill_placeholders()
             env |= variables
         else:
-            kind = "torchrun"
-            argv = self._fill_markers()
+            argv = plan.fill_markers(command.argv, self._order, self._node_rank, node.stop_folder)
         self._command = GuardedCommand(
             argv,
             env,
             self._log,
             repeats_warnings=node.config.is_head,
             open_files=node.open_files,
-            kind=kind,
+            kind="node" if command.is_per_node else "torchrun",
         )
         self.is_running = True
-
-    def _fill_markers(self) -> list[str]:
-        """Return torchrun's argv with the values of this attempt, such as its port."""
-        node, order = self._node, self._order
-        return plan.fill_markers(
-            node.config.command.argv,
-            attempt=order.attempt,
-            port=order.port,
-            nnodes=order.nnodes,
-            node_rank=self._node_rank,
-            logs=node.stop_folder / "logs" / f"attempt{order.attempt}",
-        )
 
     def _fill_placeholders(self) -> tuple[list[str], dict[str, str]]:
         """Return the argv of the user's command in this attempt, and the variables with the same values.
@@ -265,7 +251,7 @@ class NodeAttempt:
         return self._command
 
     def check_workers(self) -> None:
-        """Update what the heartbeats say about the workers, and report those that hang or fail late.
+        """Update what the heartbeats say about the workers, and report workers that hang or fail late.
 
         A start that takes too long is ended.
         """

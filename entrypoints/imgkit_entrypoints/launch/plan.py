@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from imgkit_entrypoints import fabric
 from imgkit_entrypoints.arguments import parse_digits
@@ -27,6 +27,9 @@ from imgkit_entrypoints.launch.host_leaks import CleanEnvironment
 from imgkit_entrypoints.rollcall import ports
 from imgkit_entrypoints.schedulers.placement import Placement, PlacementRequest, Size
 from imgkit_entrypoints.system import SYSTEM_JSON, SystemFacts
+
+if TYPE_CHECKING:
+    from imgkit_entrypoints.rollcall.messages import AttemptStart
 
 DEFAULT_FAILURES = 3
 """Number of failures that a run with spares survives if the user gives no ``--max-failures``."""
@@ -198,12 +201,9 @@ class LaunchPlan:
 
     def _title(self) -> str:
         """Return the size of the run, such as ``2 nodes, 4 processes on each, cuda``."""
+        processes = "1 process" if self.nproc == 1 else f"{self.nproc} processes"
         if self.mode == "per-node":
             processes = "1 command"
-        elif self.nproc == 1:
-            processes = "1 process"
-        else:
-            processes = f"{self.nproc} processes"
         device = self.env.get("IMGKIT_DEVICE", "")
         if self.placement.nnodes == 1:
             return f"1 node, {processes}, {device}"
@@ -222,17 +222,15 @@ class LaunchPlan:
 
     def _placement_rows(self) -> Iterator[_DryRunRow]:
         """Yield the rows of a dry run about the nodes and how the workers start on them."""
-        placement, sources = self.placement, self.placement.source
-        port = ports.rollcall_port(placement.job_id, placement.port)
-        yield _DryRunRow("scheduler", placement.scheduler)
-        yield _DryRunRow("nnodes", str(placement.nnodes), sources.get("nnodes", "this machine alone"))
-        yield _DryRunRow("node_rank", str(placement.node_rank), sources.get("node_rank", "the only node"))
-        yield _DryRunRow("hosts", ",".join(placement.hosts) or "-", sources.get("hosts", ""))
-        yield _DryRunRow("head", placement.head or "-", sources.get("head", ""))
-        yield _DryRunRow("port", str(port), sources.get("port", "from the job id"))
-        yield _DryRunRow("job_id", placement.job_id or "-", sources.get("job_id", ""))
+        yield _DryRunRow("scheduler", self.placement.scheduler)
+        defaults = {"nnodes": "this machine alone", "node_rank": "the only node", "port": "from the job id"}
+        values = _placement_dict(self.placement)
+        for name in ("nnodes", "node_rank", "hosts", "head", "port", "job_id"):
+            value = ",".join(values["hosts"]) if name == "hosts" else str(values[name])
+            source = self.placement.source.get(name) or defaults.get(name, "")
+            yield _DryRunRow(name, value or "-", source)
         yield _DryRunRow("max_failures", str(self.max_failures), "failures that the run survives")
-        starters = {"torchrun": "torchrun", "direct": placement.scheduler, "per-node": "the command"}
+        starters = {"torchrun": "torchrun", "direct": self.placement.scheduler, "per-node": "the command"}
         yield _DryRunRow("mode", self.mode, f"{starters[self.mode]} starts the workers")
 
     def _decision_rows(self) -> Iterator[_DryRunRow]:
@@ -692,21 +690,13 @@ LOGS_PENDING = "<log folder of this run>"
 """Marker for a folder that the node agent removes after the run. torchrun would not remove its own."""
 
 
-def fill_markers(
-    argv: Sequence[str], *, attempt: int, port: int, nnodes: int, node_rank: int, logs: Path
-) -> list[str]:
-    """Return `argv` with the values of an attempt in place of the markers.
-
-    Parameters
-    ----------
-    attempt : number of the attempt, from 1.
-    port : port of torchrun's store on the head.
-    logs : folder for torchrun's logs, where the user has named none.
-    """
+def fill_markers(argv: Sequence[str], order: AttemptStart, node_rank: int, stop_folder: Path) -> list[str]:
+    """Return `argv` with the values of the attempt that `order` starts in place of the markers."""
+    attempt = f"attempt{order.attempt}"
     values = {
-        PORT_PENDING: str(port),
-        NNODES_PENDING: str(nnodes),
+        PORT_PENDING: str(order.port),
+        NNODES_PENDING: str(order.nnodes),
         NODE_RANK_PENDING: str(node_rank),
-        LOGS_PENDING: str(logs),
+        LOGS_PENDING: str(stop_folder / "logs" / attempt),
     }
-    return [values.get(arg, arg).replace(ATTEMPT_PENDING, f"attempt{attempt}") for arg in argv]
+    return [values.get(arg, arg).replace(ATTEMPT_PENDING, attempt) for arg in argv]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from imgkit_entrypoints import files
+from imgkit_entrypoints.errors import count_text
 from imgkit_entrypoints.launch.watchdog import map_shared_file
 
 # Name of the file in the stop folder that rank 0 and the node agent share.
@@ -146,8 +147,7 @@ class StepTimer:
         for name, seconds in self._parts.items():
             percent = 100 * seconds / total_s
             parts.append(f"{name} {seconds:.{decimals}f} s ({percent:.0f} %)")
-        nodes_text = "1 node" if nodes == 1 else f"{nodes} nodes"
-        return f"{total_s:.{decimals}f} s on {nodes_text}: {', '.join(parts)}"
+        return f"{total_s:.{decimals}f} s on {count_text(nodes, 'node')}: {', '.join(parts)}"
 
 
 def _clamp(value: float, low: float, high: float) -> float:

@@ -142,7 +142,7 @@ def _remove_abandoned(parent: Path) -> None:
                 age_s = time.time() - os.fstat(lock.fileno()).st_mtime
         except OSError:  # in use, another user's folder, or a folder of an imgkit without locks
             continue
-        if age_s > NEW_S and not files.foreign_folder_reason(path):
+        if age_s > NEW_S and not files.is_foreign_folder(path):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -185,8 +185,8 @@ def lost_output_reason(stop_folder: Path) -> str:
 def read_saved_step(stop_folder: Path, job_id: str) -> tuple[str | None, str]:
     """Return the step that the program of this job has saved, and a problem with the file ``state-saved``.
 
-    The step is None if nothing was saved, and ``?`` if the file names none. The problem says why an existing
-    file does not count, such as one of another job. It is empty otherwise.
+    The step is None if nothing was saved, and ``?`` if the file names no step. The problem says why an
+    existing file does not count, such as a file of another job. It is empty otherwise.
     """
     path = stop_folder / SAVED
     try:

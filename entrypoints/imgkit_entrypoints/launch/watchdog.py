@@ -206,13 +206,8 @@ class _Note(NamedTuple):
 class _Worker:
     """One worker, as the watchdog has last seen it. Times are of the monotonic clock."""
 
-    rank: int
-    pid: int
-    position: int
-    signs: int
-    """Signs of life at this position, as in `_Note`."""
-    writes_no_positions: bool
-    """True for a user program."""
+    note: _Note
+    """What the worker had written at its last sign of life."""
     since: float
     """Time of the last sign of life."""
     longest_s: float = 0.0
@@ -225,41 +220,28 @@ class _Worker:
     """True if the worker waits in `CONNECTS`."""
     idle_timer: _IdleTimer = field(default_factory=_IdleTimer)
 
-    @classmethod
-    def from_note(cls, note: _Note, now: float) -> _Worker:
-        """Return a worker that is seen for the first time."""
-        return cls(
-            rank=note.rank,
-            pid=note.pid,
-            position=note.position,
-            signs=note.signs,
-            writes_no_positions=note.writes_no_positions,
-            since=now,
-        )
-
     def was_woken(self, now: float) -> bool:
         """Return whether new waits of a user program come from the watchdog's own request for its stack."""
-        return self.writes_no_positions and now - self.asked_at <= WAKE_S
+        return self.note.writes_no_positions and now - self.asked_at <= WAKE_S
 
     def has_moved(self, note: _Note) -> bool:
         """Return whether `note` shows a sign of life of this worker since its last note."""
-        if self.writes_no_positions:
-            return note.signs - self.signs > MAX_IDLE_WAITS
-        return (self.position, self.signs) != (note.position, note.signs)
+        if note.writes_no_positions:
+            return note.signs - self.note.signs > MAX_IDLE_WAITS
+        return note != self.note
 
     def update(self, note: _Note, now: float) -> None:
         """Set what `note` says about a worker that has moved."""
-        self.position, self.signs, self.since = note.position, note.signs, now
-        self.stacks_from = None
-        if self.writes_no_positions:  # any other worker keeps it, since `connecting` itself ends its notes
+        self.note, self.since, self.stacks_from = note, now, None
+        if note.writes_no_positions:  # any other worker keeps it, since `connecting` itself ends its notes
             self.is_connecting = False
 
     def patience_s(self, hang_after_s: float) -> float:
         """Return the seconds without a sign of life after which this worker is late."""
         factor = 1
-        if self.writes_no_positions and not self.is_connecting:
+        if self.note.writes_no_positions and not self.is_connecting:
             factor = PATIENCE
-        elif self.position < 0 and not self.is_connecting:
+        elif self.note.position < 0 and not self.is_connecting:
             factor = PATIENCE_BEFORE
         return max(hang_after_s * factor, self.longest_s * PATIENCE)
 
@@ -298,7 +280,7 @@ class Watchdog:
     @property
     def positions(self) -> Positions | None:
         """Return the positions of this node's slowest and furthest worker, or None without workers."""
-        positions = [worker.position for worker in self._workers.values()]
+        positions = [worker.note.position for worker in self._workers.values()]
         return (min(positions), max(positions)) if positions else None
 
     def furthest_position(self) -> int | None:
@@ -324,14 +306,14 @@ class Watchdog:
         reports = self._update(now)
         for worker in self._workers.values():
             is_late = self._hang_after_s > 0 and worker.is_late(self._hang_after_s, now)
-            if worker.position < 0 and not worker.is_connecting and not is_late:
+            if worker.note.position < 0 and not worker.is_connecting and not is_late:
                 self._check_connecting(worker, now)
         if self.positions is None or not self._hang_after_s:
             return reports
         low, high = self.positions
         if of_run:
             low, high = min(low, of_run[0]), max(high, of_run[1])
-        slowest = [worker for worker in self._workers.values() if worker.position == low]
+        slowest = [worker for worker in self._workers.values() if worker.note.position == low]
         late = [worker for worker in slowest if worker.is_late(self._hang_after_s, now)]
         if not self._should_report(slowest, late):
             return reports
@@ -339,8 +321,8 @@ class Watchdog:
         if stacks is None:
             return reports
         for worker in slowest:
-            worker.is_connecting = CONNECTS in stacks[worker.rank]
-        self._reported |= {worker.rank for worker in late}
+            worker.is_connecting = CONNECTS in stacks[worker.note.rank]
+        self._reported |= {worker.note.rank for worker in late}
         seconds = min(now - worker.since for worker in late)
         lines = [self._title(late, seconds, low, high), *self._stack_lines(slowest, stacks)]
         if self._question:
@@ -365,27 +347,27 @@ class Watchdog:
                 self._request_stack(worker, now)
             self._asked_at = now
             # If all ranks are at the same position, all nodes report, and one answer of NCCL is enough.
-            has_rank_0 = any(worker.rank == 0 for worker in workers)
+            has_rank_0 = any(worker.note.rank == 0 for worker in workers)
             self._question = self._ask_nccl() if some_are_ahead or has_rank_0 else None
             return None
         if self._question is not None and self._question.is_open:
             return None
-        stacks = {worker.rank: self._read_stack(worker) for worker in workers}
+        stacks = {worker.note.rank: self._read_stack(worker) for worker in workers}
         if not all(stacks.values()) and now - self._asked_at < ANSWER_S:
             return None
         return stacks
 
     def _should_report(self, slowest: Sequence[_Worker], late: Sequence[_Worker]) -> bool:
-        """Return whether the `late` ones among the slowest workers are a hang that is not reported yet.
+        """Return whether the workers in `late`, a part of the slowest workers, are a hang not reported yet.
 
         All of the slowest workers must be late. For user programs, one late worker is enough, since the
         others may wait for it in short naps.
         """
         if not late:
             return False
-        if any(worker.writes_no_positions for worker in late):
+        if any(worker.note.writes_no_positions for worker in late):
             return not self._reported
-        is_new = any(worker.rank not in self._reported for worker in late)
+        is_new = any(worker.note.rank not in self._reported for worker in late)
         return is_new and len(late) == len(slowest)
 
     def _check_connecting(self, worker: _Worker, now: float) -> None:
@@ -400,7 +382,7 @@ class Watchdog:
         interval_s = CONNECT_LOOK_S
         if self._hang_after_s:
             interval_s = max(2 * WAKE_S, min(CONNECT_LOOK_S, self._hang_after_s))
-        idle_s = worker.idle_timer.update(worker.pid, now)
+        idle_s = worker.idle_timer.update(worker.note.pid, now)
         if idle_s >= IDLE_S and now - max(worker.since, worker.asked_at) >= interval_s:
             self._request_stack(worker, now)
 
@@ -423,19 +405,19 @@ class Watchdog:
             self._forget(rank)
         for note in notes:
             worker = self._workers.get(note.rank)
-            if worker is None or worker.pid != note.pid:
+            if worker is None or worker.note.pid != note.pid:
                 self._forget(note.rank)
-                self._workers[note.rank] = _Worker.from_note(note, now)
+                self._workers[note.rank] = _Worker(note=note, since=now)
                 continue
             if worker.was_woken(now):
-                worker.signs = note.signs
+                worker.note = note
             if not worker.has_moved(note):
                 continue
             seconds = now - worker.since
             if note.rank in self._reported:
                 self._reported.remove(note.rank)
                 moved.setdefault(round(seconds), []).append(worker)
-            elif is_calm and worker.position >= 0:
+            elif is_calm and worker.note.position >= 0:
                 worker.longest_s = max(worker.longest_s, seconds)
             worker.update(note, now)
         return [
@@ -469,25 +451,25 @@ class Watchdog:
 
     def _request_stack(self, worker: _Worker, now: float) -> None:
         """Ask a worker for its stack by a signal, and remember where in the file its answer begins."""
-        path = self._folder / f"stacks-{worker.rank}"
+        path = self._folder / f"stacks-{worker.note.rank}"
         worker.stacks_from = path.stat().st_size if path.exists() else 0
         worker.asked_at = now
         # Bit n - 1 of SigCgt stands for a handler of signal n. Without one, the signal would end the process,
         # or a new process that has got its id.
-        caught_signals = int(_process_status(worker.pid).get("SigCgt", "0"), 16)
+        caught_signals = int(_process_status(worker.note.pid).get("SigCgt", "0"), 16)
         if caught_signals >> (STACK_SIGNAL - 1) & 1:
             with contextlib.suppress(OSError):
-                os.kill(worker.pid, STACK_SIGNAL)
+                os.kill(worker.note.pid, STACK_SIGNAL)
 
     def _read_stack(self, worker: _Worker) -> str:
         """Return the stack of `worker`, or why it has none. Empty while the stack may still come."""
         with contextlib.suppress(OSError):
-            text = files.read_bytes(self._folder / f"stacks-{worker.rank}")[worker.stacks_from :]
+            text = files.read_bytes(self._folder / f"stacks-{worker.note.rank}")[worker.stacks_from :]
             stack = _main_stack(text.decode(errors="replace"))
             if stack:
                 return stack
-        state = _process_status(worker.pid).get("State", "")[:1]
-        return STOPPED.get(state, "").format(pid=worker.pid)
+        state = _process_status(worker.note.pid).get("State", "")[:1]
+        return STOPPED.get(state, "").format(pid=worker.note.pid)
 
     def _title(self, late: list[_Worker], seconds: float, low: int, high: int) -> str:
         """Return the first line of a report about workers that are `late`.
@@ -498,7 +480,7 @@ class Watchdog:
         if all(worker.is_connecting for worker in late):
             reason = "ranks are missing, or torch's store has lost their keys"
             return f"{name} in {CONNECTS} for {seconds:.0f} s: {reason}"
-        if any(worker.writes_no_positions for worker in late):
+        if any(worker.note.writes_no_positions for worker in late):
             return f"{name} without a sign of life for {seconds:.0f} s; all ranks of this node:"
         slowest, furthest = _describe_position(low), _describe_position(high)
         if low < high:
@@ -513,16 +495,16 @@ class Watchdog:
         """
         workers_by_text: dict[str, list[_Worker]] = {}
         for worker in workers:
-            text = stacks[worker.rank] or _no_stack_reason(worker)
+            text = stacks[worker.note.rank] or _no_stack_reason(worker)
             workers_by_text.setdefault(text, []).append(worker)
         texts = sorted(workers_by_text, key=lambda text: (_STACK in text, len(workers_by_text[text])))
         for text in texts:
-            pids = ", ".join(str(worker.pid) for worker in workers_by_text[text])
+            pids = ", ".join(str(worker.note.pid) for worker in workers_by_text[text])
             yield f"  {self._ranks_text(workers_by_text[text])} (process {pids}): {text}"
 
     def _ranks_text(self, workers: list[_Worker]) -> str:
         """Return the name of some workers of this node, such as ``ranks 4, 6 on n2``."""
-        ranks = sorted(worker.rank for worker in workers)
+        ranks = sorted(worker.note.rank for worker in workers)
         label = "rank" if len(ranks) == 1 else "ranks"
         return f"{label} {', '.join(map(str, ranks))} on {self._host}"
 
@@ -530,7 +512,7 @@ class Watchdog:
 def _no_stack_reason(worker: _Worker) -> str:
     """Return why a worker has sent no stack."""
     # "D (disk sleep)": the kernel delivers no signal to such a process.
-    if _process_status(worker.pid).get("State", "").startswith("D"):
+    if _process_status(worker.note.pid).get("State", "").startswith("D"):
         return "no stack: it hangs in the kernel, in a file system or a driver"
     return f"no stack: it did not answer signal {STACK_SIGNAL} in {ANSWER_S:g} s"
 

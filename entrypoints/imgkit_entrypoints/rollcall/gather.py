@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from imgkit_entrypoints import files
-from imgkit_entrypoints.errors import NoPlan
+from imgkit_entrypoints.errors import NoPlan, join_names
 from imgkit_entrypoints.rollcall import messages, ports, probe, session
 from imgkit_entrypoints.rollcall.join import Meeting, join
 from imgkit_entrypoints.rollcall.messages import JoinRequest, NodeInfo, Refused
@@ -213,7 +213,7 @@ class _Head:
         )
 
     def _receive(self) -> None:
-        """Wait a moment, add the nodes that ask to join, and forget those that have gone."""
+        """Wait a moment, add the nodes that ask to join, and forget nodes whose connection is over."""
         self.server.receive(CHECK_S, missing=self.placement.nnodes - len(self.nodes))
         if time.monotonic() - self._last_beat >= CHECK_S:
             self._last_beat = time.monotonic()
@@ -372,16 +372,8 @@ def _find_difference(label: str, values: Mapping[str, str]) -> str:
         names_by_value.setdefault(value or "none", []).append(name)
     if len(names_by_value) < 2:
         return ""
-    groups = []
-    for value, names in names_by_value.items():
-        group = f"{value} on {names[0]}"
-        if len(names) > 1:
-            group += f" and {len(names) - 1} more"
-        groups.append(group)
-    text = ", ".join(groups[:MAX_GROUPS])
-    if len(groups) > MAX_GROUPS:
-        text += f" and {len(groups) - MAX_GROUPS} more"
-    return f"{label} {text}"
+    groups = [f"{value} on {join_names(names, 1)}" for value, names in names_by_value.items()]
+    return f"{label} {join_names(groups, MAX_GROUPS)}"
 
 
 # Descriptors for the node agent itself: those that it had at its start, pipes to its children, files.

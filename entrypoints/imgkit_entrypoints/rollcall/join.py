@@ -75,7 +75,13 @@ def join(meeting: Meeting) -> MemberSession:
         except OSError as error:  # not started yet, or a pod whose name does not resolve yet
             reason = f"{error.strerror or error}"
         else:
-            member = _call_head(meeting, connection, deadline)
+            member = None
+            try:
+                if _send_request(meeting, connection, deadline):
+                    member = _wait_for_start(meeting, connection, deadline)
+            finally:
+                if member is None:
+                    connection.close()
             if member is not None:
                 return member
             # The last call may have no time for an answer. The error of an earlier call then says more.
@@ -97,23 +103,6 @@ def _no_answer_error(meeting: Meeting, reason: str) -> NoPlan:
         hint="check that this command runs on the head, and that this name leads there (--head). The "
         "head's output says whether its port was busy. For nodes that start late: --rollcall-timeout",
     )
-
-
-def _call_head(meeting: Meeting, connection: Connection, deadline: float) -> MemberSession | None:
-    """Ask the head on a new connection to join, and return the session once the head starts the run.
-
-    If another call may help, close the connection and return None. The connection's `error` says why.
-    """
-    try:
-        member = None
-        if _send_request(meeting, connection, deadline):
-            member = _wait_for_start(meeting, connection, deadline)
-    except NoPlan:
-        connection.close()
-        raise
-    if member is None:
-        connection.close()
-    return member
 
 
 def _send_request(meeting: Meeting, connection: Connection, deadline: float) -> bool:

@@ -152,7 +152,7 @@ class Environment(dict[str, str]):
     ) -> tuple[tuple[str, ...], str]:
         """Return the hosts and their source. IMGKIT_NODES takes precedence over the launcher's `hosts`.
 
-        On some clusters, each node has a second name on the fast network. IMGKIT_NODES then holds those
+        On some clusters, each node has a second name on the fast network. IMGKIT_NODES then holds these
         names.
 
         Raises

@@ -34,11 +34,10 @@ _NUMBERED = re.compile(r"(.*?)([0-9]{1,18})([^0-9]*)", re.ASCII)
 def expand_nodelist(text: str, *, where: str = "") -> tuple[str, ...]:
     """Return the hosts that a compact list names: ``"a3,a[5-7]" -> a3, a5, a6, a7``.
 
-    The order is that of the list, since node 0 of a step is its first host. Repeats stay. Like in Slurm,
-    numbers have at least as many digits as the low end of their range: ``n[098-101]`` is n098, n099, n100,
-    n101, and ``n[8-12]`` has no zeros. If a name has several brackets, the numbers vary in Slurm's order
-    (`scontrol show hostnames`, 22.05): those of the last bracket fastest, then those of the first, the second
-    and so on.
+    Order and repeats stay, since node 0 of a step is its first host. Like in Slurm, numbers have at least as
+    many digits as the low end of their range: ``n[098-101]`` is n098, n099, n100, n101, and ``n[8-12]`` has
+    no zeros. If a name has several brackets, the numbers vary in Slurm's order (`scontrol show hostnames`,
+    22.05): in the last bracket fastest, then in the first, the second and so on.
 
     Parameters
     ----------
@@ -77,8 +76,8 @@ def expand_counts(text: str, *, where: str = "") -> tuple[int, ...]:
 def fold_hosts(hosts: Iterable[str]) -> str:
     """Return hosts as Slurm prints them: ``n3, n4, n5, n9 -> "n[3-5,9]"``.
 
-    `expand_nodelist` reads such a list. Only one number of a name becomes a range: the last one before the
-    first dot, or the last one of an address.
+    `expand_nodelist` reads such a list. Only one number of a name becomes a range: the last number before the
+    first dot, or the last number of an address.
     """
     numbers_by_pattern: dict[str, list[str]] = {}  # {"n*": ["3", "4", "5", "9"]}
     for host in hosts:

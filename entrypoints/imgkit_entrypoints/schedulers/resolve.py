@@ -140,7 +140,7 @@ def _placement_by(module: Scheduler, request: PlacementRequest, env: Environment
 
 
 def _command_on_host(command: Sequence[str], env: Environment) -> tuple[str, ...]:
-    """Return the argv to type on the host: that of this container, followed by `command`.
+    """Return the argv to type on the host: the start of this container, followed by `command`.
 
     An example is ``apptainer exec --nv image.sif dist-run train.py``. Outside of a container of Singularity
     or Apptainer, return `command` as it is.

@@ -73,7 +73,7 @@ def newest_glibc(reader: Reader, path: str) -> int:
 
 
 def check_variables(subject: Subject) -> Iterator[Check]:
-    """Check that variables that name a file name one that exists, and that NCCL or Gloo knows each name."""
+    """Check that files that variables name exist, and that NCCL or Gloo knows the name of each variable."""
     settings = {item.name: item.value for item in subject.facts.nccl_settings}
     # The user's environment counts before an nccl.conf file, and that before the recipe.
     env = {**subject.system.env, **settings, **subject.env}

@@ -71,7 +71,7 @@ class PreflightConfig:
 
 
 def run_preflight(session: Session, config: PreflightConfig) -> tuple[int, ...]:
-    """Measure all nodes of `session`, and return the numbers of those that the run leaves out.
+    """Measure all nodes of `session`, and return the numbers of the nodes that the run leaves out.
 
     Every node calls this function, and all of them return the same result or raise the same `CheckFailed`.
 

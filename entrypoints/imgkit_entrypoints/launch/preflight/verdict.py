@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from imgkit_entrypoints import __version__
+from imgkit_entrypoints.errors import count_text
 from imgkit_entrypoints.schedulers import hostlist
 
 TOLERANCE = 0.25
@@ -230,10 +231,10 @@ class Report:
     def _summary(self) -> str:
         """Return the result in one line, which names the outliers and says whether the run starts."""
         nodes, outliers = len(self.verdict.nodes), len(self.verdict.outliers)
-        text = f"preflight of {_count(nodes, 'node')} in {self.seconds:.0f} s: "
+        text = f"preflight of {count_text(nodes, 'node')} in {self.seconds:.0f} s: "
         if outliers == 0:
             return f"{text}no outlier"
-        text += f"{_count(outliers, 'outlier')}, {self.exclude}"
+        text += f"{count_text(outliers, 'outlier')}, {self.exclude}"
         if self.left_out:
             pronoun = "them" if len(self.left_out) > 1 else "it"
             return f"{text}; the run starts without {pronoun}"
@@ -277,7 +278,3 @@ def best_GBps(rank: int, links: Iterable[LinkResult]) -> float | None:
 
 def _cell(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
