@@ -299,7 +299,7 @@ class Fuzzed:
             peer.sendall(line + b"\n")
             peer.shutdown(socket.SHUT_WR)
             try:
-                join._call_head(self.meeting(self.member_placement), connection, 1e12)
+                join._wait_for_start(self.meeting(self.member_placement), connection, 1e12)
             except NoPlan as refused:
                 self.log(str(refused).replace("\n", ""))
         connection.close()
