@@ -67,7 +67,7 @@ class FailedAttempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Results:
+class _AttemptResults:
     """What the head knows about the end of the current attempt on its nodes, by node number."""
 
     codes: Mapping[int, int]
@@ -185,7 +185,7 @@ class Attempts:
         else:
             self._end_successful_run(results.codes)
 
-    def _collect_results(self) -> _Results:
+    def _collect_results(self) -> _AttemptResults:
         """Return what the nodes of the current attempt have reported, and which of them are lost."""
         codes: dict[int, int] = {}
         failed: dict[int, int] = {}
@@ -196,9 +196,9 @@ class Attempts:
                     failed[number] = report.code
         lost = {number for number in self._session.lost if number in self._ranks}
         succeeded = codes.keys() - failed.keys()
-        return _Results(codes=codes, failed=failed, lost=lost - succeeded)
+        return _AttemptResults(codes=codes, failed=failed, lost=lost - succeeded)
 
-    def _handle_failure(self, results: _Results, *, stopped: bool) -> None:
+    def _handle_failure(self, results: _AttemptResults, *, stopped: bool) -> None:
         """Note the first failure of the attempt, and end the attempt on all nodes once its cause is known.
 
         After a stop request, the other nodes go on if a worker fails, since they may still save. If a node is
@@ -215,7 +215,7 @@ class Attempts:
             self._is_cancelled = True
             self._session.send_all(EndAttempt(attempt=self._number, reason=self._failure.cause))
 
-    def _first_failure(self, results: _Results) -> FailedAttempt:
+    def _first_failure(self, results: _AttemptResults) -> FailedAttempt:
         """Return the failure that the head has just noticed."""
         positions = self._session.run_positions
         return FailedAttempt(
@@ -225,7 +225,7 @@ class Attempts:
             code=EXIT_TOOL_FAILED if results.lost else next(iter(results.failed.values())),
         )
 
-    def _end_after_head(self, results: _Results) -> None:
+    def _end_after_head(self, results: _AttemptResults) -> None:
         """End the commands of the other nodes, because the head's command has succeeded.
 
         A failure of another node until now is printed, but no longer counts.
@@ -242,7 +242,9 @@ class Attempts:
         others = self._ranks.keys() - {HEAD}
         return bool(others) and others <= self._session.reports.keys() | self._session.lost.keys()
 
-    def _close_failed_attempt(self, failure: FailedAttempt, results: _Results, *, stopped: bool) -> None:
+    def _close_failed_attempt(
+        self, failure: FailedAttempt, results: _AttemptResults, *, stopped: bool
+    ) -> None:
         """Start another attempt or end the run, now that a failed attempt is over on all nodes."""
         cause = failure.cause
         if results.lost:  # a node that was lost meanwhile explains why the workers of others have failed
@@ -256,7 +258,7 @@ class Attempts:
         else:
             self.start()
 
-    def _stopped_code(self, failure: FailedAttempt, results: _Results) -> int:
+    def _stopped_code(self, failure: FailedAttempt, results: _AttemptResults) -> int:
         """Return the exit code of a run that was asked to stop, and in which a node has failed."""
         if EXIT_SAVED in results.codes.values():
             return EXIT_SAVED
@@ -307,7 +309,7 @@ class Attempts:
             role = "" if number in self._ranks else ", a spare"
             self._log(f"lost {self._session.node_name(number)}{role}: {self._session.lost[number]}")
 
-    def _cause(self, results: _Results) -> str:
+    def _cause(self, results: _AttemptResults) -> str:
         """Return `describe_cause` for the lost and failed nodes of `results`."""
         name, reasons = self._session.node_name, self._session.lost
         return describe_cause(
@@ -377,10 +379,16 @@ class StartWatch:
             if node_phase == phase:
                 waiting.append(self._session.node_name(number))
         names = join_names(waiting, MAX_NAMED)
-        limit = f"within {self._limit_s:g} s (--rollcall-timeout)"
-        problem = f"the ranks did not connect {limit}; all of them are in init_process_group: {names}"
         if phase == RENDEZVOUS:
-            problem = f"torchrun's rendezvous did not complete {limit}; without workers: {names}"
+            problem = (
+                f"torchrun's rendezvous did not complete within {self._limit_s:g} s (--rollcall-timeout); "
+                f"without workers: {names}"
+            )
+        else:
+            problem = (
+                f"the ranks did not connect within {self._limit_s:g} s (--rollcall-timeout); "
+                f"all of them are in init_process_group: {names}"
+            )
         return (
             f"{problem}. They wait for torch's store on port {self._session.port} of the head: a firewall "
             "blocks it, or another program deletes its keys, since the store has no authentication. Start "

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from imgkit_entrypoints import files
 from imgkit_entrypoints.arguments import parse_digits
+from imgkit_entrypoints.facts.reader import natural
 from imgkit_entrypoints.launch import plan
 from imgkit_entrypoints.schedulers.hostlist import number_ranges
 
@@ -237,14 +238,8 @@ def recorder_dumps(env: Mapping[str, str], since: float) -> str:
     if not new_files:
         return ""
     suffixes = [path.name.removeprefix(name) for path in new_files]  # usually "0", "1", ...
-    ranks = ", ".join(sorted(suffixes, key=_number_key))
+    ranks = ", ".join(sorted(suffixes, key=natural))
     return (
         f"NCCL's flight recorder has written {prefix}N for rank {ranks}, with the collectives. "
         f"To compare them: torchfrtrace --prefix {name} {folder}"
     )
-
-
-def _number_key(text: str) -> tuple[int, str]:
-    """Return a sort key: texts that are not numbers first, then numbers by value."""
-    number = parse_digits(text)
-    return (-1 if number is None else number, text)

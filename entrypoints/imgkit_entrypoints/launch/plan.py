@@ -169,7 +169,7 @@ class LaunchPlan:
     decisions: tuple[Decision, ...]
     """The values that imgkit or the user has chosen, each with its reason."""
     messages: StartMessages = StartMessages()
-    setup: NodeSetup = dataclasses.field(default_factory=NodeSetup)
+    setup: NodeSetup = NodeSetup()
     image: str = ""
     """Why a value that the image set counts as the user's. Empty if the image's variables are known."""
     secret: str = ""

@@ -21,6 +21,7 @@ from imgkit_entrypoints import files
 from imgkit_entrypoints.arguments import parse_digits
 from imgkit_entrypoints.launch import stop_protocol
 from imgkit_entrypoints.launch.stop_protocol import RunFolder
+from imgkit_entrypoints.launch.watchdog import read_stat
 from imgkit_entrypoints.rollcall.messages import PHASES, RENDEZVOUS, STARTING, WORKERS
 
 VARIABLE = "IMGKIT_START_UP"
@@ -108,11 +109,8 @@ def start_time_s(env: Mapping[str, str], folder: RunFolder | None) -> float:
 
 def process_start_s() -> float:
     """Return when this process began, on the monotonic clock. A forked process began with the fork."""
-    # "4711 (python3) S 1 ...": the name in parentheses may contain spaces, so split what follows it.
-    _, _, text = Path("/proc/self/stat").read_text().rpartition(")")
-    # proc_pid_stat(5) counts from 1: after the name comes field 3, and "starttime" is field 22.
-    start_ticks = int(text.split()[22 - 3])
     # The start is in clock ticks since boot, on a clock that also runs while the machine sleeps.
+    start_ticks = int(read_stat("self")["starttime"])
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - age_s
 

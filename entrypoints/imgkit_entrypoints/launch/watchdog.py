@@ -161,6 +161,23 @@ def map_shared_file(path: Path, size: int) -> mmap.mmap:
         return mmap.mmap(file.fileno(), size)
 
 
+# Fields of /proc/PID/stat by their number in proc_pid_stat(5). Field 3 is the first one after the name.
+_STAT_FIELDS = {14: "utime", 15: "stime", 22: "starttime"}
+
+
+def read_stat(pid: int | str) -> dict[str, str]:
+    """Return the fields `_STAT_FIELDS` of a process, in clock ticks, such as ``{"utime": "310", ...}``.
+
+    Raises
+    ------
+    OSError : the process has ended.
+    """
+    # "4711 (python3) S 1 ...": the name in parentheses may contain spaces, so split what follows it.
+    _, _, text = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
+    numbered = enumerate(text.split(), start=3)
+    return {_STAT_FIELDS[number]: field for number, field in numbered if number in _STAT_FIELDS}
+
+
 class _IdleTimer:
     """Measures for how long a process has hardly used a processor."""
 
@@ -175,12 +192,9 @@ class _IdleTimer:
         Call this about once a second. A process that has ended is never idle.
         """
         try:
-            # "4711 (python3) S 1 ...": the name in parentheses may contain spaces, so split what follows it.
-            _, _, text = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
-            fields = text.split()
-            # proc_pid_stat(5) counts from 1: after the name comes field 3, and utime and stime are 14 and 15.
-            user_ticks, system_ticks = int(fields[14 - 3]), int(fields[15 - 3])
-        except (OSError, ValueError, IndexError):  # the process has ended
+            fields = read_stat(pid)
+            user_ticks, system_ticks = int(fields["utime"]), int(fields["stime"])
+        except (OSError, ValueError, KeyError):  # the process has ended
             return -math.inf
         cpu_s = (user_ticks + system_ticks) / os.sysconf("SC_CLK_TCK")
         if cpu_s - self._cpu_s > IDLE_SHARE * (now - self._read_at):

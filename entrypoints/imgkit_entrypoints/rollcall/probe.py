@@ -119,7 +119,7 @@ def probe_all(
     that never reports, or one with a crowded port. With `all_reach_head`, every node tests the head as well,
     and has to report success.
     """
-    results = _Results(_choose_targets(offers, all_reach_head=all_reach_head))
+    results = _ProbeResults(_choose_targets(offers, all_reach_head=all_reach_head))
     max_callers = PARTNERS
     if all_reach_head and offers.get(HEAD):
         max_callers += len(results.waiting)
@@ -149,7 +149,7 @@ def probe_all(
     return results.failures_without({*results.crowded, *server.lost}), results.crowded
 
 
-class _Results:
+class _ProbeResults:
     """What the head knows about the tests of all nodes.
 
     Parameters
