@@ -51,7 +51,7 @@ def choose_fabric(
     kind, reason, is_requested = _select_kind(draft)
     library_path.decide_library_path(draft, kind)
     plugin.decide_plugin(draft, kind)
-    devices, rate = _FABRICS[kind](draft, system)
+    devices, rate = _FABRICS[kind](draft)
     if not is_requested:
         _compare_with_recipe(draft, system, kind, reason, rate)
     results = issues.apply_known_issues(draft, kind, system)
@@ -76,7 +76,7 @@ _Carriers = tuple[tuple[str, ...], float | None]
 """Devices that carry the traffic and their rate in Gbit/s: ``(("mlx5_0:1", "mlx5_1:1"), 400.0)``."""
 
 
-def _decide_infiniband(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
+def _decide_infiniband(draft: PlanDraft) -> _Carriers:
     """Decide the variables for InfiniBand: the exact ports, the interface, and no GID index.
 
     InfiniBand routes by LID. NCCL 2.22.3 and later do not even read NCCL_IB_GID_INDEX there.
@@ -91,7 +91,7 @@ def _decide_infiniband(draft: PlanDraft, system: SystemFacts | None) -> _Carrier
     return _decide_rdma(draft, used, "InfiniBand")
 
 
-def _decide_roce(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
+def _decide_roce(draft: PlanDraft) -> _Carriers:
     """Decide the variables for RDMA over Ethernet: the exact ports, the GID index and the interface.
 
     The GID index is set only for a version of NCCL that does not search for it (`ports.decide_gid`).
@@ -120,7 +120,7 @@ def _refuse_net(draft: PlanDraft, networks: tuple[str, ...], reason: str) -> Non
         draft.refuse("NCCL_NET", reason)
 
 
-def _decide_slingshot(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
+def _decide_slingshot(draft: PlanDraft) -> _Carriers:
     """Decide the variables for Slingshot: the plug-in's settings, and the interfaces of the bootstrap.
 
     A network interface of the fabric that is down gets a warning, because its NIC carries no traffic.
@@ -155,7 +155,7 @@ def _decide_slingshot(draft: PlanDraft, system: SystemFacts | None) -> _Carriers
     return names, sum(item.speed_Mbps / 1000 if item.speed_Mbps else slingshot.NIC_Gbps for item in used)
 
 
-def _decide_tcp(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
+def _decide_tcp(draft: PlanDraft) -> _Carriers:
     """Decide the variables for TCP sockets: NCCL's interface, and that NCCL skips RDMA devices.
 
     Amazon's EFA is the exception. It has an RDMA device, but NCCL reaches it only through the aws-ofi-nccl

@@ -96,10 +96,10 @@ def check_image_mount(subject: Subject) -> Iterator[Check]:
     if "SLURM_JOB_ID" not in subject.env:
         return
     ancestors = set(_ancestors(subject.reader))
-    for number in subject.reader.names("/proc", "[0-9]{1,9}"):
-        name = subject.reader.text(f"/proc/{number}/comm") or ""
-        if name.startswith("squashfuse") and _parent(subject.reader, number) in ancestors:
-            evidence = f"/proc/{number}/comm: {name} serves this image's files and belongs to the job step: "
+    for pid in subject.reader.names("/proc", "[0-9]{1,9}"):
+        name = subject.reader.text(f"/proc/{pid}/comm") or ""
+        if name.startswith("squashfuse") and _parent(subject.reader, pid) in ancestors:
+            evidence = f"/proc/{pid}/comm: {name} serves this image's files and belongs to the job step: "
             evidence += "a signal to the step (scancel, --signal=USR1@120) ends it and the program"
             fix = "use #SBATCH --signal=B:USR1@120 and a trap in the script. The site can install apptainer "
             fix += "with setuid, which mounts through the kernel"
@@ -108,16 +108,14 @@ def check_image_mount(subject: Subject) -> Iterator[Check]:
 
 def _ancestors(reader: Reader) -> Iterator[str]:
     """Yield the process ids of this process and its parents, beginning with ``self``."""
-    number = "self"
-    while number not in ("", "0"):
-        yield number
-        number = _parent(reader, number)
+    pid = "self"
+    while pid not in ("", "0"):
+        yield pid
+        pid = _parent(reader, pid)
 
 
-def _parent(reader: Reader, number: str) -> str:
+def _parent(reader: Reader, pid: str) -> str:
     """Return the id of a process' parent as a text, or an empty text if it is unknown."""
-    status = reader.text(f"/proc/{number}/status") or ""
+    status = reader.text(f"/proc/{pid}/status") or ""
     match = re.search(r"^PPid:\s*([0-9]{1,9})$", status, re.MULTILINE)
-    if match is None:
-        return ""
-    return match[1]
+    return match[1] if match else ""
