@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -50,11 +50,10 @@ class Option:
 
     def keywords(self) -> dict[str, Any]:
         """Return the keyword arguments for argparse's ``add_argument``."""
-        keywords = {
-            name: getattr(self, name)
-            for name in ("help", "metavar", "default", "action", "nargs", "dest")
-            if getattr(self, name) is not None
-        }
+        keywords = {}
+        for name in ("help", "metavar", "default", "action", "nargs", "dest"):
+            if getattr(self, name) is not None:
+                keywords[name] = getattr(self, name)
         # argparse refuses a type for actions without a value, such as store_true.
         if self.action in ("store", "append"):
             keywords["choices" if isinstance(self.type, tuple) else "type"] = self.type
@@ -84,7 +83,7 @@ def add_options(parser: argparse.ArgumentParser, options: Iterable[Option]) -> N
 
 
 def option(*args: Any, **keywords: Any) -> Any:
-    """Return a dataclass field that holds the value of an option; the arguments are those of `Option`."""
+    """Return a dataclass field for the value of an option. The arguments are the same as of `Option`."""
     return dataclasses.field(metadata={"option": Option(*args, **keywords)})
 
 
@@ -112,31 +111,43 @@ class Parser(argparse.ArgumentParser):
         except UsageError as error:
             # argparse takes the value of an unknown option for a positional argument and complains about
             # that. The message should name the unknown option instead.
-            prefixes = tuple(
-                f"argument {action.metavar}:" for action in self._actions if not action.option_strings
-            )
+            positionals = [action for action in self._actions if not action.option_strings]
+            prefixes = tuple(f"argument {action.metavar}:" for action in positionals)
             flags = {*self._option_string_actions, "--"}
             unknown = [arg for arg in argv if arg.startswith("--") and arg.partition("=")[0] not in flags]
             if unknown and str(error).startswith(prefixes):
-                self.error(self._unknown(unknown))
+                self.error(self._describe_unknown(unknown))
             raise
         if unknown:
-            self.error(self._unknown(unknown))
+            self.error(self._describe_unknown(unknown))
         return options
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, hint=f"{self.prog} --help")
 
-    def _unknown(self, args: Sequence[str]) -> str:
+    def _describe_unknown(self, args: Sequence[str]) -> str:
         """Return the message about arguments that no option takes, with similar options if there are any."""
         options = [arg.partition("=")[0] for arg in args if arg.startswith("-")]
         if not options:
-            return f"unexpected argument{'s' * (len(args) > 1)} {' '.join(args)}"
-        visible = (action for action in self._actions if action.help != argparse.SUPPRESS)
-        flags = [flag for action in visible for flag in action.option_strings if flag.startswith("--")]
-        matches = [match for option in options for match in difflib.get_close_matches(option, flags, n=1)]
-        message = f"unknown option{'s' * (len(options) > 1)} {', '.join(options)}"
-        return f"{message}; did you mean {', '.join(dict.fromkeys(matches))}?" if matches else message
+            noun = "argument" if len(args) == 1 else "arguments"
+            return f"unexpected {noun} {' '.join(args)}"
+        noun = "option" if len(options) == 1 else "options"
+        message = f"unknown {noun} {', '.join(options)}"
+        similar = self._similar_flags(options)
+        if not similar:
+            return message
+        return f"{message}; did you mean {', '.join(similar)}?"
+
+    def _similar_flags(self, options: Sequence[str]) -> Collection[str]:
+        """Return the visible flag that is most similar to each of `options`, if there is one, each once."""
+        flags = []
+        for action in self._actions:
+            if action.help != argparse.SUPPRESS:
+                flags += [flag for flag in action.option_strings if flag.startswith("--")]
+        similar: dict[str, None] = {}
+        for option in options:
+            similar.update(dict.fromkeys(difflib.get_close_matches(option, flags, n=1)))
+        return similar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,23 +171,24 @@ def refuse_unused(
     ------
     UsageError : an option differs from its default, and its condition in `needs` is not met.
     """
-    # The attribute of the parsed value for each spelling of an option.
     defaults = parser.parse_args([])
-    fields = {
-        name: action.dest for action in parser._actions for name in action.option_strings or (action.metavar,)
-    }
-    unused: dict[str, list[str]] = {}
+    fields = {}  # the attribute of the parsed value for each spelling of an option
+    for action in parser._actions:
+        for name in action.option_strings or (action.metavar,):
+            fields[name] = action.dest
+    unused: dict[str, list[str]] = {}  # the options by the reason
     for need in needs:
         field = fields[need.option]
-        if getattr(options, field) != getattr(defaults, field) and not need.met(options):
+        is_set = getattr(options, field) != getattr(defaults, field)
+        if is_set and not need.met(options):
             unused.setdefault(need.reason, []).append(need.option)
     if unused:
-        effects = (f"{', '.join(names)} would have no effect {reason}" for reason, names in unused.items())
-        raise UsageError("; ".join(effects), hint="remove the option, or add what it needs")
+        problems = [f"{', '.join(names)} would have no effect {reason}" for reason, names in unused.items()]
+        raise UsageError("; ".join(problems), hint="remove the option, or add what it needs")
 
 
 def parse_natural(text: str, least: int = 0) -> int:
-    """Parse a whole number of at least `least`; a type for argparse."""
+    """Parse a whole number of at least `least`. This is a type for argparse."""
     value = parse_digits(text)
     if value is None or value < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
@@ -184,13 +196,13 @@ def parse_natural(text: str, least: int = 0) -> int:
 
 
 def parse_positive(text: str) -> int:
-    """Parse a whole number of at least 1; a type for argparse."""
+    """Parse a whole number of at least 1. This is a type for argparse."""
     return parse_natural(text, 1)
 
 
 def parse_duration(text: str) -> int:
     """Parse a duration into seconds: ``90 -> 90``, ``50m -> 3000``, ``1h30m -> 5400``."""
-    # Each part is optional, and so is the "s"; an empty text is refused below.
+    # Each part is optional, and so is the "s". The pattern therefore matches an empty text as well.
     match = re.fullmatch(r"(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s?)?", text, re.ASCII)
     if not text or match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 90, 90s, 50m or 1h30m")
@@ -204,4 +216,6 @@ def parse_digits(text: str) -> int | None:
     str.isdigit accepts characters such as ``²``, which int refuses. Older versions of Python need hours for
     a million digits.
     """
-    return int(text) if 0 < len(text) <= 18 and text.isascii() and text.isdigit() else None
+    if len(text) > 18 or not (text.isascii() and text.isdigit()):
+        return None
+    return int(text)

@@ -8,6 +8,7 @@ Functions raise them, and only ``main`` prints them and exits. The exit codes ar
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from imgkit_entrypoints.terminal import escape_controls
 
@@ -33,6 +34,19 @@ def shorten_message(text: str) -> str:
     text = _VALUE.sub(lambda match: f"{match[0][:_HEAD]}…{match[0][-_TAIL:]}", text)
     lines = (line if len(line) <= _LINE else f"{line[:_LONG]}…" for line in text.split("\n"))
     return "\n".join(lines)
+
+
+def join_names(names: Sequence[str], limit: int) -> str:
+    """Return `names` for a message, at most `limit` of them: ``n1, n2 and 3 more``."""
+    text = ", ".join(names[:limit])
+    if len(names) > limit:
+        text += f" and {len(names) - limit} more"
+    return text
+
+
+def count_text(number: int, noun: str) -> str:
+    """Return a number with its noun for a message: ``1 node``, ``2 nodes``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 class ImgkitError(Exception):

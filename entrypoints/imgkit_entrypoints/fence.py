@@ -25,8 +25,8 @@ VARIABLE = "IMGKIT_FENCE"
 def admit_attempt(folder: Path, job_id: str, attempt: int, run: str) -> str:
     """Write the file that admits only workers of `attempt` to `folder`.
 
-    Returns a warning if the file cannot be written, so that workers of an earlier attempt may still write,
-    and otherwise an empty text.
+    Return a warning if the file cannot be written, so that workers of an earlier attempt may still write.
+    Otherwise return an empty text.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -55,9 +55,13 @@ def check_fence(env: Mapping[str, str]) -> None:
         current = files.read_own(Path(folder) / FILE).split()
     except (OSError, UnicodeDecodeError):
         return
-    # Workers of other nodes do not have RUN, so only job and attempt count for them.
-    run = env.get(VARIABLE)
-    if current != [env.get("IMGKIT_JOB_ID", ""), attempt, *([run] if run else current[2:])]:
+    # "4711 2 1f2e3d4c". Workers of other nodes do not have RUN, so only job and attempt count for them.
+    own = [env.get("IMGKIT_JOB_ID", ""), attempt]
+    if env.get(VARIABLE):
+        own.append(env[VARIABLE])
+    else:
+        own += current[2:]
+    if current != own:
         content = " ".join(current)[:200]
         problem = f"attempt {attempt} of the run is over, {Path(folder) / FILE} says {content!r}"
         raise OSError(errno.ESTALE, problem)

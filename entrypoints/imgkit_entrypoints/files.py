@@ -56,12 +56,12 @@ def refuse_unusable_folder(path: Path, name: str, *, where: str, hint: str) -> N
     ----------
     name : what the message calls the folder, such as ``log folder``.
     """
-    fault = _folder_fault(path)
-    if fault:
-        raise UsageError(f"the {name} cannot be written: {fault}", where=where, hint=hint)
+    problem = _folder_problem(path)
+    if problem:
+        raise UsageError(f"the {name} cannot be written: {problem}", where=where, hint=hint)
 
 
-def _folder_fault(path: Path) -> str:
+def _folder_problem(path: Path) -> str:
     """Return why `path` cannot be a folder that this user writes, or an empty text."""
     for folder in (path, *path.parents):
         try:
@@ -137,7 +137,7 @@ def replace_file(target: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def replace_named_file(target: Path, *, failed: str, hint: str, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """Replace a file that the user has named; see `replace_file`.
+    """Yield a new file that replaces a file that the user has named, as `replace_file` does.
 
     Parameters
     ----------
@@ -232,7 +232,7 @@ def open_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
 
 
 def _open_regular(name: str, _: int) -> int:
-    """Open a regular file for reading, and return its descriptor; an opener for ``open``."""
+    """Open a regular file for reading, and return its descriptor. This is an opener for ``open``."""
     # A check before the open, because some devices act when they are opened.
     _refuse_special(Path(name).stat(), name)
     descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -286,7 +286,7 @@ def read_text(path: Path, *, most_bytes: int = MOST_BYTES, errors: str = "strict
 
 
 def open_own(path: Path, flags: int = os.O_RDONLY, mode: str = "rb") -> BinaryIO:
-    """Open a file that no other user can have put there; see `foreign_file_reason`.
+    """Open a file that no other user can have put there, by the rules of `foreign_file_reason`.
 
     Parameters
     ----------
@@ -298,31 +298,34 @@ def open_own(path: Path, flags: int = os.O_RDONLY, mode: str = "rb") -> BinaryIO
     PermissionError : it is a link, not a regular file, or another user's file; `strerror` says which.
     """
     # With O_NONBLOCK, a named pipe without a writer does not block.
-    safe = flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    safe_flags = flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        descriptor = os.open(path, safe, 0o666)
+        descriptor = os.open(path, safe_flags, 0o666)
     except OSError as error:
         # What O_NOFOLLOW and O_NONBLOCK raise for a link, and for a named pipe or a socket.
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EMLINK):
-            reason = foreign_file_reason(path)
-            if reason:
-                raise PermissionError(errno.EPERM, reason, str(path)) from error
+            _refuse_foreign_file(os.lstat(path), path)
         raise
     try:
         status = os.fstat(descriptor)
         if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        reason = _foreign_status_reason(status, path.parent)
-        if reason:
-            raise PermissionError(errno.EPERM, reason, str(path))
+        _refuse_foreign_file(status, path)
         return os.fdopen(descriptor, mode)  # type: ignore[return-value]  # a binary mode
     except BaseException:
         os.close(descriptor)
         raise
 
 
+def _refuse_foreign_file(status: os.stat_result, path: Path) -> None:
+    """Raise PermissionError if the file with this status is not trusted (see `foreign_file_reason`)."""
+    reason = _foreign_status_reason(status, path.parent)
+    if reason:
+        raise PermissionError(errno.EPERM, reason, str(path))
+
+
 def make_own_folder(path: Path) -> None:
-    """Create the folder `path` with permissions for this user alone, or accept the one that exists.
+    """Create the folder `path` with permissions for this user alone, or accept a folder that exists.
 
     Raises
     ------
@@ -331,34 +334,44 @@ def make_own_folder(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    if foreign_folder_reason(path):
+    if is_foreign_folder(path):
         raise NotADirectoryError(errno.ENOTDIR, "it is a link, a file or another user's folder", str(path))
 
 
 def make_links(folder: Path, links: Mapping[str, str]) -> None:
-    """Create `folder` with a symbolic link for each name in `links`, or accept one that holds exactly these.
+    """Create `folder` with a symbolic link for each name in `links`, or accept a folder with exactly these.
+
+    Parameters
+    ----------
+    links : the target of each link by its name.
 
     Raises
     ------
     OSError : the folder cannot be created, holds something else, or is writable by others.
     """
-    new = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder.parent))
     try:
         for name, target in links.items():
-            (new / name).symlink_to(target)
+            (temporary / name).symlink_to(target)
         with contextlib.suppress(OSError):  # another process of this user may have made it
-            new.rename(folder)
+            temporary.rename(folder)
             return
     finally:
-        shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     status = os.lstat(folder)
-    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
-    if not is_own or {path.name: os.readlink(path) for path in folder.iterdir()} != dict(links):  # noqa: PTH115
-        raise FileExistsError(errno.EEXIST, "it holds something else, or others may write there", str(folder))
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    others_can_write = status.st_mode & 0o022
+    if is_own and not others_can_write:
+        existing_links = {path.name: os.readlink(path) for path in folder.iterdir()}  # noqa: PTH115
+        if existing_links == dict(links):
+            return
+    raise FileExistsError(errno.EEXIST, "it holds something else, or others may write there", str(folder))
 
 
-def foreign_folder_reason(path: Path) -> bool:
-    """Return True unless `path` is a folder of this user, of root, or of the owner of the folder above it.
+def is_foreign_folder(path: Path) -> bool:
+    """Return whether `path` is no folder, or belongs to another user.
+
+    A folder of root, or of the owner of the folder above it, counts as this user's.
 
     Raises
     ------
@@ -371,7 +384,7 @@ def foreign_folder_reason(path: Path) -> bool:
 def foreign_file_reason(path: Path) -> str:
     """Return why another user may have put the file `path` there, or an empty text if nobody can have.
 
-    A regular file of this user or of root is trusted. So is one of the owner of its folder, who can do
+    A regular file of this user or of root is trusted. So is a file of the owner of its folder, who can do
     anything with the files in it anyway. This matters in a container in which the program is root: files that
     the person has made outside of it belong to another user there.
 
@@ -398,30 +411,35 @@ def foreign_owner(path: Path, folder: Path, *, trusts_folder: bool = False) -> s
 
 
 def _foreign_status_reason(status: os.stat_result, folder: Path) -> str:
-    """Return why the file with this status is not trusted, or an empty text; see `foreign_file_reason`."""
+    """Return why a file in `folder` with this status is not trusted, or an empty text if it is.
+
+    The rules are in `foreign_file_reason`.
+    """
     if stat.S_ISLNK(status.st_mode):
         return "it is a symbolic link"
     if not stat.S_ISREG(status.st_mode):
         return "it is not a regular file"
     if status.st_nlink > 1:
         return "it has more than one hard link"
-    return "" if _is_trusted(status, folder) else f"it belongs to another user ({status.st_uid})"
+    if not _is_trusted(status, folder):
+        return f"it belongs to another user ({status.st_uid})"
+    return ""
 
 
 def _is_trusted(status: os.stat_result, folder: Path) -> bool:
-    """Return True if the owner is this user, root, or the owner of `folder`."""
+    """Return whether the owner is this user, root, or the owner of `folder`."""
     return status.st_uid == folder.stat().st_uid or _is_own(status, folder)
 
 
 def _is_own(status: os.stat_result, folder: Path) -> bool:
-    """Return True if the owner is this user or root, or whom NFS makes the owner of this user's files."""
+    """Return whether the owner is this user or root, or the user whom NFS makes the owner of new files."""
     return status.st_uid in (os.geteuid(), 0) or status.st_uid == _owner_of_new_files(folder)
 
 
 def _owner_of_new_files(folder: Path) -> int:
     """Return the user who owns a file that this process creates in `folder`, or -1 if it cannot create one.
 
-    It may be another user than that of the process, because NFS turns root into nobody.
+    It may differ from the user of the process, because NFS turns root into nobody.
     """
     probe = temporary_name(folder / "owner")
     try:

@@ -11,7 +11,6 @@ import collections.abc
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import math
 import typing
@@ -148,7 +147,7 @@ def unseal(values: dict[str, Any]) -> None:
 
     Raises
     ------
-    ValueError : the digest is missing, or is not that of the other values.
+    ValueError : the digest is missing, or belongs to other values.
     """
     if values.pop(SEAL, "") != _digest(values):
         raise ValueError("its content does not match its sha256")
@@ -204,21 +203,22 @@ def _find_reader(hint: Any, closed: bool) -> _Reader:
     if origin is typing.Annotated:
         rules = [item for item in hint.__metadata__ if isinstance(item, Rule)]
         return _check_rules(_find_reader(args[0], closed), rules)
-    # X | None: the first type is X
-    if type(None) in args:
+    if type(None) in args:  # X | None: the first type is X
         read_value = _find_reader(args[0], closed)
         return lambda value: None if value is None else read_value(value)
     if origin is Literal:
         return functools.partial(_read_choice, args)
-    kind = _JSON_TYPES.get(origin or hint, dict if dataclasses.is_dataclass(hint) else hint)
-    noun = _NOUNS.get(kind, "an object")
-    build = _find_builder(hint, closed)
+    json_type = dict if dataclasses.is_dataclass(hint) else _JSON_TYPES.get(origin or hint, hint)
+    return _check_type(json_type, _find_builder(hint, closed))
 
-    # Not isinstance, because True is an instance of int.
+
+def _check_type(json_type: Any, build: _Reader | None) -> _Reader:
+    """Return a reader of values of the type `json_type`, from which `build` makes the result."""
+
     def read_typed(value: Any) -> Any:
-        if type(value) is not kind:
-            raise _misfit(value, noun)
-        return build(value) if build else value
+        if type(value) is not json_type:  # not isinstance, because True is an instance of int
+            raise _misfit(value, _NOUNS.get(json_type, "an object"))
+        return value if build is None else build(value)
 
     return read_typed
 
@@ -289,12 +289,12 @@ def _list_builder(origin: Any, readers: Sequence[_Reader]) -> _Reader:
     is_fixed = len(readers) > 1
 
     def build_list(values: list[Any]) -> Any:
-        if is_fixed and len(values) != len(readers):
+        item_readers = readers if is_fixed else [readers[0]] * len(values)
+        if len(values) != len(item_readers):
             raise _misfit(values, f"a list of {len(readers)}")
         items: list[Any] = []
-        item_readers = readers if is_fixed else itertools.repeat(readers[0])
         try:
-            for read_item, value in zip(item_readers, values, strict=False):
+            for read_item, value in zip(item_readers, values, strict=True):
                 items.append(read_item(value))
         except _Misfit as misfit:
             misfit.path = f"[{len(items)}]{misfit.path}"
@@ -307,22 +307,21 @@ def _list_builder(origin: Any, readers: Sequence[_Reader]) -> _Reader:
 def _object_builder(owner: Any, closed: bool) -> _Reader:
     """Return a function that builds the dataclass `owner` from an object."""
     hints = typing.get_type_hints(owner, include_extras=True)
-    readers = {field.name: _find_reader(hints[field.name], closed) for field in dataclasses.fields(owner)}
-    nothing = dataclasses.MISSING
-    required = [
-        field.name
-        for field in dataclasses.fields(owner)
-        if field.default is nothing and field.default_factory is nothing
-    ]
+    readers, required = {}, []
+    for field in dataclasses.fields(owner):
+        readers[field.name] = _find_reader(hints[field.name], closed)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            required.append(field.name)
 
     def build_object(values: dict[str, Any]) -> Any:
         parts = _read_parts(values, readers)
         for name in required:
             if name not in parts:
                 raise _Misfit(f" is not complete: it has no {name}")
-        for name in values if closed else ():
-            if name not in readers:
-                raise _Misfit(f".{name} is an unknown key")
+        if closed:
+            for name in values:
+                if name not in readers:
+                    raise _Misfit(f".{name} is an unknown key")
         return owner(**parts)
 
     return build_object

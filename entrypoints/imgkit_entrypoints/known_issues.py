@@ -52,8 +52,8 @@ FACTS: Mapping[str, str] = {
 _CONDITION = re.compile(r"(\$?[A-Za-z_][A-Za-z0-9_]*) (<|>=|==|!=|in|contains|matches|allows|is) (\S.*)")
 _VERSION = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9})*")
 _HINT = "for example: nccl < 2.29.3, arch in aarch64, x86_64, or $NCCL_PROTO is set"
-_STATES = {"$": ("set", "unset", "requested"), "": ("unknown",)}
-"""The states that ``is`` can test, for a variable (``$``) and for a fact."""
+_VARIABLE_STATES, _FACT_STATES = ("set", "unset", "requested"), ("unknown",)
+"""The states that ``is`` can test."""
 
 
 class Comparison(NamedTuple):
@@ -66,9 +66,17 @@ class Comparison(NamedTuple):
     """A value, or ``{fact}`` for the value of another fact."""
 
     @property
-    def prefix(self) -> str:
-        """``$`` if the comparison reads a variable, and empty if it reads a fact."""
-        return "$" if self.name.startswith("$") else ""
+    def is_of_variable(self) -> bool:
+        """Return whether the comparison reads a variable, and not a fact."""
+        return self.name.startswith("$")
+
+    @property
+    def names(self) -> list[str]:
+        """Return what the comparison reads. Both sides may name a fact: ``driver < {cuda_driver}``."""
+        names = [self.name]
+        if self.operand.startswith("{"):
+            names.append(self.operand.strip("{}"))
+        return names
 
 
 @functools.cache  # a start checks each condition as it reads the row, and then evaluates it
@@ -85,23 +93,24 @@ def parse_condition(condition: str) -> tuple[Comparison, ...]:
         if match is None:
             raise ValueError(f"{text.strip()!r} is not a condition")
         comparison = Comparison(*match.groups())
-        is_fact = comparison.operand.startswith("{")
-        # Both sides may name a fact: "driver < {cuda_driver}"
-        names = _names_in(comparison)
-        if comparison.prefix:
-            names.remove(comparison.name)
-        for name in names:
-            if name not in FACTS:
+        for name in comparison.names:
+            if not name.startswith("$") and name not in FACTS:
                 raise ValueError(f"{name!r} is not a fact; known are {', '.join(FACTS)}")
-        states = _STATES[comparison.prefix]
-        if comparison.operator == "is" and comparison.operand not in states:
-            raise ValueError(f"{comparison.operand!r} is none of {', '.join(states)}")
-        if comparison.operator == "matches":
-            _check_pattern(comparison.operand)
-        if comparison.operator in ("<", ">=") and not is_fact and not _VERSION.match(comparison.operand):
-            raise ValueError(f"{comparison.operand!r} is not a version")
+        _check_operand(comparison)
         comparisons.append(comparison)
     return tuple(comparisons)
+
+
+def _check_operand(comparison: Comparison) -> None:
+    """Raise ValueError if the operator of a comparison cannot have its operand."""
+    operand = comparison.operand
+    states = _VARIABLE_STATES if comparison.is_of_variable else _FACT_STATES
+    if comparison.operator == "is" and operand not in states:
+        raise ValueError(f"{operand!r} is none of {', '.join(states)}")
+    if comparison.operator == "matches":
+        _check_pattern(operand)
+    if comparison.operator in ("<", ">=") and not operand.startswith("{") and not _VERSION.match(operand):
+        raise ValueError(f"{operand!r} is not a version")
 
 
 def _check_pattern(pattern: str) -> None:
@@ -180,7 +189,7 @@ class IssueResult:
 
     @property
     def message(self) -> str:
-        """The message of the issue, with the evidence, the id and the source in parentheses."""
+        """Return the message of the issue, with the evidence, the id and the source in parentheses."""
         parts = (self.reason, f"known issue {self.issue.id}", self.issue.source)
         return f"{self.issue.message} ({'; '.join(filter(None, parts))})"
 
@@ -198,58 +207,52 @@ def evaluate_issue(issue: KnownIssue, lookup: Lookup) -> IssueResult:
     evidence: dict[str, None] = {}
     unknown: dict[str, None] = {}
     for condition in issue.when:
-        alternatives = parse_condition(condition)
-        states = [_comparison_holds(comparison, lookup) for comparison in alternatives]
+        comparisons = parse_condition(condition)
+        states = [_is_true(comparison, lookup) for comparison in comparisons]
         if True in states:
-            names = _names_in(alternatives[states.index(True)])
-            evidence.update(dict.fromkeys(lookup(name).evidence for name in names))
+            comparison = comparisons[states.index(True)]
+            evidence.update(dict.fromkeys(lookup(name).evidence for name in comparison.names))
         elif None in states:
-            unknown.update(dict.fromkeys(_unknown_names(alternatives[states.index(None)], lookup)))
+            unknown.update(dict.fromkeys(_unknown_names(comparisons[states.index(None)], lookup)))
         else:
-            values = dict.fromkeys(lookup(comparison.name).evidence for comparison in alternatives)
+            values = dict.fromkeys(lookup(comparison.name).evidence for comparison in comparisons)
             return IssueResult(issue, "no match", f"needs {condition} ({', '.join(values)})")
     if unknown:
         return IssueResult(issue, "unknown", f"unknown: {', '.join(unknown)}")
     return IssueResult(issue, "match", ", ".join(filter(None, evidence)))
 
 
-def _names_in(comparison: Comparison) -> list[str]:
-    """Return the names of the facts and the variable that a comparison reads."""
-    names = [comparison.name]
-    if comparison.operand.startswith("{"):  # "driver < {cuda_driver}"
-        names.append(comparison.operand[1:-1])
-    return names
-
-
 def _unknown_names(comparison: Comparison, lookup: Lookup) -> list[str]:
     """Return the names that make a comparison unknown, as messages call them.
 
-    Of two versions, only one may be unknown; the other one is then left out.
+    If only one of two versions is unknown, leave the other one out.
     """
-    names = _names_in(comparison)
+    names = comparison.names
     unknown = [name for name in names if not _parse_version(lookup(name).text)] or names
     return [FACTS.get(name, name) for name in unknown]
 
 
-def _comparison_holds(comparison: Comparison, lookup: Lookup) -> bool | None:
+def _is_true(comparison: Comparison, lookup: Lookup) -> bool | None:
     """Return whether a comparison is true, or None if one of its values is unknown."""
     value, operand = lookup(comparison.name), comparison.operand
     if not value.is_known:
         return None
     if comparison.operator == "is":
-        is_set = bool(value.text)
+        if operand == "requested":
+            return value.is_requested
         # "unset" for a variable and "unknown" for a fact both mean that the text is empty.
-        return value.is_requested if operand == "requested" else is_set == (operand == "set")
+        return (value.text != "") == (operand == "set")
     if operand.startswith("{"):
-        operand = lookup(operand[1:-1]).text
-    if not operand or not (value.text or comparison.prefix):
+        operand = lookup(operand.strip("{}")).text
+    is_unknown = value.text == "" and not comparison.is_of_variable
+    if not operand or is_unknown:
         return None
     if comparison.operator in ("<", ">="):
-        versions = (_parse_version(value.text), _parse_version(operand))
-        # A variable without a version is a wrong value and not an unknown one, so the comparison is false.
-        if () in versions:
-            return False if comparison.prefix else None
-        return (versions[0] < versions[1]) == (comparison.operator == "<")
+        version, other = _parse_version(value.text), _parse_version(operand)
+        if not version or not other:
+            # A variable without a version is a wrong value and not an unknown one.
+            return False if comparison.is_of_variable else None
+        return version < other if comparison.operator == "<" else version >= other
     if comparison.operator == "matches":
         return re.search(operand, value.text, re.IGNORECASE) is not None
     return _OPERATORS[comparison.operator](value.text.lower(), operand.lower())
@@ -265,12 +268,12 @@ def _parse_version(text: str) -> tuple[int, ...]:
 
 
 def _is_in(value: str, operand: str) -> bool:
-    """Return True if `value` is one of the choices in `operand`: ``arm64, aarch64``."""
+    """Return whether `value` is one of the choices in `operand`: ``arm64, aarch64``."""
     return value in [choice.strip() for choice in operand.split(",")]
 
 
 def _list_allows(value: str, item: str) -> bool:
-    """Return True if a list of NCCL allows `item` for all functions.
+    """Return whether a list of NCCL allows `item` for all functions.
 
     The format is ``[^]item,...;function:...``. For example ``^LL128`` allows every item but LL128.
     """
@@ -289,7 +292,7 @@ _OPERATORS: Mapping[str, Callable[[str, str], bool]] = {
 
 
 def load_issues(of_system: Iterable[KnownIssue], env: Mapping[str, str]) -> tuple[KnownIssue, ...]:
-    """Return the rows that imgkit ships, those of a system, and those of the file that `VARIABLE` names.
+    """Return the rows that imgkit ships, the rows of a system, and the rows of the site's file (`VARIABLE`).
 
     If several rows have the same id, the last one replaces the others. Rows with the effect ``ignore`` are
     removed.

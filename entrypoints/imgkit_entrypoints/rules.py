@@ -80,24 +80,27 @@ def printable_text(text: str, *, several_lines: bool = False) -> Iterator[Fault]
 
     Parameters
     ----------
-    several_lines : accept line breaks, as in a shell command.
+    several_lines : True to accept line breaks, as in a shell command.
     """
     if text.isprintable():
         return
     # Spaces such as U+00A0 are not printable either, but their category is none of `_INVISIBLE`.
     allowed = "\t\n" if several_lines else "\t"
-    unseen = (letter for letter in text if unicodedata.category(letter) in _INVISIBLE)
-    bad = next((letter for letter in unseen if letter not in allowed), "")
-    if bad and bad in "\n\r\x85\u2028\u2029":
-        # A single line with a line break at its end is YAML's block "|".
-        is_block = text.strip().count("\n") == 0
-        yield (
-            "contains a line break",
-            "write >- instead of | or >" if is_block else "write it on one line, commands joined with &&",
-        )
-    elif bad:
-        kind = "control" if unicodedata.category(bad) == "Cc" else "invisible"
-        yield f"contains the {kind} character U+{ord(bad):04X}", "delete it"
+    for character in text:
+        category = unicodedata.category(character)
+        if category not in _INVISIBLE or character in allowed:
+            continue
+        if character in "\n\r\x85\u2028\u2029":
+            # A single line with a line break at its end is YAML's block "|".
+            is_block = text.strip().count("\n") == 0
+            fix = (
+                "write >- instead of | or >" if is_block else "write it on one line, commands joined with &&"
+            )
+            yield "contains a line break", fix
+        else:
+            kind = "control" if category == "Cc" else "invisible"
+            yield f"contains the {kind} character U+{ord(character):04X}", "delete it"
+        return  # the first such character is enough
 
 
 def pattern_rule(pattern: str, fault: str, hint: str) -> Rule:

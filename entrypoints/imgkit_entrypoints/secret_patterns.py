@@ -101,15 +101,17 @@ _PRIVATE = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY|PuTTY-User-Key-File")
 
 
 def in_name(name: str, value: str) -> bool:
-    """Return True if a variable or an option with this name and value is probably a secret.
+    """Return whether a variable or an option with this name and value is probably a secret.
 
     Names in capital letters are taken for variables, and others for options or settings.
     """
     capital = re.sub(r"[-.]", "_", name.lstrip("-")).upper()
     if _HARMLESS.fullmatch(value) or _LOCATION.search(capital):
         return False
-    strong = _STRONG if name.isupper() else _STRONG_OPTION
-    return bool(strong.search(capital) or (_WEAK.search(capital) and _RANDOM.fullmatch(value)))
+    strong_names = _STRONG if name.isupper() else _STRONG_OPTION
+    if strong_names.search(capital):
+        return True
+    return _WEAK.search(capital) is not None and _RANDOM.fullmatch(value) is not None
 
 
 def in_value(value: str) -> str:
@@ -135,26 +137,28 @@ def in_arguments(arguments: Sequence[str]) -> str:
         kind = in_value(text)
         if kind:
             return f"{kind} in argument {number + 1}"
-        option, between, value = text.partition("=")
-        # "--token VALUE": the value is the next argument, unless that is an option itself
-        if not between and not _SWITCH.match(option):
-            value = next((after for after in arguments[number + 1 : number + 2] if after[:1] != "-"), "")
+        option, equals, value = text.partition("=")
+        if not equals and not _SWITCH.match(option) and number + 1 < len(arguments):
+            # "--token VALUE": the value is the next argument, unless that is an option itself.
+            following = arguments[number + 1]
+            value = "" if following.startswith("-") else following
         if re.fullmatch(r"--?[A-Za-z][\w.-]*", option) and in_name(option, value):
             return f"a secret by the name of its option, {option}"
     return in_value(" ".join(arguments))  # curl's -u USER:PASSWORD is two arguments
 
 
 def in_file_name(path: str) -> bool:
-    """Return True if a file of this name usually holds secrets. A path of a folder ends with a slash."""
+    """Return whether a file of this name usually holds secrets. A path of a folder ends with a slash."""
     lower = f"/{path.lower()}"
-    name = lower[lower.rstrip("/").rindex("/") + 1 :]
+    name_start = lower.rstrip("/").rindex("/") + 1
+    name = lower[name_start:]
     if _TEMPLATES.fullmatch(name):
         return False
     return lower.endswith(_BELOW) or any(fnmatch.fnmatchcase(name, pattern) for pattern in _FILES)
 
 
 def is_private_key(start: bytes) -> bool:
-    """Return True if the first bytes of a file have the header of a private key (PEM or PuTTY)."""
+    """Return whether the first bytes of a file have the header of a private key (PEM or PuTTY)."""
     return bool(_PRIVATE.search(start))
 
 
@@ -165,22 +169,23 @@ def mask_secrets(text: str) -> str:
     """
     for pattern in _PATTERNS.values():
         text = pattern.sub(_mask_match, text)
-    characters, end = list(text), 0
+    characters = list(text)
+    masked_end = 0  # where the last value that was masked ends
     for match in _ASSIGNED.finditer(text):
         group = next(number for number in _ENDS if match[number] is not None)
         position = match.start(group)
-        # `end` is where the last value that was masked ends.
-        if position >= end and in_name(match[1], match[group]):
+        if position >= masked_end and in_name(match[1], match[group]):
             while position < len(text) and text[position] not in _ENDS[group]:
                 characters[position] = "*"
                 position += 1
-            end = position
+            masked_end = position
     return "".join(characters)
 
 
 def _mask_match(match: re.Match[str]) -> str:
     """Return the text of a match with stars for its group, or for all of it if the pattern has no group."""
-    group, start = 1 if match.re.groups else 0, match.start()
-    first, last = match.start(group) - start, match.end(group) - start
+    group = 1 if match.re.groups else 0
+    before = match.string[match.start() : match.start(group)]
+    after = match.string[match.end(group) : match.end()]
     # Line ends stay, so that positions in a text of several lines stay too.
-    return match[0][:first] + re.sub(r"[^\n]", "*", match[group]) + match[0][last:]
+    return before + re.sub(r"[^\n]", "*", match[group]) + after

@@ -272,10 +272,11 @@ class SystemFacts:
         For a partition that the recipe does not list, `node` and `queue` stay as they are.
         """
         listed = self.partitions.get(partition, Partition())
-        # These two are not fields of `node`. None and an empty text mean that a value is not set.
-        values = dataclasses.asdict(listed)
-        del values["interfaces"], values["options"]
-        changes = {name: value for name, value in values.items() if value not in (None, "")}
+        changes = {}
+        for name, value in dataclasses.asdict(listed).items():
+            is_set = value not in (None, "")
+            if is_set and name not in ("interfaces", "options"):  # these two are not fields of `node`
+                changes[name] = value
         # The partition's default size replaces both sizes of `node`, also that for each GPU.
         if "default_memory_GB" in changes:
             changes.setdefault("memory_per_gpu_GB", None)
@@ -304,17 +305,20 @@ class SystemFacts:
         ------
         UsageError : a variable of the site is not set on this node.
         """
-        values, sources = dict(self.env), {JOB_FOLDER: env.get("PWD", ""), **env}
+        site_env = {JOB_FOLDER: env.get("PWD", ""), **env}
+        values = dict(self.env)
         for name, value in self.env.items():
             try:
-                values[name] = expand_variables(value, sources)
+                values[name] = expand_variables(value, site_env)
             except KeyError as error:
-                if name not in env:
-                    raise UsageError(
-                        f"system.env sets {name}={value}, but ${error.args[0]} is not set on this node",
-                        where=str(SYSTEM_JSON),
-                        hint=f"load the module that sets it (system.runtime.modules), or set {name} yourself",
-                    ) from None
+                if name in env:
+                    continue
+                (missing,) = error.args
+                raise UsageError(
+                    f"system.env sets {name}={value}, but ${missing} is not set on this node",
+                    where=str(SYSTEM_JSON),
+                    hint=f"load the module that sets it (system.runtime.modules), or set {name} yourself",
+                ) from None
         return dataclasses.replace(self, env=values)
 
 

@@ -81,7 +81,7 @@ def print_document(text: str) -> None:
 
 
 def _join_lines(lines: tuple[str, ...]) -> str:
-    # Written with one call, so that lines of several processes do not mix.
+    """Return all lines as one text. One call writes it, so that lines of several processes do not mix."""
     return "".join(f"{escape_controls(line)}\n" for line in lines)
 
 
@@ -126,16 +126,19 @@ def output_copier(*, to_err: bool = False) -> Callable[[bytes], None]:
     )
     unfinished = ""
 
-    def write(chunk: bytes) -> None:
-        nonlocal unfinished
-        # A chunk may end within a character or a control sequence, so the rest waits for the next chunk.
-        if not stream.isatty():
-            stream.buffer.write(chunk)
-        else:
-            text = unfinished + decoder.decode(chunk)
-            match = _UNFINISHED.search(text)
-            unfinished = match[0] if match else ""
-            stream.write(escape_controls(strip_styles(text.removesuffix(unfinished)), keep="\n\t"))
+    def copy_to_file(chunk: bytes) -> None:
+        stream.buffer.write(chunk)
         stream.flush()
 
-    return write
+    def copy_to_terminal(chunk: bytes) -> None:
+        nonlocal unfinished
+        # A chunk may end within a character, which the decoder keeps, or within a control sequence, whose
+        # beginning waits here for the next chunk.
+        text = unfinished + decoder.decode(chunk)
+        match = _UNFINISHED.search(text)
+        unfinished = match[0] if match else ""
+        complete = text.removesuffix(unfinished)
+        stream.write(escape_controls(strip_styles(complete), keep="\n\t"))
+        stream.flush()
+
+    return copy_to_terminal if stream.isatty() else copy_to_file

@@ -387,7 +387,7 @@ def _placement(data: bytes, _: Path) -> None:
 
 def _ras_report(data: bytes, _: Path) -> None:
     lines = nccl.summarize_answer(data)
-    assert len(lines) <= nccl.SHOWN + 1
+    assert len(lines) <= nccl.MAX_LINES + 1
     assert all(line.isascii() and line.isprintable() for line in lines)
 
 

@@ -25,7 +25,7 @@ from imgkit_entrypoints.files import (
     append_file as append_file,
     create_file as create_file,
     foreign_file_reason as foreign_file_reason,
-    foreign_folder_reason as foreign_folder_reason,
+    is_foreign_folder as is_foreign_folder,
     make_own_folder as make_own_folder,
     open_own as open_own,
     open_regular as open_regular,

@@ -198,7 +198,7 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
     UsageError : `target` is a link or belongs to another user, who could change what the job executes.
     """
     if os.path.lexists(target):
-        if target.is_symlink() or files.foreign_folder_reason(target):
+        if target.is_symlink() or files.is_foreign_folder(target):
             message = "it is a link or belongs to another user, and the job would execute what is in it"
             raise UsageError(message, where=str(target), hint="remove it, or choose another --directory")
         return

@@ -69,7 +69,7 @@ class LogHandler(logging.Handler):
     """Writes records to the log of the node agent, and not to the terminal."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        user_program.mark(self.format(record))
+        user_program.print_to_log(self.format(record))
 
 
 class LossyOutput(io.FileIO):
@@ -117,7 +117,7 @@ def run_torchrun(run: Callable[[], None], *, is_imgkits: bool) -> None:
     try:
         run()
     except ChildFailedError as error:
-        user_program.mark(traceback.format_exc().rstrip("\n"))
+        user_program.print_to_log(traceback.format_exc().rstrip("\n"))
         rank, first = error.get_first_failure()
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         codes.update(_codes_of_forks(first.local_rank, rank))
@@ -132,7 +132,7 @@ def run_torchrun(run: Callable[[], None], *, is_imgkits: bool) -> None:
         text = traceback.format_exc().rstrip("\n")
         if not failures.note_torchrun(os.environ, text):
             raise
-        user_program.mark(text)
+        user_program.print_to_log(text)
         sys.exit(EXIT_NO)
 
 

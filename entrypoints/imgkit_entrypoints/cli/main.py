@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     argv = tuple(sys.argv[1:] if argv is None else argv)
     terminal.open_closed_streams()
-    code = _exit_code(argv)
+    code = _run_and_report(argv)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
-def _exit_code(argv: tuple[str, ...]) -> int | str | None:
+def _run_and_report(argv: tuple[str, ...]) -> int | str | None:
     """Run ``NAME ARGS``, print its error if there is one, and return the exit code."""
     try:
         return _run_command(argv, os.environ)
@@ -58,16 +58,22 @@ def _exit_code(argv: tuple[str, ...]) -> int | str | None:
     except terminal.OutputLost as error:
         return _report_lost_output(error)
     except ImgkitError as error:
-        # A dry run with --json prints its errors as JSON too. If the options themselves are wrong, there are
-        # no parsed options, so the command line is searched for the flags.
-        if "--json" in argv and ("--dry-run" in argv or os.environ.get(flag_variable("--dry-run")) == "1"):
-            document = {"schema": plan.SCHEMA, "error": _error_dict(error)}
-            with contextlib.suppress(terminal.OutputLost):
-                terminal.print_document(json.dumps(document, indent=2) + "\n")
-        terminal.print_messages(*f"{argv[0] if argv else 'imgkit_entrypoints'}: {error}".split("\n"))
+        _print_error(argv, error)
         return error.exit_code
     except KeyboardInterrupt:
         return 130  # 128 plus the number of SIGINT, as a shell reports it
+
+
+def _print_error(argv: tuple[str, ...], error: ImgkitError) -> None:
+    """Print the error of a command. A dry run with ``--json`` prints it as JSON, too."""
+    # If the options themselves are wrong, there are no parsed options, so look for the flags in `argv`.
+    is_dry_run = "--dry-run" in argv or os.environ.get(flag_variable("--dry-run")) == "1"
+    if "--json" in argv and is_dry_run:
+        document = {"schema": plan.SCHEMA, "error": _error_dict(error)}
+        with contextlib.suppress(terminal.OutputLost):
+            terminal.print_document(json.dumps(document, indent=2) + "\n")
+    name = argv[0] if argv else "imgkit_entrypoints"
+    terminal.print_messages(*f"{name}: {error}".split("\n"))
 
 
 def _report_lost_output(error: OSError) -> int:
@@ -94,15 +100,22 @@ def _run_command(argv: tuple[str, ...], env: Mapping[str, str]) -> int:
         return _dist_env(command, argv, env)
     if argv[1:] and argv[1] in command.verbs:  # "dist-train export ...": a subcommand without a launch
         return int(importlib.import_module(command.verbs[argv[1]]).main(argv[2:]))
-    parse = start.parse_user_program if command.app is None else start.parse_app
-    options, worker = parse(command, argv, env)
+    if command.app is None:
+        options, worker = start.parse_user_program(command, argv, env)
+    else:
+        options, worker = start.parse_app(command, argv, env)
     if command.name == "dist-doctor" and not options.dry_run:
         return _dist_doctor(options, worker, env)
     return start.launch_worker(options, worker, env)
 
 
 def _find_command(name: str) -> Command:
-    """Return the command with this name; raise UsageError, which lists all names, if there is none."""
+    """Return the command with this name.
+
+    Raises
+    ------
+    UsageError : there is no such command. The hint lists all names.
+    """
     for command in COMMANDS:
         if command.name == name:
             return command
@@ -230,13 +243,20 @@ def _dist_doctor(options: LaunchOptions, worker: Worker, env: Mapping[str, str])
 
     # The worker's argv is "python3 -I -u -m MODULE ARGS", and the checks here take the same ARGS.
     arguments = worker.argv[worker.argv.index("-m") + 2 :]
-    if "--known-issues" not in arguments:
-        try:
-            placement = start.find_placement(options.placement, env)
-        except NoPlan as error:  # a wrong start is no reason not to check this node
-            start.print_message(*f"this node only: {error}".split("\n"))
-        else:
-            if placement.nnodes > 1 or options.request.nproc != "auto":
-                request = dataclasses.replace(options.request, prefix=False)
-                return start.launch_worker(dataclasses.replace(options, request=request), worker, env)
+    if "--known-issues" not in arguments and _should_check_all_nodes(options, env):
+        request = dataclasses.replace(options.request, prefix=False)
+        return start.launch_worker(dataclasses.replace(options, request=request), worker, env)
     return node.main(arguments, {**env, "IMGKIT_DEVICE": options.request.device})
+
+
+def _should_check_all_nodes(options: LaunchOptions, env: Mapping[str, str]) -> bool:
+    """Return whether dist-doctor checks all nodes of the job together.
+
+    A wrong start is no reason not to check this node, so print its error, and return False.
+    """
+    try:
+        placement = start.find_placement(options.placement, env)
+    except NoPlan as error:
+        start.print_message(*f"this node only: {error}".split("\n"))
+        return False
+    return placement.nnodes > 1 or options.request.nproc != "auto"

@@ -256,7 +256,7 @@ class _VariableValue(NamedTuple):
 def launch_parser(command: Command, env: Mapping[str, str], options: Sequence[Option] = ()) -> Parser:
     """Return a parser with the options of a launch, and with the `options` that only this command has.
 
-    The defaults are those of the variables in `env`.
+    The defaults come from the variables in `env`, such as IMGKIT_NNODES.
     """
     parser = Parser(prog=command.name, description=command.summary, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"imgkit {__version__}")

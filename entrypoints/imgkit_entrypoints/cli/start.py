@@ -106,25 +106,37 @@ def parse_user_program(
         if "unknown option" in error.what:
             error.hint = _program_options_hint(command, argv, env) or error.hint
         raise
-    program = parsed.program[1:] if parsed.program[:1] == ["--"] else parsed.program
+    program = parsed.program
+    if program[:1] == ["--"]:
+        program = program[1:]
     if not program:
         raise UsageError("no script given", hint=_USAGE)
     refuse_unused(parser, parsed, PER_NODE_NEEDS)
+    options = read_options(parsed, command, argv)
     if parsed.per_node:
         _refuse_missing_run_folder((*program, *parsed.worker_arg), env)
-        return read_options(parsed, command, argv), Worker(argv=tuple(program), is_imgkits=False)
-    if not parsed.module and _PYTHON.fullmatch(PurePath(program[0]).name):
-        # The hint is the same line without the interpreter and its usual option -u.
-        before = [arg for arg in argv[1 : len(argv) - len(program)] if arg != "--"]
-        script = [arg for arg in program[1:] if arg != "-u"]
-        raise UsageError(
-            f"{program[0]} is not needed: dist-run starts Python once for each rank",
-            hint=shlex.join([command.name, *before, *script]),
-        )
-    switches = {"--pass-local-rank": parsed.pass_local_rank, "-m": parsed.module}
-    flags = [flag for flag, is_on in switches.items() if is_on]
-    worker = Worker(argv=(sys.executable, "-u", user_program.__file__, *flags, *program), is_imgkits=False)
-    return read_options(parsed, command, argv), worker
+        return options, Worker(argv=tuple(program), is_imgkits=False)
+    if not parsed.module:
+        _refuse_python(command, argv, program)
+    worker_argv = [sys.executable, "-u", user_program.__file__]
+    if parsed.pass_local_rank:
+        worker_argv.append("--pass-local-rank")
+    if parsed.module:
+        worker_argv.append("-m")
+    return options, Worker(argv=(*worker_argv, *program), is_imgkits=False)
+
+
+def _refuse_python(command: Command, argv: Sequence[str], program: Sequence[str]) -> None:
+    """Raise UsageError if `program`, the end of `argv`, begins with a Python interpreter."""
+    if not _PYTHON.fullmatch(PurePath(program[0]).name):
+        return
+    # The hint is the same line without the interpreter and its usual option -u.
+    before = [arg for arg in argv[1 : len(argv) - len(program)] if arg != "--"]
+    script = [arg for arg in program[1:] if arg != "-u"]
+    raise UsageError(
+        f"{program[0]} is not needed: dist-run starts Python once for each rank",
+        hint=shlex.join([command.name, *before, *script]),
+    )
 
 
 def _refuse_missing_run_folder(node_command: Sequence[str], env: Mapping[str, str]) -> None:
@@ -140,18 +152,21 @@ def _refuse_missing_run_folder(node_command: Sequence[str], env: Mapping[str, st
 def _program_options_hint(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> str:
     """Return a hint with the user's command line in the right order, after an unknown option.
 
-    The unknown options before a ``.py`` file are most likely those of the program: ``dist-run --lr 1
+    The unknown options before a ``.py`` file most likely belong to the program: ``dist-run --lr 1
     train.py`` -> ``dist-run train.py --lr 1``. The hint is empty if no argument ends with ``.py``.
     """
-    position = next((index for index, arg in enumerate(argv) if index and arg.endswith(".py")), 0)
-    if not position:
+    scripts = [arg for arg in argv[1:] if arg.endswith(".py")]
+    if not scripts:
         return ""
-    launch_options = list(argv[1:position])
-    _, rest = launch_parser(command, env).parse_known_args(launch_options)
+    script_index = argv.index(scripts[0], 1)
+    before, after = list(argv[1:script_index]), argv[script_index + 1 :]
+    _, unknown = launch_parser(command, env).parse_known_args(before)
     # Remove each unknown argument where it stands last, so that an equal value of an option before it stays.
-    for arg in reversed(rest):
-        del launch_options[len(launch_options) - 1 - launch_options[::-1].index(arg)]
-    line = shlex.join([command.name, *launch_options, argv[position], *rest, *argv[position + 1 :]])
+    before.reverse()
+    for arg in reversed(unknown):
+        before.remove(arg)
+    before.reverse()
+    line = shlex.join([command.name, *before, scripts[0], *unknown, *after])
     return f"options of the program follow the program: {line}"
 
 
@@ -183,7 +198,7 @@ def launch_worker(options: LaunchOptions, worker: Worker, env: Mapping[str, str]
     if options.dry_run:
         # A dry run names the source of the secret, but neither reads nor makes it.
         meets = placement.nnodes > 1 and launch_plan.mode != "direct"
-        source = secret.source(options.secret_file, env, shared_home=_shared_home(env)) if meets else ""
+        source = secret.source(options.secret_file, env, shared_home=_is_home_shared(env)) if meets else ""
         planned = dataclasses.replace(launch_plan, secret=source)
         if options.json:
             terminal.print_document(json.dumps(planned.to_dict(), indent=2) + "\n")
@@ -321,8 +336,12 @@ def _compile_cache(
     # In an image, its manifest gives the key. Elsewhere, the version of torch and the Python environment do.
     key = compile_cache.make_key(reader.text(MANIFEST_JSON) or f"{host.torch_version} {sys.prefix}")
     folder = compile_cache.find_folder(env, key, is_shared=partial(storage.on_network_disk, reader))
-    file = options.compile_cache and files.in_job_folder(Path(options.compile_cache), env).absolute()
-    return compile_cache.CompileCache(folder=folder, key=key, file=file or None) if folder else None
+    if folder is None:
+        return None
+    file = None
+    if options.compile_cache:
+        file = files.in_job_folder(Path(options.compile_cache), env).absolute()
+    return compile_cache.CompileCache(folder=folder, key=key, file=file)
 
 
 def _run_rank(launch_plan: LaunchPlan, child_env: Mapping[str, str], env: Mapping[str, str]) -> int:
@@ -335,7 +354,7 @@ def _run_rank(launch_plan: LaunchPlan, child_env: Mapping[str, str], env: Mappin
     from imgkit_entrypoints.launch.stop_protocol import RunFolder
 
     # In other modes, the node agent makes these two checks.
-    folder = RunFolder.of(env, print_message)
+    folder = RunFolder.from_env(env, print_message)
     if folder:
         folder.refuse_unusable()
         folder.refuse_stopped()
@@ -434,7 +453,7 @@ def _find_secret(options: LaunchOptions, env: Mapping[str, str], placement: Plac
     """
     if placement.nnodes == 1 or placement.direct is not None:
         return None
-    run_secret = secret.find(options.secret_file, env, shared_home=_shared_home(env))
+    run_secret = secret.find(options.secret_file, env, shared_home=_is_home_shared(env))
     if run_secret:
         return run_secret
     make = secret.MAKE.format(file="FILE")
@@ -444,19 +463,24 @@ def _find_secret(options: LaunchOptions, env: Mapping[str, str], placement: Plac
             "no secret is set, so other programs could join this run", where="--require-secret", hint=remedy
         )
     if placement.node_rank == 0:
-        # A run that is started by hand has no job id that strangers would have to know, and so always the
-        # same port.
-        if not placement.job_id and placement.port is None:
-            remedy += f", or at least the same random port to all nodes: --port {ports.any_free()}"
-        port = ports.rollcall_port(placement.job_id, placement.port)
-        print_message(
-            f"no secret is set: any program that reaches port {port} of {placement.head} can join this run. "
-            f"To prevent that, {remedy}"
-        )
+        _warn_without_secret(placement, remedy)
     return None
 
 
-def _shared_home(env: Mapping[str, str]) -> bool:
+def _warn_without_secret(placement: Placement, remedy: str) -> None:
+    """Print that other programs can join the roll call, and how to prevent that."""
+    # A run that is started by hand has no job id that strangers would have to know, and so always the same
+    # port.
+    if not placement.job_id and placement.port is None:
+        remedy += f", or at least the same random port to all nodes: --port {ports.any_free()}"
+    port = ports.rollcall_port(placement.job_id, placement.port)
+    print_message(
+        f"no secret is set: any program that reaches port {port} of {placement.head} can join this run. "
+        f"To prevent that, {remedy}"
+    )
+
+
+def _is_home_shared(env: Mapping[str, str]) -> bool:
     """Return whether the secret file in the user's home is on a network disk, which other nodes share."""
     path = secret.home_file(env)
     return path is not None and storage.on_network_disk(facts.Reader(root=facts.root_of(env)), str(path))
@@ -468,7 +492,7 @@ def print_message(text: str, *more_lines: str) -> None:
 
 
 def _shadowing_folders(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return warnings about folders of PYTHONPATH with a torch or numpy that hides the image's.
+    """Return warnings about folders of PYTHONPATH with a torch or numpy that hides the one of the image.
 
     PYTHONPATH stays for the user's program, which may need its own modules from there.
     """

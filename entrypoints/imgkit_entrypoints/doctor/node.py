@@ -49,7 +49,7 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, nnodes: int = 1) -> int
 
     Parameters
     ----------
-    nnodes : nodes of the run; on one node, a problem between nodes is only a warning.
+    nnodes : number of nodes of the run. On one node, a problem between nodes is only a warning.
 
     Raises
     ------
@@ -58,26 +58,27 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, nnodes: int = 1) -> int
     options = parse_options(argv)
     host = facts.gather(env=env)
     system = facts.system_facts(env=env)
-    reader = Reader(root=facts.root_of(env))
     if options.known_issues:
-        results = _plan(host, system, env, nnodes).issues
-        if options.json:
-            print_json({"host": host.hostname, "known_issues": issue_rows(results)})
-        else:
-            terminal.print_results(*issues_table(results))
+        _print_issues(host.hostname, _plan(host, system, env, nnodes).issues, as_json=options.json)
         return 0
-    checks = examine(host, system, env, reader=reader, nnodes=nnodes)
-    is_good = passed(checks, strict=options.strict)
+    checks = examine(host, system, env, reader=Reader(root=facts.root_of(env)), nnodes=nnodes)
+    has_passed = passed(checks, strict=options.strict)
     if options.json:
         rows = [dataclasses.asdict(check) for check in checks]
-        print_json({"host": host.hostname, "passed": is_good, "checks": rows})
+        print_json({"host": host.hostname, "passed": has_passed, "checks": rows})
     else:
         terminal.print_results(*table(checks), summary(checks))
-        if not is_good and passed(checks):
+        if not has_passed and passed(checks):
             terminal.print_results("FAILED: --strict counts warnings as failures")
-    if not is_good:
-        return EXIT_NO
-    return 0
+    return 0 if has_passed else EXIT_NO
+
+
+def _print_issues(host: str, results: Sequence[IssueResult], *, as_json: bool) -> None:
+    """Print every known issue, for ``--known-issues``."""
+    if as_json:
+        print_json({"host": host, "known_issues": issue_rows(results)})
+    else:
+        terminal.print_results(*issues_table(results))
 
 
 def examine(
@@ -88,12 +89,12 @@ def examine(
     reader: Reader,
     nnodes: int = 1,
 ) -> tuple[Check, ...]:
-    """Run every check, and return the results of those that apply to this node.
+    """Run every check, and return the results. A check that does not apply to this node has none.
 
     Parameters
     ----------
     reader : reads the few files that are not facts of a launch.
-    nnodes : nodes of the run; on one node, a problem between nodes is only a warning.
+    nnodes : number of nodes of the run. On one node, a problem between nodes is only a warning.
     """
     subject = Subject(
         facts=host,
@@ -101,7 +102,7 @@ def examine(
         system=system or SystemFacts(),
         env=_user_env(env),
         plan=_plan(host, system, env, nnodes),
-        several=nnodes > 1,
+        has_several_nodes=nnodes > 1,
         reader=reader,
     )
     results: list[Check] = []

@@ -6,7 +6,7 @@ pure function of the node's facts, the recipe and the environment.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from imgkit_entrypoints.fabric import issues, library_path, lint, plugin, ports, slingshot, sockets
 from imgkit_entrypoints.fabric.fabric_plan import (
@@ -51,7 +51,7 @@ def choose_fabric(
     kind, reason, is_requested = _select_kind(draft)
     library_path.decide_library_path(draft, kind)
     plugin.decide_plugin(draft, kind)
-    devices, rate = _FABRICS[kind](draft, system)
+    devices, rate = _FABRICS[kind](draft)
     if not is_requested:
         _compare_with_recipe(draft, system, kind, reason, rate)
     results = issues.apply_known_issues(draft, kind, system)
@@ -76,7 +76,7 @@ _Carriers = tuple[tuple[str, ...], float | None]
 """Devices that carry the traffic and their rate in Gbit/s: ``(("mlx5_0:1", "mlx5_1:1"), 400.0)``."""
 
 
-def _decide_infiniband(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
+def _decide_infiniband(draft: PlanDraft) -> _Carriers:
     """Decide the variables for InfiniBand: the exact ports, the interface, and no GID index.
 
     InfiniBand routes by LID. NCCL 2.22.3 and later do not even read NCCL_IB_GID_INDEX there.
@@ -91,7 +91,7 @@ def _decide_infiniband(draft: PlanDraft, system: SystemFacts | None) -> _Carrier
     return _decide_rdma(draft, used, "InfiniBand")
 
 
-def _decide_roce(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
+def _decide_roce(draft: PlanDraft) -> _Carriers:
     """Decide the variables for RDMA over Ethernet: the exact ports, the GID index and the interface.
 
     The GID index is set only for a version of NCCL that does not search for it (`ports.decide_gid`).
@@ -120,76 +120,84 @@ def _refuse_net(draft: PlanDraft, networks: tuple[str, ...], reason: str) -> Non
         draft.refuse("NCCL_NET", reason)
 
 
-def _decide_slingshot(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
+def _decide_slingshot(draft: PlanDraft) -> _Carriers:
     """Decide the variables for Slingshot: the plug-in's settings, and the interfaces of the bootstrap.
 
     A network interface of the fabric that is down gets a warning, because its NIC carries no traffic.
     """
-    cxi = draft.facts.cxi
     slingshot.decide_slingshot(draft)
     # Slingshot's network interfaces are named hsn0, hsn1, ...
-    hsn = [item for item in draft.facts.interfaces if item.name.startswith("hsn")]
-    running = [item for item in hsn if item.running]
-    # Those with an address come first. Without any, all that are up are used.
-    running = [item for item in running if item.addresses] or running
-    if running:
-        sockets.refuse_absent(draft)
-        if draft.several:
-            states = "; ".join(map(sockets.state_of, running))
-            value = sockets.format_interfaces([item.name for item in running], draft.facts)
-            draft.set(sockets.NCCL, value, f"NCCL's bootstrap uses the fabric's interfaces: {states}")
-            draft.set(sockets.GLOO, running[0].name, f"Gloo uses only one interface: {states}")
-    else:
+    interfaces = [item for item in draft.facts.interfaces if item.name.startswith("hsn")]
+    running = [item for item in interfaces if item.running]
+    addressed = [item for item in running if item.addresses]
+    used = addressed or running
+    if not used:
         sockets.decide_interface(draft)
+    else:
+        sockets.refuse_absent(draft)
+        if draft.has_several_nodes:
+            states = "; ".join(map(sockets.state_of, used))
+            value = sockets.format_interfaces([item.name for item in used], draft.facts)
+            draft.set(sockets.NCCL, value, f"NCCL's bootstrap uses the fabric's interfaces: {states}")
+            draft.set(sockets.GLOO, used[0].name, f"Gloo uses only one interface: {states}")
     sockets.refuse_threads(draft, "Slingshot")
-    rates = [(item.speed_Mbps or slingshot.NIC_Gbps * 1000) / 1000 for item in running]
-    down = [item for item in hsn if not item.running]
+    down = [item for item in interfaces if not item.running]
     for item in down:
         draft.warn(
             f"{item.name} is down ({sockets.state_of(item)}): its NIC carries no traffic",
             f"report the node to the site with the output of: ip link show {item.name}",
         )
-    # A container with a network of its own shows no hsn interface, but its NICs work. Then every NIC counts
-    # with the usual rate.
-    rate = sum(rates) if len(rates) + len(down) == len(cxi) else slingshot.NIC_Gbps * len(cxi)
-    return tuple(device.name for device in cxi), rate
+    nics = draft.facts.cxi
+    names = tuple(device.name for device in nics)
+    if len(used) + len(down) != len(nics):
+        # A container with a network of its own shows no hsn interface, but its NICs work.
+        return names, slingshot.NIC_Gbps * len(nics)
+    return names, sum(item.speed_Mbps / 1000 if item.speed_Mbps else slingshot.NIC_Gbps for item in used)
 
 
-def _decide_tcp(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
+def _decide_tcp(draft: PlanDraft) -> _Carriers:
     """Decide the variables for TCP sockets: NCCL's interface, and that NCCL skips RDMA devices.
 
     Amazon's EFA is the exception. It has an RDMA device, but NCCL reaches it only through the aws-ofi-nccl
     plug-in, so a node with EFA gets a warning instead of NCCL_IB_DISABLE.
     """
-    facts = draft.facts
-    idle, unused = ports.choose_ports(facts, draft.nics)
+    idle_ports, unused = ports.choose_ports(draft.facts, draft.nics)
     ports.report_unused(draft, unused)
     # The ports of an EFA device have neither of the two link layers.
-    layers = {device.name: {port.link_layer for port in device.ports} for device in facts.rdma}
-    efa = [device for device in facts.rdma if not layers[device.name] & {"InfiniBand", "Ethernet"}]
-    if efa and not idle:
+    efa_devices = []
+    for device in draft.facts.rdma:
+        if {port.link_layer for port in device.ports}.isdisjoint(("InfiniBand", "Ethernet")):
+            efa_devices.append(device)
+    if efa_devices and not idle_ports:
+        efa = efa_devices[0]
         draft.warn(
-            f"{efa[0].name} is an EFA device ({efa[0].path}/node_type: {efa[0].node_type}): NCCL needs the "
+            f"{efa.name} is an EFA device ({efa.path}/node_type: {efa.node_type}): NCCL needs the "
             "aws-ofi-nccl plugin for it, and otherwise uses TCP",
             "put the folder of libnccl-net.so on LD_LIBRARY_PATH",
         )
     else:
-        reason = "/sys/class/infiniband: no device, so NCCL need not look for one"
-        if idle:
-            reason = f"TCP is requested, so these ports stay unused: {', '.join(port.path for port in idle)}"
-        elif facts.rdma:
-            paths = ", ".join(device.path for device in facts.rdma)
-            reason = f"no usable RDMA port ({paths}), so NCCL must not try one"
-        draft.set("NCCL_IB_DISABLE", "1", reason)
-    if not efa:
+        draft.set("NCCL_IB_DISABLE", "1", _no_rdma_reason(draft, idle_ports))
+    if not efa_devices:
         _refuse_net(draft, ("socket",), "the data uses TCP (/sys/class/infiniband, /sys/class/cxi)")
     # TCP also works over the fabric's own interfaces (hsn0, ib0), and faster than over the one with the
     # default route.
-    interface = sockets.decide_interface(draft, prefer=sockets.usable_names(facts, "hsn", "ib"))
+    interface = sockets.decide_interface(draft, prefer=sockets.usable_names(draft.facts, "hsn", "ib"))
     sockets.decide_threads(draft, interface)
     if interface is None:
         return (), None
-    return (interface.name,), interface.speed_Mbps / 1000 if interface.speed_Mbps else None
+    rate_Gbps = interface.speed_Mbps / 1000 if interface.speed_Mbps else None
+    return (interface.name,), rate_Gbps
+
+
+def _no_rdma_reason(draft: PlanDraft, idle_ports: Sequence[Port]) -> str:
+    """Return why NCCL must not use RDMA, although `idle_ports` could be used."""
+    if idle_ports:
+        paths = ", ".join(port.path for port in idle_ports)
+        return f"TCP is requested, so these ports stay unused: {paths}"
+    if draft.facts.rdma:
+        paths = ", ".join(device.path for device in draft.facts.rdma)
+        return f"no usable RDMA port ({paths}), so NCCL must not try one"
+    return "/sys/class/infiniband: no device, so NCCL need not look for one"
 
 
 _FABRICS = {
@@ -214,10 +222,11 @@ def _select_kind(draft: PlanDraft) -> tuple[FabricKind, str, bool]:
     # Below the check for Slingshot, because NCCL uses no verbs there and NCCL_IB_DISABLE changes nothing.
     if disable is not None and disable.value.strip() not in ("", "0"):
         return "tcp", f"NCCL_IB_DISABLE={disable.value} ({disable.source})", True
-    used = ports.in_use(draft) or ports.choose_ports(draft.facts, draft.nics)[0]
+    usable, _ = ports.choose_ports(draft.facts, draft.nics)
+    used = ports.in_use(draft) or usable
     if used:
-        layers = "; ".join(f"{port.path}/link_layer: {port.link_layer}" for port in used)
-        return ("infiniband" if used[0].link_layer == "InfiniBand" else "roce"), layers, False
+        kind: FabricKind = "infiniband" if used[0].link_layer == "InfiniBand" else "roce"
+        return kind, "; ".join(f"{port.path}/link_layer: {port.link_layer}" for port in used), False
     if draft.facts.rdma:
         names = ", ".join(device.name for device in draft.facts.rdma)
         return "tcp", f"/sys/class/infiniband: {names}, but no port that NCCL can use", False
@@ -234,20 +243,27 @@ def _compare_with_recipe(
     if system is None or system.fabric.kind == "tcp":
         return
     expected = system.fabric
-    if kind != expected.kind:
-        problem = f"the recipe says {expected.kind}, but this machine has {kind} ({reason})"
-        if kind == "tcp" and draft.several and draft.facts.gpus:
-            # One such node makes NCCL fail or hang, because it uses TCP while the others use the fabric.
-            draft.block(problem, "repair the node, or use TCP on all nodes: NCCL_IB_DISABLE=1")
-        else:
-            fix = "correct system.fabric.kind in the recipe, "
-            draft.warn(problem, f"{fix}or repair what /sys/class/infiniband and cxi lack")
-    elif rate is not None and expected.line_rate_Gbps and rate < expected.line_rate_Gbps:
-        # Decisions about a port have values such as "mlx5_0:1"; those not used are the ports left out.
-        unused = ", ".join(item.value for item in draft.decisions if not item.used and ":" in item.value)
-        used = ", ".join(f"{port.name} {port.rate}" for port in ports.in_use(draft)) or "no RDMA port"
-        left_out = f"; left out: {unused}" if unused else ""
-        draft.warn(
-            f"this node has {rate:g} of its {expected.line_rate_Gbps} Gbit/s: {used}{left_out}",
-            "report the node to the site with the output of ibstat",
-        )
+    if kind == expected.kind:
+        if rate is not None and expected.line_rate_Gbps and rate < expected.line_rate_Gbps:
+            _warn_low_rate(draft, rate, expected.line_rate_Gbps)
+        return
+    problem = f"the recipe says {expected.kind}, but this machine has {kind} ({reason})"
+    if kind == "tcp" and draft.has_several_nodes and draft.facts.gpus:
+        # One such node makes NCCL fail or hang, because it uses TCP while the others use the fabric.
+        draft.block(problem, "repair the node, or use TCP on all nodes: NCCL_IB_DISABLE=1")
+    else:
+        fix = "correct system.fabric.kind in the recipe, or repair what /sys/class/infiniband and cxi lack"
+        draft.warn(problem, fix)
+
+
+def _warn_low_rate(draft: PlanDraft, rate: float, expected: float) -> None:
+    """Warn that the ports in use have together a lower rate in Gbit/s than the recipe states."""
+    used = ", ".join(f"{port.name} {port.rate}" for port in ports.in_use(draft)) or "no RDMA port"
+    # Decisions about a port have values such as "mlx5_0:1". Those not used are the ports left out.
+    unused = ", ".join(item.value for item in draft.decisions if not item.used and ":" in item.value)
+    if unused:
+        used += f"; left out: {unused}"
+    draft.warn(
+        f"this node has {rate:g} of its {expected} Gbit/s: {used}",
+        "report the node to the site with the output of ibstat",
+    )

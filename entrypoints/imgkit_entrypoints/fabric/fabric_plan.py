@@ -84,7 +84,7 @@ class FabricPlan:
 
     @property
     def refusals(self) -> tuple[Finding, ...]:
-        """Known issues for which a run with GPUs must not start."""
+        """Return the known issues for which a run with GPUs must not start."""
         return issue_findings(self.issues, "refuse")
 
 
@@ -116,7 +116,7 @@ class Preset:
 
     @property
     def is_users(self) -> bool:
-        """True for a value of the user, which is never replaced."""
+        """Return whether the user has set the value, which is then never replaced."""
         return self.origin == "user"
 
 
@@ -145,14 +145,15 @@ class PlanDraft:
     blockers: list[Finding] = field(default_factory=list)
 
     @property
-    def several(self) -> bool:
-        """True if the run has more than one node."""
+    def has_several_nodes(self) -> bool:
+        """Return whether the run has more than one node."""
         return self.nnodes > 1
 
     def preset(self, variable: str) -> Preset | None:
         """Return the value that `variable` has already, with its source, or None if nobody set it.
 
-        A value that `refuse` left out does not count, nor one of the image that `set` replaced.
+        A value that `refuse` has left out does not count, and neither does a value of the image that `set`
+        has replaced.
         """
         image_sets = self.image_sets(variable)
         if variable in self.env and not image_sets:
@@ -163,15 +164,21 @@ class PlanDraft:
                 # would therefore override the user's file.
                 source = f"set by the user in {setting.path}"
                 return Preset(value=setting.value, source=source, location=setting.path, origin="user")
-        if variable in self.recipe and variable not in self.unset:
-            source, location = "from the recipe", "the recipe's system.env"
-            if self.partition and variable in INTERFACES:
-                source += f", for {PARTITION}={self.partition}"
-                location = f"the recipe's system.partitions.{self.partition}"
-            return Preset(value=self.recipe[variable], source=source, location=location, origin="recipe")
-        if image_sets and variable not in self.unset and variable not in self.chosen:
+        if variable in self.unset:
+            return None
+        if variable in self.recipe:
+            return self._recipe_preset(variable)
+        if image_sets and variable not in self.chosen:
             return Preset(value=self.env[variable], source="from the image", origin="image")
         return None
+
+    def _recipe_preset(self, variable: str) -> Preset:
+        """Return the recipe's value of a variable."""
+        source, location = "from the recipe", "the recipe's system.env"
+        if self.partition and variable in INTERFACES:
+            source = f"from the recipe, for {PARTITION}={self.partition}"
+            location = f"the recipe's system.partitions.{self.partition}"
+        return Preset(value=self.recipe[variable], source=source, location=location, origin="recipe")
 
     def image_sets(self, variable: str) -> bool:
         """Return True if the environment has the value of `variable` that the image's manifest states.
@@ -245,13 +252,15 @@ class PlanDraft:
         Their value is kept, and the report names both. A different value of the image is replaced.
         """
         preset = self.preset(variable)
-        if preset is not None and (preset.origin != "image" or preset.value == value):
-            same = "imgkit would set the same" if preset.value == value else f"imgkit would set {value!r}"
-            self._keep(variable, preset, f"{preset.source}; {same}: {reason}")
-            return
-        self.chosen[variable] = value
-        replaced = f"; replaces the image's {preset.value!r}" if preset else ""
-        self.report(variable, value, f"{reason}{replaced}", used=True)
+        if preset is not None and preset.value == value:
+            self._keep(variable, preset, f"{preset.source}; imgkit would set the same: {reason}")
+        elif preset is not None and preset.origin != "image":
+            self._keep(variable, preset, f"{preset.source}; imgkit would set {value!r}: {reason}")
+        else:
+            self.chosen[variable] = value
+            if preset is not None:
+                reason += f"; replaces the image's {preset.value!r}"
+            self.report(variable, value, reason, used=True)
 
     def note(self, variable: str, value: str, reason: str) -> None:
         """Report what `variable` could be without setting it. A value that is already set is kept."""
@@ -264,9 +273,9 @@ class PlanDraft:
     def _keep(self, variable: str, preset: Preset, reason: str) -> None:
         """Report a value that is already set, and pass it to the workers unless they inherit it anyway."""
         image_sets = self.image_sets(variable)
-        if preset.origin == "recipe" or (preset.is_users and image_sets):
-            # The second condition is true for a value of an nccl.conf. NCCL would not read it there, because
-            # the environment has the image's value.
+        # NCCL would not read the user's nccl.conf for a variable that has the image's value.
+        is_from_conf = preset.is_users and image_sets
+        if preset.origin == "recipe" or is_from_conf:
             self.chosen[variable] = preset.value
         if preset.origin != "image" and image_sets and self.env[variable] != preset.value:
             reason = f"{reason}; replaces the image's {self.env[variable]!r}"
@@ -296,10 +305,13 @@ class PlanDraft:
         decided = {decision.variable for decision in self.decisions}
         for variable, value in self.recipe.items():
             preset = self.preset(variable)
-            if variable not in decided and preset is not None:
-                unused = f"; the recipe's {value!r} is not used" if preset.is_users else ""
-                self._keep(variable, preset, f"{preset.source}{unused}")
-                decided.add(variable)
+            if variable in decided or preset is None:
+                continue
+            decided.add(variable)
+            if preset.is_users:
+                self._keep(variable, preset, f"{preset.source}; the recipe's {value!r} is not used")
+            else:
+                self._keep(variable, preset, preset.source)
         for setting in self.facts.nccl_settings:
             preset = self.preset(setting.name)
             if setting.name not in decided and preset is not None and preset.location:

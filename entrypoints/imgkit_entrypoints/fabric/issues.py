@@ -32,7 +32,9 @@ def apply_known_issues(
     node_facts = _condition_facts(draft, kind, system)
 
     def lookup(name: str) -> Value:
-        return node_facts[name] if name in FACTS else _variable_value(draft, name[1:])
+        if name in FACTS:
+            return node_facts[name]
+        return _variable_value(draft, name.removeprefix("$"))
 
     results = []
     for issue in known_issues.load_issues(system.known_issues if system else (), draft.env):
@@ -64,7 +66,8 @@ def _condition_facts(draft: PlanDraft, kind: FabricKind, system: SystemFacts | N
     facts, env = draft.facts, draft.env
     # CUDA_VERSION is a variable of NVIDIA's base images.
     cuda = facts.torch_cuda or env.get("CUDA_VERSION", "")
-    gpu, gpu_source = system.node.gpu_model if system else "", "the recipe"
+    gpu_source = "the recipe"
+    gpu = system.node.gpu_model if system else ""
     if facts.gpu_devices:
         gpu = ", ".join({device.model: None for device in facts.gpu_devices})
         gpu_source = f"/proc/driver/nvidia/gpus/{facts.gpu_devices[0].address}/information"

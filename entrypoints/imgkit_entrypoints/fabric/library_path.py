@@ -17,7 +17,7 @@ from typing import NamedTuple
 from imgkit_entrypoints import cuda_drivers
 from imgkit_entrypoints.fabric.fabric_plan import PlanDraft
 from imgkit_entrypoints.facts.host_facts import Candidate, CudaCompat, HostLibraries
-from imgkit_entrypoints.facts.host_libs import COMPAT, FABRIC_LIBRARIES, LINKS, OF_IMAGE, PLUGINS
+from imgkit_entrypoints.facts.host_libs import COMPAT, FABRIC_LIBRARIES, IMAGE_LIBRARIES, LINKS, PLUGINS
 from imgkit_entrypoints.system import HOST, HOST_FOLDERS, FabricKind
 
 VARIABLE = "LD_LIBRARY_PATH"
@@ -25,8 +25,8 @@ VARIABLE = "LD_LIBRARY_PATH"
 KEY = "host_libs"
 COMPAT_KEY = "cuda_compat"
 _FOLLOWS = "which is not used"
-"""Part of a fault that is due to another library. That library gets a warning of its own."""
-_OF_RUNTIME = "/.singularity.d/libs"
+"""Part of a problem that is due to another library. That library gets a warning of its own."""
+_RUNTIME_FOLDER = "/.singularity.d/libs"
 """Folder with the driver's libraries, which Singularity and Apptainer add to the image's path (``--nv``)."""
 
 
@@ -36,22 +36,23 @@ def decide_library_path(draft: PlanDraft, kind: FabricKind) -> None:
     The order of the folders is: forward compatibility, the folders that the user added, the links to the
     host's libraries, and the folders of the image.
     """
-    compat = draft.facts.cuda_compat
-    compat_folder = _decide_compat(draft, compat) if compat else ""
+    folders, reasons = [], []
+    if draft.facts.cuda_compat:
+        compat_folder = _decide_compat(draft, draft.facts.cuda_compat)
+        if compat_folder:
+            folders.append(compat_folder)
+            reasons.append(f"{compat_folder} for CUDA")
     if draft.facts.host_libraries:
         _decide_host(draft, draft.facts.host_libraries, kind)
-    folders, reasons = [], []
-    if compat_folder:
-        folders.append(compat_folder)
-        reasons.append(f"{compat_folder} for CUDA")
-    user_folders, image_folders = _current_folders(draft)
-    folders += user_folders
+    current = _current_folders(draft)
+    folders += current.user
     if draft.links:
-        folders.append(links_folder(draft.links))
-        reasons.append(f"{folders[-1]} with {', '.join(draft.links)} of the host")
+        folder = links_folder(draft.links)
+        folders.append(folder)
+        reasons.append(f"{folder} with {', '.join(draft.links)} of the host")
     if not reasons:
         return
-    value = ":".join(dict.fromkeys((*folders, *image_folders)))
+    value = ":".join(dict.fromkeys((*folders, *current.image)))
     draft.chosen[VARIABLE] = value
     draft.report(VARIABLE, value, f"adds {' and '.join(reasons)}; the rest is as it was", used=True)
 
@@ -65,15 +66,24 @@ def links_folder(links: Mapping[str, str]) -> str:
     return f"{LINKS}{os.getuid()}-{digest}"
 
 
-def _current_folders(draft: PlanDraft) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the folders of the library path that the user added, and then those of image and runtime.
+class _Folders(NamedTuple):
+    """The folders of the library path before this launch."""
 
-    Folders that an outer launch of imgkit put there are left out, because this launch decides about them
+    user: tuple[str, ...]
+    """Folders that the user has added."""
+    image: tuple[str, ...]
+    """Folders of the image and of the container runtime."""
+
+
+def _current_folders(draft: PlanDraft) -> _Folders:
+    """Return the folders of the library path.
+
+    Folders that an outer launch of imgkit has added are left out, because this launch decides about them
     again.
     """
     # Without a manifest the image's own path is unknown. All that the variable has then counts as the user's.
     image_path = draft.facts.image_env.get(VARIABLE, "") if draft.facts.image_env else ""
-    known_image_folders = {_OF_RUNTIME, *image_path.split(":")}
+    known_image_folders = {_RUNTIME_FOLDER, *image_path.split(":")}
     compat_folder = draft.facts.cuda_compat.folder if draft.facts.cuda_compat else ""
     path = draft.value(VARIABLE) or ""
     user_folders, image_folders = [], []
@@ -84,7 +94,7 @@ def _current_folders(draft: PlanDraft) -> tuple[tuple[str, ...], tuple[str, ...]
             image_folders.append(folder)
         else:
             user_folders.append(folder)
-    return tuple(user_folders), tuple(image_folders)
+    return _Folders(tuple(user_folders), tuple(image_folders))
 
 
 def _decide_host(draft: PlanDraft, libraries: HostLibraries, kind: FabricKind) -> None:
@@ -102,42 +112,46 @@ def _decide_host(draft: PlanDraft, libraries: HostLibraries, kind: FabricKind) -
         draft.report(KEY, "auto", problem)
         draft.warn(problem, f"start the job with imgkit run, or the container with --bind {binds}")
         return
-    check = _LoadCheck(libraries, user_folders=_current_folders(draft)[0])
+    check = _LoadCheck(libraries, user_folders=_current_folders(draft).user)
     names = [name for name in FABRIC_LIBRARIES if name in check.host]
     if not names:
         problem = f"the host has none of {', '.join(FABRIC_LIBRARIES)} in {HOST}: {source}"
         draft.report(KEY, "auto", problem)
         draft.warn(problem, "list their folders in the recipe's system.runtime.host_libs")
     for name in names:
-        library = check.host[name]
-        path = check.user_path(name)
-        if path:
-            folder = path.rpartition("/")[0]
-            reason = f"{VARIABLE} names {folder}, which comes before the host's {library.path}"
-            draft.report(name, path, reason, origin="user")
-            continue
-        fault = check.fault(name)
-        if not fault:
-            continue  # reported below
-        draft.report(name, library.path, f"{name} {fault}")
-        # The plug-in's two names are usually links to one file, so one warning is enough.
-        is_second_name = name == PLUGINS[1] and PLUGINS[0] in check.host
-        if _FOLLOWS not in fault and not is_second_name:
-            draft.warn(f"{KEY}: the host's {library.path} is not used: {name} {fault}", _remedy(fault))
+        _report_unused(draft, check, name)
     selected = check.select()
     for name, library in selected.items():
         draft.links[name] = library.target
         draft.report(name, library.path, check.evidence(library), used=True)
     # NCCL opens libnccl-net.so, but an installation may have only libnccl-net-ofi.so.
-    if PLUGINS[0] in selected and PLUGINS[1] not in check.host:
-        draft.links[PLUGINS[1]] = selected[PLUGINS[0]].target
+    ofi_name, net_name = PLUGINS
+    if ofi_name in selected and net_name not in check.host:
+        draft.links[net_name] = selected[ofi_name].target
 
 
-def _remedy(fault: str) -> str:
-    """Return what the user can do about a library of the host that the image cannot load."""
-    if "GLIBC" in fault:
-        return "use a newer base image, or libraries built in the image"
-    return "use libraries that fit the image, or build them in the image"
+def _report_unused(draft: PlanDraft, check: _LoadCheck, name: str) -> None:
+    """Report why the host's library `name` is not used. Do nothing if it is used."""
+    library = check.host[name]
+    path = check.user_path(name)
+    if path:
+        folder, _, _ = path.rpartition("/")
+        reason = f"{VARIABLE} names {folder}, which comes before the host's {library.path}"
+        draft.report(name, path, reason, origin="user")
+        return
+    problem = check.problem(name)
+    if not problem:
+        return
+    draft.report(name, library.path, f"{name} {problem}")
+    # The plug-in's two names are usually links to one file, so one warning is enough.
+    ofi_name, net_name = PLUGINS
+    is_second_name = name == net_name and ofi_name in check.host
+    if _FOLLOWS in problem or is_second_name:
+        return
+    fix = "use libraries that fit the image, or build them in the image"
+    if "GLIBC" in problem:
+        fix = "use a newer base image, or libraries built in the image"
+    draft.warn(f"{KEY}: the host's {library.path} is not used: {name} {problem}", fix)
 
 
 class _LoadCheck:
@@ -151,25 +165,28 @@ class _LoadCheck:
         self.user_folders = user_folders
         self.host = {library.name: library for library in libraries.host}
         self.image = {library.name: library for library in libraries.image}
-        self.faults: dict[str, str] = {}
-        """Why each library of the host cannot be loaded; empty if it can. Filled by `fault`."""
+        self.problems: dict[str, str] = {}
+        """Why each library of the host cannot be loaded. Empty texts if it can. Filled by `problem`."""
 
     def user_path(self, name: str) -> str:
         """Return the path of a library in one of the user's folders, or an empty text if there is none."""
-        path = self.image[name].path if name in self.image else ""
-        return path if path.rpartition("/")[0] in self.user_folders else ""
+        if name not in self.image:
+            return ""
+        folder, _, _ = self.image[name].path.rpartition("/")
+        return self.image[name].path if folder in self.user_folders else ""
 
     def select(self) -> dict[str, Candidate]:
         """Return the fabric's libraries that can be loaded, with all libraries of the host that they need."""
+        queue = []
+        for name in FABRIC_LIBRARIES:
+            if name in self.host and not self.user_path(name) and not self.problem(name):
+                queue.append(name)
         selected: dict[str, Candidate] = {}
-        names = [name for name in FABRIC_LIBRARIES if name in self.host and not self.user_path(name)]
-        names = [name for name in names if not self.fault(name)]
-        # The loop appends to the list that it walks through, until all needed libraries are there.
-        for name in names:
+        for name in queue:  # it grows in the loop, until all needed libraries are there
             library = self.host[name]
             if name not in selected and library.object is not None:
                 selected[name] = library
-                names += [needed for needed in library.object.needed if self.from_host(library, needed)]
+                queue += [needed for needed in library.object.needed if self.is_from_host(library, needed)]
         return selected
 
     def evidence(self, library: Candidate) -> str:
@@ -183,16 +200,16 @@ class _LoadCheck:
         libc = self.image.get("libc.so.6")
         return f"the host's; it needs {needed}, {_supported_text(libc, 'GLIBC_') if libc else ''}"
 
-    def fault(self, name: str) -> str:
+    def problem(self, name: str) -> str:
         """Return why the image cannot load the host's library `name`, or an empty text if it can."""
-        if name not in self.faults:
+        if name not in self.problems:
             # The entry ends the recursion for libraries that need each other.
-            self.faults[name] = ""
-            self.faults[name] = self._find_fault(self.host[name])
-        return self.faults[name]
+            self.problems[name] = ""
+            self.problems[name] = self._find_problem(self.host[name])
+        return self.problems[name]
 
-    def _find_fault(self, library: Candidate) -> str:
-        """Compare a library of the host with the image, and return the first fault or an empty text."""
+    def _find_problem(self, library: Candidate) -> str:
+        """Compare a library of the host with the image, and return the first problem or an empty text."""
         shared, libc = library.object, self.image.get("libc.so.6")
         if shared is None:
             return f"of the host {library.fault} ({library.path})"
@@ -209,47 +226,57 @@ class _LoadCheck:
             missing = [version for version in _defined_versions(image) if version not in shared.defines]
             if missing:
                 return f"lacks {missing[-1]}, which the image's has ({image.path})"
-        for needed in shared.needed:
-            fault = self._need_fault(library, needed)
-            if fault:
-                return fault
-        return ""
+        problems = (self._need_problem(library, needed) for needed in shared.needed)
+        return next(filter(None, problems), "")
 
-    def from_host(self, library: Candidate, needed: str) -> bool:
-        """Return True if the host, and not the image, provides the library `needed` to `library`."""
-        if needed in OF_IMAGE or needed not in self.host or self.user_path(needed):
+    def is_from_host(self, library: Candidate, needed: str) -> bool:
+        """Return whether the host, and not the image, provides the library `needed` to `library`."""
+        if needed in IMAGE_LIBRARIES or needed not in self.host or self.user_path(needed):
             return False
         # Apart from the fabric's own libraries, the image's file comes first if it is new enough.
         image = self.image.get(needed)
         if image is not None and needed not in FABRIC_LIBRARIES and not _missing_version(library, image):
             return False
-        return not self.fault(needed) and not _missing_version(library, self.host[needed])
+        return not self.problem(needed) and not _missing_version(library, self.host[needed])
 
-    def _need_fault(self, library: Candidate, needed: str) -> str:
+    def _need_problem(self, library: Candidate, needed: str) -> str:
         """Return why neither image nor host can provide `needed` to `library`, or an empty text."""
-        image, host = self.image.get(needed), self.host.get(needed)
-        if self.from_host(library, needed):
-            # The dynamic linker searches an RPATH before LD_LIBRARY_PATH, and so before the links.
-            for folder in library.object.rpath if library.object else ():
-                if image is not None and image.path == f"{folder}/{needed}":
-                    return f"has the RPATH {folder}, where the image has another {needed}"
+        if self.is_from_host(library, needed):
+            return self._rpath_problem(library, needed)
+        if needed in self.image:
+            return self._image_problem(library, needed)
+        if needed not in self.host:
+            if needed in IMAGE_LIBRARIES:
+                return f"needs {needed}, which the image does not have"
+            return f"needs {needed}, which neither the image nor the host has"
+        problem = self.problem(needed)
+        if not problem:
+            version = _missing_version(library, self.host[needed])
+            return f"needs {version} of {needed}, which the host's lacks"
+        if needed in FABRIC_LIBRARIES:
+            return f"needs {needed}, {_FOLLOWS}"
+        return f"needs {needed}, and {needed} {problem}"
+
+    def _rpath_problem(self, library: Candidate, needed: str) -> str:
+        """Return why `library` would load another file than the host's `needed`, or an empty text.
+
+        The dynamic linker searches an RPATH before LD_LIBRARY_PATH, and so before the links.
+        """
+        if library.object is None or needed not in self.image:
             return ""
-        if image is not None:
-            version = _missing_version(library, image)
-            if not version:
-                return ""
-            fault = self.fault(needed) if host and needed not in OF_IMAGE else ""
-            if fault:
-                return f"needs {version}, and the host's {needed} {fault}"
-            return f"needs {version}, {_supported_text(image, version)}"
-        if host is None:
-            where = "the image does not have" if needed in OF_IMAGE else "neither the image nor the host has"
-            return f"needs {needed}, which {where}"
-        fault = self.fault(needed)
-        if fault:
-            reason = _FOLLOWS if needed in FABRIC_LIBRARIES else f"and {needed} {fault}"
-            return f"needs {needed}, {reason}"
-        return f"needs {_missing_version(library, host)} of {needed}, which the host's lacks"
+        folder, _, name = self.image[needed].path.rpartition("/")
+        if name == needed and folder in library.object.rpath:
+            return f"has the RPATH {folder}, where the image has another {needed}"
+        return ""
+
+    def _image_problem(self, library: Candidate, needed: str) -> str:
+        """Return why the image's `needed` is too old for `library`, or an empty text if it is not."""
+        version = _missing_version(library, self.image[needed])
+        if not version:
+            return ""
+        if needed in self.host and needed not in IMAGE_LIBRARIES and self.problem(needed):
+            return f"needs {version}, and the host's {needed} {self.problem(needed)}"
+        return f"needs {version}, {_supported_text(self.image[needed], version)}"
 
 
 def _missing_version(library: Candidate, server: Candidate) -> str:
@@ -295,15 +322,14 @@ def _decide_compat(draft: PlanDraft, compat: CudaCompat) -> str:
     versions = _cuda_versions(draft)
     if compat.is_for_major and (versions is None or not versions.has_newer_major):
         return ""  # the driver runs the image's CUDA, or that is unknown, so there is nothing to decide
-    fault, reason = _compat_fault(draft, compat, versions)
+    is_used, reason = _choose_compat(draft, compat, versions)
     # If a folder that the user added has a libcuda.so.1, that library is kept.
-    user_folders = _current_folders(draft)[0]
+    user_folders = _current_folders(draft).user
     user_cuda = [folder for folder in compat.cuda_folders if folder in user_folders]
-    if not fault and user_cuda:
-        fault = f"{VARIABLE} names {user_cuda[0]}, which has a libcuda.so.1 as well"
-    value = compat.folder or COMPAT
-    draft.report(COMPAT_KEY, value, f"{fault or reason} ({compat.source})", used=not fault)
-    return "" if fault else compat.folder
+    if is_used and user_cuda:
+        is_used, reason = False, f"{VARIABLE} names {user_cuda[0]}, which has a libcuda.so.1 as well"
+    draft.report(COMPAT_KEY, compat.folder or COMPAT, f"{reason} ({compat.source})", used=is_used)
+    return compat.folder if is_used else ""
 
 
 class _CudaVersions(NamedTuple):
@@ -333,34 +359,34 @@ def _cuda_versions(draft: PlanDraft) -> _CudaVersions | None:
     return _CudaVersions(needed, cuda_drivers.supported_cuda(driver[0]), driver)
 
 
-def _compat_fault(draft: PlanDraft, compat: CudaCompat, versions: _CudaVersions | None) -> tuple[str, str]:
-    """Return two texts, one of which is empty: why forward compatibility is not used, and why it is used."""
+def _choose_compat(draft: PlanDraft, compat: CudaCompat, versions: _CudaVersions | None) -> tuple[bool, str]:
+    """Return whether forward compatibility can and must be used, and the reason."""
     facts = draft.facts
     if not compat.folder:
-        return f"the image has no {COMPAT}/libcuda.so.1", ""
+        return False, f"the image has no {COMPAT}/libcuda.so.1"
     if versions is None:
-        text = facts.driver or "does not exist"
+        driver = facts.driver or "does not exist"
         cuda_version = draft.env.get("CUDA_VERSION", "")
-        return f"unknown versions: /proc/driver/nvidia/version {text}; CUDA_VERSION={cuda_version!r}", ""
-    needed, supported, driver = versions
-    text = (
-        f"driver {facts.driver_version} supports CUDA {supported[0]}.{supported[1]}, the image has "
-        f"{needed[0]}.{needed[1]}"
+        return False, f"unknown versions: /proc/driver/nvidia/version {driver}; CUDA_VERSION={cuda_version!r}"
+    comparison = (
+        f"driver {facts.driver_version} supports CUDA {'.'.join(map(str, versions.supported))}, the "
+        f"image has {'.'.join(map(str, versions.needed))}"
     )
-    if needed <= supported:
-        return text, ""
+    if versions.needed <= versions.supported:
+        return False, comparison
     if not versions.is_driver_listed:
         reason = "is newer than imgkit's table, so the CUDA that it supports is unknown"
-        return f"driver {facts.driver_version} {reason}", ""
+        return False, f"driver {facts.driver_version} {reason}"
     # The name of the real file ends with the driver version that it belongs to: libcuda.so.575.57.08.
     library = re.search(r"libcuda\.so\.([0-9]{3,5}(?:\.[0-9]{1,5}){1,2})$", compat.target)
-    if library and _version_key(library[1]) <= driver:
-        return f"{text}, but its {compat.target} is not newer than the driver", ""
+    if library and _version_key(library[1]) <= versions.driver:
+        return False, f"{comparison}, but its {compat.target} is not newer than the driver"
     models = sorted({gpu.model for gpu in facts.gpu_devices})
+    requirement = "forward compatibility is for data-centre GPUs"
     if not models:
-        return f"{text}, but forward compatibility is for data-centre GPUs, and the driver shows no GPU", ""
+        return False, f"{comparison}, but {requirement}, and the driver shows no GPU"
     for model in models:
         if not cuda_drivers.is_data_centre_gpu(model):
             name = model or "a GPU without a name"
-            return f"{text}, but forward compatibility is for data-centre GPUs, and {name} is none", ""
-    return "", f"{text}; {', '.join(models)} is a data-centre GPU"
+            return False, f"{comparison}, but {requirement}, and {name} is none"
+    return True, f"{comparison}; {', '.join(models)} is a data-centre GPU"

@@ -18,7 +18,7 @@ from imgkit_entrypoints.system import FabricKind
 # How far apart GPU and NIC may be for GPUDirect, from the same device to the whole system (env.rst).
 GDR_LEVELS = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
 # NCCL allows NCCL_SOCKET_NTHREADS x NCCL_NSOCKS_PERTHREAD sockets up to this number for a connection.
-MOST_SOCKETS = 64
+MAX_SOCKETS = 64
 Findings = Iterator[tuple[str, str]]
 """Pairs of a problem with its evidence, and what the user can do about it."""
 
@@ -41,27 +41,48 @@ def _check_visible_gpus(draft: PlanDraft, kind: FabricKind) -> Findings:
 
 
 def _check_rdma_off(draft: PlanDraft, kind: FabricKind) -> Findings:
-    """Warn that the user turned RDMA off where it works, and compare its rate with that of TCP."""
-    facts, net, disable = draft.facts, draft.preset("NCCL_NET"), draft.preset("NCCL_IB_DISABLE")
-    is_socket = net is not None and net.is_users and net.value.lower() == "socket"
-    is_off = disable is not None and disable.is_users and disable.value.strip() not in ("", "0")
-    if kind != "tcp" or not (is_socket or is_off):
+    """Warn that the user turned RDMA off where it works, and compare its rate with the rate of TCP."""
+    variable = _rdma_off_variable(draft)
+    if kind != "tcp" or not variable:
         return
-    used, _ = ports.choose_ports(facts, draft.nics)
-    rate, names = ports.line_rate_Gbps(facts, used), ", ".join(port.name for port in used)
+    facts = draft.facts
     if facts.cxi:
-        rate, names = slingshot.NIC_Gbps * len(facts.cxi), slingshot.nics_text(facts)
-    if not names:
+        rate_Gbps: float | None = slingshot.NIC_Gbps * len(facts.cxi)
+        nics = slingshot.nics_text(facts)
+    else:
+        used, _ = ports.choose_ports(facts, draft.nics)
+        rate_Gbps = ports.line_rate_Gbps(facts, used)
+        nics = ", ".join(port.name for port in used)
+    if not nics:
         return
-    best = sockets.best_interface(facts, draft.head, sockets.usable_names(facts, "hsn", "ib"))
-    interface, speed = (best[0].name, best[0].speed_Mbps) if best else ("no interface", None)
-    fast = f"{rate:g} Gbit/s" if rate else "more"
-    slow = f"{speed / 1000:g} Gbit/s at most" if speed else "less, at an unknown rate"
-    if rate and speed and rate * 1000 > speed:
-        slow += f" ({rate * 1000 / speed:.3g} times less)"
-    name = "NCCL_NET" if is_socket else "NCCL_IB_DISABLE"
-    problem = f"{draft.quote(name)} turns RDMA off: {names} would carry {fast}, "
-    yield f"{problem}and TCP over {interface} carries {slow}", draft.how_to_unset(name)
+    rdma_rate = f"{rate_Gbps:g} Gbit/s" if rate_Gbps else "more"
+    problem = f"{draft.quote(variable)} turns RDMA off: {nics} would carry {rdma_rate}, "
+    yield f"{problem}and TCP over {_describe_tcp(draft, rate_Gbps)}", draft.how_to_unset(variable)
+
+
+def _rdma_off_variable(draft: PlanDraft) -> str:
+    """Return the variable with which the user has turned RDMA off, or an empty text."""
+    net, disable = draft.preset("NCCL_NET"), draft.preset("NCCL_IB_DISABLE")
+    if net is not None and net.is_users and net.value.lower() == "socket":
+        return "NCCL_NET"
+    if disable is not None and disable.is_users and disable.value.strip() not in ("", "0"):
+        return "NCCL_IB_DISABLE"
+    return ""
+
+
+def _describe_tcp(draft: PlanDraft, rdma_rate_Gbps: float | None) -> str:
+    """Return what TCP carries: ``eth0 carries 25 Gbit/s at most (16 times less)``."""
+    best = sockets.best_interface(draft.facts, draft.head, sockets.usable_names(draft.facts, "hsn", "ib"))
+    if best is None:
+        return "no interface carries less, at an unknown rate"
+    interface, _ = best
+    if not interface.speed_Mbps:
+        return f"{interface.name} carries less, at an unknown rate"
+    rate_Gbps = interface.speed_Mbps / 1000
+    text = f"{interface.name} carries {rate_Gbps:g} Gbit/s at most"
+    if rdma_rate_Gbps and rdma_rate_Gbps > rate_Gbps:
+        text += f" ({rdma_rate_Gbps / rate_Gbps:.3g} times less)"
+    return text
 
 
 def _check_socket_numbers(draft: PlanDraft, kind: FabricKind) -> Findings:
@@ -69,17 +90,22 @@ def _check_socket_numbers(draft: PlanDraft, kind: FabricKind) -> Findings:
     numbers = []
     for name in sockets.THREADS:
         text = draft.value(name)
-        is_number = text is not None and re.fullmatch(r"\s*\d+\s*", text)
-        if text is not None and not is_number:
+        if text is None:
+            continue
+        if re.fullmatch(r"\s*\d+\s*", text):
+            numbers.append(int(text))
+        else:
             problem = f"{name}={text!r} is not a number: NCCL reads 0"
             yield problem, f"set a number, or {draft.how_to_unset(name)}"
-        numbers.append(int(text) if text and is_number else None)
+    if len(numbers) < 2:
+        return
     threads, sockets_each = numbers
-    if threads is not None and sockets_each is not None and threads * sockets_each > MOST_SOCKETS:
-        product = f"{' x '.join(sockets.THREADS)} = {threads} x {sockets_each} = {threads * sockets_each}"
+    total = threads * sockets_each
+    if total > MAX_SOCKETS:
         yield (
-            f"{product} sockets per connection, but NCCL allows {MOST_SOCKETS}: it lowers your value",
-            f"choose values whose product is {MOST_SOCKETS} or less, such as 4 and 4",
+            f"{' x '.join(sockets.THREADS)} = {threads} x {sockets_each} = {total} sockets per connection, "
+            f"but NCCL allows {MAX_SOCKETS}: it lowers your value",
+            f"choose values whose product is {MAX_SOCKETS} or less, such as 4 and 4",
         )
 
 
@@ -89,45 +115,41 @@ def _check_gid_index(draft: PlanDraft, kind: FabricKind) -> Findings:
     if preset is None or preset.value == "" or kind not in ("infiniband", "roce"):
         return
     quote, unset = draft.quote(ports.GID_INDEX), draft.how_to_unset(ports.GID_INDEX)
-    used = ports.in_use(draft)
-    # NCCL reads the value with strtoll(text, NULL, 0) and ignores what it cannot read, so that the text
-    # "RoCE v2", which a script took from the wrong file, means index 0.
     if not re.fullmatch(r"\s*[-+]?(0[xX][0-9a-fA-F]+|\d+)\s*", preset.value):
+        # NCCL reads the value with strtoll(text, NULL, 0) and ignores what it cannot read, so that the text
+        # "RoCE v2", which a script took from the wrong file, means index 0.
         match = re.match(r"\s*[-+]?\d+", preset.value)
         number = int(match[0]) if match else 0
-        fix = unset
-        for port in used:
-            gid = ports.pick_gid(port.gids)
-            if gid:
-                fix += f"; the right index here is {gid.index}"
-                break
+        right_gids = [ports.pick_gid(port.gids) for port in ports.in_use(draft)]
+        indices = [gid.index for gid in right_gids if gid is not None]
+        fix = f"{unset}; the right index here is {indices[0]}" if indices else unset
         yield f"{quote} is not a number, and NCCL silently reads {number}", fix
         return
     index = int(preset.value, 0)
     if kind != "roce" or index < 0:
         return
-    for port in used:
-        fault = _slot_fault(index, port)
-        if fault:
-            best = ports.pick_gid(port.gids)
-            fix = f"set {ports.GID_INDEX}={best.index}, or {unset}" if best else unset
-            yield f"{quote}: {fault}", fix
+    for port in ports.in_use(draft):
+        problem = _gid_problem(index, port)
+        if problem:
+            right_gid = ports.pick_gid(port.gids)
+            fix = f"set {ports.GID_INDEX}={right_gid.index}, or {unset}" if right_gid else unset
+            yield f"{quote}: {problem}", fix
 
 
-def _slot_fault(index: int, port: Port) -> str:
-    """Return why slot `index` of the GID table is wrong for a port, or an empty text if it is right."""
-    slot = next((gid for gid in port.gids if gid.index == index), None)
-    best = ports.pick_gid(port.gids)
-    advice = f"{port.name} needs {best.index}" if best else f"{port.name} has no IPv4 GID at all"
-    if slot is None:
+def _gid_problem(index: int, port: Port) -> str:
+    """Return why the GID with this index is wrong for a port, or an empty text if it is right."""
+    right_gid = ports.pick_gid(port.gids)
+    advice = f"{port.name} needs {right_gid.index}" if right_gid else f"{port.name} has no IPv4 GID at all"
+    gid = next((gid for gid in port.gids if gid.index == index), None)
+    if gid is None:
         return f"slot {port.path}/gids/{index} is empty; {advice}"
-    evidence = ports.gid_evidence(port, slot)
-    if slot.link_local:
+    evidence = ports.gid_evidence(port, gid)
+    if gid.link_local:
         return f"{evidence} is link-local; {advice}"
-    if slot.kind == "IB/RoCE v1":
+    if gid.kind == "IB/RoCE v1":
         return f"{evidence} is RoCE v1, which routers do not forward; {advice}"
-    if best is not None and best.index != index:
-        return f"{evidence}; {advice}: {ports.gid_evidence(port, best)}"
+    if right_gid is not None and right_gid.index != index:
+        return f"{evidence}; {advice}: {ports.gid_evidence(port, right_gid)}"
     return ""
 
 
@@ -136,22 +158,31 @@ def _check_hcas(draft: PlanDraft, kind: FabricKind) -> Findings:
     preset = draft.preset(ports.HCA)
     if preset is None or kind not in ("infiniband", "roce") or not preset.value:
         return
-    value, quote = preset.value, draft.quote(ports.HCA)
+    quote, used = draft.quote(ports.HCA), ports.in_use(draft)
+    for name, devices in _ambiguous_prefixes(preset.value, used):
+        problem = f"{quote}: {name} is a prefix and selects {', '.join(devices)}"
+        yield problem, f"begin the value with = to make it exact: {ports.HCA}=={preset.value}"
     chosen, unused = ports.choose_ports(draft.facts, draft.nics)
-    items = [item.split(":") for item in value.lstrip("^=").split(",")]
-    used = ports.in_use(draft)
-    # Without "=" a name is a prefix: mlx5_1 selects mlx5_10 to mlx5_19 as well.
-    has_prefixes = not value.startswith(("^", "="))
-    for name, *_ in items if has_prefixes else ():
-        devices = sorted({port.device for port in used if port.device.startswith(name)})
-        if name in devices and len(devices) > 1:
-            problem = f"{quote}: {name} is a prefix and selects {', '.join(devices)}"
-            yield problem, f"begin the value with = to make it exact: {ports.HCA}=={value}"
     reasons = {item.port.name: item.reason for item in unused}
     for port in used:
         if port.name in reasons:
             fix = f"set {ports.HCA}={ports.format_hcas(chosen)}, or {draft.how_to_unset(ports.HCA)}"
             yield f"{quote} also selects {port.name} ({reasons[port.name]})", fix
+
+
+def _ambiguous_prefixes(selection: str, used: Iterable[Port]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each device of NCCL_IB_HCA that also selects others, and all devices that it selects.
+
+    Without ``=``, a name is a prefix: mlx5_1 selects mlx5_10 to mlx5_19 as well.
+    """
+    excludes, is_exact, names = ports.parse_selection(selection)
+    if excludes or is_exact:
+        return
+    for name in names:
+        prefix, _, _ = name.partition(":")
+        devices = sorted({port.device for port in used if port.device.startswith(prefix)})
+        if prefix in devices and len(devices) > 1:
+            yield prefix, devices
 
 
 def _check_gdr_level(draft: PlanDraft, kind: FabricKind) -> Findings:
@@ -171,12 +202,13 @@ def _check_interfaces(draft: PlanDraft, kind: FabricKind) -> Findings:
             continue
         interfaces = sockets.MATCHING[variable](preset.value, draft.facts.interfaces)
         names = [item.name for item in interfaces if item.running and item.addresses]
+        local_names = [name for name in names if name == "lo" or name.startswith("docker")]
         unset = draft.how_to_unset(variable)
         if not names:
             usable = ", ".join(sockets.usable_names(draft.facts, "")) or "none but lo"
             problem = f"{draft.quote(variable)} selects no interface that is up with an address"
             yield problem, f"{unset}, or name one of: {usable}"
-        elif draft.several and all(name == "lo" or name.startswith("docker") for name in names):
+        elif draft.has_several_nodes and local_names == names:
             yield f"{draft.quote(variable)}: other nodes cannot reach {', '.join(names)}", unset
 
 
@@ -236,47 +268,53 @@ def similar_name(name: str) -> str:
 def _check_names(draft: PlanDraft, kind: FabricKind) -> Findings:
     """Report unknown names that are similar to a known one. Other unknown names may belong to a plug-in."""
     for name in unknown_names(draft.names()):
-        right = similar_name(name)
-        if right:
-            problem = f"{draft.quote(name)}: no library reads this variable; did you mean {right}?"
-            yield problem, f"rename it to {right}"
+        known_name = similar_name(name)
+        if known_name:
+            problem = f"{draft.quote(name)}: no library reads this variable; did you mean {known_name}?"
+            yield problem, f"rename it to {known_name}"
 
 
 def _check_values(draft: PlanDraft, kind: FabricKind) -> Findings:
     """Report values of NCCL_ALGO, NCCL_PROTO and NCCL_NET that NCCL does not know."""
-    for variable, allowed in LISTS.items():
+    for variable, choices in LISTS.items():
         preset = draft.preset(variable)
-        for part in preset.value.split(";") if preset else ():
+        if preset is None:
+            continue
+        for part in preset.value.split(";"):
             # "allreduce:^tree,ring" -> function "allreduce", items "tree" and "ring"
             function, _, items = part.rpartition(":")
-            names = [(item.strip(), allowed) for item in items.strip().removeprefix("^").split(",")]
+            for item in items.strip().removeprefix("^").split(","):
+                yield from _check_choice(draft, variable, item.strip(), choices)
             if function:
-                names.append((function.strip(), FUNCTIONS))
-            for name, choices in names:
-                if name.lower() not in map(str.lower, choices):
-                    yield _misspelling(draft, variable, name, choices)
+                yield from _check_choice(draft, variable, function.strip(), FUNCTIONS)
     net = draft.preset("NCCL_NET")
-    if net and net.value.strip() and net.value.partition("_v")[0].lower() not in map(str.lower, NETS):
-        right = _closest_choice(net.value, NETS, 0.6)
+    if net is None or not net.value.strip():
+        return
+    name, _, _ = net.value.partition("_v")  # "IBext_v8" is IBext
+    if name.lower() not in map(str.lower, NETS):
+        similar = _closest_choice(net.value, NETS, 0.6)
         yield (
             f"{draft.quote('NCCL_NET')} is neither IB nor Socket nor a known plug-in's name: NCCL ends with "
             '"network not found" or "Failed to initialize any NET plugin" unless a plug-in has this name',
-            f"set NCCL_NET={right}" if right else draft.how_to_unset("NCCL_NET"),
+            f"set NCCL_NET={similar}" if similar else draft.how_to_unset("NCCL_NET"),
         )
 
 
-def _misspelling(draft: PlanDraft, variable: str, item: str, choices: tuple[str, ...]) -> tuple[str, str]:
-    """Return the problem that `item` in a variable's value is not one of `choices`, and its remedy."""
-    right, unset = _closest_choice(item, choices, 0.5), draft.how_to_unset(variable)
+def _check_choice(draft: PlanDraft, variable: str, item: str, choices: tuple[str, ...]) -> Findings:
+    """Report that `item`, a part of a variable's value, is not one of `choices`."""
+    if item.lower() in map(str.lower, choices):
+        return
     problem = (
         f"{draft.quote(variable)}: {item!r} is none of {', '.join(choices)}. NCCL {REFUSES_FROM} and later "
         'end with "invalid usage", earlier versions ignore it'
     )
-    if not right:
-        return problem, unset
-    # Replace the complete item only: in "Tree,Tre" the item "Tre" must not change "Tree" to "Treee".
-    corrected = re.sub(rf"(?<!\w){re.escape(item)}(?!\w)", right, draft.value(variable) or "")
-    return problem, f"set {variable}='{corrected}', or {unset}"
+    fix = draft.how_to_unset(variable)
+    similar = _closest_choice(item, choices, 0.5)
+    if similar:
+        # Replace the complete item only: in "Tree,Tre" the item "Tre" must not change "Tree" to "Treee".
+        value = re.sub(rf"(?<!\w){re.escape(item)}(?!\w)", similar, draft.value(variable) or "")
+        fix = f"set {variable}='{value}', or {fix}"
+    yield problem, fix
 
 
 _NCCL = """

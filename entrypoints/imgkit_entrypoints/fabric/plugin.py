@@ -6,6 +6,8 @@ own networks (user guide, NCCL_NET_PLUGIN).
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from imgkit_entrypoints.fabric.fabric_plan import PlanDraft
 from imgkit_entrypoints.facts import HostFacts, software
 from imgkit_entrypoints.system import FabricKind
@@ -35,19 +37,28 @@ def decide_plugin(draft: PlanDraft, kind: FabricKind) -> None:
     If one has none, the image's value is left out, while a value of the user or the recipe gets a warning.
     """
     preset = draft.preset(VARIABLE)
-    missing: dict[str, None] = {}  # file names in the order in which NCCL tries them
-    for plugin in software.split_plugins(preset.value) if preset else ():
+    if preset is None:
+        return
+    missing = _missing_files(draft, preset.value)
+    if not missing:
+        return
+    names = " or ".join(missing)
+    if preset.origin == "image":
+        draft.refuse(VARIABLE, f"{names} is not on the library path")
+        return
+    consequence = "NCCL ignores it and uses TCP" if kind == "slingshot" else "NCCL ignores it"
+    draft.warn(
+        f"{draft.quote(VARIABLE)} cannot be opened, there is no {names} on the library path: {consequence}",
+        f"put its folder on LD_LIBRARY_PATH, or {draft.how_to_unset(VARIABLE)}",
+        failed_check="plug-in",
+    )
+
+
+def _missing_files(draft: PlanDraft, value: str) -> Collection[str]:
+    """Return the names that NCCL tries for each plug-in in `value` that has no file, in NCCL's order."""
+    missing: dict[str, None] = {}
+    for plugin in software.split_plugins(value):
         names = software.plugin_files(plugin)
         if not any(draft.facts.library(name) or name in draft.links for name in names):
             missing.update(dict.fromkeys(names))
-    if preset is None or not missing:
-        return
-    if preset.origin == "image":
-        draft.refuse(VARIABLE, f"{' or '.join(missing)} is not on the library path")
-        return
-    problem = f"{draft.quote(VARIABLE)} cannot be opened, there is no {' or '.join(missing)} "
-    problem += "on the library path: NCCL ignores it"
-    if kind == "slingshot":
-        problem += " and uses TCP"
-    fix = f"put its folder on LD_LIBRARY_PATH, or {draft.how_to_unset(VARIABLE)}"
-    draft.warn(problem, fix, failed_check="plug-in")
+    return missing

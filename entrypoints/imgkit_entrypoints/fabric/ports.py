@@ -53,30 +53,30 @@ def choose_ports(
     unused: list[UnusedPort] = []
     active: list[_Pair] = []
     for device, port in _ports_with_devices(facts):
-        reason = _port_fault(port)
-        if reason:
-            unused.append(UnusedPort(port, reason))
+        problem = _port_problem(port)
+        if problem:
+            unused.append(UnusedPort(port, problem))
         else:
             active.append((device, port))
     infiniband = tuple(port for _, port in active if port.link_layer == "InfiniBand")
     if infiniband:
-        first = infiniband[0]
-        reason = f"an Ethernet port, but {first.path}/link_layer is {first.link_layer}"
-        reason += ": NCCL cannot mix InfiniBand and Ethernet"
+        evidence = f"{infiniband[0].path}/link_layer is {infiniband[0].link_layer}"
+        reason = f"an Ethernet port, but {evidence}: NCCL cannot mix InfiniBand and Ethernet"
         unused += [UnusedPort(port, reason) for _, port in active if port not in infiniband]
         return infiniband, tuple(unused)
-    active, without_gid = _keep_addressed(active)
-    near, far = _keep_nearest(facts, active)
-    if len(near) < (nics or 0):
-        near, far = active, []
+    addressed, without_gid = _keep_addressed(active)
+    near, far = _keep_nearest(facts, addressed)
+    if nics is not None and len(near) < nics:
+        near, far = addressed, []
     return tuple(port for _, port in near), (*unused, *without_gid, *far)
 
 
 def _ports_with_devices(facts: HostFacts) -> tuple[_Pair, ...]:
+    """Return every port of the node with the device to which it belongs."""
     return tuple((device, port) for device in facts.rdma for port in device.ports)
 
 
-def _port_fault(port: Port) -> str:
+def _port_problem(port: Port) -> str:
     """Return why NCCL cannot use a port, or an empty text if it can."""
     if port.link_layer not in ("InfiniBand", "Ethernet"):
         evidence = f"{port.path}/link_layer: {port.link_layer}"
@@ -127,17 +127,24 @@ def gpu_distance(facts: HostFacts, device: RdmaDevice) -> int | None:
 
     The distance is 0 under the same PCI switch, 1 on the same NUMA node, and 2 otherwise.
     """
-    gpus = facts.gpu_devices
-    if not gpus or not (device.pci or device.numa_node is not None):
-        return None
-    # In "pci0000:16/0000:16:01.0/..." the second part is a bridge. Devices that share only the first part
-    # share no more than the root complex.
-    bridge = device.pci.split("/")[:2]
-    if len(bridge) == 2 and any(gpu.pci.split("/")[:2] == bridge for gpu in gpus):
+    bridge = _pci_bridge(device.pci)
+    if bridge and bridge in [_pci_bridge(gpu.pci) for gpu in facts.gpu_devices]:
         return 0
-    if device.numa_node is None or all(gpu.numa_node is None for gpu in gpus):
+    numa_nodes = {gpu.numa_node for gpu in facts.gpu_devices} - {None}
+    if device.numa_node is None or not numa_nodes:
         return None
-    return 1 if any(gpu.numa_node == device.numa_node for gpu in gpus) else 2
+    return 1 if device.numa_node in numa_nodes else 2
+
+
+def _pci_bridge(path: str) -> str:
+    """Return the first two parts of a PCI path, or an empty text if it has only one.
+
+    In ``pci0000:16/0000:16:01.0/...``, the second part is a bridge. Devices that share only the first part
+    share no more than the root complex.
+    """
+    root, _, rest = path.partition("/")
+    bridge, _, _ = rest.partition("/")
+    return f"{root}/{bridge}" if bridge else ""
 
 
 def format_hcas(ports: Iterable[Port]) -> str:
@@ -166,17 +173,19 @@ def match_ports(selection: str, ports: Iterable[Port]) -> tuple[Port, ...]:
     are ignored.
     """
     excludes, is_exact, names = parse_selection(selection)
+    if not names:
+        return tuple(ports)
 
     def is_listed(port: Port) -> bool:
         for name in names:
             device, _, rest = name.partition(":")
-            number = rest.partition(":")[0]
+            number, _, _ = rest.partition(":")
             is_same = port.device == device if is_exact else port.device.startswith(device)
             if is_same and number in ("", str(port.number)):
                 return True
         return False
 
-    return tuple(port for port in ports if not names or is_listed(port) != excludes)
+    return tuple(port for port in ports if is_listed(port) != excludes)
 
 
 def in_use(draft: PlanDraft) -> tuple[Port, ...]:
@@ -187,7 +196,7 @@ def in_use(draft: PlanDraft) -> tuple[Port, ...]:
     request = draft.request(HCA)
     if request is None:
         return choose_ports(draft.facts, draft.nics)[0]
-    usable = [port for _, port in _ports_with_devices(draft.facts) if not _port_fault(port)]
+    usable = [port for _, port in _ports_with_devices(draft.facts) if not _port_problem(port)]
     return match_ports(request.value, usable)
 
 
@@ -197,22 +206,23 @@ def decide_ports(draft: PlanDraft) -> tuple[Port, ...]:
     The other ports are reported. Slow ports and devices that cannot be opened get warnings.
     """
     chosen, unused = choose_ports(draft.facts, draft.nics)
-    states = (
-        f"{port.path}: state {port.state}, {port.link_layer}, {port.rate or 'no rate'}" for port in chosen
-    )
+    states = []
+    for port in chosen:
+        states.append(f"{port.path}: state {port.state}, {port.link_layer}, {port.rate or 'no rate'}")
     draft.set(HCA, format_hcas(chosen), f"the ACTIVE ports of the fabric: {'; '.join(states)}")
     report_unused(draft, unused)
     used = in_use(draft)
     if not used:
-        available = ", ".join(port.name for port in chosen)
+        names = ", ".join(port.name for port in chosen)
         draft.warn(
-            f"{HCA}={draft.value(HCA)} selects no ACTIVE port of this machine (available: "
-            f"{available}): NCCL would use TCP",
+            f"{HCA}={draft.value(HCA)} selects no ACTIVE port of this machine (available: {names}): NCCL "
+            "would use TCP",
             f"{draft.how_to_unset(HCA)}, or set {HCA}={format_hcas(chosen)}",
         )
     _report_cards(draft, used)
     _check_rates(draft, used)
     _check_devices(draft, used)
+    _check_libibverbs(draft, used)
     return used
 
 
@@ -227,15 +237,15 @@ def _device_of_port(facts: HostFacts, port: Port) -> RdmaDevice:
 
 
 def _report_cards(draft: PlanDraft, used: Sequence[Port]) -> None:
-    """Report which ports are virtual functions, and which ones NCCL merges into one NIC."""
-    cards: dict[str, list[Port]] = {}
+    """Report which ports are virtual functions, and which ports NCCL merges into one NIC."""
+    ports_by_card: dict[str, list[Port]] = {}
     for port in used:
         device = _device_of_port(draft.facts, port)
-        cards.setdefault(device.card, []).append(port)
+        ports_by_card.setdefault(device.card, []).append(port)
         if device.physical:
             reason = f"{device.path}/device/physfn -> {device.physical}: a virtual function of that card"
             draft.report(HCA, port.name, reason, used=True)
-    for card, ports in cards.items():
+    for card, ports in ports_by_card.items():
         if len(ports) > 1:
             path = _device_of_port(draft.facts, ports[0]).path
             reason = f"one card ({path}/device: {card}): NCCL merges its ports into one NIC"
@@ -260,25 +270,34 @@ def _check_rates(draft: PlanDraft, used: Sequence[Port]) -> None:
 
 
 def _check_devices(draft: PlanDraft, used: Sequence[Port]) -> None:
-    """Warn about a device that this container cannot open, or that no driver of libibverbs supports."""
-    devices = tuple(dict.fromkeys(_device_of_port(draft.facts, port) for port in used))
-    for device in devices:
+    """Warn about a device that this container cannot open."""
+    for device in dict.fromkeys(_device_of_port(draft.facts, port) for port in used):
         if not device.verbs_opens:
             file = device.verbs or f"/dev/infiniband/uverbs* for {device.name}"
             problem = f"{device.path} exists, but {file} cannot be opened: NCCL would use TCP"
             draft.warn(problem, OPEN_FIX, failed_check="rdma devices")
-    fix = "add libibverbs1 and ibverbs-providers to the recipe's image.apt; --nv does not add them"
+
+
+def _check_libibverbs(draft: PlanDraft, used: Sequence[Port]) -> None:
+    """Warn if the image has no libibverbs, or no driver of it (a provider) for the devices in use."""
+    devices = [_device_of_port(draft.facts, port) for port in used]
     providers = draft.facts.verbs_providers
     # 0x15b3 is the PCI vendor of Mellanox (NVIDIA), whose NICs need the provider mlx5.
-    needs_mlx5 = any(device.vendor == "0x15b3" for device in devices)
-    if devices and draft.facts.library("libibverbs.so.1") is None:
+    needs_mlx5 = "0x15b3" in [device.vendor for device in devices]
+    if not devices:
+        return
+    if draft.facts.library("libibverbs.so.1") is None:
         problem = "libibverbs.so.1 is not on the library path: NCCL would use TCP"
-        draft.warn(problem, fix, failed_check="libibverbs")
-    elif devices and (not providers or (needs_mlx5 and "mlx5" not in providers)):
+    elif not providers or (needs_mlx5 and "mlx5" not in providers):
         names = ", ".join(providers) or "none"
-        problem = f"libibverbs has no provider for {devices[0].name} (/etc/libibverbs.d, "
-        problem += f'libibverbs/lib*-rdmav*.so: {names}): NCCL would report "No device found"'
-        draft.warn(problem, fix, failed_check="libibverbs")
+        problem = (
+            f"libibverbs has no provider for {devices[0].name} (/etc/libibverbs.d, "
+            f'libibverbs/lib*-rdmav*.so: {names}): NCCL would report "No device found"'
+        )
+    else:
+        return
+    fix = "add libibverbs1 and ibverbs-providers to the recipe's image.apt; --nv does not add them"
+    draft.warn(problem, fix, failed_check="libibverbs")
 
 
 def line_rate_Gbps(facts: HostFacts, used: Sequence[Port]) -> float | None:

@@ -57,8 +57,10 @@ def decide_slingshot(draft: PlanDraft) -> None:
         draft.set(variable, value, f"{reason} ({names})")
     # An image that names a plug-in keeps NCCL from looking for any other, such as the host's aws-ofi-nccl.
     preset = draft.image_preset(plugins.VARIABLE)
-    if preset and not (plugins.is_ofi(preset.value) and plugins.plugin_files(draft.facts, preset.value)):
-        draft.refuse(plugins.VARIABLE, f"Slingshot needs aws-ofi-nccl ({names})")
+    if preset:
+        is_usable = plugins.is_ofi(preset.value) and plugins.plugin_files(draft.facts, preset.value)
+        if not is_usable:
+            draft.refuse(plugins.VARIABLE, f"Slingshot needs aws-ofi-nccl ({names})")
     _decide_net(draft)
 
 
@@ -68,7 +70,7 @@ def _decide_net(draft: PlanDraft) -> None:
     On one node the variable is left out, because the plug-in would only allocate memory for nothing.
     """
     path = find_plugin(draft.facts, draft.links)
-    if not draft.several:
+    if not draft.has_several_nodes:
         draft.refuse("NCCL_NET", "on one node the plugin allocates memory for nothing (HPE's guide)")
         draft.note("NCCL_NET", "AWS Libfabric", "one node needs no network; it is set only between nodes")
         return

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from imgkit_entrypoints.fabric import ports
 from imgkit_entrypoints.fabric.fabric_plan import INTERFACES, PlanDraft
 from imgkit_entrypoints.facts.host_facts import HostFacts, Interface
-from imgkit_entrypoints.system import Partition, SystemFacts
+from imgkit_entrypoints.system import SystemFacts
 
 NCCL, GLOO = INTERFACES
 THREADS = ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD")
@@ -71,9 +71,9 @@ def best_interface(
     for name in prefer:
         if name in by_name:
             return by_name[name], f"the fabric's own interface ({describe_interface(by_name[name])})"
-    defaults = [route for route in routes if route.network == "0.0.0.0/0"]
-    if defaults:
-        route = min(defaults, key=lambda route: route.metric)
+    default_routes = [route for route in routes if route.network == "0.0.0.0/0"]
+    if default_routes:
+        route = min(default_routes, key=lambda route: route.metric)
         interface = by_name[route.interface]
         reason = f"/proc/net/route: the default route via {route.gateway} ({describe_interface(interface)})"
         return interface, reason
@@ -82,7 +82,7 @@ def best_interface(
 
 
 def _is_inside(head: str, network: str) -> bool:
-    """Return True if the address `head` is in `network`; False also for an empty one or a host name."""
+    """Return whether the address `head` is in `network`. It is not if `head` is empty or a host name."""
     try:
         return ipaddress.ip_address(head) in ipaddress.ip_network(network)
     except ValueError:
@@ -141,10 +141,10 @@ def selected_interface(facts: HostFacts, env: Mapping[str, str]) -> Interface | 
     """Return the interface over which a worker with the variables `env` connects.
 
     Returns None if no variable is set, or if it selects no interface that is up with an address. With GPUs
-    the variable of NCCL comes first, otherwise that of Gloo.
+    the variable of NCCL comes first, otherwise the variable of Gloo.
     """
-    is_cuda = env.get("IMGKIT_DEVICE") == "cuda"
-    for variable in (NCCL, GLOO) if is_cuda else (GLOO, NCCL):
+    variables = (NCCL, GLOO) if env.get("IMGKIT_DEVICE") == "cuda" else (GLOO, NCCL)
+    for variable in variables:
         value = env.get(variable)
         if value:
             interfaces = MATCHING[variable](value, facts.interfaces)
@@ -163,13 +163,13 @@ def decide_interface(draft: PlanDraft, prefer: Sequence[str] = ()) -> Interface 
     if choice is None:
         reason = "no interface except lo is up with an address (/sys/class/net, /proc/net/fib_trie)"
         draft.note(NCCL, "", reason)
-        if draft.several and draft.facts.interfaces:
+        if draft.has_several_nodes and draft.facts.interfaces:
             fix = "start the container with the host's network (docker: --network host)"
             draft.block(f"{reason}: nodes cannot connect", fix)
         return None
     interface, reason = choice
     value = format_interfaces([interface.name], draft.facts)
-    if draft.several:
+    if draft.has_several_nodes:
         draft.set(NCCL, value, reason)
         draft.set(GLOO, interface.name, reason)
     else:
@@ -178,14 +178,17 @@ def decide_interface(draft: PlanDraft, prefer: Sequence[str] = ()) -> Interface 
 
 
 def use_partition(draft: PlanDraft, system: SystemFacts | None, partition: str) -> None:
-    """Replace the interfaces in the draft's recipe by those that the recipe states for a Slurm partition."""
-    names = system.partitions.get(partition, Partition()).interfaces if system else ()
-    if names:
-        # NCCL takes several interfaces, Gloo only one: the first that this node has.
-        present = {item.name for item in draft.facts.interfaces}
-        gloo = next((name for name in names if name in present), names[0])
-        draft.recipe = {**draft.recipe, NCCL: format_interfaces(names, draft.facts), GLOO: gloo}
-        draft.partition = partition
+    """Replace the interfaces in the draft's recipe by the interfaces of a Slurm partition in the recipe."""
+    if system is None or partition not in system.partitions:
+        return
+    names = system.partitions[partition].interfaces
+    if not names:
+        return
+    # NCCL takes several interfaces, Gloo only one: the first that this node has.
+    present = {item.name for item in draft.facts.interfaces}
+    gloo_name = next((name for name in names if name in present), names[0])
+    draft.recipe = {**draft.recipe, NCCL: format_interfaces(names, draft.facts), GLOO: gloo_name}
+    draft.partition = partition
 
 
 def refuse_absent(draft: PlanDraft) -> None:
@@ -194,10 +197,12 @@ def refuse_absent(draft: PlanDraft) -> None:
     NCCL would not start with them.
     """
     interfaces = draft.facts.interfaces
+    if not interfaces:  # /sys is not visible, so nothing is known about them
+        return
+    names = ", ".join(item.name for item in interfaces)
     for variable in (NCCL, GLOO):
         value = draft.value(variable)
-        if value and interfaces and not match_interfaces(value, interfaces):
-            names = ", ".join(item.name for item in interfaces)
+        if value and not match_interfaces(value, interfaces):
             draft.refuse(variable, f"this machine has no such interface (/sys/class/net: {names})")
 
 
@@ -207,7 +212,7 @@ def decide_threads(draft: PlanDraft, interface: Interface | None) -> None:
     NCCL's default of one socket cannot fill such an interface. On AWS and Google Cloud NCCL chooses the
     number itself, so nothing is set there.
     """
-    if interface is None or not draft.several or (interface.speed_Mbps or 0) < _FAST_Mbps:
+    if interface is None or not draft.has_several_nodes or (interface.speed_Mbps or 0) < _FAST_Mbps:
         return
     folder = f"/sys/class/net/{interface.name}"
     cloud = _SELF_TUNED.get(interface.vendor)
@@ -216,8 +221,8 @@ def decide_threads(draft: PlanDraft, interface: Interface | None) -> None:
             evidence = f"{folder}/device/vendor: {interface.vendor}"
             draft.note(variable, "", f"{evidence}: NCCL chooses the number itself on {cloud}")
         else:
-            reason = f"{folder}/speed: {interface.speed_Mbps}; "
-            draft.set(variable, "4", f"{reason}NCCL's user guide recommends 4 for generic 100G networks")
+            evidence = f"{folder}/speed: {interface.speed_Mbps}"
+            draft.set(variable, "4", f"{evidence}; NCCL's user guide recommends 4 for generic 100G networks")
 
 
 def refuse_threads(draft: PlanDraft, kind: str) -> None:

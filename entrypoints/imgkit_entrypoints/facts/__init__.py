@@ -35,16 +35,16 @@ def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> Hos
     """
     reader = Reader(root=root_of(env) if root is None else root)
     closed_gpus = software.closed_gpus(reader, env)
-    gpus = compute.gpus(reader, env, closed_gpus)
-    gpu_devices = compute.gpu_devices(reader)
-    cpus, cpus_source = compute.cpus(reader)
-    processes, processes_source = compute.processes(reader)
-    image_nccl = software.image_nccl(reader, env)
-    nccl_version, nccl_source, nccl_of = software.loaded_nccl(reader, env, image_nccl)
+    gpus = compute.count_gpus(reader, env, closed_gpus)
+    gpu_devices = compute.read_gpu_devices(reader)
+    cpus, cpus_source = compute.count_cpus(reader)
+    processes, processes_source = compute.read_process_limit(reader)
+    image_nccl, image_nccl_source = software.image_nccl(reader, env)
+    nccl_version, nccl_source, nccl_of = software.loaded_nccl(reader, env, (image_nccl, image_nccl_source))
     nccl_settings = software.nccl_settings(reader, env)
     # Plug-ins by name come from three places, so recipe and nccl.conf are read before the libraries.
     recipe = software.read_recipe(reader)
-    libraries = software.libraries(reader, env, software.named_plugins(recipe, env, nccl_settings))
+    libraries = software.find_libraries(reader, env, software.named_plugins(recipe, env, nccl_settings))
     return HostFacts(
         hostname=reader.text("/proc/sys/kernel/hostname") or platform.node(),
         arch=platform.machine(),
@@ -54,26 +54,26 @@ def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> Hos
         gpus_source=gpus.source,
         gpus_problem=gpus.problem,
         cpus_source=cpus_source,
-        amd_gpus=compute.amd_gpus(reader),
-        allowed_cpus=compute.allowed_cpus(reader),
-        numa_cpus=compute.numa_cpus(reader),
-        worker_gpus=compute.worker_gpus(reader, env, gpu_devices, gpus, closed_gpus),
+        amd_gpus=compute.find_amd_gpus(reader),
+        allowed_cpus=compute.read_allowed_cpus(reader),
+        numa_cpus=compute.read_numa_cpus(reader),
+        worker_gpus=compute.order_worker_gpus(reader, env, gpu_devices, gpus, closed_gpus),
         gpu_devices=gpu_devices,
-        driver=compute.driver(reader),
+        driver=compute.read_driver(reader),
         kernel=reader.text("/proc/sys/kernel/osrelease") or "",
         boot_id=reader.text("/proc/sys/kernel/random/boot_id") or "",
-        memlock=compute.limit(reader, "Max locked memory"),
-        stack=compute.limit(reader, "Max stack size"),
-        open_files=compute.limit(reader, "Max open files"),
+        memlock=compute.read_limit(reader, "Max locked memory"),
+        stack=compute.read_limit(reader, "Max stack size"),
+        open_files=compute.read_limit(reader, "Max open files"),
         processes=processes,
         processes_source=processes_source,
-        shm_bytes=compute.shm_bytes(reader),
-        ephemeral_ports=compute.ephemeral_ports(reader),
-        rdma=network.rdma_devices(reader),
+        shm_bytes=compute.read_shm_bytes(reader),
+        ephemeral_ports=compute.read_ephemeral_ports(reader),
+        rdma=network.read_rdma_devices(reader),
         rdma_cm=network.can_open(reader, "/dev/infiniband/rdma_cm"),
-        cxi=network.cxi_devices(reader),
-        interfaces=network.interfaces(reader),
-        routes=network.routes(reader),
+        cxi=network.read_cxi_devices(reader),
+        interfaces=network.read_interfaces(reader),
+        routes=network.read_routes(reader),
         peermem=software.peermem(reader),
         dmabuf=software.dmabuf(reader),
         libraries=libraries,
@@ -84,12 +84,12 @@ def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> Hos
         nccl_version=nccl_version,
         nccl_source=nccl_source,
         nccl_of=nccl_of,
-        image_nccl=image_nccl[0],
+        image_nccl=image_nccl,
         numa_fault=software.numa_fault(reader),
         has_cuda_compat=reader.exists(host_libs.COMPAT) or "compat" in env.get("LD_LIBRARY_PATH", ""),
         nccl_settings=nccl_settings,
         image_env=software.image_env(reader),
-        host_libraries=host_libs.libraries(reader, recipe, env),
+        host_libraries=host_libs.find_host_libraries(reader, recipe, env),
         cuda_compat=host_libs.find_cuda_compat(reader, recipe, env),
     )
 

@@ -20,29 +20,29 @@ _CPU_LIST = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*")
 _LONGEST_PATH = _LONGEST_CPU_LIST = 4096
 
 
-def cpus(reader: Reader) -> tuple[int, str]:
+def count_cpus(reader: Reader) -> tuple[int, str]:
     """Return the number of processors that this process may use (at least 1), and the evidence.
 
     It follows from the affinity and the quotas of the cgroups. os.cpu_count() would be wrong, because a job
     step has only a part of the node, and torch would start threads for all of it.
     """
-    count, source = _affinity(reader)
-    quota, quota_source = min(_quotas(reader), default=(None, ""))
+    count, source = _read_affinity(reader)
+    quota, quota_source = min(_read_quotas(reader), default=(None, ""))
     if quota is None:
         return count, source
     # Rounded down, because one thread above the quota makes all threads wait for the next period.
     return min(count, max(1, int(quota))), f"{source}; {quota_source}"
 
 
-def _affinity(reader: Reader) -> tuple[int, str]:
+def _read_affinity(reader: Reader) -> tuple[int, str]:
     """Return the number of processors on which this process may run, and the evidence."""
-    text = allowed_cpus(reader)
+    text = read_allowed_cpus(reader)
     if text:
         return len(parse_cpu_list(text)), f"/proc/self/status: Cpus_allowed_list {text}"
     return len(os.sched_getaffinity(0)), "sched_getaffinity"
 
 
-def allowed_cpus(reader: Reader) -> str:
+def read_allowed_cpus(reader: Reader) -> str:
     """Return the processors on which this process may run as the kernel lists them: ``0-39,80-119``.
 
     The text is empty if they are unknown.
@@ -54,7 +54,7 @@ def allowed_cpus(reader: Reader) -> str:
     return ""
 
 
-def numa_cpus(reader: Reader) -> Mapping[int, str]:
+def read_numa_cpus(reader: Reader) -> Mapping[int, str]:
     """Return the processors of each NUMA node as the kernel lists them: ``{0: "0-39", 1: "40-79"}``.
 
     Nodes without processors are left out. The memory of a GPU can be such a node, as in a GH200.
@@ -81,12 +81,12 @@ def parse_cpu_list(text: str) -> frozenset[int]:
     return frozenset(cpus)
 
 
-def _quotas(reader: Reader) -> Iterator[tuple[float, str]]:
+def _read_quotas(reader: Reader) -> Iterator[tuple[float, str]]:
     """Yield the CPU quota of every cgroup above this process, in processors, with the evidence.
 
     Cgroups without a quota are left out. Both versions of cgroups are read.
     """
-    for version, folder in _cgroups(reader, "cpu"):
+    for version, folder in _find_cgroups(reader, "cpu"):
         if version == 2:
             # "150000 100000" is 1.5 processors; "max 100000" is no quota
             text = reader.text(f"{folder}/cpu.max") or ""
@@ -100,19 +100,16 @@ def _quotas(reader: Reader) -> Iterator[tuple[float, str]]:
                 yield quota / period, f"{folder}/cpu.cfs_quota_us: {quota} of {period}"
 
 
-def _cgroups(reader: Reader, controller: str) -> Iterator[tuple[int, str]]:
+def _find_cgroups(reader: Reader, controller: str) -> Iterator[tuple[int, str]]:
     """Yield version and folder of each cgroup above this process that may have files of `controller`.
 
     The process' own cgroup comes first, the root last. Some of the folders may not exist.
     """
     for line in (reader.text("/proc/self/cgroup") or "").splitlines():
         # "0::/slurm/job_7" in version 2, "4:cpu,cpuacct:/slurm/job_7" in version 1
-        fields = line.split(":", 2)
-        if len(fields) < 2:
-            continue
-        controllers = fields[1]
-        path = fields[2] if len(fields) == 3 else ""
-        if len(path) > _LONGEST_PATH:
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == line or len(path) > _LONGEST_PATH:
             continue
         if controllers == "":
             version = 2
@@ -130,22 +127,25 @@ def _cgroups(reader: Reader, controller: str) -> Iterator[tuple[int, str]]:
                 yield version, f"{mount}{folder}".rstrip("/")
 
 
-def processes(reader: Reader) -> tuple[Limit, str]:
+def read_process_limit(reader: Reader) -> tuple[Limit, str]:
     """Return how many processes and threads the user and the cgroups may have, and the evidence.
 
     The lowest of these limits counts.
     """
     # The user's limit counts threads as well, and so does pids.max of a cgroup.
-    user_limit = limit(reader, "Max processes")
-    limits = [(user_limit.value, f"/proc/self/limits: Max processes {user_limit}")]
-    for _, folder in _cgroups(reader, "pids"):
+    user_limit = read_limit(reader, "Max processes")
+    user_source = f"/proc/self/limits: Max processes {user_limit}"
+    limits = []
+    if user_limit.value is not None:
+        limits.append((user_limit.value, user_source))
+    for _, folder in _find_cgroups(reader, "pids"):
         number = reader.number(f"{folder}/pids.max")
-        limits.append((number, f"{folder}/pids.max: {number}"))
-    numbers = [(value, source) for value, source in limits if value is not None]
-    if not numbers:
-        return user_limit, limits[0][1] if user_limit.unlimited else ""
-    value, source = min(numbers)
-    return Limit(value=value), source
+        if number is not None:
+            limits.append((number, f"{folder}/pids.max: {number}"))
+    if limits:
+        value, source = min(limits)
+        return Limit(value=value), source
+    return user_limit, user_source if user_limit.unlimited else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,33 +172,34 @@ _PCI = "/sys/bus/pci/devices"
 _DRIVER_GPUS = "/proc/driver/nvidia/gpus"
 
 
-def _pci_gpus(reader: Reader, *, computing: bool = False) -> Mapping[str, int]:
+def _count_pci_gpus(reader: Reader, *, computing: bool = False) -> Mapping[str, int]:
     """Return the number of GPUs and accelerators on the PCI bus by maker: ``{"NVIDIA": 4}``.
 
     The bus also shows GPUs whose device files a container hides.
 
     Parameters
     ----------
-    computing : leave out cards of AMD that drive a display.
+    computing : True to leave out cards of AMD that drive a display.
     """
     counts: collections.Counter[str] = collections.Counter()
     for address in reader.names(_PCI):
         pci_class = reader.text(f"{_PCI}/{address}/class") or ""
         vendor = reader.text(f"{_PCI}/{address}/vendor") or ""
         maker = _MAKERS.get(vendor, "")
-        classes = [_CLASS_3D, _CLASS_ACCELERATOR]
         # Service processors of servers, and processors of Intel, have a display too. So a plain display
         # counts only for a maker of the table, and not for Intel.
-        if maker == "Intel" or (computing and maker == "AMD"):
-            classes.append(_CLASS_OTHER_DISPLAY)
-        elif maker:
-            classes.append(_CLASS_DISPLAY)
-        if pci_class.startswith(tuple(classes)):
+        if not maker:
+            classes: tuple[str, ...] = (_CLASS_3D, _CLASS_ACCELERATOR)
+        elif maker == "Intel" or (computing and maker == "AMD"):
+            classes = (_CLASS_3D, _CLASS_ACCELERATOR, _CLASS_OTHER_DISPLAY)
+        else:
+            classes = (_CLASS_DISPLAY, _CLASS_ACCELERATOR)
+        if pci_class.startswith(classes):
             counts[maker or f"vendor {vendor}"] += 1
     return counts
 
 
-def _hidden_gpus(reader: Reader, has_files: bool) -> str:
+def _describe_hidden_gpus(reader: Reader, has_files: bool) -> str:
     """Return what /dev, /proc and /sys show of GPUs on a node where none can be used, for a message.
 
     Parameters
@@ -206,28 +207,30 @@ def _hidden_gpus(reader: Reader, has_files: bool) -> str:
     has_files : the node has device files of NVIDIA GPUs, which cannot be opened.
     """
     other_files, driver_gpus = reader.names("/dev", _OTHER_FILES), reader.names(_DRIVER_GPUS)
-    makers = _pci_gpus(reader)
+    counts = _count_pci_gpus(reader)
     evidence = []
     if other_files:
         evidence.append(f"/dev: {' '.join(other_files)}")
     if driver_gpus:
         evidence.append(f"{_DRIVER_GPUS}: the driver has {len(driver_gpus)}")
-    if makers:
-        evidence.append(f"{_PCI}: {', '.join(f'{count} of {maker}' for maker, count in makers.items())}")
+    if counts:
+        makers = [f"{count} of {maker}" for maker, count in counts.items()]
+        evidence.append(f"{_PCI}: {', '.join(makers)}")
+    has_nvidia = has_files or driver_gpus or "NVIDIA" in counts
     # /dev/dri alone is no evidence, because every display has it.
-    has_nvidia = has_files or driver_gpus or "NVIDIA" in makers
-    if (makers or {*other_files} - {"dri"}) and not has_nvidia:
+    has_others = counts or other_files not in ((), ("dri",))
+    if has_others and not has_nvidia:
         evidence.append(ONLY_NVIDIA)
     return "".join(f"; {text}" for text in evidence)
 
 
-def amd_gpus(reader: Reader) -> str:
+def find_amd_gpus(reader: Reader) -> str:
     """Return evidence of AMD GPUs that could compute, or an empty text.
 
     The text is also empty on a node that shows a GPU of NVIDIA. A card that drives a display counts only if
     there is /dev/kfd, the device file of AMD's compute driver.
     """
-    accelerators = _pci_gpus(reader, computing=True)
+    accelerators = _count_pci_gpus(reader, computing=True)
     if reader.names("/dev", NVIDIA_FILES) or reader.names(_DRIVER_GPUS) or "NVIDIA" in accelerators:
         return ""
     evidence = []
@@ -238,7 +241,7 @@ def amd_gpus(reader: Reader) -> str:
     return "; ".join(evidence)
 
 
-def gpus(reader: Reader, env: Mapping[str, str], closed: Mapping[str, str]) -> VisibleGpus:
+def count_gpus(reader: Reader, env: Mapping[str, str], closed: Mapping[str, str]) -> VisibleGpus:
     """Return the number of GPUs that a worker could use, by device files and CUDA_VISIBLE_DEVICES.
 
     Parameters
@@ -255,7 +258,7 @@ def gpus(reader: Reader, env: Mapping[str, str], closed: Mapping[str, str]) -> V
         evidence += f", but {which}{next(iter(closed.values()))}"
     if not devices:
         prefix = "" if visible is None else f"{setting}, "
-        return VisibleGpus(0, f"{prefix}{evidence}{_hidden_gpus(reader, bool(files))}")
+        return VisibleGpus(0, f"{prefix}{evidence}{_describe_hidden_gpus(reader, bool(files))}")
     if visible is None:
         return VisibleGpus(len(devices), evidence)
     source = f"{setting}, {len(devices)} device files"
@@ -276,7 +279,7 @@ def gpus(reader: Reader, env: Mapping[str, str], closed: Mapping[str, str]) -> V
     return VisibleGpus(min(len(usable), len(devices)), source)
 
 
-def gpu_devices(reader: Reader) -> tuple[Gpu, ...]:
+def read_gpu_devices(reader: Reader) -> tuple[Gpu, ...]:
     """Return the GPUs that the driver shows, sorted by PCI address.
 
     Some of them may belong to other jobs, or be closed to this container.
@@ -284,10 +287,9 @@ def gpu_devices(reader: Reader) -> tuple[Gpu, ...]:
     gpus = []
     # Addresses such as 0000:1b:00.0 have a fixed width, so sorting the texts gives CUDA's order.
     for name in sorted(reader.names(_DRIVER_GPUS)):
-        text = reader.text(f"{_DRIVER_GPUS}/{name}/information") or ""
         values = {}
-        for line in text.splitlines():
-            key, _, value = line.partition(":")
+        for line in (reader.text(f"{_DRIVER_GPUS}/{name}/information") or "").splitlines():
+            key, _, value = line.partition(":")  # "Device Minor: 	 0"
             values[key] = value.strip()
         address = name.lower()
         link = f"{_PCI}/{address}"
@@ -303,7 +305,7 @@ def gpu_devices(reader: Reader) -> tuple[Gpu, ...]:
     return tuple(gpus)
 
 
-def worker_gpus(
+def order_worker_gpus(
     reader: Reader,
     env: Mapping[str, str],
     devices: Sequence[Gpu],
@@ -318,8 +320,8 @@ def worker_gpus(
 
     Parameters
     ----------
-    devices : the result of `gpu_devices`; some of these GPUs may belong to other jobs.
-    visible : the result of `gpus`.
+    devices : the result of `read_gpu_devices`; some of these GPUs may belong to other jobs.
+    visible : the result of `count_gpus`.
     closed : device files that cannot be opened (`software.closed_gpus`).
     """
     usable = []
@@ -353,12 +355,12 @@ def numa_node(reader: Reader, folder: str) -> int | None:
     return None if number is None or number < 0 else number
 
 
-def driver(reader: Reader) -> str:
+def read_driver(reader: Reader) -> str:
     """Return the first line of the NVIDIA driver's version file, or an empty text without the driver."""
     return (reader.text("/proc/driver/nvidia/version") or "").partition("\n")[0]
 
 
-def limit(reader: Reader, name: str) -> Limit:
+def read_limit(reader: Reader, name: str) -> Limit:
     """Return the soft limit `name` of /proc/self/limits, such as ``Max processes``."""
     for line in (reader.text("/proc/self/limits") or "").splitlines():
         # "Max locked memory         65536                65536                bytes"
@@ -368,7 +370,7 @@ def limit(reader: Reader, name: str) -> Limit:
     return Limit()
 
 
-def shm_bytes(reader: Reader) -> int | None:
+def read_shm_bytes(reader: Reader) -> int | None:
     """Return the size of /dev/shm in bytes, or None if it is unknown, as in a tree of files."""
     if not reader.live:
         return None
@@ -379,8 +381,10 @@ def shm_bytes(reader: Reader) -> int | None:
     return stat.f_frsize * stat.f_blocks
 
 
-def ephemeral_ports(reader: Reader) -> tuple[int, int] | None:
+def read_ephemeral_ports(reader: Reader) -> tuple[int, int] | None:
     """Return the first and last port that the kernel assigns to outgoing connections, or None if unknown."""
     text = reader.text("/proc/sys/net/ipv4/ip_local_port_range") or ""
     match = re.fullmatch(r"([0-9]{1,18})\s+([0-9]{1,18})", text)
-    return (int(match[1]), int(match[2])) if match else None
+    if match is None:
+        return None
+    return int(match[1]), int(match[2])

@@ -11,17 +11,17 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from imgkit_entrypoints import files
 
 # Limits for files that are damaged or hostile.
-_MOST_SEGMENTS = 256
-_MOST_ENTRIES = 4096
+_MAX_SEGMENTS = 256
+_MAX_ENTRIES = 4096
 """Largest number of entries in the dynamic section, and of needed or defined versions."""
-_MOST_NAMES_BYTES = 8 << 20
+_MAX_NAMES_BYTES = 8 << 20
 """Largest size of the string table. That of a large C++ library has 3 MB."""
-_MOST_NAME_BYTES = 1024
+_MAX_NAME_BYTES = 1024
 
 # Numbers of elf.h: the file type ET_DYN, the segments PT_LOAD and PT_DYNAMIC, and the tags DT_NEEDED, ...
 _SHARED_OBJECT = 3
@@ -30,6 +30,8 @@ _NEEDED, _STRTAB, _STRSZ, _SONAME, _RPATH, _RUNPATH = 1, 5, 10, 14, 15, 29
 _VERDEF, _VERDEFNUM, _VERNEED, _VERNEEDNUM = 0x6FFFFFFC, 0x6FFFFFFD, 0x6FFFFFFE, 0x6FFFFFFF
 _WEAK, _BASE = 2, 1
 """VER_FLG_WEAK and VER_FLG_BASE: a weak version may be missing; the base version is the file's own name."""
+_ENTRY = struct.Struct("<qQ")
+"""A tag of the dynamic section and its value (Elf64_Dyn)."""
 # e_machine (EM_X86_64, EM_AARCH64) to the name of the architecture.
 MACHINES = {62: "x86_64", 183: "aarch64"}
 
@@ -68,6 +70,21 @@ def read(path: Path) -> SharedObject:
         return _Object(file).parse()
 
 
+class _Segment(NamedTuple):
+    """A program header: the fields of Elf64_Phdr in elf.h."""
+
+    kind: int
+    flags: int
+    offset: int
+    """Beginning of the segment in the file."""
+    address: int
+    """Beginning of the segment in memory."""
+    physical_address: int
+    file_size: int
+    memory_size: int
+    alignment: int
+
+
 class _Object:
     """A shared object that is open for reading. Its header is parsed at the start."""
 
@@ -75,20 +92,21 @@ class _Object:
         self.file = file
         self.size = os.fstat(file.fileno()).st_size
         # Bytes 4 to 6 of e_ident: ELFCLASS64, ELFDATA2LSB, EV_CURRENT.
-        identity = self.at(0, 16)
+        identity = self.read(0, 16)
         if identity[:4] != b"\x7fELF":
             raise NotShared("is not an ELF file")
         if identity[4:7] != b"\x02\x01\x01":
             raise NotShared("is not a 64-bit little-endian ELF file")
-        kind, machine, _, _, table, _, _, _, width, count = struct.unpack("<HHIQQQIHHH", self.at(16, 42))
+        kind, machine, _, _, table, _, _, _, width, count = struct.unpack("<HHIQQQIHHH", self.read(16, 42))
         if kind != _SHARED_OBJECT:
             raise NotShared(f"is not a shared object (ELF type {kind})")
-        if width != 56 or not 0 < count <= _MOST_SEGMENTS:
+        if width != 56 or not 0 < count <= _MAX_SEGMENTS:
             raise NotShared(f"has {count} program headers of {width} bytes")
         self.machine = MACHINES.get(machine, f"ELF machine {machine}")
-        self.segments = [*struct.iter_unpack("<IIQQQQQQ", self.at(table, 56 * count))]
+        headers = struct.iter_unpack("<IIQQQQQQ", self.read(table, 56 * count))
+        self.segments = [_Segment(*header) for header in headers]
 
-    def at(self, offset: int, length: int) -> bytes:
+    def read(self, offset: int, length: int) -> bytes:
         """Return `length` bytes of the file from `offset`.
 
         Raises
@@ -105,9 +123,10 @@ class _Object:
 
     def offset(self, address: int) -> int:
         """Return the offset in the file that belongs to an address in memory, by the loaded segments."""
-        for kind, _, offset, start, _, in_file, _, _ in self.segments:
-            if kind == _LOAD and start <= address < start + in_file:
-                return int(offset + address - start)
+        for segment in self.segments:
+            position = address - segment.address
+            if segment.kind == _LOAD and 0 <= position < segment.file_size:
+                return segment.offset + position
         raise NotShared(f"names the address {address:#x}, which no segment holds")
 
     def parse(self) -> SharedObject:
@@ -117,33 +136,35 @@ class _Object:
         ------
         NotShared : the file is damaged, or a table is larger than its limit.
         """
-        dynamic = self._dynamic()
-        first = {tag: values[0] for tag, values in dynamic.items()}
-        if _STRTAB not in first or not 0 < first.get(_STRSZ, 0) <= _MOST_NAMES_BYTES:
+        section = self._read_dynamic_section()
+        values = {tag: tag_values[0] for tag, tag_values in section.items()}  # most tags have one value
+        if _STRTAB not in values or not 0 < values.get(_STRSZ, 0) <= _MAX_NAMES_BYTES:
             raise NotShared("has no table of names, or one that is too large")
-        names = self.at(self.offset(first[_STRTAB]), first[_STRSZ])
-        soname, rpath, runpath = (
-            _name(names, first[tag]) if tag in first else "" for tag in (_SONAME, _RPATH, _RUNPATH)
-        )
+        names = self.read(self.offset(values[_STRTAB]), values[_STRSZ])
+
+        def read_name(tag: int) -> str:
+            return _name(names, values[tag]) if tag in values else ""
+
+        runpath = tuple(filter(None, read_name(_RUNPATH).split(":")))
+        rpath = tuple(filter(None, read_name(_RPATH).split(":")))
         return SharedObject(
             machine=self.machine,
-            soname=soname,
-            needed=tuple(_name(names, value) for value in dynamic.get(_NEEDED, ())),
-            # The dynamic linker ignores RPATH where there is a RUNPATH.
-            rpath=() if runpath.strip(":") else tuple(filter(None, rpath.split(":"))),
-            runpath=tuple(filter(None, runpath.split(":"))),
-            needs=self._needs(names, first.get(_VERNEED), first.get(_VERNEEDNUM, 0)),
-            defines=tuple(self._defines(names, first.get(_VERDEF), first.get(_VERDEFNUM, 0))),
+            soname=read_name(_SONAME),
+            needed=tuple(_name(names, offset) for offset in section.get(_NEEDED, ())),
+            rpath=() if runpath else rpath,  # the dynamic linker ignores RPATH if there is a RUNPATH
+            runpath=runpath,
+            needs=self._needs(names, values.get(_VERNEED), values.get(_VERNEEDNUM, 0)),
+            defines=tuple(self._defines(names, values.get(_VERDEF), values.get(_VERDEFNUM, 0))),
         )
 
-    def _dynamic(self) -> Mapping[int, list[int]]:
+    def _read_dynamic_section(self) -> Mapping[int, list[int]]:
         """Return the values of the dynamic section by tag. A tag such as DT_NEEDED has several values."""
         values: dict[int, list[int]] = {}
-        segment = next((entry for entry in self.segments if entry[0] == _DYNAMIC), None)
+        segment = next((segment for segment in self.segments if segment.kind == _DYNAMIC), None)
         if segment is None:
             raise NotShared("has no dynamic section: it is static, or its data is in another file")
-        length = min(segment[5] // 16, _MOST_ENTRIES) * 16
-        for tag, value in struct.iter_unpack("<qQ", self.at(segment[2], length)):
+        entries = min(segment.file_size // _ENTRY.size, _MAX_ENTRIES)
+        for tag, value in _ENTRY.iter_unpack(self.read(segment.offset, entries * _ENTRY.size)):
             if tag == 0:
                 return values
             values.setdefault(tag, []).append(value)
@@ -158,41 +179,43 @@ class _Object:
         ----------
         layout : format of an entry for `struct`.
         """
-        if count > _MOST_ENTRIES:
-            raise NotShared(f"has a table of more than {_MOST_ENTRIES} versions")
+        if count > _MAX_ENTRIES:
+            raise NotShared(f"has a table of more than {_MAX_ENTRIES} versions")
         for _ in range(count):
-            fields = struct.unpack(layout, self.at(offset, struct.calcsize(layout)))
+            fields = struct.unpack(layout, self.read(offset, struct.calcsize(layout)))
             yield offset, fields
             if fields[-1] == 0:
                 return
             offset += fields[-1]
 
     def _needs(self, names: bytes, address: int | None, count: int) -> Mapping[str, tuple[str, ...]]:
-        """Return the versions of the table .gnu.version_r by library, without weak ones."""
+        """Return the symbol versions of the table .gnu.version_r by library, without weak versions."""
         versions: dict[str, list[str]] = {}
         total = 0
+        # The fields of Elf64_Verneed and Elf64_Vernaux in elf.h.
         libraries = self._chain(self.offset(address), count, "<HHIII") if address else ()
-        for offset, (_, parts, file, first, _) in libraries:
-            library = versions.setdefault(_name(names, file), [])
-            for _, (_, flags, _, name, _) in self._chain(offset + first, parts, "<IHHII"):
-                total += 1
-                if total > _MOST_ENTRIES:
-                    raise NotShared(f"has a table of more than {_MOST_ENTRIES} versions")
+        for offset, (_, version_count, library_name, first_version, _) in libraries:
+            total += version_count
+            if total > _MAX_ENTRIES:
+                raise NotShared(f"has a table of more than {_MAX_ENTRIES} versions")
+            library_versions = versions.setdefault(_name(names, library_name), [])
+            entries = self._chain(offset + first_version, version_count, "<IHHII")
+            for _, (_, flags, _, version_name, _) in entries:
                 if not flags & _WEAK:
-                    library.append(_name(names, name))
-        return {file_name: tuple(items) for file_name, items in versions.items()}
+                    library_versions.append(_name(names, version_name))
+        return {library: tuple(items) for library, items in versions.items()}
 
     def _defines(self, names: bytes, address: int | None, count: int) -> Iterator[str]:
         """Yield the symbol versions of the table .gnu.version_d, without the base version."""
         entries = self._chain(self.offset(address), count, "<HHHHIII") if address else ()
         for offset, (_, flags, _, parts, _, first, _) in entries:
             if parts and not flags & _BASE:
-                yield _name(names, struct.unpack("<I", self.at(offset + first, 4))[0])
+                yield _name(names, struct.unpack("<I", self.read(offset + first, 4))[0])
 
 
 def _name(names: bytes, offset: int) -> str:
     """Return the name at `offset` of the string table, where it ends with a zero byte."""
-    end = names.find(b"\0", offset, offset + _MOST_NAME_BYTES)
+    end = names.find(b"\0", offset, offset + _MAX_NAME_BYTES)
     if offset >= len(names) or end < 0:
         raise NotShared("names something outside its table of names")
     text = names[offset:end].decode("utf-8", "backslashreplace")

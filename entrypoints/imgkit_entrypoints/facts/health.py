@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from imgkit_entrypoints.facts.host_facts import HostFacts
+from imgkit_entrypoints.facts.host_facts import CxiDevice, HostFacts, RdmaDevice
 from imgkit_entrypoints.facts.reader import Reader
 
 # Time limit of each command, in seconds.
@@ -49,7 +49,7 @@ class PcieLink:
 
     @property
     def rate_Gbps(self) -> float | None:
-        """Rate in one direction in Gbit/s, or None if the speed is unknown."""
+        """Return the rate in one direction in Gbit/s, or None if the speed is unknown."""
         match = re.match(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) GT/s", self.speed)
         if match is None:
             return None
@@ -60,22 +60,27 @@ class PcieLink:
         return None
 
 
-def links(reader: Reader, facts: HostFacts) -> tuple[PcieLink, ...]:
+def read_links(reader: Reader, facts: HostFacts) -> tuple[PcieLink, ...]:
     """Return the PCIe links of all GPUs and NICs that sysfs shows. A virtual function has no link."""
+    # The PCI address by the name of the device. A GPU has no other name.
     addresses = {gpu.address: gpu.address for gpu in facts.gpu_devices}
-    paths = {nic.name: nic.pci for nic in facts.rdma} | {nic.name: nic.pci for nic in facts.cxi}
-    addresses |= {name: path.rsplit("/", 1)[-1] for name, path in paths.items() if path}
+    nics: list[RdmaDevice | CxiDevice] = [*facts.rdma, *facts.cxi]
+    for nic in nics:
+        _, _, address = nic.pci.rpartition("/")
+        if address:
+            addresses[nic.name] = address
     links = []
     for name, address in addresses.items():
         path = f"/sys/bus/pci/devices/{address}"
-        width, most = (reader.number(f"{path}/{which}_link_width") for which in ("current", "max"))
+        width = reader.number(f"{path}/current_link_width")
+        most_width = reader.number(f"{path}/max_link_width")
         speed = reader.text(f"{path}/current_link_speed") or ""
-        if width and most:
-            links.append(PcieLink(device=name, path=path, width=width, most_width=most, speed=speed))
+        if width and most_width:
+            links.append(PcieLink(device=name, path=path, width=width, most_width=most_width, speed=speed))
     return tuple(links)
 
 
-def port_errors(reader: Reader, facts: HostFacts) -> dict[str, dict[str, int]]:
+def read_port_errors(reader: Reader, facts: HostFacts) -> dict[str, dict[str, int]]:
     """Return the error counters that are not zero: ``{"mlx5_0:1": {"symbol_error": 4}}``."""
     errors: dict[str, dict[str, int]] = {}
     for device in facts.rdma:
@@ -87,14 +92,14 @@ def port_errors(reader: Reader, facts: HostFacts) -> dict[str, dict[str, int]]:
     return errors
 
 
-def nvidia_smi(reader: Reader) -> str:
+def run_nvidia_smi(reader: Reader) -> str:
     """Return the report of nvidia-smi as XML, or an empty text if the program is absent or fails."""
     if not reader.live:
         return reader.text(NVIDIA_SMI) or ""
     return _output("nvidia-smi", "-q", "-x")
 
 
-def xids(reader: Reader) -> str:
+def read_xids(reader: Reader) -> str:
     """Return the lines of the kernel log with Xid errors of GPUs, or an empty text.
 
     The text is also empty if this process may not read the log.
@@ -127,14 +132,14 @@ def _output(*command: str) -> str:
     return result.stdout if result.returncode == 0 else ""
 
 
-def load_fault(path: str, library_path: str | None = None) -> str:
+def load_problem(path: str, library_path: str | None = None) -> str:
     """Return why the dynamic linker cannot load a library, or an empty text if it can.
 
     Another process loads it, because the library's constructors may do anything.
 
     Parameters
     ----------
-    library_path : value of LD_LIBRARY_PATH for the load; None for that of this process.
+    library_path : value of LD_LIBRARY_PATH for the load. With None, it stays as in this process.
     """
     env = None if library_path is None else {**os.environ, "LD_LIBRARY_PATH": library_path}
     code = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"
@@ -144,4 +149,5 @@ def load_fault(path: str, library_path: str | None = None) -> str:
         return f"loading it takes more than {COMMAND_S:g} s"
     if result.returncode == 0:
         return ""
-    return (result.stderr.strip().splitlines() or [f"exit code {result.returncode}"])[-1]
+    lines = result.stderr.strip().splitlines()
+    return lines[-1] if lines else f"exit code {result.returncode}"

@@ -26,18 +26,18 @@ class Gid:
 
     @property
     def address(self) -> ipaddress.IPv6Address:
-        """The GID as an IPv6 address."""
+        """Return the GID as an IPv6 address."""
         return ipaddress.IPv6Address(self.value)
 
     @property
     def ipv4(self) -> str:
-        """The IPv4 address that the GID maps, such as ``10.0.0.1``, or an empty text."""
+        """Return the IPv4 address that the GID maps, such as ``10.0.0.1``, or an empty text."""
         mapped = self.address.ipv4_mapped
         return str(mapped) if mapped else ""
 
     @property
     def link_local(self) -> bool:
-        """True for an address that begins with fe80:0:0:0, which NCCL's search skips."""
+        """Return whether the address begins with fe80:0:0:0. NCCL's search skips such a GID."""
         return self.address.packed[:8] == b"\xfe\x80" + bytes(6)
 
 
@@ -59,17 +59,22 @@ class Port:
 
     @property
     def name(self) -> str:
-        """The port as NCCL_IB_HCA names it: ``mlx5_0:1``."""
+        """Return the port as NCCL_IB_HCA names it: ``mlx5_0:1``."""
         return f"{self.device}:{self.number}"
 
     @property
     def active(self) -> bool:
-        """True in state 4 (ACTIVE). NCCL uses no port in another state."""
-        return self.state.split(":")[0] == "4"
+        """Return whether the port is in state 4 (ACTIVE). NCCL uses no port in another state."""
+        return self.state.startswith("4:")
+
+    @property
+    def has_link(self) -> bool:
+        """Return whether the port has a connection to a switch. It has none in state 1 (DOWN)."""
+        return not self.state.startswith("1:")
 
     @property
     def rate_Gbps(self) -> float | None:
-        """Rate of the link in Gbit/s, or None if it is unknown.
+        """Return the rate of the link in Gbit/s, or None if it is unknown.
 
         A kernel that does not know the speed of a new NIC prints SDR, so SDR counts as unknown.
         """
@@ -100,16 +105,20 @@ class RdmaDevice:
 
     @property
     def card(self) -> str:
-        """The address by which NCCL merges the ports and virtual functions of one card (net_ib/init.cc).
+        """Return the address by which NCCL merges the ports and virtual functions of one card.
 
         The ports of a card differ in the last digit of their address, and virtual functions also in the two
-        digits of the device: ``0000:17:00.1 -> 0000:17:00.0``. Without an address it is the device's name.
+        digits of the device: ``0000:17:00.1 -> 0000:17:00.0`` (net_ib/init.cc). Without an address, return
+        the device's name.
         """
-        address = self.pci.rsplit("/", 1)[-1]
+        _, _, address = self.pci.rpartition("/")
         if not address:
             return self.name
-        address = address[:-1] + "0"
-        return address[:-4] + "00" + address[-2:] if self.physical else address
+        slot, _, _ = address.rpartition(".")
+        if self.physical:
+            bus, _, _ = slot.rpartition(":")
+            return f"{bus}:00.0"
+        return f"{slot}.0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,12 +150,12 @@ class Interface:
 
     @property
     def running(self) -> bool:
-        """True if the interface is up, or does not report its state, as lo."""
+        """Return whether the interface is up, or does not report its state, as lo."""
         return self.state in ("up", "unknown")
 
     @property
     def ipv4(self) -> str:
-        """The first IPv4 address, or an empty text."""
+        """Return the first IPv4 address, or an empty text."""
         return next((text for text in self.addresses if ":" not in text), "")
 
 
@@ -337,12 +346,12 @@ class HostFacts:
 
     @property
     def nccl(self) -> tuple[int, ...] | None:
-        """The NCCL version as numbers that can be compared, ``(2, 20, 5)``, or None if it is unknown."""
+        """Return NCCL's version as numbers that can be compared, ``(2, 20, 5)``, or None if it is unknown."""
         return tuple(int(part) for part in self.nccl_version.split(".")) if self.nccl_version else None
 
     @property
     def driver_version(self) -> str:
-        """Version of the NVIDIA driver, such as ``580.159.04``, or an empty text if it is unknown."""
+        """Return the version of the NVIDIA driver, such as ``580.159.04``, or "" if it is unknown."""
         match = re.search(r"\b[0-9]{3,5}\.[0-9]{1,5}(?:\.[0-9]{1,5})?", self.driver)
         return match[0] if match else ""
 

@@ -40,10 +40,10 @@ COMPAT = "/usr/local/cuda/compat"
 _COMPAT_FOLDERS = (COMPAT, f"{COMPAT}/lib.real", f"{COMPAT}/lib")
 """CUDA's images have the libraries in the first, NGC's in the second (its start script makes the third)."""
 # The search ends after so many libraries.
-_MOST_LIBRARIES = 128
-# Linux follows at most 40 links in a path.
-_MOST_LINKS = 40
-OF_IMAGE = frozenset(
+_MAX_LIBRARIES = 128
+# Linux follows at most 40 links in a path, and each may have several parts.
+_MAX_PARTS = 40 * 16
+IMAGE_LIBRARIES = frozenset(
     (
         *("libc.so.6", "libm.so.6", "libmvec.so.1", "libpthread.so.0", "libdl.so.2", "librt.so.1"),
         *("libutil.so.1", "libresolv.so.2", "libanl.so.1", "libnsl.so.1", "libthread_db.so.1"),
@@ -81,7 +81,7 @@ def requested_by(recipe: SystemFacts, env: Mapping[str, str]) -> tuple[str, tupl
     return f"{SYSTEM_JSON}: fabric.host_libs auto", recipe.runtime.host_libs
 
 
-def libraries(reader: Reader, recipe: SystemFacts, env: Mapping[str, str]) -> HostLibraries | None:
+def find_host_libraries(reader: Reader, recipe: SystemFacts, env: Mapping[str, str]) -> HostLibraries | None:
     """Return the fabric's libraries of the host and the image, or None if nothing asks for the host's.
 
     Raises
@@ -132,32 +132,37 @@ class _Search:
         ----------
         near : folders of the host to search first, from the RPATH and RUNPATH of the library that needs this.
         """
-        if name in self.seen or len(self.seen) >= _MOST_LIBRARIES or "/" in name:
+        if name in self.seen or len(self.seen) >= _MAX_LIBRARIES or "/" in name:
             return
         self.seen.add(name)
-        paths = [f"{folder}/{name}" for folder in self.image_folders]
-        path = next((path for path in paths if self.reader.exists(path)), None)
-        if path:
-            self.image.append(self._read(name, path, self.reader.target(path)))
-        if name in OF_IMAGE:
+        for path in [f"{folder}/{name}" for folder in self.image_folders]:
+            if self.reader.exists(path):
+                self.image.append(self._read(name, path, self.reader.target(path)))
+                break
+        if name in IMAGE_LIBRARIES:
             return
-        paths = [f"{folder}/{name}" for folder in (*near, *self.host_folders)]
-        path = next((path for path in paths if os.path.lexists(self.reader.real_path(f"{HOST}{path}"))), None)
-        if path is None:
-            return
+        for path in [f"{folder}/{name}" for folder in (*near, *self.host_folders)]:
+            if os.path.lexists(self.reader.real_path(f"{HOST}{path}")):
+                self._add_host_library(name, path)
+                break
+
+    def _add_host_library(self, name: str, path: str) -> None:
+        """Add the host's file `path` for `name`, and then the libraries that it needs."""
         target = _follow_on_host(self.reader, path)
         library = self._read(name, path, f"{HOST}{target}" if target else "")
         self.host.append(library)
-        if library.object is not None:
-            origin = str(PurePosixPath(target).parent)
-            folders = [*library.object.rpath, *library.object.runpath]
+        if library.object is None:
+            return
+        origin = str(PurePosixPath(target).parent)
+        folders = []
+        for folder in (*library.object.rpath, *library.object.runpath):
             # $ORIGIN is the folder of the library itself, as in "$ORIGIN/../lib".
-            folders = [text.replace("$ORIGIN", origin).replace("${ORIGIN}", origin) for text in folders]
-            for needed in library.object.needed:
-                self.add(needed, folders)
+            folders.append(folder.replace("$ORIGIN", origin).replace("${ORIGIN}", origin))
+        for needed in library.object.needed:
+            self.add(needed, folders)
 
     def _read(self, name: str, path: str, target: str) -> Candidate:
-        """Read the file `target` for a library, and note the fault of one that cannot be read."""
+        """Read the library in the file `target`. If it cannot be read, the result has the reason."""
         if not target or not self.reader.exists(target):
             fault = f"is a link out of what is bound ({', '.join(HOST_FOLDERS)})"
             return Candidate(name=name, path=path, target="", fault=fault)
@@ -177,23 +182,23 @@ def _follow_on_host(reader: Reader, path: str) -> str:
     The container cannot follow them by itself, because the host's root is `HOST` here: an absolute link to
     /opt/cray means /run/imgkit/host/opt/cray.
     """
-    # `parts` is a stack whose last item is the next part of the path.
-    resolved, parts = PurePosixPath("/"), [*reversed(PurePosixPath(path).parts[1:])]
-    for _ in range(_MOST_LINKS * 16):
-        if not parts:
+    resolved = PurePosixPath("/")
+    remaining = list(PurePosixPath(path).parts)
+    for _ in range(_MAX_PARTS):
+        if not remaining:
             return str(resolved)
-        part = parts.pop()
-        if part == "..":
-            resolved = resolved.parent
-            continue
-        try:
-            link = str(reader.real_path(f"{HOST}{resolved / part}").readlink())
-        except OSError:
-            resolved /= part
-            continue
-        if link.startswith("/"):
+        part = remaining.pop(0)
+        if part == "/":  # the beginning of an absolute path
             resolved = PurePosixPath("/")
-        parts += [item for item in reversed(PurePosixPath(link).parts) if item != "/"]
+        elif part == "..":
+            resolved = resolved.parent
+        else:
+            try:
+                link = reader.real_path(f"{HOST}{resolved / part}").readlink()
+            except OSError:  # it is no link
+                resolved /= part
+            else:
+                remaining = [*PurePosixPath(link).parts, *remaining]
     return ""
 
 
@@ -213,18 +218,21 @@ def find_cuda_compat(reader: Reader, recipe: SystemFacts, env: Mapping[str, str]
     rule = value or recipe.runtime.cuda_compat
     if rule == "none":
         return None
-    source = "the default"
     if value:
         source = f"{CUDA_COMPAT}={value}"
     elif rule == "auto":
         source = f"{SYSTEM_JSON}: runtime.cuda_compat auto"
+    else:
+        source = "the default"
 
-    def with_cuda(folders: Sequence[str]) -> tuple[str, ...]:
-        return tuple(folder for folder in folders if reader.exists(f"{folder}/libcuda.so.1"))
+    def has_cuda(folder: str) -> bool:
+        return reader.exists(f"{folder}/libcuda.so.1")
 
-    folder = (*with_cuda(_COMPAT_FOLDERS), "")[0]
-    target = reader.target(f"{folder}/libcuda.so.1") if folder else ""
-    cuda_folders = with_cuda(software.library_folders(reader, env))
+    folder = next(filter(has_cuda, _COMPAT_FOLDERS), "")
     return CudaCompat(
-        source=source, is_for_major=rule == "major", folder=folder, target=target, cuda_folders=cuda_folders
+        source=source,
+        is_for_major=rule == "major",
+        folder=folder,
+        target=reader.target(f"{folder}/libcuda.so.1") if folder else "",
+        cuda_folders=tuple(filter(has_cuda, software.library_folders(reader, env))),
     )

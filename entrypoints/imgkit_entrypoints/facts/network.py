@@ -17,12 +17,12 @@ from imgkit_entrypoints.facts.host_facts import CxiDevice, Gid, Interface, Port,
 from imgkit_entrypoints.facts.reader import Reader
 
 
-def interfaces(reader: Reader) -> tuple[Interface, ...]:
+def read_interfaces(reader: Reader) -> tuple[Interface, ...]:
     """Return every network interface with its state and addresses."""
     folder = "/sys/class/net"
     # Only folders are interfaces: bonding puts the file bonding_masters there.
     names = [name for name in reader.names(folder) if reader.exists(f"{folder}/{name}/")]
-    v4, v6 = _ipv4(reader, names), _ipv6(reader)
+    v4, v6 = _assign_ipv4_addresses(reader, names), _read_ipv6_addresses(reader)
     interfaces = []
     for name in names:
         path = f"{folder}/{name}"
@@ -41,25 +41,25 @@ def interfaces(reader: Reader) -> tuple[Interface, ...]:
     return tuple(interfaces)
 
 
-def routes(reader: Reader) -> tuple[Route, ...]:
+def read_routes(reader: Reader) -> tuple[Route, ...]:
     """Return the IPv4 routes of /proc/net/route that are up. Lines that cannot be read are left out."""
     routes = []
     # "eth0  0000000A  00000000  0001  0  0  100  00FFFFFF ..." is the route to 10.0.0.0/24
     for line in (reader.text("/proc/net/route") or "").splitlines()[1:]:
         try:
             interface, network, gateway, flags, _, _, metric, mask, *_ = line.split()
-            if int(flags, 16) & 1:  # RTF_UP
-                subnet = ipaddress.ip_network(f"{_address(network)}/{_address(mask)}", strict=False)
-                routes.append(
-                    Route(
-                        interface=interface,
-                        network=str(subnet),
-                        gateway=_address(gateway),
-                        metric=int(metric),
-                    )
-                )
+            subnet = ipaddress.ip_network(f"{_address(network)}/{_address(mask)}", strict=False)
+            is_up = int(flags, 16) & 1  # RTF_UP
+            route = Route(
+                interface=interface,
+                network=str(subnet),
+                gateway=_address(gateway),
+                metric=int(metric),
+            )
         except ValueError:
             continue
+        if is_up:
+            routes.append(route)
     return tuple(routes)
 
 
@@ -69,7 +69,7 @@ def _address(text: str) -> str:
     return str(ipaddress.IPv4Address(bytes.fromhex(text)[::-1]))
 
 
-def _ipv4(reader: Reader, names: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
+def _assign_ipv4_addresses(reader: Reader, names: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
     """Return the IPv4 addresses of each interface.
 
     /proc/net/fib_trie lists the local addresses without their interfaces, so an address is assigned to the
@@ -77,25 +77,33 @@ def _ipv4(reader: Reader, names: Sequence[str]) -> Mapping[str, tuple[str, ...]]
     often do, the files do not say which one has which address. Then they are assigned in order, which at
     least tells correctly whether an interface has an address.
     """
-    local = _local(reader.text("/proc/net/fib_trie") or "")
-    addresses: dict[str, tuple[str, ...]] = {"lo": tuple(text for text in local if text.startswith("127."))}
-    owners: dict[ipaddress.IPv4Network, list[str]] = {}
-    for route in routes(reader):
-        if route.gateway == "0.0.0.0" and route.network != "0.0.0.0/0" and route.interface in names:  # noqa: S104
-            network_owners = owners.setdefault(ipaddress.IPv4Network(route.network), [])
-            if route.interface not in network_owners:
-                network_owners.append(route.interface)
+    unassigned = list(_local_addresses(reader.text("/proc/net/fib_trie") or ""))
+    addresses = {"lo": tuple(text for text in unassigned if text.startswith("127."))}
+    interfaces = _interfaces_by_network(reader, names)
     # Narrow networks come first, so that an address in a /24 is not assigned to the /16 around it.
-    assigned: set[str] = set()
-    for network in sorted(owners, key=lambda network: -network.prefixlen):
-        inside = [text for text in local if text not in assigned and ipaddress.IPv4Address(text) in network]
-        assigned.update(inside)
-        for address, owner in zip(inside, itertools.cycle(owners[network])):
-            addresses[owner] = (*addresses.get(owner, ()), address)
+    for network in sorted(interfaces, key=lambda network: -network.prefixlen):
+        inside = [text for text in unassigned if ipaddress.IPv4Address(text) in network]
+        unassigned = [text for text in unassigned if text not in inside]
+        for address, interface in zip(inside, itertools.cycle(interfaces[network])):
+            addresses[interface] = (*addresses.get(interface, ()), address)
     return addresses
 
 
-def _local(trie: str) -> tuple[str, ...]:
+def _interfaces_by_network(
+    reader: Reader, names: Sequence[str]
+) -> Mapping[ipaddress.IPv4Network, Sequence[str]]:
+    """Return the interfaces among `names` by the network to which they have a direct route."""
+    interfaces: dict[ipaddress.IPv4Network, list[str]] = {}
+    for route in read_routes(reader):
+        is_direct = route.gateway == "0.0.0.0" and route.network != "0.0.0.0/0"  # noqa: S104
+        if is_direct and route.interface in names:
+            network = ipaddress.IPv4Network(route.network)
+            if route.interface not in interfaces.setdefault(network, []):
+                interfaces[network].append(route.interface)
+    return interfaces
+
+
+def _local_addresses(trie: str) -> tuple[str, ...]:
     """Return the local addresses of /proc/net/fib_trie, each once, in the order of the file."""
     # The line "|-- 10.0.0.1" names an address, and "/32 host LOCAL" below it marks it as local.
     local: dict[str, None] = {}
@@ -117,8 +125,8 @@ def _is_address(text: str, kind: type[ipaddress.IPv4Address] | type[ipaddress.IP
     return True
 
 
-def _ipv6(reader: Reader) -> Mapping[str, tuple[str, ...]]:
-    """Return the IPv6 addresses of each interface in /proc/net/if_inet6, without link-local ones."""
+def _read_ipv6_addresses(reader: Reader) -> Mapping[str, tuple[str, ...]]:
+    """Return the IPv6 addresses of each interface in /proc/net/if_inet6, except link-local addresses."""
     addresses: dict[str, tuple[str, ...]] = {}
     for line in (reader.text("/proc/net/if_inet6") or "").splitlines():
         try:
@@ -134,13 +142,13 @@ def _ipv6(reader: Reader) -> Mapping[str, tuple[str, ...]]:
 SYSFS = "/sys/class/infiniband"
 
 
-def rdma_devices(reader: Reader) -> tuple[RdmaDevice, ...]:
+def read_rdma_devices(reader: Reader) -> tuple[RdmaDevice, ...]:
     """Return every RDMA device of /sys/class/infiniband with its ports and their GIDs."""
-    verbs = _verbs(reader)
-    return tuple(_rdma_device(reader, name, verbs.get(name, "")) for name in reader.names(SYSFS))
+    verbs = _find_device_files(reader)
+    return tuple(_read_rdma_device(reader, name, verbs.get(name, "")) for name in reader.names(SYSFS))
 
 
-def _verbs(reader: Reader) -> dict[str, str]:
+def _find_device_files(reader: Reader) -> dict[str, str]:
     """Return the device file of each RDMA device: ``{"mlx5_0": "/dev/infiniband/uverbs0"}``."""
     folder = "/sys/class/infiniband_verbs"
     names = reader.names(folder, "uverbs.*")
@@ -148,8 +156,8 @@ def _verbs(reader: Reader) -> dict[str, str]:
     return {device: f"/dev/infiniband/{name}" for name, device in devices.items() if device}
 
 
-def _rdma_device(reader: Reader, name: str, verbs: str) -> RdmaDevice:
-    """Read an RDMA device; `verbs` is its device file, or empty if sysfs names none."""
+def _read_rdma_device(reader: Reader, name: str, verbs: str) -> RdmaDevice:
+    """Read an RDMA device. `verbs` is its device file, or empty if sysfs names none."""
     path = f"{SYSFS}/{name}"
     numbers = reader.names(f"{path}/ports", "[0-9]{1,9}")
     return RdmaDevice(
@@ -163,30 +171,27 @@ def _rdma_device(reader: Reader, name: str, verbs: str) -> RdmaDevice:
         netdevs=reader.names(f"{path}/device/net"),
         verbs=verbs,
         verbs_opens=bool(verbs) and can_open(reader, verbs),
-        ports=tuple(_rdma_port(reader, name, int(number)) for number in numbers),
+        ports=tuple(_read_port(reader, name, int(number)) for number in numbers),
     )
 
 
-def _rdma_port(reader: Reader, device: str, number: int) -> Port:
+def _read_port(reader: Reader, device: str, number: int) -> Port:
     """Read a port of an RDMA device from /sys/class/infiniband/DEVICE/ports/NUMBER."""
     path = f"{SYSFS}/{device}/ports/{number}"
-    state, phys_state, link_layer, rate, lid = (
-        reader.text(f"{path}/{file}") or "" for file in ("state", "phys_state", "link_layer", "rate", "lid")
-    )
     return Port(
         device=device,
         number=number,
         path=path,
-        state=state,
-        phys_state=phys_state,
-        link_layer=link_layer,
-        rate=rate,
-        lid=lid,
-        gids=_gids(reader, path),
+        state=reader.text(f"{path}/state") or "",
+        phys_state=reader.text(f"{path}/phys_state") or "",
+        link_layer=reader.text(f"{path}/link_layer") or "",
+        rate=reader.text(f"{path}/rate") or "",
+        lid=reader.text(f"{path}/lid") or "",
+        gids=_read_gids(reader, path),
     )
 
 
-def _gids(reader: Reader, port: str) -> tuple[Gid, ...]:
+def _read_gids(reader: Reader, port: str) -> tuple[Gid, ...]:
     """Return the slots of a port's GID table that are in use, by index."""
     gids = []
     for slot in reader.names(f"{port}/gids", "[0-9]{1,9}"):
@@ -201,7 +206,7 @@ def _gids(reader: Reader, port: str) -> tuple[Gid, ...]:
 
 
 def can_open(reader: Reader, path: str) -> bool:
-    """Return True if a device file can be opened for reading and writing, so that this container can use it.
+    """Return whether a device file can be opened for reading and writing, so that this container can use it.
 
     In a tree of files (``IMGKIT_ROOT``) it is enough that the file exists.
     """
@@ -215,7 +220,7 @@ def can_open(reader: Reader, path: str) -> bool:
     return True
 
 
-def cxi_devices(reader: Reader) -> tuple[CxiDevice, ...]:
+def read_cxi_devices(reader: Reader) -> tuple[CxiDevice, ...]:
     """Return the Slingshot NICs, with the path in the first of three folders that shows them."""
     paths: dict[str, str] = {}
     for folder in ("/sys/class/cxi", "/sys/class/cxi_user", "/dev"):

@@ -48,7 +48,7 @@ class Reader:
 
     @property
     def live(self) -> bool:
-        """True if `root` is this machine's own, and not a tree of files."""
+        """Return whether `root` is the root of this machine, and not a tree of files."""
         return self.root == Path("/")
 
     def real_path(self, path: str) -> Path:
@@ -91,8 +91,10 @@ class Reader:
     def number(self, path: str) -> int | None:
         """Return the content of a file as an integer, or None if it is not one."""
         text = self.text(path) or ""
-        value = parse_digits(text.removeprefix("-"))
-        return -value if value is not None and text.startswith("-") else value
+        number = parse_digits(text.removeprefix("-"))
+        if number is not None and text.startswith("-"):
+            return -number
+        return number
 
     def names(self, folder: str, like: str = "") -> tuple[str, ...]:
         """Return the names in a folder in natural order, so that mlx5_10 comes after mlx5_2.
@@ -105,18 +107,23 @@ class Reader:
             names = [path.name for path in self.real_path(folder).iterdir()]
         except OSError:
             return ()
-        return tuple(sorted((name for name in names if not like or re.fullmatch(like, name)), key=natural))
+        if like:
+            names = [name for name in names if re.fullmatch(like, name)]
+        return tuple(sorted(names, key=natural))
 
     def exists(self, path: str) -> bool:
-        """Return True if `path` exists. A link that leads nowhere does not count."""
+        """Return whether `path` exists. A link that leads nowhere does not count."""
         return self.real_path(path).exists()
 
     def target(self, path: str) -> str:
         """Return a path of the machine with all links followed, or an empty text if it does not exist."""
         if not self.exists(path):
             return ""
-        target, root = os.path.realpath(self.real_path(path)), os.path.realpath(self.root)
-        return "/" + os.path.relpath(target, root) if target.startswith(root.rstrip("/") + "/") else target
+        target = os.path.realpath(self.real_path(path))
+        root = _resolved(self.root)
+        if target.startswith(root):
+            return f"/{target.removeprefix(root)}"
+        return target
 
 
 @functools.lru_cache(maxsize=8)

@@ -16,7 +16,7 @@ from typing import Any
 from imgkit_entrypoints import files, json_text, system
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.facts import elf
-from imgkit_entrypoints.facts.compute import NVIDIA_FILES, driver
+from imgkit_entrypoints.facts.compute import NVIDIA_FILES, read_driver
 from imgkit_entrypoints.facts.host_facts import Library, Setting
 from imgkit_entrypoints.facts.reader import Reader
 from imgkit_entrypoints.system import SystemFacts
@@ -46,7 +46,7 @@ _PLUGIN_VERSION = re.compile(rb"[0-9]{1,9}(?:\.[0-9]{1,9})*")
 def library_folders(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:
     """Return the folders that the dynamic linker searches, in its order.
 
-    They are those of LD_LIBRARY_PATH, of /etc/ld.so.conf.d, and the system's. Relative folders are left out.
+    They come from LD_LIBRARY_PATH, /etc/ld.so.conf.d and the system. Relative folders are left out.
     """
     configured = []
     for name in reader.names("/etc/ld.so.conf.d"):
@@ -60,7 +60,9 @@ def library_folders(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*user, *configured, *fixed)))
 
 
-def libraries(reader: Reader, env: Mapping[str, str], plugin_files: Sequence[str]) -> tuple[Library, ...]:
+def find_libraries(
+    reader: Reader, env: Mapping[str, str], plugin_files: Sequence[str]
+) -> tuple[Library, ...]:
     """Return the libraries of a fabric that exist, each with the first file on the library path.
 
     Parameters
@@ -71,8 +73,7 @@ def libraries(reader: Reader, env: Mapping[str, str], plugin_files: Sequence[str
     libraries = []
     inspected: dict[str, tuple[str, str]] = {}
     for name in dict.fromkeys((*LIBRARIES, *plugin_files)):
-        paths = (name,) if name.startswith("/") else (f"{folder}/{name}" for folder in folders)
-        path = next((path for path in paths if reader.exists(path)), None)
+        path = _find_file(reader, name, folders)
         if path:
             target = reader.target(path)
             if target not in inspected:  # the plug-in's two names are usually links to one file
@@ -86,17 +87,22 @@ def libraries(reader: Reader, env: Mapping[str, str], plugin_files: Sequence[str
     return tuple(libraries)
 
 
+def _find_file(reader: Reader, name: str, folders: Sequence[str]) -> str:
+    """Return the first file `name` in `folders`, or an empty text. An absolute path needs no folder."""
+    for folder in ("",) if name.startswith("/") else folders:
+        path = f"{folder}/{name}" if folder else name
+        if reader.exists(path):
+            return path
+    return ""
+
+
 def inspect_library(reader: Reader, name: str, target: str) -> tuple[str, str]:
     """Return the version of libfabric or aws-ofi-nccl, and the library that aws-ofi-nccl opens while it runs.
 
     Both texts are empty for other libraries.
     """
     if name.startswith("libfabric."):
-        text = reader.text(f"{target.rpartition('/')[0]}/pkgconfig/libfabric.pc") or ""
-        match = re.search(r"^Version:\s*(\S+)", text, re.MULTILINE)
-        if match is None:  # without this file, a path such as /opt/cray/libfabric/1.22.0/ has the version
-            match = re.search(r"/libfabric/([0-9][^/]*)/", target)
-        return match[1] if match else "", ""
+        return _libfabric_version(reader, target), ""
     if not name.startswith("libnccl-net"):
         return "", ""
     # Only the plug-in itself holds its version. A regular expression for the whole text would take twice as
@@ -110,6 +116,16 @@ def inspect_library(reader: Reader, name: str, target: str) -> tuple[str, str]:
         return "", ""
     opens = _CUDART if f"\0{_CUDART}\0".encode() in content else ""
     return version[0].decode(), opens
+
+
+def _libfabric_version(reader: Reader, target: str) -> str:
+    """Return the version of the libfabric in the file `target`, or an empty text if it is unknown."""
+    folder, _, _ = target.rpartition("/")
+    text = reader.text(f"{folder}/pkgconfig/libfabric.pc") or ""
+    match = re.search(r"^Version:\s*(\S+)", text, re.MULTILINE)
+    if match is None:  # without this file, a path such as /opt/cray/libfabric/1.22.0/ has the version
+        match = re.search(r"/libfabric/([0-9][^/]*)/", target)
+    return match[1] if match else ""
 
 
 NET_PLUGIN = "NCCL_NET_PLUGIN"
@@ -162,12 +178,14 @@ def read_recipe(reader: Reader) -> SystemFacts:
 def image_env(reader: Reader) -> Mapping[str, str] | None:
     """Return the variables that the image's base and recipe set, or None if no manifest states them."""
     data = manifest(reader)
-    base, env = data.get("base"), data.get("env")
-    inherited = base.get("env") if isinstance(base, dict) else None
+    base, recipe_env = data.get("base"), data.get("env")
+    base_env = base.get("env") if isinstance(base, dict) else None
     # Every image sets at least PATH, so a manifest without variables of the base knows nothing about it.
-    if not inherited or not isinstance(inherited, dict):
+    if not base_env or not isinstance(base_env, dict):
         return None
-    variables = {**inherited, **(env if isinstance(env, dict) else {})}
+    variables = dict(base_env)
+    if isinstance(recipe_env, dict):
+        variables |= recipe_env
     return {name: value for name, value in variables.items() if isinstance(value, str)}
 
 
@@ -267,7 +285,7 @@ def rocm_evidence(reader: Reader) -> str:
 
 
 def loaded_nccl(reader: Reader, env: Mapping[str, str], image: tuple[str, str]) -> tuple[str, str, str]:
-    """Return version, source and owner of the NCCL that torch loads; all are empty if it is unknown.
+    """Return version, source and owner of the NCCL that torch loads. All are empty if it is unknown.
 
     The owner is ``torch`` for a wheel beside torch, ``image`` for the library on the library path, and empty
     if the user states the version.
@@ -286,18 +304,19 @@ def loaded_nccl(reader: Reader, env: Mapping[str, str], image: tuple[str, str]) 
             problem, hint = f"{option!r} is not an NCCL version", "give, for example, 2.20.5"
             raise UsageError(problem, where="IMGKIT_NCCL_VERSION", hint=hint)
         return option, f"IMGKIT_NCCL_VERSION={option}", ""
-    # The wheel's metadata is a folder such as nvidia_nccl_cu12-2.20.5.dist-info.
     for folder in _python_folders():
+        # The wheel's metadata is a folder such as nvidia_nccl_cu12-2.20.5.dist-info.
         for name in reader.names(folder, r"nvidia_nccl_cu\d+-\d.*\.dist-info"):
-            version = _version(name.split("-")[1])
+            _, _, text = name.partition("-")
+            version = _version(text)
             if version and _is_linked_to_wheel(reader):
                 return version, f"{folder}/{name}", "torch"
-    version, source = image
-    return version, source, "image" if version else ""
+    image_version, source = image
+    return image_version, source, "image" if image_version else ""
 
 
 def image_nccl(reader: Reader, env: Mapping[str, str]) -> tuple[str, str]:
-    """Return version and source of the NCCL on the library path; both are empty if it is unknown.
+    """Return version and source of the NCCL on the library path. Both are empty if it is unknown.
 
     The name of the library's file has the version. Otherwise NCCL_VERSION, which NVIDIA's images set, counts.
     """
@@ -313,12 +332,13 @@ def image_nccl(reader: Reader, env: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _is_linked_to_wheel(reader: Reader) -> bool:
-    """Return True if torch's library names the folder of the NCCL wheel in its RPATH or RUNPATH.
+    """Return whether torch's library names the folder of the NCCL wheel in its RPATH or RUNPATH.
 
     The torch of an NGC image does not, even if another package has installed the wheel. A torch whose library
     cannot be read counts as linked to the wheel.
     """
-    folder = _torch_version_file(reader)[0].rpartition("/")[0]
+    path, _ = _torch_version_file(reader)
+    folder, _, _ = path.rpartition("/")
     try:
         library = elf.read(reader.real_path(f"{folder}/lib/libtorch_cuda.so"))
     except (OSError, elf.NotShared):
@@ -335,12 +355,15 @@ def _version(text: str) -> str:
 def nccl_settings(reader: Reader, env: Mapping[str, str]) -> tuple[Setting, ...]:
     """Return the settings of nccl.conf files. If two files set a variable, the user's file counts.
 
-    The user's file is that of NCCL_CONF_FILE, or ~/.nccl.conf. The other one is /etc/nccl.conf.
+    The user's file is named by NCCL_CONF_FILE, or is ~/.nccl.conf. The other file is /etc/nccl.conf.
     """
-    home = env.get("HOME", "")
-    user_file = env.get("NCCL_CONF_FILE") or (f"{home}/.nccl.conf" if home.startswith("/") else "")
+    paths = ["/etc/nccl.conf"]
+    if env.get("NCCL_CONF_FILE"):
+        paths.append(env["NCCL_CONF_FILE"])
+    elif env.get("HOME", "").startswith("/"):
+        paths.append(f"{env['HOME']}/.nccl.conf")
     settings: dict[str, Setting] = {}
-    for path in filter(None, (user_file, "/etc/nccl.conf")):
+    for path in reversed(paths):
         for line in (reader.text(path) or "").splitlines():
             name, equals, value = line.partition("=")
             if equals and not name.startswith("#"):
@@ -354,20 +377,19 @@ FILES = ("NCCL_TOPO_FILE", "NCCL_GRAPH_FILE", "NCCL_CONF_FILE", "NCCL_IBVERBS_LI
 
 def absent_files(reader: Reader, env: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """Return a problem and its remedy for each variable of `FILES` whose file does not exist."""
-    names = [name for name in FILES if env.get(name, "").startswith("/") and not reader.exists(env[name])]
-    return tuple(
-        (
-            f"{name}={env[name]}: there is no such file, so NCCL ignores it or exits",
-            f"bind the file into the container (--bind {env[name]}), or unset {name}",
-        )
-        for name in names
-    )
+    problems = []
+    for name in FILES:
+        path = env.get(name, "")
+        if path.startswith("/") and not reader.exists(path):
+            problem = f"{name}={path}: there is no such file, so NCCL ignores it or exits"
+            problems.append((problem, f"bind the file into the container (--bind {path}), or unset {name}"))
+    return tuple(problems)
 
 
 def peermem(reader: Reader) -> str:
-    """Return the version file of the peer memory module with its content, or an empty text without one.
+    """Return the version file of the peer memory module with its content, or "" without the module.
 
-    The paths are those that NCCL tries (gdr.cc).
+    NCCL tries the same paths (gdr.cc).
     """
     for path in (
         "/sys/module/nvidia_peermem/version",
@@ -381,12 +403,12 @@ def peermem(reader: Reader) -> str:
 
 
 def dmabuf(reader: Reader) -> bool:
-    """Return True if NICs can read GPU memory through DMA-BUF.
+    """Return whether NICs can read GPU memory through DMA-BUF.
 
     That needs the driver's open kernel module and Linux 5.12 or later.
     """
     kernel = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", reader.text("/proc/sys/kernel/osrelease") or "")
-    is_open = "Open Kernel Module" in driver(reader)
+    is_open = "Open Kernel Module" in read_driver(reader)
     return bool(kernel and is_open and (int(kernel[1]), int(kernel[2])) >= (5, 12))
 
 

@@ -57,8 +57,12 @@ The list is not complete. Other FUSE types are left out, because they can also b
 """
 
 
+_MOUNT = re.compile(r"(?:\S+ ){4}(?P<point>\S+)(?: .*?)? - (?P<type>\S*)")
+"""A line of mountinfo: ``36 35 98:0 /root /mount/point rw,noatime - ext4 /dev/sda1 rw``."""
+
+
 def on_network_disk(reader: Reader, path: str) -> bool:
-    """Return True if `path`, which need not exist, is on a network file system."""
+    """Return whether `path`, which need not exist, is on a network file system."""
     return bool(_NETWORK.fullmatch(_file_system(reader, path)))
 
 
@@ -68,18 +72,14 @@ def _file_system(reader: Reader, path: str) -> str:
     It is read from /proc/self/mountinfo, whose format is in proc_pid_mountinfo(5).
     """
     resolved = os.path.realpath(path)
-    file_system = ""
-    longest = -1
+    file_system = longest_point = ""
     for line in (reader.text("/proc/self/mountinfo") or "").splitlines():
-        # "36 35 98:0 /root /mount/point rw,noatime - ext4 /dev/sda1 rw"
-        mount, separator, description = line.partition(" - ")
-        fields = mount.split(" ")
-        if not separator or len(fields) < 5:
+        match = _MOUNT.match(line)
+        if match is None:
             continue
         # A space in a path is written as \040.
-        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4])
+        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), match["point"])
         is_inside = resolved == point or resolved.startswith(point.rstrip("/") + "/")
-        if is_inside and len(point) >= longest:  # of two mounts at one point the later one counts
-            file_system, _, _ = description.partition(" ")
-            longest = len(point)
+        if is_inside and len(point) >= len(longest_point):  # of two mounts at one point the later one counts
+            file_system, longest_point = match["type"], point
     return file_system

@@ -14,6 +14,7 @@ user program has the signals unblocked again (user_program.py).
 
 from __future__ import annotations
 
+import math
 import resource
 import threading
 import time
@@ -31,7 +32,6 @@ from imgkit_entrypoints.launch import (
     guarded,
     nccl,
     plan,
-    start_up,
     stop_protocol,
 )
 from imgkit_entrypoints.launch.attempts import GOOD, Attempts
@@ -41,7 +41,7 @@ from imgkit_entrypoints.launch.node_attempt import NodeAttempt, NodeConfig, Node
 from imgkit_entrypoints.launch.preflight.run import PreflightConfig, run_preflight
 from imgkit_entrypoints.launch.progress import StepTimer
 from imgkit_entrypoints.launch.run_files import RunFiles
-from imgkit_entrypoints.launch.start_up import StartUp, process_began_s, start_began_s
+from imgkit_entrypoints.launch.start_up import StartUp, process_start_s, start_time_s
 from imgkit_entrypoints.launch.stop_protocol import CollectedSignals, RunFolder, StopRequest
 from imgkit_entrypoints.rollcall import gather
 from imgkit_entrypoints.rollcall.messages import (
@@ -57,7 +57,7 @@ from imgkit_entrypoints.schedulers.placement import Size
 
 TICK_S = 1.0
 """Longest time in seconds between two checks of the other nodes, the stop file and the workers."""
-BESIDE_S = 60.0
+ON_SUCCESS_S = 60.0
 """Longest time in seconds for which the other nodes wait while the head runs `on_success`."""
 ALONE_S = 10.0
 """Seconds after which a node reports that its command ended before that of the head.
@@ -76,11 +76,21 @@ class HeadOrders:
 
     next_attempt: AttemptStart | None = None
     """The attempt that the head has ordered and this node has not started yet."""
-    cancelled: int = 0
+    cancelled_attempt: int = 0
     """Number of the latest attempt that the head has ended, or 0."""
     run_code: int | None = None
     """The exit code of the run. It is None until the head ends the run."""
     is_head_lost: bool = False
+
+    def take_next_attempt(self) -> AttemptStart | None:
+        """Return the attempt that the head has ordered, and forget it.
+
+        Return None if the head has ordered none or is lost.
+        """
+        if self.is_head_lost:
+            return None
+        order, self.next_attempt = self.next_attempt, None
+        return order
 
 
 class NodeAgent:
@@ -116,7 +126,7 @@ class NodeAgent:
         self.stop: StopRequest | None = None
         """The request to save and end that counts, from whichever node it came."""
         self._signals = CollectedSignals()
-        self._run_folder = RunFolder.of(config.command.env, config.log)
+        self._run_folder = RunFolder.from_env(config.command.env, config.log)
         # All nodes share the folder, so the head looks after it.
         own_folder = self._run_folder if config.is_head else None
         self._files = RunFiles(own_folder, config.job_id, config.log)
@@ -129,8 +139,9 @@ class NodeAgent:
         self._waiting_deadline = Deadline()
         """Time at which this node stops waiting for the others, while its command does not run."""
         self._is_output_lost = False
-        began_s = start_began_s(config.command.env, own_folder)
-        self._timer, self._start_up = StepTimer(began_s), StartUp(began_s)
+        start_s = start_time_s(config.command.env, own_folder)
+        self._step_timer = StepTimer(start_s)
+        self._start_up = StartUp(start_s)
         self._gpu_monitor = gpu_use.GpuMonitor(config.command.gpu_query)
         # The head raises its own limit of open files in the roll call (rollcall/gather.py). The command still
         # gets the limit that the user or the scheduler has set.
@@ -145,12 +156,11 @@ class NodeAgent:
         the run cannot be written, or a file in it prevents the run from starting. CheckFailed : the
         preflight found more outliers than the run can do without.
         """
-        env = self.config.command.env
-        parent = Path(env["IMGKIT_STOP_DIR"]) if env.get("IMGKIT_STOP_DIR") else None
-        code = EXIT_NO
+        stop_dir = self.config.command.env.get("IMGKIT_STOP_DIR", "")
+        code = EXIT_NO  # for the result file, if an unexpected error ends the run
         with (
-            self._signals.collecting(),
-            stop_protocol.use_stop_folder(parent, self.config.placement.node_rank) as stop_folder,
+            self._signals.collect(),
+            stop_protocol.use_stop_folder(stop_dir, self.config.placement.node_rank) as stop_folder,
             ExitStack() as folders,
         ):
             self._files.prepare(self.config.plan_text)
@@ -170,46 +180,52 @@ class NodeAgent:
 
     def _run_states(self, stop_folder: Path, folders: ExitStack) -> int:
         """Run one state after another, and close all processes and connections. Return the exit code."""
-        final_lines: tuple[str, ...] = ()
+        failure_lines: tuple[str, ...] = ()
         try:
             state: State | None = self._gather(stop_folder, folders)
             while state:
                 state = state()
-            code = self._exit_code()
+            code = self._run_code()
             if code not in GOOD:
-                final_lines = self._failure_lines()
-            if code == EXIT_SAVED:
-                code = self._request_requeue()
-            if code == 0 and self._is_output_lost:
-                code = EXIT_NO
+                failure_lines = self._failure_lines()
+            code = self._exit_code(code)
         except NoPlan:
+            # A signal during the roll call or the preflight ends it with NoPlan.
             if not self._signals.received:
                 raise
             code = 128 + self._signals.received[0]
         finally:
-            self._gpu_monitor.close()
-            if self._attempt:
-                self._attempt.close()
-            if self._context:
-                self.session.close()
-                if isinstance(self.session, HeadSession):
-                    self._log_summary(self.session)
-        if final_lines:
-            self.log(*final_lines)
+            self._close()
+        # Printed after the summary in `_close`, so that the error is the last thing that the user sees.
+        if failure_lines:
+            self.log(*failure_lines)
         return code
+
+    def _close(self) -> None:
+        """End all processes, close the connections, and print the summary on the head."""
+        self._gpu_monitor.close()
+        if self._attempt:
+            self._attempt.close()
+        if self._context is None:  # the roll call has failed
+            return
+        self.session.close()
+        if isinstance(self.session, HeadSession):
+            self._log_summary(self.session)
 
     def _log_summary(self, session: HeadSession) -> None:
         """Print one line about where the time of the run went and how much it used its GPUs.
 
-        Print only the parts that are known, and nothing without any.
+        Leave out a part that is unknown, and print nothing if both are.
         """
-        texts = [self._timer.summary(session.placement.nnodes)]
+        parts = []
+        time_summary = self._step_timer.summary(session.placement.nnodes)
+        if time_summary:
+            parts.append(time_summary)
         use = self._files.write_gpu_use(session)
         if use:
-            texts.append(gpu_use.describe(use))
-        line = "; ".join(text for text in texts if text)
-        if line:
-            self.log(line)
+            parts.append(gpu_use.describe(use))
+        if parts:
+            self.log("; ".join(parts))
 
     @property
     def session(self) -> Session:
@@ -232,8 +248,8 @@ class NodeAgent:
     def _gather(self, stop_folder: Path, folders: ExitStack) -> State:
         """Meet the agents of all nodes, and return the preflight or the first attempt as the next state."""
         config = self.config
-        self._start_up.ends("container", process_began_s())
-        self._start_up.ends("node_agent")
+        self._start_up.record("container", process_start_s())
+        self._start_up.record("node_agent")
         session = gather.meet(
             config.placement,
             config.node,
@@ -243,7 +259,7 @@ class NodeAgent:
             secret=config.secret,
             all_reach_head=config.command.is_per_node,
         )
-        self._start_up.ends("roll_call")
+        self._start_up.record("roll_call")
         session.lost_after_s = config.timeouts.lost_after_s
         guard.adopt_orphans()  # if a guard is killed, its processes become children of this one
         self._context = NodeContext(
@@ -256,17 +272,23 @@ class NodeAgent:
             folders=folders,
         )
         if isinstance(session, HeadSession):
-            for warning in session.warnings:
-                self.log(f"warning: {warning}")
-            self._attempts = Attempts(
-                session,
-                session.placement.size or Size(training=session.placement.nnodes),
-                max_failures=config.max_failures,
-                log=self.log,
-                fence=self._admit_attempt,
-                is_per_node=config.command.is_per_node,
-            )
-        return self._preflight if config.preflight else self._begin_attempts()
+            self._attempts = self._prepare_attempts(session)
+        if config.preflight:
+            return self._preflight
+        return self._begin_attempts()
+
+    def _prepare_attempts(self, session: HeadSession) -> Attempts:
+        """Print the warnings of the roll call, and return the head's decisions about attempts."""
+        for warning in session.warnings:
+            self.log(f"warning: {warning}")
+        return Attempts(
+            session,
+            session.placement.size or Size(training=session.placement.nnodes),
+            max_failures=self.config.max_failures,
+            log=self.log,
+            on_start=self._admit_attempt,
+            is_per_node=self.config.command.is_per_node,
+        )
 
     def _command_env(self, stop_folder: Path) -> Mapping[str, str]:
         """Return the environment of the command, the same in every attempt."""
@@ -298,21 +320,20 @@ class NodeAgent:
             self._files.admit_attempt(attempt)
 
     def _preflight(self) -> State:
-        """Measure all nodes, then begin the first attempt without the slow ones."""
+        """Measure all nodes, then begin the first attempt without the slow nodes."""
         assert self.config.preflight  # noqa: S101 - else this state is skipped
-        size, nnodes = self.session.placement.size, self.session.placement.nnodes
-        folder = self._files.folder
-        needs = PreflightConfig(
+        placement, folder = self.session.placement, self._files.folder
+        config = PreflightConfig(
             module=self.config.preflight,
             env=self.context.env,
             open_files=self._open_files,
             signals=self._signals,
             log=self.log,
             folder=folder.path if folder else None,
-            spares=nnodes - size.training if size else 0,
+            spares=placement.nnodes - placement.size.training if placement.size else 0,
         )
-        excluded = run_preflight(self.session, needs)
-        self._start_up.ends("preflight")
+        excluded = run_preflight(self.session, config)
+        self._start_up.record("preflight")
         return self._begin_attempts(excluded)
 
     def _begin_attempts(self, excluded: Collection[int] = ()) -> State:
@@ -324,11 +345,31 @@ class NodeAgent:
     def _start(self) -> State | None:
         """Wait for the head's next attempt, and start the command in it.
 
-        Return None, the end, if the head ends the run or is lost, after a second signal, or if the other
-        nodes take too long to stop. A node that is a spare in the attempt stays in this state.
+        Return None if the run is over. A node that is a spare in the attempt stays in this state.
+        """
+        order = self._wait_for_attempt()
+        if order is None:
+            return None
+        if order.attempt > 1:
+            lines = self._failure_lines(of_previous=True)
+            if lines:
+                self.log(*lines)
+        if order.node_rank is not None:
+            return self._start_attempt(order, order.node_rank)
+        if self._attempt:
+            self._attempt.failure = None  # it was printed, and this spare has no part in the next attempt
+        return self._start
+
+    def _wait_for_attempt(self) -> AttemptStart | None:
+        """Wait until the head orders an attempt, and return the order.
+
+        Return None if the head ends the run or is lost, after a second signal, or if the other nodes take too
+        long to stop.
         """
         orders = self._orders
-        report_at = time.monotonic() + ALONE_S if self._has_ended_first() else float("inf")
+        report_at = math.inf
+        if self._has_ended_first():
+            report_at = time.monotonic() + ALONE_S
         self._waiting_deadline = Deadline()
         if self.stop:
             self._limit_waiting()
@@ -339,24 +380,13 @@ class NodeAgent:
             self._wait(self._signals)
             self._handle_events()
             if time.monotonic() >= report_at:
-                report_at = float("inf")
+                report_at = math.inf  # once is enough
                 name = self.context.node_name
                 self.log(f"the command on {name} has ended with 0, and the head's goes on")
             if self._waiting_deadline.is_due() and not orders.is_head_lost:
                 self.log("the other nodes are not done; leaving without them")
                 return None
-        if orders.is_head_lost:
-            return None
-        order, orders.next_attempt = orders.next_attempt, None
-        if order.attempt > 1:
-            lines = self._failure_lines(of_previous=True)
-            if lines:
-                self.log(*lines)
-        if order.node_rank is not None:
-            return self._start_attempt(order, order.node_rank)
-        if self._attempt:
-            self._attempt.failure = None  # it was printed, and this spare has no part in the next attempt
-        return self._start
+        return orders.take_next_attempt()
 
     def _has_ended_first(self) -> bool:
         """Return whether this node's own command has ended as intended, and the head's may go on.
@@ -373,25 +403,28 @@ class NodeAgent:
         attempt = self._attempt = NodeAttempt(self.context, order, node_rank)
         if self.stop:  # the request came while the other nodes started
             attempt.request_stop(self.stop.reason)
-        first_attempt_s = self._timer.start_attempt(self.context.stop_folder)
-        if order.attempt <= self._orders.cancelled:
+        first_attempt_s = self._step_timer.start_attempt(self.context.stop_folder)
+        if order.attempt <= self._orders.cancelled_attempt:
             return self._restart
-        # The parts before torchrun, such as the roll call, belong to the first attempt only.
-        parts = self._start_up if order.attempt == 1 else StartUp(time.monotonic())
-        attempt.start(
-            {start_up.VARIABLE: parts.text(), start_up.FIRST_ATTEMPT: f"{first_attempt_s:.3f}"},
-        )
+        start_up = self._start_up
+        if order.attempt > 1:  # the parts before torchrun, such as the roll call, belong to the first attempt
+            start_up = StartUp(time.monotonic())
+        attempt.start(start_up.variables(first_attempt_s))
         if order.attempt > 1 and self._attempts:
-            waited_s = time.monotonic() - self._attempts.failed_at
-            program = "the command" if self.config.command.is_per_node else "torchrun"
-            self.log(f"{program} starts again {waited_s:.1f} s after the failure was noticed")
+            self._log_restart(self._attempts.failed_at)
         return self._stop if self.stop else self._watch
+
+    def _log_restart(self, failed_at: float) -> None:
+        """Print how long after the failure at `failed_at` (monotonic clock) the command starts again."""
+        waited_s = time.monotonic() - failed_at
+        program = "the command" if self.config.command.is_per_node else "torchrun"
+        self.log(f"{program} starts again {waited_s:.1f} s after the failure was noticed")
 
     def _watch(self) -> State:
         """Watch the command until it has ended or must be ended. Return the next state."""
         attempt = self._current_attempt()
         while self._supervise_tick(attempt):
-            if self.stop or attempt.deadline.at < float("inf"):
+            if self.stop or attempt.deadline.is_set:
                 return self._stop
         return self._restart
 
@@ -446,33 +479,37 @@ class NodeAgent:
     def _restart(self) -> State:
         """Explain how the attempt ended on this node, and report that to the head."""
         attempt = self._current_attempt()
-        has_run = attempt.is_running
+        has_run = attempt.is_running  # False if the head has cancelled the attempt before its start
         if has_run:
-            received = self._signals.received
-            attempt.finish(
-                received_signal=received[0] if received else None,
-                is_head_lost=self._orders.is_head_lost,
-            )
-            self._report_lost_output()
-            self._report_gpu_use()
-            attempt.explain_failure()
-        self._timer.end_attempt(self.context.stop_folder)
+            self._finish_attempt(attempt)
+        self._step_timer.end_attempt(self.context.stop_folder)
         self.session.positions = None
-        if self.config.on_success and self.config.is_head and has_run and attempt.code in GOOD:
+        if has_run and attempt.code in GOOD and self.config.is_head and self.config.on_success:
             self._run_while_connected(self.config.on_success)
         self.session.report(attempt.report())
         return self._start
 
+    def _finish_attempt(self, attempt: NodeAttempt) -> None:
+        """Set the results of an attempt whose command has ended, and explain a failure."""
+        received = self._signals.received
+        attempt.finish(
+            received_signal=received[0] if received else None,
+            is_head_lost=self._orders.is_head_lost,
+        )
+        self._report_lost_output()
+        self._report_gpu_use()
+        attempt.explain_failure()
+
     def _run_while_connected(self, function: Callable[[], None]) -> None:
         """Run `function` in a thread, and answer the other nodes in the meantime.
 
-        Return when it has ended, or after `BESIDE_S` seconds.
+        Return when it has ended, or after `ON_SUCCESS_S` seconds.
         """
         thread = threading.Thread(target=function, daemon=True)
         thread.start()
         thread.join(0.1)  # a function that ends at once need not wait for a whole tick
-        end = time.monotonic() + BESIDE_S
-        while thread.is_alive() and time.monotonic() < end:
+        deadline = time.monotonic() + ON_SUCCESS_S
+        while thread.is_alive() and time.monotonic() < deadline:
             self._wait(self._signals)
             self._handle_events()
 
@@ -484,35 +521,50 @@ class NodeAgent:
         """
         attempt, memory = self._attempt, self.config.command.memory
         # The ranks of a stalled start failed because the agent ended them, so their errors say nothing.
-        if attempt and attempt.stall:
-            return (attempt.stall,)
+        if attempt and attempt.stall_reason:
+            return (attempt.stall_reason,)
+        name = self.context.node_name
         if isinstance(self.session, HeadSession):
-            name = self.context.node_name
             return failures.describe_run_failure(
                 self.session, name, self.log, memory=memory, of_previous=of_previous
             )
         if attempt is None or attempt.failure is None:
             return ()
-        failure = NodeFailure(at=0.0, node=self.context.node_name, failure=attempt.failure)
-        if self._orders.is_head_lost:
+        failure = NodeFailure(at=0.0, node=name, failure=attempt.failure)
+        if self._orders.is_head_lost:  # the head cannot describe the failure any more
             return failures.describe_failure(failure, memory=memory)
         return (failures.summarize_failure(failure),)
 
-    def _exit_code(self) -> int:
-        """Return the exit code of the whole run if the head has ended it, else that of this node."""
-        code = self._attempt.code if self._attempt else EXIT_NO
+    def _run_code(self) -> int:
+        """Return the exit code of the run if the head has ended it, else the code of this node alone."""
         if self._orders.run_code is not None:
             return self._orders.run_code
         if self._orders.is_head_lost:
             return EXIT_TOOL_FAILED
-        if self._signals.received and code != EXIT_SAVED:
+        node_code = self._attempt.code if self._attempt else EXIT_NO
+        if self._signals.received and node_code != EXIT_SAVED:
             return 128 + self._signals.received[0]
+        return node_code
+
+    def _exit_code(self, run_code: int) -> int:
+        """Return the exit code of this process, and ask for a requeue if the run has saved its state.
+
+        The code is 1 for a run that has succeeded, but whose output could not be printed.
+        """
+        code = run_code
+        if run_code == EXIT_SAVED:
+            code = self._request_requeue()
+        if code == 0 and self._is_output_lost:
+            return EXIT_NO
         return code
 
     def _request_requeue(self) -> int:
-        """Ask the job script to requeue a run that has saved its state. Return the exit code."""
+        """Ask the job script to requeue a run that has saved its state. Return the exit code.
+
+        If a person has asked for the stop, the job must stay ended: there is no requeue, and the code is 0.
+        """
         if self.stop and not self.stop.requeue:
-            return 0  # a person asked for the stop, so the job script must not requeue the job
+            return 0
         return self._files.request_requeue(self._attempt.saved_state if self._attempt else "")
 
     def _wait(self, *sources: Readable) -> None:
@@ -523,9 +575,10 @@ class NodeAgent:
 
     @property
     def _deadline(self) -> Deadline:
-        """Return the time at which the command is ended by force, or between attempts, the waiting."""
-        attempt = self.running_attempt
-        return attempt.deadline if attempt else self._waiting_deadline
+        """Return when the running command is ended by force, or between attempts when the waiting ends."""
+        if self.running_attempt:
+            return self.running_attempt.deadline
+        return self._waiting_deadline
 
     def _limit_waiting(self) -> None:
         """Wait for the other nodes as long as they may take to save and end: the grace time and three steps.
@@ -539,16 +592,19 @@ class NodeAgent:
         """React to the other nodes, the signals, the stop file and, on the head, the reports of all nodes."""
         for event in self.session.poll():
             self._handle_event(event)
+        self._handle_signals()
+        request = self._files.stop_request()
+        if request and request.takes_precedence(self.stop):
+            self._stop_all(request)
+        if self._attempts:
+            self._attempts.check(stopped=self.stop is not None)
+
+    def _handle_signals(self) -> None:
+        """Stop all nodes after the first signal, and end the command at once after a second one."""
         if self._signals.is_repeated and not self._deadline.is_forced:
             self._deadline.set_within(0.0, "a second signal")
         elif self._signals.received and not self.stop:
             self._stop_all(StopRequest(reason=self._signals.first_name(), requeue=True))
-        request = self._files.stop_request()
-        # A person's request also counts after one for a requeue, since the job must then stay ended.
-        if request and (self.stop is None or (self.stop.requeue and not request.requeue)):
-            self._stop_all(request)
-        if self._attempts:
-            self._attempts.check(stopped=self.stop is not None)
 
     def _handle_event(self, event: Event) -> None:
         """React to one message of another node. Messages of other kinds need no reaction here."""
@@ -559,7 +615,7 @@ class NodeAgent:
             case AttemptStart():
                 self._orders.next_attempt = event
             case EndAttempt():
-                self._orders.cancelled = event.attempt
+                self._orders.cancelled_attempt = event.attempt
                 if self.running_attempt:
                     self._deadline.set_now(event.reason)
             case HeadLost():
@@ -575,16 +631,14 @@ class NodeAgent:
         self.request_stop(request)
 
     def request_stop(self, request: StopRequest) -> None:
-        """Ask the program to save and end. A second request changes only whether the job is requeued.
-
-        If one of two requests is a person's, that one counts, and the run ends for good.
-        """
-        if self.stop is None:
-            self.stop = request
-            if self.running_attempt:
-                self.running_attempt.request_stop(request.reason)
-            else:
-                self._limit_waiting()
-        elif self.stop.requeue and not request.requeue:
-            self.stop = request
+        """Ask the program to save and end. A later request changes only whether the job is requeued."""
+        previous = self.stop
+        if not request.takes_precedence(previous):
+            return
+        self.stop = request
+        if previous is not None:
             self.log(f"{request.reason}: the run ends for good")
+        elif self.running_attempt:
+            self.running_attempt.request_stop(request.reason)
+        else:
+            self._limit_waiting()

@@ -16,13 +16,15 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from imgkit_entrypoints.errors import EXIT_SAVED, EXIT_TOOL_FAILED
+from imgkit_entrypoints.errors import EXIT_SAVED, EXIT_TOOL_FAILED, count_text, join_names
 from imgkit_entrypoints.rollcall.messages import CONNECTING, RENDEZVOUS, STARTING, EndAttempt, EndRun
 from imgkit_entrypoints.rollcall.session import HeadSession
 from imgkit_entrypoints.schedulers.placement import Size
 
 # Exit codes of a node that has done its part of an attempt: its command succeeded, or has saved its state.
 GOOD = (0, EXIT_SAVED)
+# Number of the head among the nodes.
+HEAD = 0
 # Largest number of nodes that one message names. It only counts the rest.
 MAX_NAMED = 8
 MIN_START_S = 10.0
@@ -64,6 +66,23 @@ class FailedAttempt:
         return (self.position + 1) // 2
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AttemptResults:
+    """What the head knows about the end of the current attempt on its nodes, by node number."""
+
+    codes: Mapping[int, int]
+    """Exit codes of the nodes that have reported, the first report first."""
+    failed: Mapping[int, int]
+    """The codes of failed nodes, such as ``{2: 1}``. The first one is that of the first failure."""
+    lost: Collection[int]
+    """Nodes that were lost and have not reported a success before."""
+
+    @property
+    def ended_nodes(self) -> Collection[int]:
+        """Return the nodes on which the attempt is over."""
+        return self.codes.keys() | self.lost
+
+
 class Attempts:
     """The attempts of a run. The head starts and ends them, and in the end the run."""
 
@@ -74,7 +93,7 @@ class Attempts:
         *,
         max_failures: int,
         log: Callable[[str], None],
-        fence: Callable[[int], None],
+        on_start: Callable[[int], None],
         is_per_node: bool = False,
     ) -> None:
         """Prepare a run of `size`. `start` begins its first attempt.
@@ -82,12 +101,12 @@ class Attempts:
         Parameters
         ----------
         max_failures : number of failures after which the run still starts another attempt.
-        fence : called with an attempt's number before the attempt starts.
-        is_per_node : the nodes run the user's own commands, and the exit code of the head's command is that
-            of the run.
+        on_start : called with an attempt's number before the attempt starts.
+        is_per_node : True if the nodes run the user's own commands. The run then ends with the exit code of
+            the head's command.
         """
         self._session, self._size, self._max_failures = session, size, max_failures
-        self._log, self._fence, self._is_per_node = log, fence, is_per_node
+        self._log, self._on_start, self._is_per_node = log, on_start, is_per_node
         self._number = 0
         """Number of the current attempt, from 1."""
         self._ranks: Mapping[int, int] = {}
@@ -99,6 +118,7 @@ class Attempts:
         self._is_cancelled = False
         """True once the head has told all nodes to end the current attempt."""
         self._excluded: set[int] = set()
+        """Nodes that the preflight has left out."""
         self._logged_losses: set[int] = set()
         self._is_over = False
         self.failed_at = 0.0
@@ -115,28 +135,31 @@ class Attempts:
         """
         self._excluded |= set(excluded)
         alive = [number for number in self._session.alive if number not in self._excluded]
-        # Before the first attempt there are no ranks to keep, hence None.
-        ranks = assign_ranks(alive, self._size.training, self._ranks or None)
-        code = self._failure.code if self._failure else EXIT_TOOL_FAILED
-        if not ranks:
-            self._end_run(f"{_nodes_text(len(alive))} left, and the run needs {self._size.training}", code)
-            return
-        reason = end_reason(self._failures, self._max_failures)
+        reason = self._end_reason(len(alive))
         if reason:
-            last_causes = [failure.cause for failure in self._failures[-2:]]
-            causes = "; before that: ".join(reversed(last_causes))
-            self._end_run(f"{reason} ({causes})", code)
+            self._end_run(reason, self._failure.code if self._failure else EXIT_TOOL_FAILED)
             return
         self._number += 1
+        ranks = assign_ranks(alive, self._size.training, self._ranks)
         if self._number == 1:
             self._log_spares([number for number in alive if number not in ranks])
         else:
             changes = self._rank_changes(ranks)
-            self._log(f"attempt {self._number} starts with {_nodes_text(len(ranks))}{changes}")
+            self._log(f"attempt {self._number} starts with {count_text(len(ranks), 'node')}{changes}")
         self._ranks, self._started_at = ranks, time.monotonic()
         self._failure, self._is_cancelled = None, False
-        self._fence(self._number)
+        self._on_start(self._number)
         self._session.start_attempt(self._number, ranks)
+
+    def _end_reason(self, nodes: int) -> str:
+        """Return why no further attempt starts now that `nodes` nodes are alive. Empty if one can start."""
+        if nodes < self._size.training:
+            return f"{count_text(nodes, 'node')} left, and the run needs {self._size.training}"
+        reason = end_reason(self._failures, self._max_failures)
+        if not reason:
+            return ""
+        causes = [failure.cause for failure in reversed(self._failures[-2:])]
+        return f"{reason} ({'; before that: '.join(causes)})"
 
     def check(self, *, stopped: bool) -> None:
         """React to the reports of the nodes: end the attempt, start the next one, or end the run.
@@ -149,104 +172,127 @@ class Attempts:
         if not session.reports and len(session.lost) == len(self._logged_losses) and self._failure is None:
             return  # nothing is new, and what follows takes time for every node
         self._log_losses()
-        members = self._ranks.keys()
-        # The reports are in the order of their arrival, so the first bad code is that of the first failure.
-        codes = {number: report.code for number, report in session.reports.items() if number in members}
-        lost = {number for number in members & session.lost.keys() if codes.get(number) not in GOOD}
-        bad = {number: code for number, code in codes.items() if code not in GOOD}
-        was_ended = self._failure is not None and self._is_cancelled
-        if self._is_per_node and codes.get(0) in GOOD and not was_ended:
-            self._end_after_head(lost, bad)
-        elif (lost or bad) and self._failure is None:
-            self._failure = self._first_failure(lost, bad)
-        if self._failure and not self._is_cancelled:
-            if self._is_per_node and 0 in bad:
-                self._failure = dataclasses.replace(self._failure, code=bad[0])
-            # During a stop request the others go on after a failure, since they may still save. During normal
-            # work they are ended, but not before the cause of the failure is known.
-            if lost or (not stopped and self._has_cause(bad)):
-                self._is_cancelled = True
-                session.send_all(EndAttempt(attempt=self._number, reason=self._failure.cause))
-        if codes.keys() | lost != members:
+        results = self._collect_results()
+        has_ended_others = self._failure is not None and self._is_cancelled
+        if self._is_per_node and results.codes.get(HEAD) in GOOD and not has_ended_others:
+            self._end_after_head(results)
+        else:
+            self._handle_failure(results, stopped=stopped)
+        if results.ended_nodes != self._ranks.keys():
             return
         if self._failure:
-            self._close_attempt(self._failure, lost, codes, stopped=stopped)
-            return
-        code = EXIT_SAVED if EXIT_SAVED in codes.values() else 0
-        session.send_all(EndRun(code=codes[0] if self._is_per_node else code))
-        self._is_over = True
+            self._close_failed_attempt(self._failure, results, stopped=stopped)
+        else:
+            self._end_successful_run(results.codes)
 
-    def _first_failure(self, lost: Collection[int], bad: Mapping[int, int]) -> FailedAttempt:
-        """Return the failure that the head has just noticed, and set `failed_at`.
+    def _collect_results(self) -> _AttemptResults:
+        """Return what the nodes of the current attempt have reported, and which of them are lost."""
+        codes: dict[int, int] = {}
+        failed: dict[int, int] = {}
+        for number, report in self._session.reports.items():  # in the order of their arrival
+            if number in self._ranks:
+                codes[number] = report.code
+                if report.code not in GOOD:
+                    failed[number] = report.code
+        lost = {number for number in self._session.lost if number in self._ranks}
+        succeeded = codes.keys() - failed.keys()
+        return _AttemptResults(codes=codes, failed=failed, lost=lost - succeeded)
 
-        Parameters
-        ----------
-        lost : numbers of the lost nodes.
-        bad : exit codes of the failed nodes by number, the first failure first.
+    def _handle_failure(self, results: _AttemptResults, *, stopped: bool) -> None:
+        """Note the first failure of the attempt, and end the attempt on all nodes once its cause is known.
+
+        After a stop request, the other nodes go on if a worker fails, since they may still save. If a node is
+        lost, they cannot save any more.
         """
-        self.failed_at = time.monotonic()
+        if self._failure is None and (results.lost or results.failed):
+            self.failed_at = time.monotonic()
+            self._failure = self._first_failure(results)
+        if self._failure is None or self._is_cancelled:
+            return
+        if self._is_per_node and HEAD in results.failed:
+            self._failure = dataclasses.replace(self._failure, code=results.failed[HEAD])
+        if results.lost or (not stopped and self._has_cause(results.failed)):
+            self._is_cancelled = True
+            self._session.send_all(EndAttempt(attempt=self._number, reason=self._failure.cause))
+
+    def _first_failure(self, results: _AttemptResults) -> FailedAttempt:
+        """Return the failure that the head has just noticed."""
         positions = self._session.run_positions
         return FailedAttempt(
-            cause=self._cause(lost, bad),
+            cause=self._cause(results),
             position=positions[1] if positions else None,
             after_s=self.failed_at - self._started_at,
-            code=EXIT_TOOL_FAILED if lost else next(iter(bad.values())),
+            code=EXIT_TOOL_FAILED if results.lost else next(iter(results.failed.values())),
         )
 
-    def _end_after_head(self, lost: Collection[int], bad: Mapping[int, int]) -> None:
-        """End the commands of the other nodes after the head's has succeeded, whose exit code is the run's.
+    def _end_after_head(self, results: _AttemptResults) -> None:
+        """End the commands of the other nodes, because the head's command has succeeded.
 
         A failure of another node until now is printed, but no longer counts.
         """
         if self._is_cancelled:
             return
-        if lost or bad:
-            self._log(f"{self._cause(lost, bad)}; the head's command has succeeded, and its code counts")
+        if results.lost or results.failed:
+            self._log(f"{self._cause(results)}; the head's command has succeeded, and its code counts")
         self._failure, self._is_cancelled = None, True
         self._session.send_all(EndAttempt(attempt=self._number, reason="the head's command has ended"))
 
     def have_others_ended(self) -> bool:
         """Return whether the attempt is over on all nodes but the head."""
-        members = self._ranks.keys() - {0}
-        return bool(members) and members <= self._session.reports.keys() | self._session.lost.keys()
+        others = self._ranks.keys() - {HEAD}
+        return bool(others) and others <= self._session.reports.keys() | self._session.lost.keys()
 
-    def _close_attempt(
-        self, failure: FailedAttempt, lost: Collection[int], codes: Mapping[int, int], *, stopped: bool
+    def _close_failed_attempt(
+        self, failure: FailedAttempt, results: _AttemptResults, *, stopped: bool
     ) -> None:
-        """Start another attempt or end the run, now that this one is over on all nodes.
-
-        A stopped run ends: with `EXIT_SAVED` if any node has saved, else with the code of a failure.
-        """
-        if lost:  # a node that was lost in the meantime explains why the workers of others have failed
-            failure = dataclasses.replace(failure, cause=self._cause(lost, {}))
-        reported = [self._session.reports[number].position for number in codes]
-        positions = [position for position in (failure.position, *reported) if position is not None]
-        furthest = max(positions, default=None)
-        self._failures.append(dataclasses.replace(failure, position=furthest))
-        if not stopped:
-            self.start()
-            return
-        if EXIT_SAVED in codes.values():
-            code = EXIT_SAVED
-        elif lost:
-            code = failure.code
-        elif self._is_per_node:
-            code = codes[0]
+        """Start another attempt or end the run, now that a failed attempt is over on all nodes."""
+        cause = failure.cause
+        if results.lost:  # a node that was lost meanwhile explains why the workers of others have failed
+            cause = self._cause(dataclasses.replace(results, failed={}))
+        positions = [failure.position]
+        positions += [self._session.reports[number].position for number in results.codes]
+        furthest = max((position for position in positions if position is not None), default=None)
+        self._failures.append(dataclasses.replace(failure, cause=cause, position=furthest))
+        if stopped:
+            self._end_run("a stop was requested", self._stopped_code(failure, results))
         else:
-            code = max(codes.values())
-        self._end_run("a stop was requested", code)
+            self.start()
 
-    def _has_cause(self, bad: Collection[int]) -> bool:
-        """Return whether the cause of the failure is among the reports of the failed nodes `bad`.
+    def _stopped_code(self, failure: FailedAttempt, results: _AttemptResults) -> int:
+        """Return the exit code of a run that was asked to stop, and in which a node has failed."""
+        if EXIT_SAVED in results.codes.values():
+            return EXIT_SAVED
+        if results.lost:
+            return failure.code
+        if self._is_per_node:
+            return results.codes[HEAD]
+        return max(results.codes.values())
+
+    def _end_successful_run(self, codes: Mapping[int, int]) -> None:
+        """End the run on all nodes, with 85 if any node has saved its state."""
+        code = 0
+        if self._is_per_node:
+            code = codes[HEAD]
+        elif EXIT_SAVED in codes.values():
+            code = EXIT_SAVED
+        self._session.send_all(EndRun(code=code))
+        self._is_over = True
+
+    def _has_cause(self, failed_nodes: Collection[int]) -> bool:
+        """Return whether the cause of the failure is among the reports of `failed_nodes`.
 
         If they only report that a rank elsewhere is gone, return False until `PEER_FAILED_S` have passed.
         With --per-node, the head's command counts as the cause, so that its exit code can still arrive.
         """
-        failures = [self._session.reports[number].failure for number in bad]
-        is_consequence = all(failure is not None and failure.after_peer for failure in failures)
-        if self._is_per_node and 0 not in bad:
-            is_consequence = True
-        return not is_consequence or time.monotonic() - self.failed_at > PEER_FAILED_S
+        if time.monotonic() - self.failed_at > PEER_FAILED_S:
+            return True
+        if self._is_per_node and HEAD not in failed_nodes:
+            return False
+        for number in failed_nodes:
+            failure = self._session.reports[number].failure
+            if failure is None or not failure.after_peer:
+                return True
+        return False
 
     def _log_spares(self, spares: Sequence[int]) -> None:
         """Print which nodes wait as spares at the start of the run, if any."""
@@ -254,7 +300,7 @@ class Attempts:
             return
         names = ", ".join(self._session.node_name(number) for number in spares)
         verb = "waits" if len(spares) == 1 else "wait"
-        self._log(f"{_nodes_text(self._size.training)} train; {names} {verb}")
+        self._log(f"{count_text(self._size.training, 'node')} train; {names} {verb}")
 
     def _log_losses(self) -> None:
         """Print each lost node once."""
@@ -263,12 +309,12 @@ class Attempts:
             role = "" if number in self._ranks else ", a spare"
             self._log(f"lost {self._session.node_name(number)}{role}: {self._session.lost[number]}")
 
-    def _cause(self, lost: Collection[int], bad: Mapping[int, int]) -> str:
-        """Return `describe_cause` for nodes by number: `lost` ones, and the exit codes in `bad`."""
+    def _cause(self, results: _AttemptResults) -> str:
+        """Return `describe_cause` for the lost and failed nodes of `results`."""
         name, reasons = self._session.node_name, self._session.lost
         return describe_cause(
-            {name(number): reasons[number] for number in sorted(lost)},
-            {name(number): code for number, code in bad.items()},
+            {name(number): reasons[number] for number in sorted(results.lost)},
+            {name(number): code for number, code in results.failed.items()},
         )
 
     def _end_run(self, reason: str, code: int) -> None:
@@ -302,28 +348,37 @@ class StartWatch:
         self._since = 0.0
         """Time of the last change of `_phase`, on the monotonic clock."""
 
-    def stall_reason(self) -> str:
-        """Return why the attempt must end. Empty while its start is in order or within the limit.
+    def find_stall_reason(self) -> str:
+        """Return why the attempt must end. Empty while its start is in order or within the limit."""
+        now = time.monotonic()
+        phase = self._limited_phase()
+        if phase != self._phase:
+            self._phase, self._since = phase, now
+        if not phase or now - self._since < self._limit_s:
+            return ""
+        return self._describe_stall(phase)
+
+    def _limited_phase(self) -> str:
+        """Return the phase to which the limit applies now, or "" if it applies to none.
 
         The limit applies while every node is in the rendezvous or past it. A node that is not there yet may
         still be reading torchrun from a slow file system. In the same way, the limit applies while every rank
         tries to connect.
         """
-        node_phases = self._session.phases
-        phase = ""
-        if RENDEZVOUS in node_phases.values() and STARTING not in node_phases.values():
-            phase = RENDEZVOUS
-        elif all(node_phase == CONNECTING for node_phase in node_phases.values()):
-            phase = CONNECTING
-        now = time.monotonic()
-        if phase != self._phase:
-            self._phase, self._since = phase, now
-        if not phase or now - self._since < self._limit_s:
-            return ""
-        waiting = [number for number, node_phase in node_phases.items() if node_phase == phase]
-        names = ", ".join(self._session.node_name(number) for number in waiting[:MAX_NAMED])
-        if len(waiting) > MAX_NAMED:
-            names += f" and {len(waiting) - MAX_NAMED} more"
+        node_phases = set(self._session.phases.values())
+        if RENDEZVOUS in node_phases and STARTING not in node_phases:
+            return RENDEZVOUS
+        if node_phases == {CONNECTING}:
+            return CONNECTING
+        return ""
+
+    def _describe_stall(self, phase: str) -> str:
+        """Return the message about nodes that have been in `phase` for too long."""
+        waiting = []
+        for number, node_phase in self._session.phases.items():
+            if node_phase == phase:
+                waiting.append(self._session.node_name(number))
+        names = join_names(waiting, MAX_NAMED)
         if phase == RENDEZVOUS:
             problem = (
                 f"torchrun's rendezvous did not complete within {self._limit_s:g} s (--rollcall-timeout); "
@@ -341,9 +396,7 @@ class StartWatch:
         )
 
 
-def assign_ranks(
-    alive: Sequence[int], nnodes: int, previous: Mapping[int, int] | None = None
-) -> Mapping[int, int]:
+def assign_ranks(alive: Collection[int], nnodes: int, previous: Mapping[int, int]) -> Mapping[int, int]:
     """Return the node rank of each node that trains in the next attempt, by the node's number.
 
     A node keeps its rank of the attempt before, and a free rank goes to a spare: with nodes 0, 2 and 3 alive,
@@ -352,17 +405,18 @@ def assign_ranks(
 
     Parameters
     ----------
-    alive : numbers of the nodes that are alive, in ascending order.
+    alive : numbers of the nodes that are alive.
     nnodes : number of nodes that train.
-    previous : node ranks of the attempt before, by number. None before the first attempt.
+    previous : node ranks of the attempt before, by number. Empty before the first attempt.
     """
     if len(alive) < nnodes:
         return {}
-    previous = previous or {}
-    kept_ranks = {number: rank for number, rank in previous.items() if number in alive}
-    free_ranks = sorted(set(range(nnodes)) - set(kept_ranks.values()))
-    unranked = sorted(set(alive) - kept_ranks.keys())
-    return kept_ranks | dict(zip(unranked, free_ranks, strict=False))  # the last ones stay spares
+    ranks = {number: rank for number, rank in previous.items() if number in alive}
+    free_ranks = sorted(set(range(nnodes)) - set(ranks.values()))
+    spares = sorted(set(alive) - ranks.keys())
+    # There may be more spares than free ranks. The last ones stay spares.
+    ranks.update(zip(spares, free_ranks, strict=False))
+    return ranks
 
 
 def end_reason(failures: Sequence[FailedAttempt], max_failures: int) -> str:
@@ -373,27 +427,28 @@ def end_reason(failures: Sequence[FailedAttempt], max_failures: int) -> str:
     """
     if len(failures) > max_failures:
         reason = f"--max-failures {max_failures}"
-        if max_failures:
-            plural = "s" if max_failures > 1 else ""
-            reason += f": the run survives {max_failures} failure{plural}"
-        return reason
+        if max_failures == 0:
+            return reason
+        return f"{reason}: the run survives {count_text(max_failures, 'failure')}"
     if len(failures) < 2:
         return ""
-    first, last = failures[-2:]
-    if first.step is not None and first.step == last.step:
+    previous, last = failures[-2:]
+    if previous.step != last.step:
+        return ""
+    if last.step is not None:
         return f"two failures in a row at step {last.step}; a new attempt would fail there as well"
-    if first.step is None and last.step is None and max(first.after_s, last.after_s) < QUICK_S:
-        return (
-            f"two failures in a row before the first step, {first.after_s:.0f} s and {last.after_s:.0f} s "
-            "after the start"
-        )
-    return ""
+    if max(previous.after_s, last.after_s) >= QUICK_S:
+        return ""
+    return (
+        f"two failures in a row before the first step, {previous.after_s:.0f} s and {last.after_s:.0f} s "
+        "after the start"
+    )
 
 
 def describe_cause(lost: Mapping[str, str], codes: Mapping[str, int]) -> str:
     """Return the cause of a failure: all lost nodes with the reasons, or else the first exit code of a node.
 
-    A lost node explains why other nodes failed: their workers waited for those of the lost node.
+    A lost node explains why other nodes failed: their workers waited for the workers of the lost node.
 
     Parameters
     ----------
@@ -407,7 +462,3 @@ def describe_cause(lost: Mapping[str, str], codes: Mapping[str, int]) -> str:
         return f"{node} ended with exit code {code} ({signal.Signals(code - 128).name})"
     except ValueError:
         return f"{node} ended with exit code {code}"
-
-
-def _nodes_text(nodes: int) -> str:
-    return f"{nodes} node" + ("s" if nodes != 1 else "")

@@ -42,16 +42,16 @@ BUILD_LOCK = "lock"
 HEADER = "imgkit-compile-cache"
 """Name of the first member of a packed cache. Its content is the key of the image that compiled the rest."""
 # Largest total size of the files in a packed cache: 16 GiB.
-MOST_BYTES = 16 << 30
+MAX_BYTES = 16 << 30
 # Offset of the first member's name in a zip file: the header before it has 30 bytes.
-_NAME_AT = 30
+_NAME_OFFSET = 30
 
 
 def find_folder(env: Mapping[str, str], key: str, *, is_shared: Callable[[str], bool]) -> Path | None:
     """Return the folder for this node's cache, such as ``/tmp/imgkit-cache-1000-0f3a5c7b9d1e``.
 
-    It is in TMPDIR, /tmp or /dev/shm: the first that this user can write to and that only this node has.
-    Return None without any. If another user has made a folder of this name, the next place is tried.
+    It is in TMPDIR, /tmp or /dev/shm: the first folder that this user can write to, that only this node has,
+    and in which no other user has made a folder of this name. Return None if there is no such folder.
 
     Parameters
     ----------
@@ -59,11 +59,11 @@ def find_folder(env: Mapping[str, str], key: str, *, is_shared: Callable[[str], 
     is_shared : returns whether a path is on a file system that several nodes mount.
     """
     for parent in (env.get("TMPDIR"), "/tmp", "/dev/shm"):  # noqa: S108 - the folder is the user's own
-        if not parent:
+        if not parent or not os.access(parent, os.W_OK | os.X_OK) or is_shared(parent):
             continue
         folder = Path(parent).absolute() / f"imgkit-cache-{os.geteuid()}-{key}"
-        is_usable = os.access(parent, os.W_OK | os.X_OK) and not is_shared(parent)
-        if is_usable and not (os.path.lexists(folder) and files.foreign_folder_reason(folder)):
+        is_foreign = os.path.lexists(folder) and files.is_foreign_folder(folder)
+        if not is_foreign:
             return folder
     return None
 
@@ -94,7 +94,7 @@ class CompileCache:
     """Names of the files that `unpack` has taken from `file`."""
 
     def make_folders(self) -> None:
-        """Make the folder and its parts, or use those that an earlier run of this user has left.
+        """Make the folder and its parts, or use the folders that an earlier run of this user has left.
 
         Raises
         ------
@@ -131,9 +131,9 @@ class CompileCache:
             fcntl.flock(in_use, fcntl.LOCK_SH)
 
     def unpack(self) -> str:
-        """Add the files of the packed cache to the folder. Return why it is not used, if so.
+        """Add the files of the packed cache to the folder.
 
-        The text is empty if the files were added, or if there is no packed cache yet.
+        Return why the packed cache is not used, or "" if it was added or does not exist yet.
 
         Raises
         ------
@@ -141,14 +141,15 @@ class CompileCache:
         """
         if self.file is None or not os.path.lexists(self.file):
             return ""
+        # All files are extracted before the first one is moved, so that a damaged cache adds none of them.
         temporary = Path(tempfile.mkdtemp(prefix=files.TEMPORARY, dir=self.folder))
         try:
             with files.open_own(self.file) as stream:
                 names = self._extract(stream, temporary)
             for name in names:
-                target = self.folder / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                (temporary / name).replace(target)
+                path = self.folder / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                (temporary / name).replace(path)
             self._packed = frozenset(names)
         except (OSError, EOFError, ValueError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
             reason = getattr(error, "strerror", None) or str(error)
@@ -167,7 +168,8 @@ class CompileCache:
         """
         # A file of another kind is an error, but a damaged cache is only skipped. So the name at the start is
         # checked before zipfile reads the list at the end.
-        if stream.read(_NAME_AT + len(HEADER))[_NAME_AT:] != HEADER.encode():
+        start = stream.read(_NAME_OFFSET + len(HEADER))
+        if start[_NAME_OFFSET:] != HEADER.encode():
             raise UsageError(
                 "this file exists, and is no packed cache of compiled code",
                 where=f"--compile-cache {self.file}",
@@ -175,14 +177,12 @@ class CompileCache:
             )
         with zipfile.ZipFile(stream) as archive:  # noqa: TID251 - a stream
             header, *members = archive.infolist()
-            if sum(member.file_size for member in archive.infolist()) > MOST_BYTES:
-                raise ValueError(f"it holds more than {MOST_BYTES} bytes")
+            if sum(member.file_size for member in archive.infolist()) > MAX_BYTES:
+                raise ValueError(f"it holds more than {MAX_BYTES} bytes")
             if archive.read(header).decode() != self.key:
                 raise ValueError("it is for another image, and is replaced at the end")
             for member in members:
-                folder, *names = member.filename.split("/")
-                if folder not in FOLDERS.values() or not names or not {"", ".", ".."}.isdisjoint(names):
-                    raise ValueError(f"it holds {member.filename!r}, which is no file of a cache")
+                _refuse_foreign_path(member.filename)
                 path = target / member.filename
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with archive.open(member) as source, files.create_file(path, mode=0o700) as output:
@@ -190,16 +190,11 @@ class CompileCache:
         return [member.filename for member in members]
 
     def pack(self) -> str:
-        """Write the packed cache if the folder has files that it lacks. Return a message about that.
+        """Write the packed cache if the folder has files that it lacks.
 
-        The message is empty if there was nothing to do. Locks of torch and links are left out.
+        Return a message about that, or "" if there was nothing to do.
         """
-        paths = (path for part in FOLDERS.values() for path in (self.folder / part).rglob("*"))
-        names = sorted(
-            str(path.relative_to(self.folder))
-            for path in paths
-            if path.is_file() and not path.is_symlink() and path.name != BUILD_LOCK
-        )
+        names = self._list_files()
         if self.file is None or self._packed.issuperset(names):
             return ""
         try:
@@ -216,3 +211,22 @@ class CompileCache:
         except OSError as error:
             return f"warning: {self.file}: {error.strerror}; the next start compiles again"
         return f"packed {len(names)} files of compiled code into {self.file}"
+
+    def _list_files(self) -> list[str]:
+        """Return the names of the files in the folder, such as ``triton/ab/kernel.so``, sorted.
+
+        Links and the locks of torch's builds are left out.
+        """
+        names = []
+        for part in FOLDERS.values():
+            for path in (self.folder / part).rglob("*"):
+                if path.is_file() and not path.is_symlink() and path.name != BUILD_LOCK:
+                    names.append(str(path.relative_to(self.folder)))
+        return sorted(names)
+
+
+def _refuse_foreign_path(name: str) -> None:
+    """Raise ValueError unless `name` is a path in one of `FOLDERS`, such as ``triton/ab/kernel.so``."""
+    folder, *parts = name.split("/")
+    if folder not in FOLDERS.values() or not parts or not {"", ".", ".."}.isdisjoint(parts):
+        raise ValueError(f"it holds {name!r}, which is no file of a cache")

@@ -8,7 +8,7 @@ the program numactl, which few images have, and fails without it.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from imgkit_entrypoints import terminal
@@ -47,32 +47,35 @@ def choose_binding(host: HostFacts, nproc: int, env: Mapping[str, str]) -> CpuBi
     ------
     NoPlan : Slurm's number of processors cannot be read.
     """
-    allowed = parse_cpu_list(host.allowed_cpus)
+    allowed_cpus = parse_cpu_list(host.allowed_cpus)
     total = sum(len(parse_cpu_list(text)) for text in host.numa_cpus.values())
     job_cpus = min(expand_counts(env.get(_JOB_CPUS) or "0", where=_JOB_CPUS))
     if len(host.numa_cpus) < 2:
         return CpuBinding(reason="/sys/devices/system/node does not show two NUMA nodes with processors")
     # The job has the whole node, but the launcher has bound this process to a part of it.
-    if job_cpus >= total > len(allowed):
+    if job_cpus >= total > len(allowed_cpus):
         problem = f"{_JOB_CPUS}: the job has all {total} processors, but was bound to"
         return CpuBinding(reason=f"{problem} {host.allowed_cpus}")
     if not host.worker_gpus:
         return CpuBinding(reason="it is unknown which GPU each worker gets")
-    nodes = [gpu.numa_node for gpu in host.worker_gpus[:nproc]]
-    evidence = (
-        f"the NUMA nodes of the GPUs: {', '.join(map(str, nodes))}; processors allowed: {host.allowed_cpus}"
-    )
-    lists = []
-    shares = []
-    for node in nodes:
-        cpu_list = "" if node is None else host.numa_cpus.get(node, "")
+    return _bind_to_numa_nodes(host, [gpu.numa_node for gpu in host.worker_gpus[:nproc]])
+
+
+def _bind_to_numa_nodes(host: HostFacts, numa_nodes: Sequence[int | None]) -> CpuBinding:
+    """Return the processors of workers whose GPUs are on `numa_nodes`, where None is an unknown NUMA node."""
+    names = ", ".join(map(str, numa_nodes))
+    evidence = f"the NUMA nodes of the GPUs: {names}; processors allowed: {host.allowed_cpus}"
+    allowed_cpus = parse_cpu_list(host.allowed_cpus)
+    cpu_lists, shares = [], []
+    for numa_node in numa_nodes:
+        cpu_list = "" if numa_node is None else host.numa_cpus.get(numa_node, "")
         # Workers whose GPUs are on the same NUMA node share its processors evenly.
-        share = len(allowed & parse_cpu_list(cpu_list)) // nodes.count(node)
-        if not share:
-            return CpuBinding(reason=f"too few processors are allowed on NUMA node {node} ({evidence})")
-        lists.append(cpu_list)
+        share = len(allowed_cpus & parse_cpu_list(cpu_list)) // numa_nodes.count(numa_node)
+        if share == 0:
+            return CpuBinding(reason=f"too few processors are allowed on NUMA node {numa_node} ({evidence})")
+        cpu_lists.append(cpu_list)
         shares.append(share)
-    return CpuBinding(value=";".join(lists), reason=evidence, cpus_per_worker=min(shares))
+    return CpuBinding(value=";".join(cpu_lists), reason=evidence, cpus_per_worker=min(shares))
 
 
 def bind_to_cpus(env: Mapping[str, str], local_rank: int) -> None:
@@ -81,10 +84,9 @@ def bind_to_cpus(env: Mapping[str, str], local_rank: int) -> None:
     Processors that this process may not use now stay out. Do nothing without `VARIABLE` in `env`. If the
     system refuses the binding, print a warning.
     """
-    cpu_lists = env.get(VARIABLE, "")
-    if not cpu_lists:
+    if not env.get(VARIABLE):
         return
-    cpu_list = cpu_lists.split(";")[local_rank]
+    cpu_list = env[VARIABLE].split(";")[local_rank]
     try:
         os.sched_setaffinity(0, os.sched_getaffinity(0) & parse_cpu_list(cpu_list))
     except OSError as error:  # the job has lost these processors since the plan was made

@@ -7,7 +7,6 @@ table matters: one failure often leaves several of these texts, and the most spe
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 MEMORY = "IMGKIT_MEM"
@@ -198,20 +197,28 @@ def find_explanations(text: str, *, memory: str = "", has_cause: bool = False) -
     memory : the value of `MEMORY`.
     has_cause : a rank is known that failed by itself, so closed connections need no explanation.
     """
-    return tuple(_explanations(text, memory, first=not has_cause))
-
-
-def _explanations(text: str, memory: str, *, first: bool) -> Iterator[Explanation]:
+    explanations: list[Explanation] = []
     for entry in KNOWN:
-        match = re.search(entry.pattern, text)
         # Nearly every failure closes connections, so the last entry counts only if nothing else is known.
-        if match is None or (entry is KNOWN[-1] and not first):
+        if entry is KNOWN[-1] and (has_cause or explanations):
             continue
-        groups = {name.rstrip("2"): value for name, value in match.groupdict().items() if value is not None}
-        # From the last line break before the match to the next one.
-        line = text[text.rfind("\n", 0, match.start()) + 1 :].partition("\n")[0].strip()
-        remedy = memory_remedy(memory) if entry.remedy == _MEMORY_REMEDY else entry.remedy
-        yield Explanation(text=line[:300], cause=entry.cause.format(**groups), remedy=remedy)
-        first = False
+        match = re.search(entry.pattern, text)
+        if match is None:
+            continue
+        explanations.append(_explain(entry, match, memory))
         if entry.stops:
-            return
+            break
+    return tuple(explanations)
+
+
+def _explain(entry: _Known, match: re.Match[str], memory: str) -> Explanation:
+    """Return the explanation of the text in which the pattern of `entry` was found."""
+    values = {}
+    for name, value in match.groupdict().items():
+        if value is not None:
+            values[name.rstrip("2")] = value  # `host2` is another place of `host` in the pattern
+    text = match.string
+    line_start = text.rfind("\n", 0, match.start()) + 1
+    line, _, _ = text[line_start:].partition("\n")
+    remedy = memory_remedy(memory) if entry.remedy == _MEMORY_REMEDY else entry.remedy
+    return Explanation(text=line.strip()[:300], cause=entry.cause.format(**values), remedy=remedy)

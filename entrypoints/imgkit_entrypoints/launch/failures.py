@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imgkit_entrypoints import files, json_text, terminal
-from imgkit_entrypoints.errors import EXIT_NO, shorten_message
+from imgkit_entrypoints.errors import join_names, shorten_message
 from imgkit_entrypoints.launch import explain
 from imgkit_entrypoints.launch.user_program import RECORD
 from imgkit_entrypoints.rollcall.messages import LINE, LINES, RankFailure
@@ -36,6 +36,7 @@ CODES = "torchrun-failed"
 """File in the stop folder with the exit codes of failed workers by rank."""
 # Stands for the rank in the name of torchrun's own record: "failed-torchrun" beside "failed-3".
 _TORCHRUN = "torchrun"
+_RECORD_NAME = re.compile(rf"{RECORD}(?:([0-9]+)|{_TORCHRUN})")
 LATE_S = 5.0
 """Seconds after which a failed worker that has not ended has its traceback printed at once."""
 LATE_AFTER_PEER_S = 30.0
@@ -126,18 +127,18 @@ def read_records(stop_folder: Path) -> list[RankRecord]:
 
     Files that are not complete records are left out: a worker may be writing one now.
     """
-    entries = []
+    records = []
     for path in stop_folder.glob(f"{RECORD}*"):
-        suffix = path.name.removeprefix(RECORD)  # "3" for rank 3, or "torchrun"
-        if not suffix.isdigit() and suffix != _TORCHRUN:
+        match = _RECORD_NAME.fullmatch(path.name)
+        if match is None:
             continue
+        rank = None if match[1] is None else int(match[1])
         with contextlib.suppress(OSError, ValueError):
             seconds, _, text = files.read_text(path, errors="replace").partition("\n")
             at = float(seconds)
-            rank = None if suffix == _TORCHRUN else int(suffix)
             if math.isfinite(at):
-                entries.append(RankRecord(rank=rank, at=at, text=text))
-    return sorted(entries, key=lambda record: record.at)
+                records.append(RankRecord(rank=rank, at=at, text=text))
+    return sorted(records, key=lambda record: record.at)
 
 
 def _read_codes(stop_folder: Path) -> tuple[Mapping[int, int], bool]:
@@ -147,7 +148,8 @@ def _read_codes(stop_folder: Path) -> tuple[Mapping[int, int], bool]:
     """
     try:
         content = json_text.parse(files.read_own(stop_folder / CODES))
-        return {int(rank): int(code) for rank, code in content["codes"].items()}, bool(content["is_imgkits"])
+        codes = {int(rank): int(code) for rank, code in content["codes"].items()}
+        return codes, bool(content["is_imgkits"])
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
         return {}, False
 
@@ -155,36 +157,41 @@ def _read_codes(stop_folder: Path) -> tuple[Mapping[int, int], bool]:
 def find_node_failure(stop_folder: Path, killed_by: int = 0) -> RankFailure | None:
     """Return the worker of this node that failed first, or None if none is known to have failed.
 
-    A worker with an error of its own comes first, then one that ended without a record (most often killed),
-    then one whose error is a consequence.
+    A worker that has recorded its own error comes first, then a worker that ended without a record (most
+    often killed), then a worker whose error only says that another rank is gone.
 
     Parameters
     ----------
     killed_by : number of the signal that ended torchrun itself, or 0. Signals of the node agent do not count.
     """
     codes, is_imgkits = _read_codes(stop_folder)
-    entries = read_records(stop_folder)
-    causes = [record for record in entries if not record.after_peer]
-    if not causes:
-        recorded_ranks = {record.rank for record in entries}
-        for rank, code in codes.items():
-            has_reason = rank in recorded_ranks or (is_imgkits and code > 0)
-            if not has_reason and code not in _BY_TORCHRUN:
-                return RankFailure(rank=rank, code=code, age_ms=0, after_peer=False, log="")
-        if killed_by:
-            return RankFailure(rank=None, code=-killed_by, age_ms=0, after_peer=False, log="")
-    if not entries:
-        return None
-    record = causes[0] if causes else entries[0]
+    records = read_records(stop_folder)
+    for record in records:
+        if not record.after_peer:
+            return _recorded_failure(record, codes)
+    recorded_ranks = {record.rank for record in records}
+    for rank, code in codes.items():
+        has_reason = rank in recorded_ranks or (is_imgkits and code > 0)
+        if not has_reason and code not in _BY_TORCHRUN:
+            return RankFailure(rank=rank, code=code, age_ms=0, after_peer=False, log="")
+    if killed_by:
+        return RankFailure(rank=None, code=-killed_by, age_ms=0, after_peer=False, log="")
+    if records:
+        return _recorded_failure(records[0], codes)
+    return None
+
+
+def _recorded_failure(record: RankRecord, codes: Mapping[int, int]) -> RankFailure:
+    """Return the failure of the worker, or of torchrun, that has left `record`."""
     # torchrun leaves no codes if it was ended before it could. Python ends with 1 after an exception.
-    exit_code = EXIT_NO
+    code = 1
     if record.rank is not None:
-        exit_code = codes.get(record.rank, EXIT_NO)
+        code = codes.get(record.rank, 1)
     return RankFailure(
         rank=record.rank,
-        code=exit_code,
+        code=code,
         age_ms=max(0, int(1000 * (time.time() - record.at))),
-        after_peer=not causes,
+        after_peer=record.after_peer,
         log="",
         lines=record.lines,
     )
@@ -214,24 +221,32 @@ def command_failure(code: int, output: str) -> RankFailure:
 def limit_lines(text: str) -> tuple[str, ...]:
     """Return the lines of `text`, shortened so that a message between nodes can carry them.
 
-    Of a longer text, the first `HEAD_LINES` and as many of the last lines as fit are kept, with a line
+    If there are too many, keep the first `HEAD_LINES` and as many of the last lines as fit, with a line
     between them that counts the others.
     """
     lines = [shorten_message(line.expandtabs())[:LINE] for line in text.split("\n")]
-    head, tail = list[str](), list[str]()
+    # The first lines come first, and then the others from the last one on.
+    by_importance = [*lines[:HEAD_LINES], *reversed(lines[HEAD_LINES:])]
+    kept = _count_fitting(by_importance)
+    omitted = len(lines) - kept
+    if omitted == 0:
+        return tuple(lines)
+    head_end = min(kept, HEAD_LINES)
+    return (
+        *lines[:head_end],
+        f"... {omitted} more lines in the full log ...",
+        *lines[head_end + omitted :],
+    )
+
+
+def _count_fitting(lines: Sequence[str]) -> int:
+    """Return how many of the first `lines` fit into a message between nodes, besides one line more."""
     size = 0
-    # Take the head first and then the tail from its end, so that the middle is what does not fit.
-    for position in (*range(min(HEAD_LINES, len(lines))), *range(len(lines) - 1, HEAD_LINES - 1, -1)):
-        size += len(json.dumps(lines[position])) + 2  # with ", " between two elements
-        number = len(head) + len(tail)
+    for number, line in enumerate(lines):
+        size += len(json.dumps(line)) + 2  # JSON has ", " between two elements
         if size > MAX_BYTES or number >= LINES - 1:
-            head.append(f"... {len(lines) - number} more lines in the full log ...")
-            break
-        if position < HEAD_LINES:
-            head.append(lines[position])
-        else:
-            tail.append(lines[position])
-    return (*head, *reversed(tail))
+            return number
+    return len(lines)
 
 
 class LateRecords:
@@ -248,7 +263,8 @@ class LateRecords:
         """Yield the lines of each new report, a title and the traceback. Call it about once a second."""
         for record in read_records(self._folder):
             late_s = LATE_AFTER_PEER_S if record.after_peer else LATE_S
-            if record.rank not in self._reported and time.time() - record.at > late_s:
+            is_late = time.time() - record.at > late_s
+            if is_late and record.rank not in self._reported:
                 self._reported.add(record.rank)
                 name = _rank_name(record.rank)
                 title = f"{name} has failed, and its process has not ended after {late_s:g} s"
@@ -266,12 +282,12 @@ class NodeFailure:
     failure: RankFailure
 
 
-def first_failure(reported: Iterable[NodeFailure]) -> NodeFailure | None:
+def first_failure(failures: Iterable[NodeFailure]) -> NodeFailure | None:
     """Return the failure that came first, or None without any.
 
     A failure that is a consequence of another rank's end counts only if there is no other.
     """
-    return min(reported, key=lambda entry: (entry.failure.after_peer, entry.at), default=None)
+    return min(failures, key=lambda entry: (entry.failure.after_peer, entry.at), default=None)
 
 
 def describe_run_failure(
@@ -286,22 +302,23 @@ def describe_run_failure(
     memory : the value of `explain.MEMORY`.
     of_previous : True for the attempt before the one that starts now.
     """
-    reported = []
+    failures = []
     for at, number, failure in session.previous_failures if of_previous else session.failures:
         name = session.node_name(number) if number else head
-        reported.append(NodeFailure(at=at, node=name, failure=failure))
-    cause = first_failure(reported)
-    if cause is None:
+        failures.append(NodeFailure(at=at, node=name, failure=failure))
+    first = first_failure(failures)
+    if first is None:
         return ()
     # On several nodes, the node agents leave this explanation to the head.
-    if cause.failure.after_peer and session.placement.nnodes > 1:
-        for explanation in explain.find_explanations("\n".join(cause.failure.lines), memory=memory):
+    if first.failure.after_peer and session.placement.nnodes > 1:
+        for explanation in explain.find_explanations("\n".join(first.failure.lines), memory=memory):
             log(*explanation.lines)
-    return describe_failure(cause, reported, memory=memory)
+    followers = [_failed_name(entry.failure) for entry in failures if entry is not first]
+    return describe_failure(first, followers, memory=memory)
 
 
 def describe_failure(
-    cause: NodeFailure, reported: Sequence[NodeFailure] = (), *, memory: str = ""
+    first: NodeFailure, followers: Sequence[str] = (), *, memory: str = ""
 ) -> tuple[str, ...]:
     """Return the last lines of a failed run: rank, node, exit code, path of the log, and the traceback.
 
@@ -309,18 +326,14 @@ def describe_failure(
 
     Parameters
     ----------
-    cause : the failure that came first.
-    reported : all failures; those besides `cause` are named in one line.
+    first : the failure that came first.
+    followers : names of the ranks that failed after it on other nodes, such as ``rank 3``.
     memory : the value of `explain.MEMORY`.
     """
-    failure = cause.failure
-    followers = [_failed_name(entry.failure) for entry in reported if entry is not cause]
-    lines = [f"{_failed_name(failure)} on {cause.node} failed first: {describe_ending(failure.code)}"]
+    failure = first.failure
+    lines = [f"{_failed_name(failure)} on {first.node} failed first: {describe_ending(failure.code)}"]
     if followers:
-        names = ", ".join(followers[:MAX_FOLLOWERS])
-        if len(followers) > MAX_FOLLOWERS:
-            names += f" and {len(followers) - MAX_FOLLOWERS} more"
-        lines.append(f"  then on other nodes: {names}")
+        lines.append(f"  then on other nodes: {join_names(followers, MAX_FOLLOWERS)}")
     lines.append(f"  full log on that node: {failure.log}" if failure.log else "  there is no full log")
     if failure.lines:
         return (*lines, *failure.lines)
@@ -384,17 +397,17 @@ def write_log(text: str, folder: str, node: str, attempt: int) -> str:
     folder : the folder of the user's logs or of the run. Empty for a temporary folder.
     node : the node's part of the file's name, which must differ between the node agents of a run.
     """
-    name = f"errors-{node}"
+    name = f"errors-{node}.log"
     if attempt > 1:
-        name += f"-attempt{attempt}"
+        name = f"errors-{node}-attempt{attempt}.log"
     content = terminal.escape_controls(terminal.strip_styles(text), keep="\n\t")
-    for parent in (folder, "") if folder else ("",):
-        try:
-            if parent:
-                Path(parent).mkdir(parents=True, exist_ok=True)
-            path = Path(parent or tempfile.mkdtemp(prefix="imgkit-"), f"{name}.log")
-            files.write_file(path, content)
-        except OSError:
-            continue
+    if folder:
+        with contextlib.suppress(OSError):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            files.write_file(Path(folder, name), content)
+            return str(Path(folder, name).absolute())
+    with contextlib.suppress(OSError):
+        path = Path(tempfile.mkdtemp(prefix="imgkit-"), name)
+        files.write_file(path, content)
         return str(path.absolute())
     return ""

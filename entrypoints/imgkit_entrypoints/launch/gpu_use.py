@@ -27,7 +27,7 @@ WRITE_EVERY_S = 60.0
 _READ_EVERY_S = 10
 # Percent and MiB in a line of the query: "87, 61234". A GPU with MIG prints "[N/A], 61234", which does not
 # count.
-_READING = re.compile(rb"(100|[0-9]{1,2}), ([0-9]{1,9})")
+_READING = re.compile(rb"(?P<percent>100|[0-9]{1,2}), (?P<memory_MiB>[0-9]{1,9})")
 # Longest wait in seconds for nvidia-smi after KILL, since it may hang in the driver.
 _END_S = 1.0
 
@@ -35,7 +35,7 @@ _END_S = 1.0
 def query_argv(gpus: Sequence[Gpu]) -> list[str]:
     """Return the command that prints the use and memory of `gpus` every ten seconds, without an end.
 
-    With no `gpus`, it prints those of all GPUs that nvidia-smi sees.
+    If `gpus` is empty, it prints the use of all GPUs that nvidia-smi sees.
     """
     argv = ["nvidia-smi", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
     if gpus:
@@ -53,19 +53,22 @@ class GpuMonitor:
 
     def __init__(self, argv: Sequence[str]) -> None:
         self._argv = argv
+        self._has_started = False
         self._output: IO[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._partial_line = b""
-        self._readings = self._percent_sum = self._peak_MiB = 0
+        self._readings = 0
+        self._percent_sum = 0
+        self._peak_MiB = 0
 
     def start(self) -> None:
         """Start nvidia-smi. Later calls do nothing. A node without nvidia-smi has no readings."""
-        argv, self._argv = self._argv, ()
-        if not argv:
+        if self._has_started or not self._argv:
             return
+        self._has_started = True
         with contextlib.suppress(OSError):
             self._process = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+                self._argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
             self._output = self._process.stdout
             assert self._output is not None  # noqa: S101 - it is a pipe
@@ -81,15 +84,13 @@ class GpuMonitor:
         data = self._output.read() or b""
         # The last part has no line end yet, and belongs to the next call.
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
-        before = self._readings
-        for line in lines:
-            match = _READING.fullmatch(line)
-            if match:
-                self._readings += 1
-                self._percent_sum += int(match[1])
-                self._peak_MiB = max(self._peak_MiB, int(match[2]))
-        if self._readings == before:
+        matches = [match for match in map(_READING.fullmatch, lines) if match]
+        if not matches:
             return None
+        for match in matches:
+            self._readings += 1
+            self._percent_sum += int(match["percent"])
+            self._peak_MiB = max(self._peak_MiB, int(match["memory_MiB"]))
         return GpuUse(
             readings=self._readings,
             gpu_percent=self._percent_sum / self._readings,
@@ -107,7 +108,7 @@ class GpuMonitor:
 def combine_uses(uses: Collection[GpuUse]) -> GpuUse | None:
     """Return the use of several nodes together, or None if no node has a reading.
 
-    The percentage is the mean of all readings, and the memory is that of the GPU that used most.
+    The percentage is the mean of all readings, and the memory is the most that one GPU used.
     """
     readings = sum(use.readings for use in uses)
     if not readings:

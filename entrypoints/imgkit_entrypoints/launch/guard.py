@@ -54,29 +54,29 @@ def adopt_orphans() -> bool:
 
 def descendants() -> dict[int, str]:
     """Return the names of all processes below this one, by process id."""
-    parents: dict[int, tuple[int, str]] = dict(_list_processes())
-    below: dict[int, str] = {}
-    # The list is in no order, so repeat until no process has a parent that was added after it was looked at.
-    has_grown = True
-    while has_grown:
-        has_grown = False
-        for pid, (parent, name) in parents.items():
-            if pid not in below and (parent == os.getpid() or parent in below):
-                below[pid] = name
-                has_grown = True
-    return below
+    children: dict[int, list[tuple[int, str]]] = {}
+    for pid, parent, name in _list_processes():
+        children.setdefault(parent, []).append((pid, name))
+    names: dict[int, str] = {}
+    unvisited = [os.getpid()]
+    while unvisited:
+        for pid, name in children.get(unvisited.pop(), ()):
+            names[pid] = name
+            unvisited.append(pid)
+    return names
 
 
-def _list_processes() -> Iterator[tuple[int, tuple[int, str]]]:
-    """Yield the id of each living process of the node, with its parent's id and its name."""
+def _list_processes() -> Iterator[tuple[int, int, str]]:
+    """Yield the id, the parent's id and the name of each living process of the node."""
     for entry in os.listdir(PROC):  # noqa: PTH208 - pathlib costs this process a third of its start
         if entry.isdigit():
-            with contextlib.suppress(OSError, ValueError):
-                # A line is "12 (name) S 1 ...", and the name may contain spaces and parentheses.
-                head, _, tail = _read_proc_file(f"{entry}/stat").rpartition(b")")
-                state, parent = tail.split()[:2]
+            with contextlib.suppress(OSError, ValueError):  # the process has ended
+                # "12 (name) S 1 ...": the name may contain spaces and parentheses.
+                before, _, after = _read_proc_file(f"{entry}/stat").rpartition(b")")
+                _, _, name = before.partition(b"(")
+                state, parent, *_ = after.split()
                 if state not in (b"Z", b"X"):  # a zombie or dead: no signal has an effect any more
-                    yield int(entry), (int(parent), head.partition(b"(")[2].decode(errors="replace"))
+                    yield int(entry), int(parent), name.decode(errors="replace")
 
 
 def _read_proc_file(path: str) -> bytes:
@@ -100,13 +100,16 @@ def reap(codes: dict[int, int]) -> bool:
 
 
 def end_all(within_s: float = REAP_S) -> tuple[str, ...]:
-    """Kill and collect every process below this one. Return the names of those left after `within_s`."""
-    end = time.monotonic() + within_s
+    """Kill and collect every process below this process. Return the names of processes that are still there.
+
+    A process that is left after `within_s` seconds hangs in the kernel."""
+    deadline = time.monotonic() + within_s
     while reap({}):
+        # Again and again, since a process may have started another one in the meantime.
         for pid in descendants():
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        if time.monotonic() >= end:
+        if time.monotonic() >= deadline:
             return tuple(sorted(descendants().values()))
         time.sleep(TICK_S)
     return ()
@@ -122,7 +125,8 @@ def main(control: int, status: int, open_files: int, kind: str, command: list[st
     open_files : soft limit of open files for the command.
     kind : ``torchrun`` or ``node``; see the module.
     """
-    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, hard_limit))
     can_adopt = adopt_orphans()
     # SIG_IGN would be inherited, and torchrun could not be ended by these two signals. Handlers are reset at
     # exec.
@@ -130,32 +134,32 @@ def main(control: int, status: int, open_files: int, kind: str, command: list[st
         signal.signal(number, lambda *_: None)
     for descriptor in (control, status):
         os.set_inheritable(descriptor, False)
-    woken = _wake_on_child()
+    child_ended = _wake_on_child()
     try:
         child = _start_command(command, kind)
     except OSError as error:
         _report(status, f"failed {error.strerror}")
         return
-    _report(status, f"started {child}" + ("" if can_adopt else " alone"))
+    _report(status, f"started {child}" if can_adopt else f"started {child} alone")
     codes: dict[int, int] = {}
-    steps: set[str] = set()  # names of the commands that have come until now
+    orders: set[str] = set()  # names of the node agent's commands that have come until now
     signalled: set[int] = set()  # processes that have got TERM
-    while "kill" not in steps and reap(codes) and child not in codes:
-        steps |= _take_steps(control, child, (woken,), 1.0)
-        if "terminate" in steps and not signalled:
+    while "kill" not in orders and reap(codes) and child not in codes:
+        orders |= _take_orders(control, child, (child_ended,), 1.0)
+        if "terminate" in orders and not signalled:
             _terminate(signalled)
-    if "kill" not in steps:
+    if "kill" not in orders:
         _report(status, f"exit {codes[child]}")
         leave_at = time.monotonic()
-        if "terminate" in steps:
+        if "terminate" in orders:
             _terminate(signalled)  # processes that were just being started at the first TERM
             leave_at = float("inf")  # the node agent sends "kill" when the grace time is over
         elif codes[child] >= 0:
             # The processes left by a command that has exited may still be tidying up. If it was killed, its
             # workers do not know that yet, and waiting would not help.
             leave_at += LEAVE_S
-        while "kill" not in steps and reap(codes) and time.monotonic() < leave_at:
-            steps |= _take_steps(control, None, (), TICK_S)
+        while "kill" not in orders and reap(codes) and time.monotonic() < leave_at:
+            orders |= _take_orders(control, None, (), TICK_S)
     remaining = sorted(set(descendants().values()))
     stuck = end_all()
     if child not in codes:
@@ -171,12 +175,12 @@ def _start_command(command: list[str], kind: str) -> int:
     OSError : `command` cannot be started.
     """
     # Python ignores these two signals, and the command would inherit that.
-    usual = (signal.SIGPIPE, signal.SIGXFSZ)
+    reset = (signal.SIGPIPE, signal.SIGXFSZ)
     if kind == "torchrun":
-        return os.posix_spawnp(command[0], command, os.environ, setsigdef=usual)
+        return os.posix_spawnp(command[0], command, os.environ, setsigdef=reset)
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # the command inherits this, as intended
-    return os.posix_spawnp(command[0], command, os.environ, setsigdef=usual, setsigmask=())
+    return os.posix_spawnp(command[0], command, os.environ, setsigdef=reset, setsigmask=())
 
 
 def _wake_on_child() -> int:
@@ -190,11 +194,11 @@ def _wake_on_child() -> int:
     return reader
 
 
-def _take_steps(control: int, child: int | None, wakers: tuple[int, ...], seconds: float) -> set[str]:
-    """Wait up to `seconds` for commands of the node agent or a byte on `wakers`. Return the commands' names.
+def _take_orders(control: int, child: int | None, wakers: tuple[int, ...], seconds: float) -> set[str]:
+    """Wait up to `seconds` for commands of the node agent, and return their names, such as ``terminate``.
 
     The command ``signal N`` is carried out here: `child` gets the signal. If the node agent is gone, the
-    result is ``kill``.
+    result is ``kill``. A byte on one of `wakers` ends the waiting.
     """
     readable, _, _ = select.select([control, *wakers], [], [], seconds)
     for descriptor in wakers:
@@ -202,9 +206,11 @@ def _take_steps(control: int, child: int | None, wakers: tuple[int, ...], second
             os.read(descriptor, 4096)
     if control not in readable:
         return set()
-    lines = os.read(control, 4096).decode().splitlines() or ["kill"]
+    data = os.read(control, 4096)
+    if not data:  # end of file
+        return {"kill"}
     names = set()
-    for line in lines:
+    for line in data.decode().splitlines():
         name, _, number = line.partition(" ")
         names.add(name)
         if name == "signal" and child is not None:

@@ -7,6 +7,7 @@ copies the error output. `Deadline` says when the command is ended, and with whi
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import resource
@@ -145,28 +146,35 @@ class GuardedCommand:
     def _handle_report(self, line: str) -> None:
         """React to one line of the guard, such as ``exit 1`` or ``clean python3 wandb-core``."""
         event, _, value = line.partition(" ")
-        if event == "exit":
-            self.code = int(value)
-        elif event == "failed":
-            raise ToolFailed(
-                f"the program cannot be started: {value}",
-                where=self._argv[0],
-                hint="check that the image contains it; dist-env shows what the image has",
-            )
-        elif event == "started" and value.endswith(" alone"):  # the guard could not become a subreaper
-            self._log(
-                "warning: the guard cannot adopt orphaned processes on this machine; a killed torchrun may "
-                "leave some running"
-            )
-        elif event == "clean" and value and not self._is_forced:
-            self._log(f"ended processes that the program left running: {value}")
-            if self._kind == "node" and self.code == 0:
-                self._log(
-                    "the run ends when its command returns: a command that starts daemons has to stay in "
-                    "the foreground (ray start --block)"
+        match event:
+            case "started":
+                if value.endswith(" alone"):  # the guard could not become a subreaper
+                    self._log(
+                        "warning: the guard cannot adopt orphaned processes on this machine; a killed "
+                        "torchrun may leave some running"
+                    )
+            case "failed":
+                raise ToolFailed(
+                    f"the program cannot be started: {value}",
+                    where=self._argv[0],
+                    hint="check that the image contains it; dist-env shows what the image has",
                 )
-        elif event == "stuck":
-            self._log(f"these processes hang in the kernel and cannot be killed: {value}")
+            case "exit":
+                self.code = int(value)
+            case "clean":
+                if value and not self._is_forced:
+                    self._log_remaining(value)
+            case "stuck":
+                self._log(f"these processes hang in the kernel and cannot be killed: {value}")
+
+    def _log_remaining(self, names: str) -> None:
+        """Print the names of the processes that the command has left and the guard has ended."""
+        self._log(f"ended processes that the program left running: {names}")
+        if self._kind == "node" and self.code == 0:
+            self._log(
+                "the run ends when its command returns: a command that starts daemons has to stay in "
+                "the foreground (ray start --block)"
+            )
 
 
 # A line without a text. One such line follows a C++ stack.
@@ -192,18 +200,25 @@ class _Copier(threading.Thread):
 
     def run(self) -> None:
         """Copy until every process has closed the other end."""
-        target: int | None = 2  # standard error
-        while data := os.read(self._source.fileno(), 65536):
-            self._chunks.append(data)
-            self._size += len(data)
-            while self._size - len(self._chunks[0]) >= TAIL_BYTES:
-                self._size -= len(self._chunks.popleft())
-            data = b"".join(self._visible_lines(data))
-            while target is not None and data:
-                try:
-                    data = data[os.write(target, data) :]
-                except OSError:  # our own output is closed: read on, so that the program does not block
-                    target = None
+        can_write = True
+        while True:
+            data = os.read(self._source.fileno(), 65536)
+            if not data:
+                return
+            self._keep(data)
+            visible = b"".join(self._visible_lines(data))
+            try:
+                while can_write and visible:
+                    visible = visible[os.write(2, visible) :]
+            except OSError:  # our own output is closed: read on, so that the program does not block
+                can_write = False
+
+    def _keep(self, data: bytes) -> None:
+        """Add `data` to the tail, and drop chunks from its start that are not needed for `TAIL_BYTES`."""
+        self._chunks.append(data)
+        self._size += len(data)
+        while self._size - len(self._chunks[0]) >= TAIL_BYTES:
+            self._size -= len(self._chunks.popleft())
 
     def tail(self) -> bytes:
         """Return the last `TAIL_BYTES` that were read."""
@@ -212,16 +227,16 @@ class _Copier(threading.Thread):
     def _visible_lines(self, data: bytes) -> Iterator[bytes]:
         """Yield the lines and parts of lines in `data` that are copied."""
         for line in re.findall(rb"[^\n]*\n|[^\n]+", data):
-            if not self._in_line:
+            if not self._in_line:  # else it goes on with a line whose beginning was in the data before
                 # The empty line after a hidden stack belongs to it.
-                is_end = self._is_hidden and _EMPTY.fullmatch(line) is not None
-                self._is_hidden = is_end or _LOG_ONLY.match(line) is not None
+                is_stack_end = self._is_hidden and _EMPTY.fullmatch(line) is not None
+                self._is_hidden = is_stack_end or _LOG_ONLY.match(line) is not None
                 if _NO_HOST_NAME in line:  # only the first such line is shown
                     self._is_hidden = self._has_warned
                     self._has_warned = True
-            self._in_line = not line.endswith(b"\n")
             if not self._is_hidden:
                 yield line
+            self._in_line = not line.endswith(b"\n")
 
 
 END_STEP_S = 5.0
@@ -245,8 +260,8 @@ class Deadline:
     """
 
     def __init__(self, grace_s: float | None = None) -> None:
-        self.at = float("inf")
-        """Time of the next step, on the monotonic clock."""
+        self.at = math.inf
+        """Time of the next step, on the monotonic clock. Infinite while no end is set."""
         self.has_begun = False
         """True once the first step was taken."""
         self.is_forced = False
@@ -257,6 +272,11 @@ class Deadline:
         if grace_s is not None:
             self._steps = [_TERMINATE, _KILL]
             self._step_s = self._quick_step_s = grace_s
+
+    @property
+    def is_set(self) -> bool:
+        """Return whether a step will follow."""
+        return self.at < math.inf
 
     def set_within(self, seconds: float, reason: str) -> None:
         """End the program in `seconds`, unless an earlier end is set or has begun by force."""
@@ -270,11 +290,12 @@ class Deadline:
         An end that has already begun goes on from the step where it is.
         """
         now = time.monotonic()
-        if not self.has_begun:
+        if self.has_begun:
+            self.at = min(self.at, now + self._quick_step_s)
+        else:
             self.reason, self.at = reason, now
         self._step_s = self._quick_step_s
         self._steps = [step for step in self._steps if step != _QUIT]
-        self.at = min(self.at, now + self._quick_step_s)
 
     def is_due(self) -> bool:
         """Return whether the next step is due."""
@@ -285,7 +306,7 @@ class Deadline:
         step = self._steps.pop(0)
         self.has_begun = True
         self.is_forced = step != _TERMINATE
-        self.at = float("inf")
+        self.at = math.inf
         if self._steps:
             self.at = time.monotonic() + self._step_s
         return step

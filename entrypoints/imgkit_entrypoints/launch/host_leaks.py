@@ -28,7 +28,7 @@ from imgkit_entrypoints.errors import UsageError
 
 CORE = "core"
 """Name by which ``--keep-env`` keeps core dumps, as limits.conf(5) calls them."""
-MOST_TMPDIR = 60
+MAX_TMPDIR = 60
 """Longest TMPDIR in characters with which the names of sockets in it still fit into 107 bytes (unix(7)).
 
 multiprocessing adds ``/pymp-XXXXXXXX/listener-XXXXXXXX``, and torch ``/torch-shm-dir-XXXXXX/manager.sock``.
@@ -74,16 +74,19 @@ class CleanEnvironment:
         UsageError : the link for TMPDIR cannot be made, or another user may have made it.
         """
         if self.limits_core:
-            # Only the soft limit: a program may raise it again.
-            resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-        if self.tmpdir:
-            link = PurePath(self.env["TMPDIR"])
-            try:
-                files.make_links(Path(link.parent), {link.name: self.tmpdir})
-            except OSError as error:
-                hint = "export TMPDIR=/tmp, or --keep-env TMPDIR"
-                problem = f"no short name for TMPDIR can be made: {error.strerror}"
-                raise UsageError(problem, where=str(link.parent), hint=hint) from error
+            _, hard_limit = resource.getrlimit(resource.RLIMIT_CORE)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, hard_limit))  # a program may raise it again
+        if not self.tmpdir:
+            return
+        link = PurePath(self.env["TMPDIR"])
+        try:
+            files.make_links(Path(link.parent), {link.name: self.tmpdir})
+        except OSError as error:
+            raise UsageError(
+                f"no short name for TMPDIR can be made: {error.strerror}",
+                where=str(link.parent),
+                hint="export TMPDIR=/tmp, or --keep-env TMPDIR",
+            ) from error
 
 
 def clean_environment(
@@ -106,44 +109,44 @@ def clean_environment(
     exists : returns whether a path exists in the container.
     """
     image = image_env or {}
-    names = []
+    host_env = {}
     for name, value in env.items():
         is_kept = any(fnmatchcase(name, pattern) for pattern in keep)
         # A variable with the image's own value does not come from the host.
         if not is_kept and image.get(name) != value:
-            names.append(name)
-    unset = []
+            host_env[name] = value
+    mpi_names: list[str] = []
     if not is_mpi_rank and any(name in env for name in _OF_LAUNCHER):
-        unset = [name for name in names if _MPI.match(name)]
-    parts = _count_by_prefix(unset)
-    changes: dict[str, str] = {}
-    if "LD_PRELOAD" in names:
-        changes["LD_PRELOAD"] = " ".join(_loadable_libraries(env["LD_PRELOAD"], exists))
+        mpi_names = [name for name in host_env if _MPI.match(name)]
+    new_values = {}
+    if "LD_PRELOAD" in host_env:
+        new_values["LD_PRELOAD"] = " ".join(_loadable_libraries(env["LD_PRELOAD"], exists))
     # Outside of a container, a virtual environment is the user's own.
     if image_env is not None or any(name in env for name in _CONTAINER):
-        changes |= _remove_host_python(env, names, image, prefix)
-    changes = {name: value for name, value in changes.items() if value != env[name]}
-    parts += changes
-    unset += [name for name, value in changes.items() if not value]
-    limits_core = CORE not in keep and resource.getrlimit(resource.RLIMIT_CORE)[0] != 0
-    if limits_core:
-        parts.append("core dumps")
-    texts = []
-    if parts:
-        texts.append(f"without {', '.join(parts)} of the host")
-    tmpdir = ""
-    if "TMPDIR" in names and len(env["TMPDIR"]) > MOST_TMPDIR:
-        tmpdir = env["TMPDIR"]
+        new_values |= _remove_host_python(env, host_env, image, prefix)
+    changes = {name: value for name, value in new_values.items() if value != env[name]}
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_CORE)
+    limits_core = CORE not in keep and soft_limit != 0
+    tmpdir = host_env.get("TMPDIR", "")
+    short_tmpdir = ""
+    if len(tmpdir) > MAX_TMPDIR:
         digest = hashlib.sha256(tmpdir.encode()).hexdigest()[:8]
-        changes["TMPDIR"] = f"/tmp/imgkit-tmp-{os.geteuid()}-{digest}/t"  # noqa: S108 - the user's own folder in it
-        texts.append(f"with TMPDIR={changes['TMPDIR']} for a path of {len(tmpdir)} characters")
-    text = f"workers start {' and '.join(texts)} (to keep one: --keep-env NAME)" if texts else ""
+        short_tmpdir = f"/tmp/imgkit-tmp-{os.geteuid()}-{digest}/t"  # noqa: S108 - the user's own folder in it
+    removed = [*_count_by_prefix(mpi_names), *changes]
+    if limits_core:
+        removed.append("core dumps")
+    texts = []
+    if removed:
+        texts.append(f"without {', '.join(removed)} of the host")
+    if short_tmpdir:
+        texts.append(f"with TMPDIR={short_tmpdir} for a path of {len(tmpdir)} characters")
+        changes["TMPDIR"] = short_tmpdir
     return CleanEnvironment(
         env={name: value for name, value in changes.items() if value},
-        unset=tuple(unset),
-        text=text,
+        unset=(*mpi_names, *(name for name, value in changes.items() if not value)),
+        text=f"workers start {' and '.join(texts)} (to keep one: --keep-env NAME)" if texts else "",
         limits_core=limits_core,
-        tmpdir=tmpdir,
+        tmpdir=tmpdir if short_tmpdir else "",
     )
 
 
@@ -172,27 +175,34 @@ def _loadable_libraries(preload: str, exists: Callable[[str], bool]) -> list[str
 
 
 def _remove_host_python(
-    env: Mapping[str, str], names: Sequence[str], image: Mapping[str, str], prefix: str
+    env: Mapping[str, str], host_env: Mapping[str, str], image: Mapping[str, str], prefix: str
 ) -> dict[str, str]:
     """Return new values for variables of Python, without what belongs to a Python of the host.
 
     Folders of installed packages leave PYTHONPATH, and programs of a virtual environment leave PATH. A
     variable with an empty value is to be removed.
+
+    Parameters
+    ----------
+    host_env : the part of `env` that may be changed.
+    image : the image's own variables.
+    prefix : ``sys.prefix`` of the Python that runs the workers, whose virtual environment stays.
     """
-    changes = {}
-    if "PYTHONPATH" in names:
-        of_image = image.get("PYTHONPATH", "").split(":")
-        folders = [
-            folder
-            for folder in env["PYTHONPATH"].split(":")
-            if folder in of_image or not _PACKAGES & set(PurePath(folder).parts)
-        ]
-        changes["PYTHONPATH"] = ":".join(folders)
+    values = {}
+    if "PYTHONPATH" in host_env:
+        image_folders = image.get("PYTHONPATH", "").split(":")
+        folders = []
+        for folder in host_env["PYTHONPATH"].split(":"):
+            has_packages = not _PACKAGES.isdisjoint(PurePath(folder).parts)
+            if folder in image_folders or not has_packages:
+                folders.append(folder)
+        values["PYTHONPATH"] = ":".join(folders)
+    removed_programs = []
     for name in _OF_PYTHON:
-        if name in names and env[name] != prefix:
-            changes[name] = ""
-            if "PATH" in env:
-                folders = changes.get("PATH", env["PATH"]).split(":")
-                programs = f"{env[name]}/bin"
-                changes["PATH"] = ":".join(folder for folder in folders if folder != programs)
-    return changes
+        if host_env.get(name, "") not in ("", prefix):
+            values[name] = ""
+            removed_programs.append(f"{host_env[name]}/bin")
+    if removed_programs and "PATH" in env:
+        folders = [folder for folder in env["PATH"].split(":") if folder not in removed_programs]
+        values["PATH"] = ":".join(folders)
+    return values

@@ -38,11 +38,11 @@ class Service:
     def is_used(self, env: Mapping[str, str], has_package: Callable[[str], bool]) -> bool:
         """Return whether a program in this environment is likely to call the service.
 
-        It is not if the library is offline. Otherwise one of the service's variables is set, or the Python of
-        the program has its package.
+        A variable that keeps the library offline decides first. Otherwise the service is likely to be called
+        if one of its variables is set, or if the Python of the program has its package.
         """
-        for name, values in self.offline_variables.items():
-            if env.get(name, "").lower() in values:
+        for name, offline_values in self.offline_variables.items():
+            if env.get(name, "").lower() in offline_values:
                 return False
         if any(env.get(name) for name in (*self.used_variables, self.url_variable)):
             return True
@@ -94,12 +94,16 @@ def offline_settings(
     can_connect : returns whether this node can connect to the service at a URL.
     is_shared : returns whether a folder is on a file system that several nodes mount.
     """
+    has_proxy = any(env.get(name) for name in _PROXIES)
+
+    def is_unreachable(service: Service) -> bool:
+        return not has_proxy and not can_connect(service.url(env))
+
     variables: dict[str, str] = {}
     notes = []
-    has_proxy = any(env.get(name) for name in _PROXIES)
     if HUB.is_used(env, has_package):
         home = env.get("HOME", "")
-        if not has_proxy and not can_connect(HUB.url(env)):
+        if is_unreachable(HUB):
             notes.append(
                 f"this node cannot reach {HUB.url(env)}: let imgkit run send what the program loads, "
                 'data = ["hf://NAME"] in imgkit.toml; or fill HF_HOME on a login node, with HF_HUB_OFFLINE=1'
@@ -115,7 +119,7 @@ def offline_settings(
         # written.
         if run_folder and not env.get("WANDB_DIR"):
             variables["WANDB_DIR"] = run_folder
-        if not env.get("WANDB_MODE") and not has_proxy and not can_connect(WANDB.url(env)):
+        if not env.get("WANDB_MODE") and is_unreachable(WANDB):
             variables["WANDB_MODE"] = "offline"
             notes.append(f"this node cannot reach {WANDB.url(env)}: WANDB_MODE=offline; later: wandb sync")
     return OfflineSettings(env=variables, notes=tuple(notes))
@@ -124,18 +128,19 @@ def offline_settings(
 def can_connect(url: str) -> bool:
     """Return whether the host of `url` accepts a connection within `ATTEMPT_S` seconds."""
     address = urllib.parse.urlsplit(url)
-    if not address.hostname:
-        return False
+    default_port = 80 if address.scheme == "http" else 443
     try:
-        port = address.port or (80 if address.scheme == "http" else 443)
+        port = address.port or default_port
     except ValueError:  # the program's library reports a wrong port
+        return False
+    if not address.hostname:
         return False
     has_connected = threading.Event()
 
     def connect() -> None:
         try:
             socket.create_connection((address.hostname, port), timeout=ATTEMPT_S).close()
-        except (OSError, UnicodeError):
+        except (OSError, UnicodeError):  # UnicodeError: a name that IDNA cannot encode
             return
         has_connected.set()
 

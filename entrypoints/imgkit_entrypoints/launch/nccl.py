@@ -22,6 +22,8 @@ from pathlib import Path
 
 from imgkit_entrypoints import files
 from imgkit_entrypoints.arguments import parse_digits
+from imgkit_entrypoints.facts.reader import natural
+from imgkit_entrypoints.launch import plan
 from imgkit_entrypoints.schedulers.hostlist import number_ranges
 
 # The address at which RAS listens unless NCCL_RAS_ADDR names another one.
@@ -32,8 +34,8 @@ LIMIT_S = 8.0
 NCCL waits `_PEERS_S` seconds for a process that is silent, and as long again in large jobs.
 """
 # Largest answer that is read: 1 MiB.
-MOST_BYTES = 1 << 20
-SHOWN = 24
+MAX_ANSWER_BYTES = 1 << 20
+MAX_LINES = 24
 """Largest number of lines in a report."""
 # Seconds that NCCL is asked to wait for other processes ("TIMEOUT 2").
 _PEERS_S = 2
@@ -43,9 +45,9 @@ _GREETING_S = 1.0
 _TRIES = 3
 # Characters of a line that are kept.
 _LONGEST = 160
-# The headings in an answer. The lists of errors and of warnings follow each other at its end.
-_PROBLEMS = "\nErrors\n======\n"
-_OTHERS = re.compile(r"Warnings|=+")
+# The headings at the end of an answer: the list of errors comes first, and then the list of warnings.
+_ERRORS_HEADING = "\nErrors\n======\n"
+_WARNINGS_HEADING = re.compile(r"Warnings|=+")
 # "  Rank 3 -- GPU 3 managed by process 4711 on node n2"
 _RANK = re.compile(r"  Rank (\d{1,9}) -- GPU [^-]{1,40} managed by process \d+ on node (\S+)")
 _RANK_NUMBER = re.compile(r"(?m)^  Rank (\d{1,9}) -- ")
@@ -90,20 +92,19 @@ class Question:
         """Ask, and set `lines` to the report or to the reason why there is none."""
         name = f"NCCL's RAS ({host}:{port})"
         try:
-            self.lines = [
-                f"  {name}:",
-                *(f"    {line}" for line in summarize_answer(_read_answer(host, port))),
-            ]
+            problems = summarize_answer(_read_answer(host, port))
         except (ConnectionError, socket.gaierror):
             return  # NCCL is older, has no communicator yet, or has ended
         except TimeoutError:
             self.lines = [f"  {name} does not answer"]
         except (OSError, ValueError) as error:
             self.lines = [f"  {name} sent an unreadable answer: {error}"]
+        else:
+            self.lines = [f"  {name}:", *(f"    {line}" for line in problems)]
 
 
 def _read_answer(host: str, port: int) -> bytes:
-    """Return NCCL's answer to VERBOSE STATUS.
+    """Return NCCL's answer to the command VERBOSE STATUS.
 
     Raises
     ------
@@ -119,37 +120,38 @@ def _read_answer(host: str, port: int) -> bytes:
             try:
                 greeting = stream.readline(_LONGEST)
             except TimeoutError:
-                continue
+                continue  # perhaps a stopped process, so that the next connection reaches another process
             if not greeting:
                 raise ConnectionResetError
             if not greeting.startswith(b"SERVER PROTOCOL "):
                 raise ValueError("another program listens there")
             link.sendall(f"TIMEOUT {_PEERS_S}\nVERBOSE STATUS\n".encode())
             link.settimeout(LIMIT_S)
-            return stream.read(MOST_BYTES)
+            return stream.read(MAX_ANSWER_BYTES)
     raise TimeoutError
 
 
 def summarize_answer(answer: bytes) -> list[str]:
-    """Return the errors and warnings in NCCL's answer to VERBOSE STATUS.
+    """Return the errors and warnings in NCCL's answer to the command VERBOSE STATUS.
 
-    After `SHOWN` lines, one more line counts the rest. Ranks that NCCL lists one below the other become one
-    line for each node.
+    After `MAX_LINES` lines, one more line counts the rest. Ranks that NCCL lists one below the other become
+    one line for each node.
 
     Raises
     ------
     ValueError : `answer` has no list of errors.
     """
-    _, separator, problems = answer[:MOST_BYTES].decode("ascii", "replace").partition(_PROBLEMS)
-    if not separator:
+    text = answer[:MAX_ANSWER_BYTES].decode("ascii", "replace")
+    _, heading, problems = text.partition(_ERRORS_HEADING)
+    if not heading:
         raise ValueError("it contains no list of errors")
-    lines = [line for line in problems.split("\n") if line and not _OTHERS.fullmatch(line)]
+    lines = [line for line in problems.split("\n") if line and not _WARNINGS_HEADING.fullmatch(line)]
     if not lines:
         return ["all ranks of all communicators answer, and have launched the same number of collectives"]
-    entries = [re.sub("[^ -~]", "?", line)[:_LONGEST] for line in _fold_ranks(lines)]
-    if len(entries) > SHOWN:
-        entries[SHOWN:] = [f"and {len(entries) - SHOWN} more lines"]
-    return entries
+    summary = [re.sub("[^ -~]", "?", line)[:_LONGEST] for line in _fold_ranks(lines)]
+    if len(summary) <= MAX_LINES:
+        return summary
+    return [*summary[:MAX_LINES], f"and {len(summary) - MAX_LINES} more lines"]
 
 
 def _fold_ranks(lines: list[str]) -> Iterator[str]:
@@ -169,87 +171,75 @@ def _node_of_rank_line(line: str) -> str | None:
     return match[2] if match else None
 
 
-DUMP_PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-"""Variables with the beginning of the files' names, to which torch adds the rank.
+DUMP_PREFIX = "TORCH_FR_DUMP_TEMP_FILE"
+"""Variable with the beginning of the files' names, to which torch adds the rank."""
+OLD_DUMP_PREFIX = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+"""The same for older versions of torch. Newer versions warn about it."""
+RENAMED_SINCE = (2, 9)
+"""First version of torch that reads `DUMP_PREFIX`, and that records and dumps by default."""
 
-Older versions read the second name, and newer versions warn about it.
-"""
-RENAMED = (2, 9)
-"""First version of torch that reads the first name, and that records and dumps by default."""
 
-
-def recorder_variables(env: Mapping[str, str], torch: str, job_id: str) -> dict[str, str]:
-    """Return the variables that make torch of version `torch` record and dump where `recorder_dumps` looks.
+def recorder_variables(env: Mapping[str, str], torch_version: str, job_id: str) -> dict[str, str]:
+    """Return the variables that make torch record collectives, and write them to a file after a timeout.
 
     Variables that `env` already has are left out. If no safe folder can be used, or if the user has named
-    one, the variables for the files' names are left out as well.
+    one, the variable for the files' names is left out as well.
     """
     if env.get("IMGKIT_DEVICE") != "cuda":
         return {}
-    prefix = ""
-    if not any(name in env for name in DUMP_PREFIXES):
-        folder = _recorder_folder(env)
-        if folder:
-            job_name = re.sub("[^A-Za-z0-9.-]", "_", job_id)
-            prefix = str(folder / f"nccl-{job_name}-rank-")
     variables = {
         # torchrun sets this to 1, and NCCL is then torn down during the dump. 3 is torch's own default.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }
-    match = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", torch)
-    if match and (int(match[1]), int(match[2])) >= RENAMED:
-        prefix_variable = DUMP_PREFIXES[0]
-    else:
-        prefix_variable = DUMP_PREFIXES[1]
-        variables["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "2000"
-    if prefix:
-        variables[prefix_variable] = prefix
+    has_new_name = plan.is_torch_since(torch_version, RENAMED_SINCE)
+    if not has_new_name:
+        variables["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "2000"  # collectives; by default, it records none
+    if OLD_DUMP_PREFIX not in env and DUMP_PREFIX not in env:
+        folder = _recorder_folder(env)
+        if folder:
+            job_name = re.sub("[^A-Za-z0-9.-]", "_", job_id)
+            prefix_variable = DUMP_PREFIX if has_new_name else OLD_DUMP_PREFIX
+            variables[prefix_variable] = str(folder / f"nccl-{job_name}-rank-")
     return {name: value for name, value in variables.items() if name not in env}
 
 
 def _recorder_folder(env: Mapping[str, str]) -> Path | None:
-    """Return the folder for the recorder's files: the run's folder, or else the one for temporary files.
+    """Return the folder for the recorder's files: the run's folder, or else the folder of temporary files.
 
     torch follows links. So if other users can write to that folder, return a private folder in it, or None if
-    that cannot be made.
+    the private folder cannot be made.
     """
     folder = Path(env.get("IMGKIT_RUN_DIR") or tempfile.gettempdir())
     try:
-        shared = folder.stat().st_mode & 0o022
+        others_can_write = folder.stat().st_mode & 0o022
     except OSError:
         return folder  # the run makes this folder later
-    if not shared:
+    if not others_can_write:
         return folder
-    private = folder / f"imgkit-nccl-{os.geteuid()}"
+    private_folder = folder / f"imgkit-nccl-{os.geteuid()}"
     try:
-        files.make_own_folder(private)
+        files.make_own_folder(private_folder)
     except OSError:
         return None
-    return private
+    return private_folder
 
 
 def recorder_dumps(env: Mapping[str, str], since: float) -> str:
-    """Return a line about the recorder's files that were written after `since`. Empty without any.
+    """Return a line about the recorder's files that were written after `since`, or "" if there are none.
 
     `since` is in seconds of the epoch.
     """
-    prefix = next((env[name] for name in DUMP_PREFIXES if env.get(name)), "")
+    prefix = env.get(DUMP_PREFIX) or env.get(OLD_DUMP_PREFIX)
     if not prefix:
         return ""
     folder, name = Path(prefix).parent, Path(prefix).name
     new_files = [path for path in folder.glob(f"{name}*") if path.stat().st_mtime >= since]
     if not new_files:
         return ""
-    suffixes = [path.name.removeprefix(name) for path in new_files]
-    ranks = ", ".join(sorted(suffixes, key=_number_key))
+    suffixes = [path.name.removeprefix(name) for path in new_files]  # usually "0", "1", ...
+    ranks = ", ".join(sorted(suffixes, key=natural))
     return (
         f"NCCL's flight recorder has written {prefix}N for rank {ranks}, with the collectives. "
         f"To compare them: torchfrtrace --prefix {name} {folder}"
     )
-
-
-def _number_key(text: str) -> tuple[int, str]:
-    """Return a sort key: texts that are not numbers first, then numbers by value."""
-    number = parse_digits(text)
-    return (-1 if number is None else number, text)

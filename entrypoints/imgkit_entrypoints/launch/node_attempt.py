@@ -151,8 +151,8 @@ class NodeAttempt:
         """The worker of this node that failed first."""
         self.saved_state = ""
         """Job id and step that the program has saved, such as ``4711.0 300``. Empty if it saved nothing."""
-        self.stall = ""
-        """Message about a start that took too long. Only the head sets it (`StartWatch`)."""
+        self.stall_reason = ""
+        """Why a start that took too long was ended. Only the head sets it (`StartWatch`)."""
         self._is_asked_to_stop = False
         self._command: GuardedCommand | None = None
         stop_protocol.clear_stop_folder(node.stop_folder)
@@ -175,41 +175,34 @@ class NodeAttempt:
         ----------
         start_up_variables : the parts of the start until now (start_up.py).
         """
-        node = self._node
-        argv, variables = self._fill_command()
+        node, command = self._node, self._node.config.command
+        env = {**node.env, "IMGKIT_ATTEMPT": str(self._order.attempt), **start_up_variables}
+        if command.is_per_node:
+            argv, variables = self._fill_placeholders()
+            env |= variables
+        else:
+            argv = plan.fill_markers(command.argv, self._order, self._node_rank, node.stop_folder)
         self._command = GuardedCommand(
             argv,
-            {
-                **node.env,
-                **variables,
-                "IMGKIT_ATTEMPT": str(self._order.attempt),
-                **start_up_variables,
-            },
+            env,
             self._log,
             repeats_warnings=node.config.is_head,
             open_files=node.open_files,
-            kind="node" if node.config.command.is_per_node else "torchrun",
+            kind="node" if command.is_per_node else "torchrun",
         )
         self.is_running = True
 
-    def _fill_command(self) -> tuple[Sequence[str], dict[str, str]]:
-        """Return the argv of this attempt, and the variables that are different in each attempt."""
-        node, order, command = self._node, self._order, self._node.config.command
-        if not command.is_per_node:
-            argv = plan.fill_markers(
-                command.argv,
-                attempt=order.attempt,
-                port=order.port,
-                nnodes=order.nnodes,
-                node_rank=self._node_rank,
-                logs=node.stop_folder / "logs" / f"attempt{order.attempt}",
-            )
-            return argv, {}
+    def _fill_placeholders(self) -> tuple[list[str], dict[str, str]]:
+        """Return the argv of the user's command in this attempt, and the variables with the same values.
+
+        Make the folder RAY_TMPDIR for this attempt, unless the user has set the variable.
+        """
+        node, command = self._node, self._node.config.command
         run_dir = command.env.get("IMGKIT_RUN_DIR", "")
-        values = per_node.placeholder_values(order, self._node_rank, node.config.node.nproc, run_dir)
+        values = per_node.placeholder_values(self._order, self._node_rank, node.config.node.nproc, run_dir)
         variables = per_node.placeholder_variables(values)
         if not command.env.get(per_node.RAY_TMPDIR):
-            path = per_node.ray_folder(order)
+            path = per_node.ray_folder(self._order)
             with suppress(OSError):  # without the variable, Ray itself reports which folder it cannot use
                 node.folders.enter_context(stop_protocol.locked_folder(path))
                 variables[per_node.RAY_TMPDIR] = str(path)
@@ -234,7 +227,7 @@ class NodeAttempt:
             self.deadline.set_within(grace_s, "the grace time is over")
 
     def end_when_due(self) -> None:
-        """Take the next step towards the end of the command, if its time has come."""
+        """Send the command the next signal that should end it, if its time has come."""
         if self._command is None or not self.deadline.is_due():
             return
         was_forced = self.deadline.is_forced
@@ -258,63 +251,73 @@ class NodeAttempt:
         return self._command
 
     def check_workers(self) -> None:
-        """Update what the heartbeats say about the workers, and report those that hang or fail late.
+        """Update what the heartbeats say about the workers, and report workers that hang or fail late.
 
         A start that takes too long is ended.
         """
         session = self._node.session
         session.positions = self._watchdog.positions
-        if session.phase not in (WORKERS, CONNECTING):
-            session.phase = start_up.read_phase(self._node.stop_folder)
-        elif self._watchdog.are_all_connecting(self._node.config.node.nproc):
-            session.phase = CONNECTING
-        else:
-            session.phase = WORKERS
-        if self._start_watch and not self.stall:
-            self.stall = self._start_watch.stall_reason()
-            if self.stall:
-                self.deadline.set_now(self.stall)
+        session.phase = self._find_phase()
+        if self._start_watch and not self.stall_reason:
+            self.stall_reason = self._start_watch.find_stall_reason()
+            if self.stall_reason:
+                self.deadline.set_now(self.stall_reason)
         for report in self._watchdog.new_reports(session.run_positions):
             self._log(*report.split("\n"))
         for lines in self._late_records.new_reports():
             self._log(*lines)
+
+    def _find_phase(self) -> str:
+        """Return how far torchrun of this node is, one of `messages.PHASES`."""
+        if self._node.session.phase not in (WORKERS, CONNECTING):
+            return start_up.read_phase(self._node.stop_folder)
+        # The workers run, and torchrun writes no further phase.
+        if self._watchdog.are_all_connecting(self._node.config.node.nproc):
+            return CONNECTING
+        return WORKERS
 
     def finish(self, *, received_signal: int | None, is_head_lost: bool) -> None:
         """Wait for the guard of the ended command, and set `code` and `saved_state`.
 
         Parameters
         ----------
-        received_signal : number of the first signal that this node agent has received.
+        received_signal : number of the first signal that this node agent has received, or None.
         is_head_lost : True if the command was ended because the head is lost.
         """
         command_code = self._running_command.wait_for_guard()
         self.is_running = False
-        step, problem = stop_protocol.read_saved_step(self._node.stop_folder, self._node.config.job_id)
+        job_id = self._node.config.job_id
+        step, problem = stop_protocol.read_saved_step(self._node.stop_folder, job_id)
         if problem:
             self._log(f"warning: {problem}")
-        if step is not None:
-            # A saved state counts more than the code of the program.
-            self._log(f"state saved at step {step}")
-            self.saved_state = f"{self._node.config.job_id} {step}"
-            self.code = EXIT_SAVED
-        elif command_code == 0:
-            self.code = 0
-        elif is_head_lost or self.stall:
-            self.code = EXIT_TOOL_FAILED
-        elif self.deadline.is_forced:
-            # The reason for which the agent ended the program counts more than the signal that it used.
-            self.code = EXIT_NO if received_signal is None else 128 + received_signal
-        else:
-            self.code = self._own_code(command_code)
+        if step is None:
+            self.code = self._node_code(command_code, received_signal, is_head_lost=is_head_lost)
+            return
+        # The state is saved, whatever the program's exit code says.
+        self._log(f"state saved at step {step}")
+        self.saved_state = f"{job_id} {step}"
+        self.code = EXIT_SAVED
 
-    def _own_code(self, command_code: int) -> int:
-        """Return the exit code of a command that ended by itself: as a shell has it, 128 plus a signal."""
+    def _node_code(self, command_code: int, received_signal: int | None, *, is_head_lost: bool) -> int:
+        """Return the exit code of this node, whose command has ended with `command_code` and saved nothing.
+
+        If the node agent has ended the command, the code tells why, and not by which signal. If the command
+        has ended by itself, it is the command's code, or 128 plus the signal that killed it, as in a shell.
+        """
+        if command_code == 0:
+            return 0
+        if is_head_lost or self.stall_reason:
+            return EXIT_TOOL_FAILED
+        if self.deadline.is_forced:
+            return EXIT_NO if received_signal is None else 128 + received_signal
+        if command_code > 0:
+            return command_code
         if command_code == -signal.SIGKILL:
             self._log(
                 "the program was killed (SIGKILL), often by the kernel because memory ran out: "
                 f"{explain.memory_remedy(self._node.config.command.memory)}"
             )
-        return command_code if command_code > 0 else 128 - command_code
+        return 128 - command_code
 
     def explain_failure(self) -> None:
         """Set `failure`, write the full log, and print the known explanations of a failed attempt.
@@ -324,45 +327,51 @@ class NodeAttempt:
         if self.code in GOOD:
             return
         self.failure = self._find_failure()
-        failed_rank = self.failure
-        if failed_rank is not None and failed_rank.rank is None:  # torchrun or the user's command failed
-            failed_rank = None
-        # A rank without a traceback was usually killed, and the final message explains that.
-        is_silent = failed_rank is not None and not failed_rank.lines
-        if not self._is_asked_to_stop and not self.deadline.has_begun and not is_silent:
-            is_alone = self._node.session.placement.nnodes == 1
-            has_cause = failed_rank is not None and not (failed_rank.after_peer and is_alone)
-            output = self._running_command.output_tail()[-EXPLAINED_CHARACTERS:]
-            memory = self._node.config.command.memory
-            for explanation in explain.find_explanations(output, memory=memory, has_cause=has_cause):
-                self._log(*explanation.lines)
+        if self.failure is not None:
+            self.failure = dataclasses.replace(self.failure, log=self._write_log())
+        # If the agent has ended the command, the errors of the workers are consequences.
+        if not self._is_asked_to_stop and not self.deadline.has_begun:
+            self._log_explanations()
         dumps = nccl.recorder_dumps(self._node.env, self.began_at)
         if dumps:
             self._log(dumps)
 
-    def _find_failure(self) -> RankFailure | None:
-        """Return the worker of this node that failed first, with the path of the full log that is written.
+    def _log_explanations(self) -> None:
+        """Print the known causes of the failure texts in the command's error output."""
+        failure, has_cause = self.failure, False
+        if failure is not None and failure.rank is not None:  # None: torchrun or the user's command failed
+            if not failure.lines:
+                return  # a rank without a traceback was usually killed, and the final message explains that
+            is_only_node = self._node.session.placement.nnodes == 1
+            has_cause = not (failure.after_peer and is_only_node)
+        output = self._running_command.output_tail()[-EXPLAINED_CHARACTERS:]
+        memory = self._node.config.command.memory
+        for explanation in explain.find_explanations(output, memory=memory, has_cause=has_cause):
+            self._log(*explanation.lines)
 
-        Return None, and write no log, if no worker or command is known to have failed by itself.
+    def _find_failure(self) -> RankFailure | None:
+        """Return the worker or command of this node that failed first.
+
+        Return None if none is known to have failed by itself.
         """
-        node, command = self._node, self._running_command
-        failure: RankFailure | None
-        if node.config.command.is_per_node:
+        command = self._running_command
+        if self._node.config.command.is_per_node:
             if self.deadline.has_begun:
                 return None
-            failure = failures.command_failure(command.code or 0, command.output_tail())
-        else:
-            killed_by = 0
-            if command.code is not None and not self.deadline.is_forced:
-                killed_by = max(0, -command.code)
-            failure = failures.find_node_failure(node.stop_folder, killed_by)
-        if failure is None:
-            return None
+            return failures.command_failure(command.code or 0, command.output_tail())
+        killed_by = 0
+        if command.code is not None and not self.deadline.is_forced:
+            killed_by = max(0, -command.code)  # -9 if SIGKILL has ended torchrun
+        return failures.find_node_failure(self._node.stop_folder, killed_by)
+
+    def _write_log(self) -> str:
+        """Write the end of the command's error output into a log of this node. Return its path, or ""."""
+        node = self._node
         name = plan.host_label(node.config.node.host)
         if node.session.host_index > 0:  # a second node agent on the same host
             name += f"-{node.session.host_index + 1}"
-        log = failures.write_log(command.output_tail(), node.log_folder, name, self._order.attempt)
-        return dataclasses.replace(failure, log=log)
+        text = self._running_command.output_tail()
+        return failures.write_log(text, node.log_folder, name, self._order.attempt)
 
     def report(self) -> AttemptEnded:
         """Return the message to the head about the end of this attempt."""

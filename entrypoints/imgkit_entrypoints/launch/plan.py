@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from imgkit_entrypoints import fabric
 from imgkit_entrypoints.arguments import parse_digits
@@ -27,6 +27,9 @@ from imgkit_entrypoints.launch.host_leaks import CleanEnvironment
 from imgkit_entrypoints.rollcall import ports
 from imgkit_entrypoints.schedulers.placement import Placement, PlacementRequest, Size
 from imgkit_entrypoints.system import SYSTEM_JSON, SystemFacts
+
+if TYPE_CHECKING:
+    from imgkit_entrypoints.rollcall.messages import AttemptStart
 
 DEFAULT_FAILURES = 3
 """Number of failures that a run with spares survives if the user gives no ``--max-failures``."""
@@ -166,7 +169,7 @@ class LaunchPlan:
     decisions: tuple[Decision, ...]
     """The values that imgkit or the user has chosen, each with its reason."""
     messages: StartMessages = StartMessages()
-    setup: NodeSetup = dataclasses.field(default_factory=NodeSetup)
+    setup: NodeSetup = NodeSetup()
     image: str = ""
     """Why a value that the image set counts as the user's. Empty if the image's variables are known."""
     secret: str = ""
@@ -175,90 +178,89 @@ class LaunchPlan:
     def announcements(self, *, verbose: bool) -> Iterator[str]:
         """Yield the lines that the head prints at the start.
 
-        There are few lines, with at most `MAX_WARNINGS` about warnings. With `verbose`, all values and
-        warnings follow, with their reasons.
+        With `verbose`, these are all values, notes and warnings. Otherwise there are few lines, of which at
+        most `MAX_WARNINGS` are about warnings.
         """
+        messages = self.messages
         if verbose:
             yield self._title()
-            yield from self.messages.notes
+            yield from messages.notes
             yield from (str(decision) for decision in self.decisions if decision.used)
-            yield from self.messages.warnings
+            yield from messages.warnings
             return
         yield f"{self._title()} (to see why: -v)"
-        hidden = self.messages.hidden
-        yield from (text for text in self.messages.notes if text not in hidden)
-        warnings = [text for text in self.messages.warnings if text not in hidden]
-        visible = warnings
-        if len(warnings) > MAX_WARNINGS:
-            visible = warnings[: MAX_WARNINGS - 1]  # the last line is for the number of the others
-        yield from (f"warning: {text}" for text in visible)
-        if len(visible) < len(warnings):
-            yield f"{len(warnings) - len(visible)} more warnings (to see them: -v)"
+        yield from (text for text in messages.notes if text not in messages.hidden)
+        warnings = [text for text in messages.warnings if text not in messages.hidden]
+        if len(warnings) <= MAX_WARNINGS:
+            yield from (f"warning: {text}" for text in warnings)
+            return
+        # The last line counts the warnings that are left out.
+        number = MAX_WARNINGS - 1
+        yield from (f"warning: {text}" for text in warnings[:number])
+        yield f"{len(warnings) - number} more warnings (to see them: -v)"
 
     def _title(self) -> str:
         """Return the size of the run, such as ``2 nodes, 4 processes on each, cuda``."""
-        nnodes = self.placement.nnodes
         processes = "1 process" if self.nproc == 1 else f"{self.nproc} processes"
         if self.mode == "per-node":
             processes = "1 command"
         device = self.env.get("IMGKIT_DEVICE", "")
-        if nnodes == 1:
+        if self.placement.nnodes == 1:
             return f"1 node, {processes}, {device}"
-        return f"{nnodes} nodes, {processes} on each, {device}"
+        return f"{self.placement.nnodes} nodes, {processes} on each, {device}"
 
     def lines(self) -> Iterator[str]:
         """Yield the text of ``--dry-run``: each value with its source, the warnings, and the command."""
-        rows = list(self._values())
-        name_width = max(len(name) for name, _, _ in rows)
-        value_width = min(_WIDEST, max(len(value) for _, value, _ in rows))
-        for name, value, source in rows:
-            yield f"{name:{name_width}}  {value:{value_width}}  {source}".rstrip()
+        rows = [*self._placement_rows(), *self._decision_rows(), *self._variable_rows()]
+        name_width = max(len(row.name) for row in rows)
+        value_width = min(_WIDEST, max(len(row.value) for row in rows))
+        for row in rows:
+            yield f"{row.name:{name_width}}  {row.value:{value_width}}  {row.source}".rstrip()
         yield from (f"note: {text}" for text in self.messages.notes)
         yield from (f"warning: {text}" for text in self.messages.warnings)
         yield f"command: {shlex.join(self.argv)}"
 
-    def _values(self) -> Iterator[tuple[str, str, str]]:
-        """Yield the name, the value and the source of everything that the plan decides."""
-        placement = self.to_dict()["placement"]
-        default = {"nnodes": "this machine alone", "node_rank": "the only node", "port": "from the job id"}
-        yield "scheduler", self.placement.scheduler, ""
+    def _placement_rows(self) -> Iterator[_DryRunRow]:
+        """Yield the rows of a dry run about the nodes and how the workers start on them."""
+        yield _DryRunRow("scheduler", self.placement.scheduler)
+        defaults = {"nnodes": "this machine alone", "node_rank": "the only node", "port": "from the job id"}
+        values = _placement_dict(self.placement)
         for name in ("nnodes", "node_rank", "hosts", "head", "port", "job_id"):
-            text = ",".join(placement[name]) if name == "hosts" else str(placement[name])
-            source = self.placement.source.get(name) or default.get(name, "")
-            yield name, text or "-", source
-        yield "max_failures", str(self.max_failures), "failures that the run survives"
+            value = ",".join(values["hosts"]) if name == "hosts" else str(values[name])
+            source = self.placement.source.get(name) or defaults.get(name, "")
+            yield _DryRunRow(name, value or "-", source)
+        yield _DryRunRow("max_failures", str(self.max_failures), "failures that the run survives")
         starters = {"torchrun": "torchrun", "direct": self.placement.scheduler, "per-node": "the command"}
-        yield "mode", self.mode, f"{starters[self.mode]} starts the workers"
-        yield "secret", self.secret or "-", "" if self.secret else "not needed, or none is set"
+        yield _DryRunRow("mode", self.mode, f"{starters[self.mode]} starts the workers")
+
+    def _decision_rows(self) -> Iterator[_DryRunRow]:
+        """Yield the rows of a dry run about the secret and about values with a reason."""
+        if self.secret:
+            yield _DryRunRow("secret", self.secret)
+        else:
+            yield _DryRunRow("secret", "-", "not needed, or none is set")
         if self.image and any(decision.origin == "user" for decision in self.decisions):
-            yield "image", "unknown", self.image
+            yield _DryRunRow("image", "unknown", self.image)
         for decision in self.decisions:
             reason = decision.reason if decision.used else f"not set: {decision.reason}"
-            yield decision.variable, decision.value or "-", reason
+            yield _DryRunRow(decision.variable, decision.value or "-", reason)
+
+    def _variable_rows(self) -> Iterator[_DryRunRow]:
+        """Yield the rows of a dry run about variables that are set or removed without a decision."""
         decided = {decision.variable for decision in self.decisions}
         for name, value in self.env.items():
             if name not in decided:
-                yield name, value, "set by imgkit for the workers"
+                yield _DryRunRow(name, value, "set by imgkit for the workers")
         for name in self.unset:
-            yield name, "-", "removed from the workers' environment"
+            yield _DryRunRow(name, "-", "removed from the workers' environment")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document that ``--dry-run --json`` prints."""
-        placement = self.placement
         return {
             "schema": SCHEMA,
-            "scheduler": placement.scheduler,
-            "source": dict(placement.source),
-            "placement": {
-                "nnodes": placement.nnodes,
-                "size": dataclasses.asdict(placement.size or Size(training=placement.nnodes)),
-                "node_rank": placement.node_rank,
-                "hosts": list(placement.hosts),
-                "head": placement.head,
-                # The port of the roll call, in which the nodes agree on torchrun's own port.
-                "port": ports.rollcall_port(placement.job_id, placement.port),
-                "job_id": placement.job_id,
-            },
+            "scheduler": self.placement.scheduler,
+            "source": dict(self.placement.source),
+            "placement": _placement_dict(self.placement),
             "max_failures": self.max_failures,
             "nproc": self.nproc,
             "mode": self.mode,
@@ -271,6 +273,29 @@ class LaunchPlan:
             "notes": list(self.messages.notes),
             "warnings": list(self.messages.warnings),
         }
+
+
+class _DryRunRow(NamedTuple):
+    """A value of the plan, as a row of ``--dry-run``."""
+
+    name: str
+    value: str
+    source: str = ""
+    """Where the value comes from, such as ``SLURM_NNODES``, or its reason."""
+
+
+def _placement_dict(placement: Placement) -> dict[str, Any]:
+    """Return the part of the document of a dry run about the nodes."""
+    return {
+        "nnodes": placement.nnodes,
+        "size": dataclasses.asdict(placement.size or Size(training=placement.nnodes)),
+        "node_rank": placement.node_rank,
+        "hosts": list(placement.hosts),
+        "head": placement.head,
+        # The port of the roll call, in which the nodes agree on torchrun's own port.
+        "port": ports.rollcall_port(placement.job_id, placement.port),
+        "job_id": placement.job_id,
+    }
 
 
 def decide_launch(
@@ -362,14 +387,14 @@ def decide_launch(
 
 def _refuse_blocked_network(network: fabric.FabricPlan, placement: Placement) -> None:
     """Raise NoPlan if NCCL cannot work with this node's network."""
-    blockers = list(network.refusals)
-    if placement.nnodes > 1:
-        blockers += network.blockers
-    if blockers:
+    problems = list(network.refusals)
+    if placement.nnodes > 1:  # on one node, NCCL does not use the network
+        problems += network.blockers
+    if problems:
         raise NoPlan(
-            blockers[0].what,
+            problems[0].what,
             where=f"fabric {network.kind}",
-            hint=f"{blockers[0].fix}; --device cpu runs over gloo",
+            hint=f"{problems[0].fix}; --device cpu runs over gloo",
         )
 
 
@@ -428,20 +453,31 @@ def _choose_device(
     if host.gpus:
         return Decision(variable="device", value="cuda", reason=f"{host.gpus} GPUs: {host.gpus_source}")
     expected, source = _expected_gpus(system, env)
-    # Without this error, a forgotten --nv would silently start the ranks on the CPU.
-    if request.device == "cuda" or expected:
-        reason = f"{source} says {expected} per node"
-        if not expected:
-            reason = "--device cuda asks for one"
-        ask = f"request GPUs from the scheduler (Slurm: --gres=gpu:{expected or 'N'})"
-        remedy = f"start the container with --nv (docker: --gpus=all), and {ask}"
-        if ONLY_NVIDIA in host.gpus_source:
-            remedy = f"{ask} on nodes with NVIDIA GPUs; a container with --rocm does not help"
-        raise NoPlan(
-            f"no GPU is visible here, but {reason} ({host.gpus_source})",
-            hint=f"{remedy}; to run on the CPU anyway: --device cpu",
-        )
+    # Without these errors, a forgotten --nv would silently start the ranks on the CPU.
+    if expected:
+        raise _no_gpu_error(host, str(expected), f"{source} says {expected} per node")
+    if request.device == "cuda":
+        raise _no_gpu_error(host, "N", "--device cuda asks for one")
     return Decision(variable="device", value="cpu", reason="no GPU is visible, and none is expected")
+
+
+def _no_gpu_error(host: HostFacts, number: str, reason: str) -> NoPlan:
+    """Return the error about a node without a visible GPU.
+
+    Parameters
+    ----------
+    number : number of GPUs to request from the scheduler, or ``N`` if it is unknown.
+    reason : why the run needs a GPU.
+    """
+    remedy = f"request GPUs from the scheduler (Slurm: --gres=gpu:{number})"
+    if ONLY_NVIDIA in host.gpus_source:
+        hint = f"{remedy} on nodes with NVIDIA GPUs; a container with --rocm does not help"
+    else:
+        hint = f"start the container with --nv (docker: --gpus=all), and {remedy}"
+    return NoPlan(
+        f"no GPU is visible here, but {reason} ({host.gpus_source})",
+        hint=f"{hint}; to run on the CPU anyway: --device cpu",
+    )
 
 
 def _refuse_amd(host: HostFacts) -> None:
@@ -466,9 +502,8 @@ def _expected_gpus(system: SystemFacts | None, env: Mapping[str, str]) -> tuple[
     The number is 0 if neither says anything.
     """
     if system is not None and system.node.gpus:
-        source = str(SYSTEM_JSON)
-        if system.node.gpu_model:
-            source += f" ({system.node.gpu_model})"
+        model = system.node.gpu_model
+        source = f"{SYSTEM_JSON} ({model})" if model else str(SYSTEM_JSON)
         return system.node.gpus, source
     for name in _GPU_VARIABLES:
         if env.get(name):
@@ -513,19 +548,19 @@ def _operators_nproc(text: str, host: HostFacts) -> tuple[int, str]:
     ------
     NoPlan : the text is none of these, or means no process.
     """
-    counts = {"auto": host.gpus or host.cpus, "gpu": host.gpus, "cpu": host.cpus}
-    number = counts.get(text) or parse_digits(text)
-    if not number or number > _MAX_NPROC:
-        reason = f" ({host.gpus_source})" if text == "gpu" else ""
-        raise NoPlan(
-            f"{text[:200]!r} is not a number of processes on this node{reason}",
-            where=_PET_NPROC,
-            hint="a number from 1, auto, cpu, or gpu where GPUs are visible; or give --nproc N",
-        )
-    if text not in counts:
+    if text in ("auto", "gpu") and host.gpus:
+        return host.gpus, f"{_PET_NPROC}={text}: one per GPU"
+    if text in ("auto", "cpu"):
+        return host.cpus, f"{_PET_NPROC}={text}: one per processor allowed"
+    number = parse_digits(text)
+    if number and number <= _MAX_NPROC:
         return number, _PET_NPROC
-    unit = "GPU" if text != "cpu" and host.gpus else "processor allowed"
-    return number, f"{_PET_NPROC}={text}: one per {unit}"
+    reason = f" ({host.gpus_source})" if text == "gpu" else ""
+    raise NoPlan(
+        f"{text[:200]!r} is not a number of processes on this node{reason}",
+        where=_PET_NPROC,
+        hint="a number from 1, auto, cpu, or gpu where GPUs are visible; or give --nproc N",
+    )
 
 
 def _unused_nproc(
@@ -557,23 +592,22 @@ def _choose_threads(
     """
     name = "OMP_NUM_THREADS"
     value = env.get(name)
-    images_value = host.image_env.get(name) if host.image_env else None
-    if system is not None and name in system.env and value in (None, images_value, system.env[name]):
+    image_value = host.image_env.get(name) if host.image_env else None
+    if system is not None and name in system.env and value in (None, image_value, system.env[name]):
         return None
-    replaced = ""
-    if value and value == images_value:
-        replaced = f"; replaces the image's {images_value!r}"
     # PBS sets the variable to all processors of the chunk, and mpiexec passes it on. The user has not chosen
     # that value, and with it each of the nproc workers would start threads for the whole chunk.
-    by_pbs = bool(env.get("PBS_JOBID")) and value in (env.get("NCPUS"), str(host.cpus))
-    if value and not by_pbs and not replaced:
+    is_from_pbs = bool(env.get("PBS_JOBID")) and value in (env.get("NCPUS"), str(host.cpus))
+    if value and not is_from_pbs and value != image_value:
         return Decision(variable=name, value=value, reason="set by the user", origin="user")
     cpus = host.cpus // nproc
     reason = f"{host.cpus} processors allowed / {nproc} processes"
     if binding.value and binding.cpus_per_worker < cpus:
         cpus = binding.cpus_per_worker
         reason = f"a worker has {cpus} processors beside its GPU"
-    return Decision(variable=name, value=str(max(1, cpus)), reason=f"{reason}{replaced}")
+    if value and value == image_value:
+        reason += f"; replaces the image's {image_value!r}"
+    return Decision(variable=name, value=str(max(1, cpus)), reason=reason)
 
 
 def _rank_variables(placement: Placement) -> dict[str, str]:
@@ -593,20 +627,13 @@ def _torchrun_argv(
     module: str, request: Request, placement: Placement, host: HostFacts, nproc: str
 ) -> tuple[str, ...]:
     """Return the argv of torchrun, which the worker's argv follows."""
-    logs = LOGS_PENDING
-    if request.log_dir:
-        # Each node has its own folder, since torchrun's paths name no host and nodes may share a file system.
-        logs = str(PurePath(request.log_dir, host_label(host.hostname)))
-        if _choose_max_failures(request, placement):
-            logs = str(PurePath(logs, ATTEMPT_PENDING))
     # A container without a network cannot resolve the host's name, and the run would hang for ten minutes.
     head = placement.head if placement.nnodes > 1 else "127.0.0.1"
     nnodes, node_rank = str(placement.nnodes), str(placement.node_rank)
     if placement.size and placement.nnodes > 1:
         nnodes, node_rank = NNODES_PENDING, NODE_RANK_PENDING
     shutdown_option: tuple[str, ...] = ()
-    match = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", host.torch_version)
-    if match and (int(match[1]), int(match[2])) >= _SHUTDOWN_SINCE:
+    if is_torch_since(host.torch_version, _SHUTDOWN_SINCE):
         shutdown_option = ("--shutdown-timeout", "3")
     return (
         # With -I and --no-python, neither torchrun nor imgkit's programs import from the current folder or a
@@ -621,9 +648,29 @@ def _torchrun_argv(
         *("--monitor-interval", "0.1"),  # seconds; torch 2.3 checks its workers only every 5 s by default
         *shutdown_option,
         *("--tee", "3" if request.prefix else "0"),  # 3: both standard output and standard error
-        *("--log-dir", logs, "--no-python"),
+        *("--log-dir", _torchrun_logs(request, placement, host), "--no-python"),
         "--",  # without it, torchrun would read a program's --max as a short form of --max-restarts
     )
+
+
+def _torchrun_logs(request: Request, placement: Placement, host: HostFacts) -> str:
+    """Return the folder for the output of each process, or a marker if the user names none."""
+    if not request.log_dir:
+        return LOGS_PENDING
+    # Each node has its own folder, since torchrun's paths name no host and nodes may share a file system.
+    node_folder = PurePath(request.log_dir, host_label(host.hostname))
+    if _choose_max_failures(request, placement):  # each attempt writes the same names
+        return str(node_folder / ATTEMPT_PENDING)
+    return str(node_folder)
+
+
+def is_torch_since(version: str, first: tuple[int, int]) -> bool:
+    """Return whether ``2.12.0a0+git`` is not older than the version `first`, such as ``(2, 12)``.
+
+    Return False for an unknown version.
+    """
+    match = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", version)
+    return match is not None and (int(match[1]), int(match[2])) >= first
 
 
 def host_label(host: str) -> str:
@@ -643,21 +690,13 @@ LOGS_PENDING = "<log folder of this run>"
 """Marker for a folder that the node agent removes after the run. torchrun would not remove its own."""
 
 
-def fill_markers(
-    argv: Sequence[str], *, attempt: int, port: int, nnodes: int, node_rank: int, logs: Path
-) -> list[str]:
-    """Return `argv` with the values of an attempt in place of the markers.
-
-    Parameters
-    ----------
-    attempt : number of the attempt, from 1.
-    port : port of torchrun's store on the head.
-    logs : folder for torchrun's logs, where the user has named none.
-    """
+def fill_markers(argv: Sequence[str], order: AttemptStart, node_rank: int, stop_folder: Path) -> list[str]:
+    """Return `argv` with the values of the attempt that `order` starts in place of the markers."""
+    attempt = f"attempt{order.attempt}"
     values = {
-        PORT_PENDING: str(port),
-        NNODES_PENDING: str(nnodes),
+        PORT_PENDING: str(order.port),
+        NNODES_PENDING: str(order.nnodes),
         NODE_RANK_PENDING: str(node_rank),
-        LOGS_PENDING: str(logs),
+        LOGS_PENDING: str(stop_folder / "logs" / attempt),
     }
-    return [values.get(arg, arg).replace(ATTEMPT_PENDING, f"attempt{attempt}") for arg in argv]
+    return [values.get(arg, arg).replace(ATTEMPT_PENDING, attempt) for arg in argv]

@@ -13,8 +13,10 @@ import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from imgkit_entrypoints import files
+from imgkit_entrypoints.errors import count_text
 from imgkit_entrypoints.launch.watchdog import map_shared_file
 
 # Name of the file in the stop folder that rank 0 and the node agent share.
@@ -41,7 +43,7 @@ class ProgressNotes:
 
     def trains(self) -> None:
         """Note that a step begins."""
-        if not self._notes[0]:
+        if not self._notes[0]:  # it is the first step
             self._notes[1] = time.monotonic()
             # Written last, since the node agent ignores the notes while this number is 0.
             self._notes[0] = self._notes[1]
@@ -65,19 +67,27 @@ def clear_progress(folder: Path) -> None:
         (folder / PROGRESS_FILE).unlink(missing_ok=True)
 
 
-def read_progress(folder: Path) -> tuple[float, float, float] | None:
-    """Return the notes of an attempt, or None before its first step and for a program that writes none.
+class Progress(NamedTuple):
+    """The notes of an attempt in shared memory (`PROGRESS_LAYOUT`)."""
 
-    The three numbers are the beginning of the first step, the end of the latest step or save, both of
-    `time.monotonic`, and the seconds between the two in which training waited for a save.
-    """
+    first_step_s: float
+    """Beginning of the first step, of `time.monotonic`."""
+    last_s: float
+    """End of the latest step or save, of `time.monotonic`."""
+    saving_s: float
+    """Seconds between the two in which training waited for a save."""
+
+
+def read_progress(folder: Path) -> Progress | None:
+    """Return the notes of an attempt, or None before its first step and for a program that writes none."""
     try:
         with files.open_regular(folder / PROGRESS_FILE) as file:
-            first_s, last_s, saving_s = PROGRESS_LAYOUT.unpack(file.read(PROGRESS_LAYOUT.size))
+            progress = Progress(*PROGRESS_LAYOUT.unpack(file.read(PROGRESS_LAYOUT.size)))
     except (OSError, struct.error):
         return None
-    notes = (first_s, last_s, saving_s)
-    return notes if first_s and all(map(math.isfinite, notes)) else None
+    if not progress.first_step_s or not all(map(math.isfinite, progress)):
+        return None
+    return progress
 
 
 class StepTimer:
@@ -85,11 +95,13 @@ class StepTimer:
 
     Parameters
     ----------
-    began_s : time at which the start began, on the monotonic clock.
+    start_s : time at which the start began, on the monotonic clock.
     """
 
-    def __init__(self, began_s: float) -> None:
-        self._began_s = self._attempt_s = began_s
+    def __init__(self, start_s: float) -> None:
+        self._start_s = start_s
+        self._attempt_s = start_s
+        """Time from which the next step is waited for: the start of the run, or of a later attempt."""
         self._first_attempt_s: float | None = None
         self._parts = {"starting": 0.0, "training": 0.0, "saving": 0.0}
         self._has_steps = False
@@ -109,17 +121,17 @@ class StepTimer:
 
     def end_attempt(self, folder: Path) -> None:
         """Add the notes of the attempt that has ended, if its program has written any."""
-        notes, end_s = read_progress(folder), time.monotonic()
-        if notes is None:
+        progress = read_progress(folder)
+        if progress is None:
             return
         self._has_steps = True
-        first_s, last_s, saving_s = notes
         # The program may have written any numbers. None of them may make a part negative or too long.
-        first_s = min(max(first_s, self._attempt_s), end_s)
-        steps_s = min(max(last_s, first_s), end_s) - first_s
-        saving_s = min(max(saving_s, 0.0), steps_s)
+        end_s = time.monotonic()
+        first_s = _clamp(progress.first_step_s, self._attempt_s, end_s)
+        last_s = _clamp(progress.last_s, first_s, end_s)
+        saving_s = _clamp(progress.saving_s, 0.0, last_s - first_s)
         self._parts["starting"] += first_s - self._attempt_s
-        self._parts["training"] += steps_s - saving_s
+        self._parts["training"] += last_s - first_s - saving_s
         self._parts["saving"] += saving_s
 
     def summary(self, nodes: int) -> str:
@@ -129,11 +141,15 @@ class StepTimer:
         """
         if not self._has_steps:
             return ""
-        total_s = time.monotonic() - self._began_s
+        total_s = time.monotonic() - self._start_s
         decimals = 0 if total_s >= ROUNDED_S else 1
-        texts = (
-            f"{name} {part_s:.{decimals}f} s ({100 * part_s / total_s:.0f} %)"
-            for name, part_s in self._parts.items()
-        )
-        where = f"{nodes} node" + ("s" if nodes > 1 else "")
-        return f"{total_s:.{decimals}f} s on {where}: {', '.join(texts)}"
+        parts = []
+        for name, seconds in self._parts.items():
+            percent = 100 * seconds / total_s
+            parts.append(f"{name} {seconds:.{decimals}f} s ({percent:.0f} %)")
+        return f"{total_s:.{decimals}f} s on {count_text(nodes, 'node')}: {', '.join(parts)}"
+
+
+def _clamp(value: float, low: float, high: float) -> float:
+    """Return the number between `low` and `high` that is closest to `value`."""
+    return min(max(value, low), high)

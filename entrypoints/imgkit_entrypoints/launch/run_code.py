@@ -27,11 +27,12 @@ def refuse_missing_code(env: Mapping[str, str]) -> None:
     code = env.get(CODE_VARIABLE, "")
     if not code:
         return
-    lines = (facts.Reader(root=facts.root_of(env)).text(_MOUNTS) or "").splitlines()
-    # Field 5 is the mount point (proc_pid_mountinfo(5)).
-    mount_points = [line.split(" ")[4] for line in lines if line.count(" ") > 4]
-    if f"/{WORKSPACE}" in mount_points:
-        return
+    mounts = facts.Reader(root=facts.root_of(env)).text(_MOUNTS) or ""
+    for line in mounts.splitlines():
+        fields = line.split(" ")
+        # The fifth field is the mount point (proc_pid_mountinfo(5)).
+        if len(fields) > 5 and fields[5 - 1] == f"/{WORKSPACE}":
+            return
     raise NoPlan(
         f"the run's copy of the code is not mounted at /{WORKSPACE}",
         where=f"{CODE_VARIABLE}={code}",

@@ -21,6 +21,7 @@ from imgkit_entrypoints import files
 from imgkit_entrypoints.arguments import parse_digits
 from imgkit_entrypoints.launch import stop_protocol
 from imgkit_entrypoints.launch.stop_protocol import RunFolder
+from imgkit_entrypoints.launch.watchdog import read_stat
 from imgkit_entrypoints.rollcall.messages import PHASES, RENDEZVOUS, STARTING, WORKERS
 
 VARIABLE = "IMGKIT_START_UP"
@@ -35,43 +36,47 @@ It is the same in all attempts.
 class StartUp:
     """The seconds of each part of a start, in order. A part begins where the one before ended."""
 
-    def __init__(self, at_s: float, parts: Mapping[str, float] | None = None) -> None:
+    def __init__(self, end_s: float, parts: Mapping[str, float] | None = None) -> None:
         self.parts = dict(parts or {})
-        self._at_s = at_s  # the end of the last part, on the monotonic clock
+        self._end_s = end_s
+        """End of the last part, or the beginning of the start, on the monotonic clock."""
 
     @classmethod
-    def of_worker(cls, env: Mapping[str, str]) -> StartUp:
+    def from_env(cls, env: Mapping[str, str]) -> StartUp:
         """Return the parts that the node agent of this worker has measured, and the part ``torchrun``.
 
-        The part ``torchrun`` ends when this process began. A worker without a node agent begins with no
-        parts.
+        The part ``torchrun`` lasts until this process has started. A worker without a node agent has no parts
+        yet.
         """
-        began_s = process_began_s()
+        worker_start_s = process_start_s()
         try:
-            at_s, *entries = env[VARIABLE].split()
+            end_s, *entries = env[VARIABLE].split()  # "8123.500 container=3.200 node_agent=0.400"
             parts = {}
-            for entry in entries:  # "container=3.200"
-                name, _, value = entry.partition("=")
-                parts[name] = float(value)
-            start = cls(float(at_s), parts)
+            for entry in entries:
+                name, _, seconds = entry.partition("=")
+                parts[name] = float(seconds)
+            start_up = cls(float(end_s), parts)
         except (KeyError, ValueError):  # there is no node agent, or the variable is not imgkit's
-            return cls(began_s)
-        start.ends("torchrun", began_s)
-        return start
+            return cls(worker_start_s)
+        start_up.record("torchrun", worker_start_s)
+        return start_up
 
-    def ends(self, name: str, at_s: float | None = None) -> None:
-        """End the part `name` at `at_s`, by default now. It has begun at the end of the part before.
+    def record(self, name: str, end_s: float | None = None) -> None:
+        """Record that the part `name` has lasted from the end of the part before until `end_s`.
 
-        A name that is used again adds to its part.
+        `end_s` is of the monotonic clock, and None means now. A name that is used again adds to its part.
         """
-        now_s = time.monotonic() if at_s is None else at_s
-        self.parts[name] = self.parts.get(name, 0.0) + max(0.0, now_s - self._at_s)
-        self._at_s = max(self._at_s, now_s)
+        if end_s is None:
+            end_s = time.monotonic()
+        self.parts[name] = self.parts.get(name, 0.0) + max(0.0, end_s - self._end_s)
+        self._end_s = max(self._end_s, end_s)
 
-    def text(self) -> str:
-        """Return the value of `VARIABLE`."""
-        entries = [f"{name}={value:.3f}" for name, value in self.parts.items()]
-        return " ".join([f"{self._at_s:.3f}", *entries])
+    def variables(self, first_attempt_s: float) -> dict[str, str]:
+        """Return the variables that pass the parts, and the time of the first attempt, to the workers."""
+        fields = [f"{self._end_s:.3f}"]
+        for name, seconds in self.parts.items():
+            fields.append(f"{name}={seconds:.3f}")
+        return {VARIABLE: " ".join(fields), FIRST_ATTEMPT: f"{first_attempt_s:.3f}"}
 
 
 def first_attempt_s(env: Mapping[str, str]) -> float:
@@ -86,14 +91,14 @@ def first_attempt_s(env: Mapping[str, str]) -> float:
 LONGEST_S = 400 * 86400
 
 
-def start_began_s(env: Mapping[str, str], folder: RunFolder | None) -> float:
+def start_time_s(env: Mapping[str, str], folder: RunFolder | None) -> float:
     """Return when this start began, on the monotonic clock: with its Slurm job, or else with this process.
 
     The job's time counts only for a run with a folder, since an interactive allocation begins long before the
     commands in it. A later start in the same job begins when the earlier one has last written to the folder.
     """
-    process_s = process_began_s()
-    job_s = parse_digits(env.get("SLURM_JOB_START_TIME", ""))
+    process_s = process_start_s()
+    job_s = parse_digits(env.get("SLURM_JOB_START_TIME", ""))  # in seconds of the epoch
     if folder is None or job_s is None:
         return process_s
     age_s = time.time() - max(float(job_s), folder.last_change_s())
@@ -102,14 +107,11 @@ def start_began_s(env: Mapping[str, str], folder: RunFolder | None) -> float:
     return min(process_s, time.monotonic() - age_s)
 
 
-def process_began_s() -> float:
+def process_start_s() -> float:
     """Return when this process began, on the monotonic clock. A forked process began with the fork."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    ticks = int(
-        fields[19]
-    )  # "starttime" of proc_pid_stat(5), whose fields after the name begin with the third
     # The start is in clock ticks since boot, on a clock that also runs while the machine sleeps.
-    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    start_ticks = int(read_stat("self")["starttime"])
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - age_s
 
 

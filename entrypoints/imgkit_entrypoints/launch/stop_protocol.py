@@ -64,10 +64,11 @@ LOCAL_JOB = "local"
 
 
 @contextlib.contextmanager
-def use_stop_folder(parent: Path | None, node_rank: int) -> Iterator[Path]:
+def use_stop_folder(parent: str, node_rank: int) -> Iterator[Path]:
     """Yield this node's stop folder, without files of an earlier run.
 
-    The folder is ``PARENT/nodeRANK``. Without `parent`, it is a temporary one, which is removed afterwards.
+    The folder is ``PARENT/nodeRANK``, since all nodes may share the file system of `parent`. If `parent` is
+    empty, the folder is a temporary one, which is removed afterwards.
 
     Raises
     ------
@@ -75,13 +76,13 @@ def use_stop_folder(parent: Path | None, node_rank: int) -> Iterator[Path]:
     """
     with contextlib.ExitStack() as stack:
         try:
-            if parent is None:
+            if parent:
+                path = Path(parent, f"node{node_rank}")
+                files.make_own_folder(path)
+            else:
                 path = _temporary_folder()
                 stack.enter_context(locked_folder(path))
                 _remove_abandoned(path.parent)
-            else:  # all nodes may share the file system of the parent, so each node has its own folder
-                path = parent / f"node{node_rank}"
-                files.make_own_folder(path)
             clear_stop_folder(path)
         except OSError as error:
             raise UsageError(
@@ -137,11 +138,11 @@ def _remove_abandoned(parent: Path) -> None:
     for path in (*parent.glob(f"{TEMPORARY}*"), *parent.glob(f"{RAY_PREFIX}*")):
         try:
             with files.open_own(path / LOCK) as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while a node agent uses the folder
                 age_s = time.time() - os.fstat(lock.fileno()).st_mtime
-        except OSError:  # in use, of another user, or of an imgkit without locks
+        except OSError:  # in use, another user's folder, or a folder of an imgkit without locks
             continue
-        if age_s > NEW_S and not files.foreign_folder_reason(path):
+        if age_s > NEW_S and not files.is_foreign_folder(path):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -184,8 +185,8 @@ def lost_output_reason(stop_folder: Path) -> str:
 def read_saved_step(stop_folder: Path, job_id: str) -> tuple[str | None, str]:
     """Return the step that the program of this job has saved, and a problem with the file ``state-saved``.
 
-    The step is None if nothing was saved, and ``?`` if the file names none. The problem says why an existing
-    file does not count, such as one of another job. It is empty otherwise.
+    The step is None if nothing was saved, and ``?`` if the file names no step. The problem says why an
+    existing file does not count, such as a file of another job. It is empty otherwise.
     """
     path = stop_folder / SAVED
     try:
@@ -196,11 +197,12 @@ def read_saved_step(stop_folder: Path, job_id: str) -> tuple[str | None, str]:
         return None, f"{path} is ignored: {error.strerror}"
     except UnicodeDecodeError as error:
         return None, f"{path} cannot be read: {error}"
-    job = fields[0] if fields else "nothing"
-    if job != job_id:
-        return None, f"{path} names job {job}, not {job_id} (IMGKIT_JOB_ID), so it is ignored"
-    step = fields[1] if len(fields) > 1 else "?"
-    return step, ""
+    saved_job = fields[0] if fields else "nothing"
+    if saved_job != job_id:
+        return None, f"{path} names job {saved_job}, not {job_id} (IMGKIT_JOB_ID), so it is ignored"
+    if len(fields) == 1:
+        return "?", ""
+    return fields[1], ""
 
 
 BY_PERSON = "stop"
@@ -229,25 +231,32 @@ class StopRequest:
     False if a person has ended it for good.
     """
 
+    def takes_precedence(self, previous: StopRequest | None) -> bool:
+        """Return whether this request counts although `previous` came before. None means that none came.
+
+        After a request for a requeue, only a person's request counts: the job must then stay ended.
+        """
+        return previous is None or (previous.requeue and not self.requeue)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
     """The run's folder, in which the run, the job script and people leave files for each other."""
 
     path: Path
-    say: Callable[[str], None] = field(default=terminal.print_messages, compare=False)
+    log: Callable[[str], None] = field(default=terminal.print_messages, compare=False)
     """Prints messages, such as the reason why a file is ignored, once for each file."""
     _reported: set[str] = field(default_factory=set, compare=False)
 
     @classmethod
-    def of(cls, env: Mapping[str, str], say: Callable[[str], None]) -> RunFolder | None:
+    def from_env(cls, env: Mapping[str, str], log: Callable[[str], None]) -> RunFolder | None:
         """Return the folder that IMGKIT_RUN_DIR names, or None if the variable is not set."""
         path = env.get("IMGKIT_RUN_DIR")
-        return cls(path=Path(path), say=say) if path else None
+        return cls(path=Path(path), log=log) if path else None
 
     def stop_file(self) -> Path | None:
-        """Return the file by which a person asks this run to stop or not to start, if it is there."""
-        return self.path / BY_PERSON if self._has(BY_PERSON) else None
+        """Return the file by which a person asks this run to stop or not to start, or None."""
+        return self.path / BY_PERSON if self._find(BY_PERSON) else None
 
     def refuse_stopped(self) -> None:
         """Raise UsageError if a person has asked the run not to start."""
@@ -267,16 +276,18 @@ class RunFolder:
     def clear(self) -> None:
         """Remove the files that the job script and an earlier start have left for each other.
 
+        A file of another user may stay, since it is ignored.
+
         Raises
         ------
-        UsageError : a file that counts cannot be removed.
+        UsageError : a file of this user cannot be removed.
         """
         for name in (FOR_REQUEUE, REQUEUE, RESULT, GPU_USE, fence.FILE):
             try:
                 (self.path / name).unlink(missing_ok=True)
             except OSError as error:
-                if not self._has(name):
-                    continue  # a file that does not count, as of another user, may stay
+                if not self._find(name):
+                    continue
                 raise UsageError(
                     f"files of an earlier run cannot be removed: {error.strerror}",
                     where=f"IMGKIT_RUN_DIR: {error.filename}",
@@ -284,21 +295,24 @@ class RunFolder:
                 ) from error
 
     def request(self) -> StopRequest | None:
-        """Return the request that is in the folder now, or None. Of two, the one of a person counts."""
+        """Return the request that is in the folder now, or None. A person's request comes first."""
         for name in (BY_PERSON, FOR_REQUEUE):
-            if self._has(name):
+            if self._find(name):
                 return StopRequest(reason=str(self.path / name), requeue=name == FOR_REQUEUE)
         return None
 
-    def _has(self, name: str) -> bool:
-        """Return whether a file that counts is there. Print once why another user's file does not count."""
+    def _find(self, name: str) -> bool:
+        """Look for a file of this user, and return whether it is there.
+
+        Another user's file is ignored, with one warning about it.
+        """
         try:
             problem = files.foreign_file_reason(self.path / name)
         except OSError:  # there is no such file, or a network disk fails
             return False
         if problem and name not in self._reported:
             self._reported.add(name)
-            self.say(f"warning: {self.path / name} is ignored: {problem}")
+            self.log(f"warning: {self.path / name} is ignored: {problem}")
         return not problem
 
     def write(self, name: str, text: str) -> None:
@@ -328,10 +342,10 @@ class RunFolder:
         """
         file = self.stop_file()
         if file:
-            self.say(f"state saved ({state}), not requeued: {file} prevents the run from starting")
+            self.log(f"state saved ({state}), not requeued: {file} prevents the run from starting")
             return 0
         if state == self._last_requeued_state():
-            self.say(f"state saved ({state}) where it was at the last start: not requeued")
+            self.log(f"state saved ({state}) where it was at the last start: not requeued")
             return EXIT_SAVED
         self.write(REQUEUED, f"{state}\n")
         self.write(REQUEUE, "")
@@ -376,7 +390,8 @@ class CollectedSignals:
         self.received: list[int] = []
         self.is_repeated = False
         """True once TERM or INT has come a second time, which means that the user wants the end now."""
-        self._last: dict[int, float] = {}
+        self._received_at: dict[int, float] = {}
+        """Time of the latest signal of each number, on the monotonic clock."""
         self._reader, self._writer = os.pipe()
         for descriptor in (self._reader, self._writer):
             os.set_blocking(descriptor, False)
@@ -384,11 +399,11 @@ class CollectedSignals:
     def record(self, number: int, _frame: FrameType | None) -> None:
         """Record signal `number`. This is the signal handler."""
         now = time.monotonic()
-        last = self._last.get(number)
-        self._last[number] = now
-        if last is None:
+        previous_at = self._received_at.get(number)
+        self._received_at[number] = now
+        if previous_at is None:
             self.received.append(number)
-        elif now - last > REPEAT_S and number in (signal.SIGTERM, signal.SIGINT):
+        elif now - previous_at > REPEAT_S and number in (signal.SIGTERM, signal.SIGINT):
             self.is_repeated = True
 
     def first_name(self) -> str:
@@ -405,7 +420,7 @@ class CollectedSignals:
             os.read(self._reader, 4096)
 
     @contextlib.contextmanager
-    def collecting(self) -> Iterator[CollectedSignals]:
+    def collect(self) -> Iterator[CollectedSignals]:
         """Collect signals within this context, and ignore them afterwards.
 
         When the first task of a step has ended, srun ends the others with TERM. A process that is about to
@@ -413,11 +428,11 @@ class CollectedSignals:
         """
         for number in STOP_SIGNALS:
             signal.signal(number, self.record)
-        wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        previous_wakeup_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         try:
             yield self
         finally:
-            signal.set_wakeup_fd(wakeup)
+            signal.set_wakeup_fd(previous_wakeup_fd)
             for number in STOP_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
             os.close(self._reader)

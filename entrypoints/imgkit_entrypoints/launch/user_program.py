@@ -52,26 +52,19 @@ def main(argv: list[str]) -> None:
     sys.excepthook = excepthook
     os.register_at_fork(after_in_child=_name_bad_samples)
     open_watchdog_files()
-    blocked_signals = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    if signal.SIGTERM in blocked_signals:  # only if a node agent has started torchrun
-        for number in STOP_SIGNALS:
-            signal.signal(number, lambda *_: None)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        os.register_at_fork(after_in_child=_obey_parent_only)
-    options = []
+    _unblock_stop_signals()
+    passes_local_rank = is_module = False
     while argv[0] in ("--pass-local-rank", "-m"):
-        options.append(argv.pop(0))
+        option = argv.pop(0)
+        passes_local_rank |= option == "--pass-local-rank"
+        is_module |= option == "-m"
     program = argv[0]
-    if "--pass-local-rank" in options:  # torch.distributed.launch put the option first as well
+    if passes_local_rank:  # torch.distributed.launch put this argument first as well
         argv.insert(1, f"--local_rank={os.environ['LOCAL_RANK']}")
     sys.argv = argv
-    # Python sets the first entry of sys.path to the folder of the script that it runs, or with -m to the
-    # current folder. Here it is the folder of this file, except with -P (safe_path), which leaves the entry
-    # out.
-    if not getattr(sys.flags, "safe_path", False) or sys.path[:1] == [""]:
-        sys.path[0] = os.getcwd() if "-m" in options else os.path.dirname(os.path.realpath(program))  # noqa: PTH109, PTH120
+    _set_import_path(program, is_module=is_module)
     try:
-        if "-m" in options:
+        if is_module:
             runpy.run_module(program, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(program, run_name="__main__")
@@ -82,6 +75,35 @@ def main(argv: list[str]) -> None:
         raise
 
 
+def _unblock_stop_signals() -> None:
+    """Unblock the stop signals for the program, with a handler that does nothing.
+
+    The signals are blocked only if a node agent has started torchrun.
+    """
+    blocked_signals = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # blocks nothing more
+    if signal.SIGTERM not in blocked_signals:
+        return
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    os.register_at_fork(after_in_child=_obey_parent_only)
+
+
+def _set_import_path(program: str, *, is_module: bool) -> None:
+    """Set the first entry of sys.path as Python does for a program.
+
+    It is the folder of the script, or with -m the current folder. Before, it is the folder of this file. With
+    -P (safe_path), Python has left out the entry, and it stays out.
+    """
+    has_entry = not getattr(sys.flags, "safe_path", False) or sys.path[:1] == [""]
+    if not has_entry:
+        return
+    if is_module:
+        sys.path[0] = os.getcwd()  # noqa: PTH109
+    else:
+        sys.path[0] = os.path.dirname(os.path.realpath(program))  # noqa: PTH120
+
+
 def open_watchdog_files() -> None:
     """Make the files by which the node agent's watchdog sees this process and its stacks (watchdog.py).
 
@@ -90,13 +112,15 @@ def open_watchdog_files() -> None:
     folder, rank = os.environ.get("IMGKIT_STOP_DIR"), os.environ.get("RANK", "")
     if not folder or not rank.isdigit():
         return
+    # watchdog.LAYOUT: -1 is the position before the first step, and the number of signs of life of a program
+    # that gives none.
+    position = signs = -1
     try:
-        stacks = _create(os.path.join(folder, f"stacks-{rank}"))  # noqa: PTH118
-        faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=False)
-        _open_files.append(stacks)
-        notes = struct.pack("qqq", os.getpid(), -1, -1)  # before the first step, and without signs of life
-        with _create(os.path.join(folder, f"pulse-{rank}")) as file:  # noqa: PTH118
-            file.write(notes)
+        stacks_file = _create(os.path.join(folder, f"stacks-{rank}"))  # noqa: PTH118
+        faulthandler.register(STACK_SIGNAL, file=stacks_file, all_threads=False)
+        _open_files.append(stacks_file)
+        with _create(os.path.join(folder, f"pulse-{rank}")) as pulse_file:  # noqa: PTH118
+            pulse_file.write(struct.pack("qqq", os.getpid(), position, signs))
     except OSError:  # on a full disk, the program runs without stacks
         return
 
@@ -106,7 +130,7 @@ _open_files: list[object] = []
 
 
 def _create(path: str) -> BinaryIO:
-    """Make a new file that only this user can read, and remove an old one of this name."""
+    """Make a new file that only this user can read, and remove an old file of this name."""
     if os.path.lexists(path):
         os.unlink(path)  # noqa: PTH108
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -116,58 +140,62 @@ def _create(path: str) -> BinaryIO:
 def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Report the exception that ends this worker. Without a node agent, print it as Python does."""
     try:
-        text = described(error, trace)
-        reported = report(text, sample=find_sample(trace), unreachable=find_unreachable(error))
+        text = format_error(error, trace)
+        is_reported = report(text, sample=find_sample(trace), address=find_unreachable(error))
     except Exception:  # the exception cannot be printed, or the program has changed these modules
-        reported = False
-    if not reported:
+        is_reported = False
+    if not is_reported:
         sys.__excepthook__(kind, error, trace)
 
 
-def described(error: BaseException, trace: TracebackType | None) -> str:
-    """Return the traceback of `error` from the user's first frame on.
+def format_error(error: BaseException, trace: TracebackType | None) -> str:
+    """Return the traceback of `error` from the first frame of the user's code on.
 
-    The frames before it start the program: those of runpy, of this package and of torch. If there are no
+    The frames before it start the program: they are of runpy, of this package or of torch. If there are no
     other frames, return the whole traceback. But if the program was not found or is not valid Python, the
     frames say nothing, so return the error alone.
     """
-    frames = own_frames(trace)
-    is_missing = frames is None and _failed_to_start(trace)
-    if frames is None and not is_missing:
+    frames = user_frames(trace)
+    has_started = frames is not None or not _failed_to_start(trace)
+    if has_started and frames is None:
         frames = trace
-    return "".join(traceback.format_exception(type(error), error, frames, chain=not is_missing)).rstrip("\n")
+    lines = traceback.format_exception(type(error), error, frames, chain=has_started)
+    return "".join(lines).rstrip("\n")
 
 
 def _failed_to_start(trace: TracebackType | None) -> bool:
     """Return whether the error came up while the program was started.
 
-    The innermost frame outside of runpy and Python's import system is then one of this module.
+    The innermost frame outside of runpy and Python's import system is then a frame of this module.
     """
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
     for file in reversed(files):
-        if not _is_pythons(file):
+        if not _is_python_start(file):
             return file == __file__
     return False
 
 
-def own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Return `trace` from the user's first frame on, or None if it has no frame of the user."""
-    while trace is not None and _is_runner(trace.tb_frame):
+def user_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return `trace` from the first frame of the user's code on, or None if it has no such frame."""
+    while trace is not None and _starts_programs(trace.tb_frame):
         trace = trace.tb_next
     return trace
 
 
-def _is_runner(frame: FrameType) -> bool:
+def _starts_programs(frame: FrameType) -> bool:
     """Return whether `frame` is of Python's start of programs, of this package or of torch."""
     file = frame.f_code.co_filename
-    folders = [os.path.dirname(os.path.dirname(__file__))]  # noqa: PTH120
-    torch = getattr(sys.modules.get("torch"), "__file__", None)
-    if torch:
-        folders.append(os.path.dirname(torch))  # noqa: PTH120
-    return _is_pythons(file) or any(file.startswith(f"{folder}{os.sep}") for folder in folders)
+    if _is_python_start(file):
+        return True
+    package = os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120
+    if file.startswith(f"{package}{os.sep}"):
+        return True
+    torch_file = getattr(sys.modules.get("torch"), "__file__", None) or ""
+    folder = os.path.dirname(torch_file)  # noqa: PTH120
+    return folder != "" and file.startswith(f"{folder}{os.sep}")
 
 
-def _is_pythons(file: str) -> bool:
+def _is_python_start(file: str) -> bool:
     """Return whether `file` is a part of Python that starts programs, such as ``<frozen runpy>``."""
     return file.startswith("<frozen ") or file == runpy.__file__
 
@@ -175,33 +203,43 @@ def _is_pythons(file: str) -> bool:
 def find_sample(trace: TracebackType | None) -> Any:
     """Return the index of the sample that torch's DataLoader was reading, or None if it was reading none."""
     index = None
-    while trace is not None:
-        frame = trace.tb_frame
-        if frame.f_code.co_filename.endswith(os.path.join("torch", "utils", "data", "_utils", "fetch.py")):  # noqa: PTH118
-            index = frame.f_locals.get("idx", index)
-        trace = trace.tb_next
+    fetch_file = os.path.join("torch", "utils", "data", "_utils", "fetch.py")  # noqa: PTH118
+    for frame, _ in traceback.walk_tb(trace):
+        if frame.f_code.co_filename.endswith(fetch_file):
+            index = frame.f_locals.get("idx", index)  # the parameter of torch's fetch functions
     return index
 
 
 def find_unreachable(error: BaseException | None) -> str:
-    """Return the ``HOST:PORT`` to which `error`, or an error that led to it, could not connect, if any.
+    """Return the ``HOST:PORT`` to which `error`, or an error that led to it, could not connect.
 
-    The messages of many libraries do not name the host. But all of these libraries connect by functions of
-    the socket module, whose frames have it.
+    Return "" if no connection failed. The messages of many libraries do not name the host, so look for it in
+    the frames of the socket module, by which all of these libraries connect.
     """
-    host, errors = "", list[BaseException]()
-    while error is not None and error not in errors and not host:
-        errors.append(error)
-        frames = error.__traceback__ if isinstance(error, OSError) else None
-        for frame, _ in traceback.walk_tb(frames):
-            name, values = frame.f_code.co_name, frame.f_locals
-            if name in ("create_connection", "getaddrinfo") and "host" in values and "port" in values:
-                host = f"{values['host']}:{values['port']}"
+    seen = list[BaseException]()
+    while error is not None and error not in seen:  # a program can make a circle of errors
+        address = _connect_address(error)
+        if address:
+            return address
+        seen.append(error)
         error = error.__cause__ or error.__context__
-    return host
+    return ""
 
 
-def report(text: str, *, sample: object = None, unreachable: str = "") -> bool:
+def _connect_address(error: BaseException) -> str:
+    """Return the ``HOST:PORT`` of the innermost call that connects in the frames of `error`, or ""."""
+    address = ""
+    if not isinstance(error, OSError):
+        return address
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        values = frame.f_locals
+        is_connecting = frame.f_code.co_name in ("create_connection", "getaddrinfo")
+        if is_connecting and "host" in values and "port" in values:
+            address = f"{values['host']}:{values['port']}"
+    return address
+
+
+def report(text: str, *, sample: object = None, address: str = "") -> bool:
     """Write the error text with which this worker ends into the stop folder, for the node agent.
 
     Return False if there is no node agent, or if the record cannot be written.
@@ -209,7 +247,7 @@ def report(text: str, *, sample: object = None, unreachable: str = "") -> bool:
     Parameters
     ----------
     sample : index of the sample of the data set that could not be read, or None.
-    unreachable : ``HOST:PORT`` to which the worker could not connect.
+    address : ``HOST:PORT`` to which the worker could not connect, or "".
     """
     folder, rank = os.environ.get("IMGKIT_STOP_DIR"), os.environ.get("RANK", "")
     if not folder or not rank.isdigit() or "IMGKIT_ATTEMPT" not in os.environ:
@@ -218,22 +256,22 @@ def report(text: str, *, sample: object = None, unreachable: str = "") -> bool:
         text = f"{text[:HALF]}\n...\n{text[-HALF:]}"
     if sample is not None:
         text = f"sample {str(sample)[:100]} of the data set\n{text}"
-    if unreachable:
-        text = f"this node cannot reach {unreachable[:200]} (is there a route to the internet?)\n{text}"
-    # The record is renamed into place, so that the node agent never reads half of one.
-    part = os.path.join(folder, f".imgkit-{os.getpid()}.part")  # noqa: PTH118
+    if address:
+        text = f"this node cannot reach {address[:200]} (is there a route to the internet?)\n{text}"
+    # The record is renamed into place, so that the node agent never reads half of it.
+    temporary = os.path.join(folder, f".imgkit-{os.getpid()}.part")  # noqa: PTH118
     try:
-        with _create(part) as file:
+        with _create(temporary) as file:
             file.write(f"{time.time()}\n{text}".encode(errors="backslashreplace"))
-        os.replace(part, os.path.join(folder, RECORD + rank))  # noqa: PTH105, PTH118
+        os.replace(temporary, os.path.join(folder, RECORD + rank))  # noqa: PTH105, PTH118
     except OSError:
         return False
-    mark(text)
+    print_to_log(text)
     return True
 
 
-def mark(text: str) -> None:
-    """Write `text` to standard error with a mark on each line, so that only the node agent's log gets it."""
+def print_to_log(text: str) -> None:
+    """Write `text` to standard error with `MARK` before each line, so that only the agent's log has it."""
     data = "".join(f"{MARK}{line}\n" for line in text.split("\n")).encode(errors="backslashreplace")
     try:
         while data:
@@ -250,13 +288,16 @@ def _name_bad_samples() -> None:
     wrapper = getattr(sys.modules.get("torch._utils"), "ExceptionWrapper", None)
     if wrapper is None:
         return
-    by_torch = wrapper.__init__
+    original_init = wrapper.__init__
 
-    def named(self: object, exc_info: Any = None, where: str = "in background") -> None:
-        sample = find_sample((exc_info or sys.exc_info())[2])
-        by_torch(self, exc_info, where if sample is None else f"{where}, at sample {sample} of the data set")
+    def init(self: object, exc_info: Any = None, where: str = "in background") -> None:
+        _, _, trace = exc_info or sys.exc_info()
+        sample = find_sample(trace)
+        if sample is not None:
+            where = f"{where}, at sample {sample} of the data set"
+        original_init(self, exc_info, where)
 
-    wrapper.__init__ = named
+    wrapper.__init__ = init
 
 
 def _obey_parent_only() -> None:
@@ -267,12 +308,12 @@ def _obey_parent_only() -> None:
     parent = os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
-    def wait() -> None:
+    def exit_for_parent() -> None:
         while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent:
             pass
         os._exit(0)  # torch's data workers do the same, since another code would look like a crash
 
-    threading.Thread(target=wait, daemon=True).start()
+    threading.Thread(target=exit_for_parent, daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ class Pulse:
 
 @contextlib.contextmanager
 def connecting(env: Mapping[str, str]) -> Iterator[None]:
-    """Have this worker watched while it opens the process group, unless it is watched already."""
+    """Have the watchdog watch this worker while it opens the process group, unless it does so already."""
     folder, rank = env.get("IMGKIT_STOP_DIR"), env.get("RANK", "0")
     if folder is None or Path(folder, f"pulse-{rank}").exists():
         yield
@@ -161,6 +161,23 @@ def map_shared_file(path: Path, size: int) -> mmap.mmap:
         return mmap.mmap(file.fileno(), size)
 
 
+# Fields of /proc/PID/stat by their number in proc_pid_stat(5). Field 3 is the first one after the name.
+_STAT_FIELDS = {14: "utime", 15: "stime", 22: "starttime"}
+
+
+def read_stat(pid: int | str) -> dict[str, str]:
+    """Return the fields `_STAT_FIELDS` of a process, in clock ticks, such as ``{"utime": "310", ...}``.
+
+    Raises
+    ------
+    OSError : the process has ended.
+    """
+    # "4711 (python3) S 1 ...": the name in parentheses may contain spaces, so split what follows it.
+    _, _, text = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
+    numbered = enumerate(text.split(), start=3)
+    return {_STAT_FIELDS[number]: field for number, field in numbered if number in _STAT_FIELDS}
+
+
 class _IdleTimer:
     """Measures for how long a process has hardly used a processor."""
 
@@ -175,12 +192,11 @@ class _IdleTimer:
         Call this about once a second. A process that has ended is never idle.
         """
         try:
-            fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-            # The name in parentheses may contain anything. User and system time are the 12th and 13th field
-            # after it.
-            cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        except (OSError, ValueError, IndexError):  # the process has ended
+            fields = read_stat(pid)
+            user_ticks, system_ticks = int(fields["utime"]), int(fields["stime"])
+        except (OSError, ValueError, KeyError):  # the process has ended
             return -math.inf
+        cpu_s = (user_ticks + system_ticks) / os.sysconf("SC_CLK_TCK")
         if cpu_s - self._cpu_s > IDLE_SHARE * (now - self._read_at):
             self._idle_since = now
         self._idle_since = min(self._idle_since, now)
@@ -195,19 +211,17 @@ class _Note(NamedTuple):
     pid: int
     position: int
     signs: int
+    """Signs of life at this position. For a user program, voluntary waits of its main thread."""
+    writes_no_positions: bool
+    """True for a user program."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Worker:
     """One worker, as the watchdog has last seen it. Times are of the monotonic clock."""
 
-    rank: int
-    pid: int
-    position: int
-    signs: int
-    """Signs of life at this position. For a user program, voluntary waits of its main thread."""
-    notes_nothing: bool
-    """True for a user program, which writes no positions."""
+    note: _Note
+    """What the worker had written at its last sign of life."""
     since: float
     """Time of the last sign of life."""
     longest_s: float = 0.0
@@ -220,12 +234,28 @@ class _Worker:
     """True if the worker waits in `CONNECTS`."""
     idle_timer: _IdleTimer = field(default_factory=_IdleTimer)
 
+    def was_woken(self, now: float) -> bool:
+        """Return whether new waits of a user program come from the watchdog's own request for its stack."""
+        return self.note.writes_no_positions and now - self.asked_at <= WAKE_S
+
+    def has_moved(self, note: _Note) -> bool:
+        """Return whether `note` shows a sign of life of this worker since its last note."""
+        if note.writes_no_positions:
+            return note.signs - self.note.signs > MAX_IDLE_WAITS
+        return note != self.note
+
+    def update(self, note: _Note, now: float) -> None:
+        """Set what `note` says about a worker that has moved."""
+        self.note, self.since, self.stacks_from = note, now, None
+        if note.writes_no_positions:  # any other worker keeps it, since `connecting` itself ends its notes
+            self.is_connecting = False
+
     def patience_s(self, hang_after_s: float) -> float:
         """Return the seconds without a sign of life after which this worker is late."""
         factor = 1
-        if self.notes_nothing and not self.is_connecting:
+        if self.note.writes_no_positions and not self.is_connecting:
             factor = PATIENCE
-        elif self.position < 0 and not self.is_connecting:
+        elif self.note.position < 0 and not self.is_connecting:
             factor = PATIENCE_BEFORE
         return max(hang_after_s * factor, self.longest_s * PATIENCE)
 
@@ -264,7 +294,7 @@ class Watchdog:
     @property
     def positions(self) -> Positions | None:
         """Return the positions of this node's slowest and furthest worker, or None without workers."""
-        positions = [worker.position for worker in self._workers.values()]
+        positions = [worker.note.position for worker in self._workers.values()]
         return (min(positions), max(positions)) if positions else None
 
     def furthest_position(self) -> int | None:
@@ -282,9 +312,6 @@ class Watchdog:
     def new_reports(self, of_run: Positions | None = None) -> list[str]:
         """Check all workers, and return new reports. Call this about once a second.
 
-        A report takes several calls: first the late workers are asked for their stacks, and NCCL for its
-        state, and a later call has the answers.
-
         Parameters
         ----------
         of_run : positions of the slowest and the furthest worker of the whole run.
@@ -293,118 +320,120 @@ class Watchdog:
         reports = self._update(now)
         for worker in self._workers.values():
             is_late = self._hang_after_s > 0 and worker.is_late(self._hang_after_s, now)
-            if worker.position < 0 and not worker.is_connecting and not is_late:
-                self._look_for_connect(worker, now)
-        local = self.positions
-        if local is None or not self._hang_after_s:
+            if worker.note.position < 0 and not worker.is_connecting and not is_late:
+                self._check_connecting(worker, now)
+        if self.positions is None or not self._hang_after_s:
             return reports
-        low, high = local
+        low, high = self.positions
         if of_run:
             low, high = min(low, of_run[0]), max(high, of_run[1])
-        slowest = [worker for worker in self._workers.values() if worker.position == low]
+        slowest = [worker for worker in self._workers.values() if worker.note.position == low]
         late = [worker for worker in slowest if worker.is_late(self._hang_after_s, now)]
         if not self._should_report(slowest, late):
             return reports
-        unasked = [worker for worker in slowest if worker.stacks_from is None]
-        if unasked:
-            for worker in unasked:
-                self._ask(worker, now)
-            self._asked_at = now
-            # If all ranks are at the same position, all nodes report, and one answer of NCCL is enough.
-            has_rank_0 = any(worker.rank == 0 for worker in slowest)
-            self._question = self._ask_nccl() if low < high or has_rank_0 else None
-            return reports
-        answers = {worker.rank: self._answer(worker) for worker in slowest}
-        if self._question is not None and self._question.is_open:
-            return reports
-        if not all(answers.values()) and now - self._asked_at < ANSWER_S:
+        stacks = self._question_workers(slowest, now, some_are_ahead=low < high)
+        if stacks is None:
             return reports
         for worker in slowest:
-            worker.is_connecting = CONNECTS in answers[worker.rank]
-        self._reported |= {worker.rank for worker in late}
+            worker.is_connecting = CONNECTS in stacks[worker.note.rank]
+        self._reported |= {worker.note.rank for worker in late}
         seconds = min(now - worker.since for worker in late)
-        lines = [self._title(late, seconds, low, high), *self._stacks(slowest, answers)]
+        lines = [self._title(late, seconds, low, high), *self._stack_lines(slowest, stacks)]
         if self._question:
             lines += self._question.lines
         return [*reports, "\n".join(lines)]
 
+    def _question_workers(
+        self, workers: Sequence[_Worker], now: float, *, some_are_ahead: bool
+    ) -> Mapping[int, str] | None:
+        """Return the stacks of `workers` by rank, or None while some may still come.
+
+        The first call asks the workers for their stacks, and NCCL for its state. A later call returns the
+        answers. The stack of a worker that does not answer in time is empty.
+
+        Parameters
+        ----------
+        some_are_ahead : True if other workers of the run are at a later position.
+        """
+        unasked = [worker for worker in workers if worker.stacks_from is None]
+        if unasked:
+            for worker in unasked:
+                self._request_stack(worker, now)
+            self._asked_at = now
+            # If all ranks are at the same position, all nodes report, and one answer of NCCL is enough.
+            has_rank_0 = any(worker.note.rank == 0 for worker in workers)
+            self._question = self._ask_nccl() if some_are_ahead or has_rank_0 else None
+            return None
+        if self._question is not None and self._question.is_open:
+            return None
+        stacks = {worker.note.rank: self._read_stack(worker) for worker in workers}
+        if not all(stacks.values()) and now - self._asked_at < ANSWER_S:
+            return None
+        return stacks
+
     def _should_report(self, slowest: Sequence[_Worker], late: Sequence[_Worker]) -> bool:
-        """Return whether the `late` ones among the slowest workers are a hang that is not reported yet.
+        """Return whether the workers in `late`, a part of the slowest workers, are a hang not reported yet.
 
         All of the slowest workers must be late. For user programs, one late worker is enough, since the
         others may wait for it in short naps.
         """
         if not late:
             return False
-        if any(worker.notes_nothing for worker in late):
+        if any(worker.note.writes_no_positions for worker in late):
             return not self._reported
-        is_new = any(worker.rank not in self._reported for worker in late)
+        is_new = any(worker.note.rank not in self._reported for worker in late)
         return is_new and len(late) == len(slowest)
 
-    def _look_for_connect(self, worker: _Worker, now: float) -> None:
+    def _check_connecting(self, worker: _Worker, now: float) -> None:
         """Find out whether a worker without a sign of life waits in `CONNECTS`.
 
         The worker is asked for its stack every `CONNECT_LOOK_S` seconds, or every ``--hang-after`` if that is
         shorter, and only while it is idle.
         """
-        look_s = max(2 * WAKE_S, min(CONNECT_LOOK_S, self._hang_after_s or CONNECT_LOOK_S))
-        if worker.stacks_from is None:
-            idle_s = worker.idle_timer.update(worker.pid, now)
-            if idle_s >= IDLE_S and now - max(worker.since, worker.asked_at) >= look_s:
-                self._ask(worker, now)
+        if worker.stacks_from is not None:  # it was asked before
+            self._read_connecting(worker, now)
             return
-        answer = self._answer(worker)
-        if answer or now - worker.asked_at >= ANSWER_S:
-            worker.is_connecting = CONNECTS in answer
-            if not worker.is_connecting:
-                worker.stacks_from = None
+        interval_s = CONNECT_LOOK_S
+        if self._hang_after_s:
+            interval_s = max(2 * WAKE_S, min(CONNECT_LOOK_S, self._hang_after_s))
+        idle_s = worker.idle_timer.update(worker.note.pid, now)
+        if idle_s >= IDLE_S and now - max(worker.since, worker.asked_at) >= interval_s:
+            self._request_stack(worker, now)
+
+    def _read_connecting(self, worker: _Worker, now: float) -> None:
+        """Set `is_connecting` by the stack of a worker that was asked for it, once the stack has come."""
+        stack = self._read_stack(worker)
+        if not stack and now - worker.asked_at < ANSWER_S:
+            return
+        worker.is_connecting = CONNECTS in stack
+        if not worker.is_connecting:
+            worker.stacks_from = None  # so that it is asked again later
 
     def _update(self, now: float) -> list[str]:
-        """Read the notes of all workers. Return reports about those that move again after a report."""
-        moved: dict[float, list[_Worker]] = {}  # by the whole seconds of the hang
+        """Read the notes of all workers. Return reports about workers that move again after a report."""
+        moved: dict[int, list[_Worker]] = {}  # by the whole seconds of the hang
         # While a worker is reported, others wait for it, so their steps do not show how long a step takes.
         is_calm = not self._reported
-        notes = list(self._read_notes())
+        notes = list(self._read_running())
         for rank in self._workers.keys() - {note.rank for note in notes}:
             self._forget(rank)
         for note in notes:
-            status = _process_status(note.pid)
-            if not status:  # the process has ended
-                self._forget(note.rank)
-                continue
-            notes_nothing = note.signs < 0
-            signs = note.signs
-            if notes_nothing:
-                signs = int(status.get("voluntary_ctxt_switches", "0"))
             worker = self._workers.get(note.rank)
-            if worker is None or worker.pid != note.pid:
+            if worker is None or worker.note.pid != note.pid:
                 self._forget(note.rank)
-                self._workers[note.rank] = _Worker(
-                    rank=note.rank,
-                    pid=note.pid,
-                    position=note.position,
-                    signs=signs,
-                    notes_nothing=notes_nothing,
-                    since=now,
-                )
+                self._workers[note.rank] = _Worker(note=note, since=now)
                 continue
-            if notes_nothing and now - worker.asked_at <= WAKE_S:
-                worker.signs = signs  # the request for stacks has woken the main thread
-                continue
-            if notes_nothing and signs - worker.signs <= MAX_IDLE_WAITS:
-                continue
-            if (worker.position, worker.signs) == (note.position, signs):
+            if worker.was_woken(now):
+                worker.note = note
+            if not worker.has_moved(note):
                 continue
             seconds = now - worker.since
             if note.rank in self._reported:
                 self._reported.remove(note.rank)
                 moved.setdefault(round(seconds), []).append(worker)
-            elif is_calm and worker.position >= 0:
+            elif is_calm and worker.note.position >= 0:
                 worker.longest_s = max(worker.longest_s, seconds)
-            worker.position, worker.signs, worker.since = note.position, signs, now
-            worker.stacks_from = None
-            if notes_nothing:  # any other worker keeps it, since `connecting` itself ends its notes
-                worker.is_connecting = False
+            worker.update(note, now)
         return [
             f"{self._ranks_text(workers)} moved again after {seconds} s" for seconds, workers in moved.items()
         ]
@@ -414,6 +443,17 @@ class Watchdog:
         self._workers.pop(rank, None)
         self._reported.discard(rank)
 
+    def _read_running(self) -> Iterator[_Note]:
+        """Yield the notes of workers that still run. A user program gets its waits as signs of life."""
+        for note in self._read_notes():
+            status = _process_status(note.pid)
+            if not status:  # the process has ended
+                continue
+            if note.writes_no_positions:
+                yield note._replace(signs=int(status.get("voluntary_ctxt_switches", "0")))
+            else:
+                yield note
+
     def _read_notes(self) -> Iterator[_Note]:
         """Yield what each worker has written, except those that should not be watched any more."""
         for path in self._folder.glob("pulse-*"):
@@ -421,29 +461,29 @@ class Watchdog:
                 pid, position, signs = LAYOUT.unpack(files.read_bytes(path))
                 if pid:
                     rank = int(path.name.removeprefix("pulse-"))
-                    yield _Note(rank, pid, position, signs)
+                    yield _Note(rank, pid, position, signs, writes_no_positions=signs < 0)
 
-    def _ask(self, worker: _Worker, now: float) -> None:
+    def _request_stack(self, worker: _Worker, now: float) -> None:
         """Ask a worker for its stack by a signal, and remember where in the file its answer begins."""
-        path = self._folder / f"stacks-{worker.rank}"
+        path = self._folder / f"stacks-{worker.note.rank}"
         worker.stacks_from = path.stat().st_size if path.exists() else 0
         worker.asked_at = now
         # Bit n - 1 of SigCgt stands for a handler of signal n. Without one, the signal would end the process,
         # or a new process that has got its id.
-        caught_signals = int(_process_status(worker.pid).get("SigCgt", "0"), 16)
+        caught_signals = int(_process_status(worker.note.pid).get("SigCgt", "0"), 16)
         if caught_signals >> (STACK_SIGNAL - 1) & 1:
             with contextlib.suppress(OSError):
-                os.kill(worker.pid, STACK_SIGNAL)
+                os.kill(worker.note.pid, STACK_SIGNAL)
 
-    def _answer(self, worker: _Worker) -> str:
+    def _read_stack(self, worker: _Worker) -> str:
         """Return the stack of `worker`, or why it has none. Empty while the stack may still come."""
         with contextlib.suppress(OSError):
-            text = files.read_bytes(self._folder / f"stacks-{worker.rank}")[worker.stacks_from :]
+            text = files.read_bytes(self._folder / f"stacks-{worker.note.rank}")[worker.stacks_from :]
             stack = _main_stack(text.decode(errors="replace"))
             if stack:
                 return stack
-        state = _process_status(worker.pid).get("State", "")[:1]
-        return STOPPED.get(state, "").format(pid=worker.pid)
+        state = _process_status(worker.note.pid).get("State", "")[:1]
+        return STOPPED.get(state, "").format(pid=worker.note.pid)
 
     def _title(self, late: list[_Worker], seconds: float, low: int, high: int) -> str:
         """Return the first line of a report about workers that are `late`.
@@ -454,29 +494,31 @@ class Watchdog:
         if all(worker.is_connecting for worker in late):
             reason = "ranks are missing, or torch's store has lost their keys"
             return f"{name} in {CONNECTS} for {seconds:.0f} s: {reason}"
-        if any(worker.notes_nothing for worker in late):
+        if any(worker.note.writes_no_positions for worker in late):
             return f"{name} without a sign of life for {seconds:.0f} s; all ranks of this node:"
+        slowest, furthest = _describe_position(low), _describe_position(high)
         if low < high:
-            return f"{name} did not move from {_step(low)} for {seconds:.0f} s (others: {_step(high)})"
-        return f"no rank has moved from {_step(low)} for {seconds:.0f} s"
+            return f"{name} did not move from {slowest} for {seconds:.0f} s (others: {furthest})"
+        return f"no rank has moved from {slowest} for {seconds:.0f} s"
 
-    def _stacks(self, workers: list[_Worker], answers: Mapping[int, str]) -> Iterator[str]:
+    def _stack_lines(self, workers: list[_Worker], stacks: Mapping[int, str]) -> Iterator[str]:
         """Yield each different stack once, with all workers that have it.
 
         Workers without a stack come first, then stacks of few workers. They are more likely the cause: most
         workers have the same stack and wait for the others.
         """
-        groups: dict[str, list[_Worker]] = {}
+        workers_by_text: dict[str, list[_Worker]] = {}
         for worker in workers:
-            answer = answers[worker.rank] or _no_stack_reason(worker)
-            groups.setdefault(answer, []).append(worker)
-        for answer, group in sorted(groups.items(), key=lambda item: (_STACK in item[0], len(item[1]))):
-            pids = ", ".join(str(worker.pid) for worker in group)
-            yield f"  {self._ranks_text(group)} (process {pids}): {answer}"
+            text = stacks[worker.note.rank] or _no_stack_reason(worker)
+            workers_by_text.setdefault(text, []).append(worker)
+        texts = sorted(workers_by_text, key=lambda text: (_STACK in text, len(workers_by_text[text])))
+        for text in texts:
+            pids = ", ".join(str(worker.note.pid) for worker in workers_by_text[text])
+            yield f"  {self._ranks_text(workers_by_text[text])} (process {pids}): {text}"
 
     def _ranks_text(self, workers: list[_Worker]) -> str:
         """Return the name of some workers of this node, such as ``ranks 4, 6 on n2``."""
-        ranks = sorted(worker.rank for worker in workers)
+        ranks = sorted(worker.note.rank for worker in workers)
         label = "rank" if len(ranks) == 1 else "ranks"
         return f"{label} {', '.join(map(str, ranks))} on {self._host}"
 
@@ -484,12 +526,12 @@ class Watchdog:
 def _no_stack_reason(worker: _Worker) -> str:
     """Return why a worker has sent no stack."""
     # "D (disk sleep)": the kernel delivers no signal to such a process.
-    if _process_status(worker.pid).get("State", "").startswith("D"):
+    if _process_status(worker.note.pid).get("State", "").startswith("D"):
         return "no stack: it hangs in the kernel, in a file system or a driver"
     return f"no stack: it did not answer signal {STACK_SIGNAL} in {ANSWER_S:g} s"
 
 
-def _step(position: int) -> str:
+def _describe_position(position: int) -> str:
     """Return a position in words: -1 is ``its start``, 5 is ``step 3``, 6 is ``the end of step 3``."""
     if position < 0:
         return "its start"

@@ -61,7 +61,7 @@ class Connection:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether something still waits for room in the network."""
+        """Return whether something still waits for room in the network."""
         return bool(self._output) and not self.error
 
     def send(self, message: Message) -> None:
@@ -116,7 +116,10 @@ class Connection:
             return None
 
     def end_sending(self) -> None:
-        """Send the rest, and announce the end if all is sent. The peer closes when it has read all."""
+        """Send the rest of the queue, and announce the end of sending if all of it could be sent.
+
+        The peer closes its end when it has read everything.
+        """
         self.flush()
         if not self._output:
             with contextlib.suppress(OSError):
@@ -132,7 +135,7 @@ class Connection:
             self.socket.settimeout(max(0.0, deadline - time.monotonic()))
             self.socket.sendall(self._output)
             self.socket.shutdown(socket.SHUT_WR)
-            # What still arrives is dropped; an empty text is the end.
+            # Drop what still arrives, until recv returns nothing: the peer has closed its end.
             while self.socket.recv(MAX_LINE_BYTES):
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
@@ -140,6 +143,7 @@ class Connection:
                 self.socket.settimeout(left_s)
 
     def _read(self) -> None:
+        """Send the queue, and add what has arrived to the input. Set `error` if the connection is over."""
         self.flush()
         if self.error:
             return
@@ -147,8 +151,7 @@ class Connection:
             data = self.socket.recv(self.max_line_bytes + 1)
         except BlockingIOError:
             return
-        except ConnectionResetError:
-            # A process that is killed with unread input resets its connections.
+        except ConnectionResetError:  # a process that is killed with unread input resets its connections
             data = b""
         except OSError as error:
             self.error = f"the connection broke: {error.strerror or error}"
@@ -160,9 +163,10 @@ class Connection:
             self.error = FOREIGN
 
     def _has_long_line(self) -> bool:
-        # What follows the last line feed is a line that has not arrived as a whole.
-        lines = self._input.split(b"\n")
-        return len(self._input) > self.max_line_bytes and max(map(len, lines)) > self.max_line_bytes
+        """Return whether a line of the input is too long, also one that has not arrived as a whole."""
+        if len(self._input) <= self.max_line_bytes:
+            return False
+        return max(map(len, self._input.split(b"\n"))) > self.max_line_bytes
 
 
 def close_all(connections: Collection[Connection], linger_s: float = 0.0) -> None:
@@ -199,12 +203,12 @@ class Handshake:
 
     @property
     def opening(self) -> bytes:
-        """The node's first line."""
+        """Return the node's first line."""
         return f"imgkit-join {self.node_rank} {self.node_nonce}".encode()
 
     @classmethod
     def accept(cls, secret: bytes, job_id: str, opening: bytes) -> Handshake | None:
-        """Return the head's handshake with a node that has sent `opening`, or None if that is no opening."""
+        """Return the head's handshake with a node whose first line is `opening`, or None for another line."""
         match = _OPENING.fullmatch(opening)
         if match is None:
             return None
@@ -218,11 +222,14 @@ class Handshake:
 
     @property
     def answer(self) -> bytes:
-        """The head's first line."""
+        """Return the head's first line."""
         return f"imgkit-head {self.head_nonce} ".encode() + self._mac("head", b"")
 
     def confirm(self, answer: bytes) -> Handshake | None:
-        """Return the node's handshake with the head that sent `answer`, or None if that proves no secret."""
+        """Return the node's handshake with the head that sent `answer`.
+
+        Return None if the answer does not prove that the head knows the secret.
+        """
         match = _ANSWER.fullmatch(answer)
         if match is None:
             return None
@@ -236,7 +243,10 @@ class Handshake:
         return self._mac("node", request) + b" " + request
 
     def verify(self, line: bytes) -> bytes | None:
-        """Return the request in the node's second line, or None if that proves no secret."""
+        """Return the request in the node's second line.
+
+        Return None if the line does not prove that the node knows the secret.
+        """
         _, _, request = line.partition(b" ")
         if not hmac.compare_digest(line, self.sign(request)):
             return None

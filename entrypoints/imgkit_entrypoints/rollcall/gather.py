@@ -21,10 +21,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from imgkit_entrypoints import files
-from imgkit_entrypoints.errors import NoPlan
+from imgkit_entrypoints.errors import NoPlan, join_names
 from imgkit_entrypoints.rollcall import messages, ports, probe, session
 from imgkit_entrypoints.rollcall.join import Meeting, join
-from imgkit_entrypoints.rollcall.messages import JoinRequest, NodeInfo
+from imgkit_entrypoints.rollcall.messages import JoinRequest, NodeInfo, Refused
 from imgkit_entrypoints.rollcall.server import MAX_STRANGERS, HeadConnection, Server
 from imgkit_entrypoints.rollcall.session import HeadSession, Session, node_name
 from imgkit_entrypoints.schedulers import hostlist
@@ -32,8 +32,8 @@ from imgkit_entrypoints.schedulers.placement import Placement
 
 # Time between two lines in the log about the nodes that are missing.
 PROGRESS_S = 10.0
-# Time between two looks at nodes that have joined and are waiting.
-LOOK_S = 0.5
+# Time between two checks of the nodes that have joined and are waiting.
+CHECK_S = 0.5
 # Characters of the names of missing nodes in one message; beyond, it names the first `MAX_SHOWN` of them.
 MAX_NAMES = 400
 MAX_SHOWN = 32
@@ -56,13 +56,13 @@ def meet(
 ) -> Session:
     """Meet all nodes of `placement` within `timeout_s` seconds from this node's own start.
 
-    The placement of the result counts the nodes that are there, also where `placement` has spares.
+    The placement of the result counts the nodes that have joined, which may be fewer in a run with spares.
 
     Parameters
     ----------
-    stop_reason : called about twice a second; a text that it returns ends the roll call everywhere.
-    secret : the run's secret, which every node proves (connection.py); None: names alone are enough.
-    all_reach_head : every node has to connect to the head's address in the network of the data.
+    stop_reason : called about twice a second. A text that it returns ends the roll call on all nodes.
+    secret : the run's secret, which every node proves (connection.py). With None, the job id is enough.
+    all_reach_head : True if every node has to connect to the head's address in the network of the data.
 
     Raises
     ------
@@ -81,8 +81,8 @@ def meet(
         try:
             return head.gather()
         except BaseException as error:
-            if isinstance(error, NoPlan):
-                head.server.send_all(refusal(error))
+            if isinstance(error, NoPlan):  # the other nodes print the same error
+                head.server.send_all(Refused.from_error(error))
             head.server.close(session.LINGER_S)
             raise
 
@@ -94,29 +94,24 @@ class _Head:
         self.meeting = meeting
         self.placement = meeting.placement
         self.nodes = {0: meeting.node}
+        """What each node that has joined has said about itself, by rank."""
         self.probe_ports = {0: meeting.open_port.offer}
         raise_file_limit(self.placement.nnodes)
         self.server = Server(
             self._listen(), job_id=self.placement.job_id, secret=meeting.secret, log=meeting.log
         )
-        self._last_look = self._last_join = time.monotonic()
+        self._last_beat = self._last_join = time.monotonic()
 
     def gather(self) -> HeadSession:
-        """Wait for all nodes, compare them, and hand out their ranks."""
+        """Wait for all nodes, compare them, and start the run on all of them.
+
+        Raises
+        ------
+        NoPlan : see `meet`.
+        """
         start = time.monotonic()
         self._wait_for_nodes(start)
-        warnings = compare_software(self.placement, self.nodes)
-        failures, crowded = probe.probe_all(
-            self.probe_ports,
-            self.server,
-            self.meeting.open_port,
-            all_reach_head=self.meeting.all_reach_head,
-        )
-        if failures:
-            raise probe.refusal(failures, self.probe_ports, self._name)
-        if crowded:
-            names = ", ".join(self._name(rank) for rank in crowded[:MAX_GROUPS])
-            warnings += (f"strangers connect to the ports of the network test; no result from {names}",)
+        warnings = [*compare_software(self.placement, self.nodes), *self._test_network()]
         port = self._torchrun_port()
         # Numbers without gaps: some nodes of a run with spares may be missing.
         numbers = {rank: number for number, rank in enumerate(sorted(self.nodes))}
@@ -129,6 +124,26 @@ class _Head:
             placement = dataclasses.replace(placement, head=nodes[0].address)
         return HeadSession(placement, port, warnings, self.server, nodes)
 
+    def _test_network(self) -> tuple[str, ...]:
+        """Let the nodes test the network between them, and return warnings.
+
+        Raises
+        ------
+        NoPlan : a node cannot reach another node.
+        """
+        failures, crowded = probe.probe_all(
+            self.probe_ports,
+            self.server,
+            self.meeting.open_port,
+            all_reach_head=self.meeting.all_reach_head,
+        )
+        if failures:
+            raise probe.network_error(failures, self.probe_ports, self._name)
+        if not crowded:
+            return ()
+        names = ", ".join(self._name(rank) for rank in crowded[:MAX_GROUPS])
+        return (f"strangers connect to the ports of the network test; no result from {names}",)
+
     def _wait_for_nodes(self, start: float) -> None:
         """Wait until the run can start, and log now and then which nodes are missing.
 
@@ -137,9 +152,9 @@ class _Head:
         NoPlan : the time is over, a node must not join, or this node was asked to stop.
         """
         last_log = start
-        end = start + self.meeting.timeout_s
-        while not self._can_start(end):
-            if time.monotonic() >= end:
+        deadline = start + self.meeting.timeout_s
+        while not self._can_start(deadline):
+            if time.monotonic() >= deadline:
                 raise self._incomplete_error()
             reason = self.meeting.stop_reason()
             if reason:
@@ -151,14 +166,21 @@ class _Head:
 
     def _send_starts(self, nodes: Mapping[int, NodeInfo]) -> None:
         """Send each node the start of the run, with its number among the nodes of its host."""
-        nodes_of_host = collections.Counter([nodes[0].host])
-        for number in range(1, len(nodes)):
-            host = nodes[number].host
-            start = messages.RunStart(nnodes=len(nodes), node_rank=number, host_index=nodes_of_host[host])
-            self.server.send(number, start)
-            nodes_of_host[host] += 1
+        node_counts: collections.Counter[str] = collections.Counter()
+        for number, node in sorted(nodes.items()):
+            host_index = node_counts[node.host]
+            node_counts[node.host] += 1
+            if number > 0:  # the head itself needs no message
+                start = messages.RunStart(nnodes=len(nodes), node_rank=number, host_index=host_index)
+                self.server.send(number, start)
 
     def _listen(self) -> socket.socket:
+        """Open the port on which the head waits for the other nodes.
+
+        Raises
+        ------
+        NoPlan : the port is busy.
+        """
         port = self.meeting.port
         try:
             return ports.listen(port, backlog=self.placement.nnodes)
@@ -171,15 +193,14 @@ class _Head:
                 f"nodes the same free port, for example: --port {ports.first_free(port) or 29500}",
             ) from error
 
-    def _can_start(self, end: float) -> bool:
-        """Return whether all nodes are there, or enough of them and nobody waits for more."""
-        present = len(self.nodes)
+    def _can_start(self, deadline: float) -> bool:
+        """Return whether all nodes have joined, or enough of them and no further one for `LAST_CALL_S`."""
         size = self.placement.size
-        if present == self.placement.nnodes:
+        if len(self.nodes) == self.placement.nnodes:
             return True
-        if not size or present < size.training:
+        if not size or len(self.nodes) < size.training:
             return False
-        return time.monotonic() >= min(end, self._last_join + LAST_CALL_S)
+        return time.monotonic() >= min(deadline, self._last_join + LAST_CALL_S)
 
     def _incomplete_error(self) -> NoPlan:
         """Return the error that names the nodes that have not joined in time."""
@@ -192,10 +213,10 @@ class _Head:
         )
 
     def _receive(self) -> None:
-        """Wait a moment and read what has arrived; now and then, look for nodes that have gone."""
-        self.server.receive(LOOK_S, missing=self.placement.nnodes - len(self.nodes))
-        if time.monotonic() - self._last_look >= LOOK_S:
-            self._last_look = time.monotonic()
+        """Wait a moment, add the nodes that ask to join, and forget nodes whose connection is over."""
+        self.server.receive(CHECK_S, missing=self.placement.nnodes - len(self.nodes))
+        if time.monotonic() - self._last_beat >= CHECK_S:
+            self._last_beat = time.monotonic()
             lost_after_s = session.LOST_AFTER_S
             beat_s = session.beat_s(lost_after_s)
             self.server.beat(messages.Heartbeat(), beat_s=beat_s, lost_after_s=lost_after_s)
@@ -205,49 +226,57 @@ class _Head:
             self._add(peer, request)
 
     def _forget_lost(self) -> None:
-        """Count nodes out whose connection is over. They may join again."""
+        """Remove the nodes whose connection is over. They may join again."""
         while self.server.lost:
             rank, reason = self.server.lost.popitem()
             self.meeting.log(f"roll call: {self._name(rank)} joined and disconnected ({reason})")
             del self.nodes[rank], self.probe_ports[rank]
 
     def _add(self, peer: HeadConnection, request: JoinRequest) -> None:
-        """Count a node in.
+        """Add a node that asks to join.
 
         Raises
         ------
         NoPlan : the node belongs to another layout of this run, or to a second start of it.
         """
         rank = request.node_rank
-        nnodes = request.nnodes
-        node = request.node
-        # A node that calls again may have gone a moment ago: read what it sent, and the end of it.
+        # The node of this rank may call again because it was restarted: read the end of its old connection.
         for _ in range(3):
             if rank in self.server:
                 self.server.receive()
         self._forget_lost()
         previous = self.nodes.get(rank)
-        # In any case, so that a refusal reaches it: a second node of a rank under a number that no node has.
+        # Add it in any case, so that a refusal reaches it. No node has the number -1.
         self.server.add(rank if previous is None else -1, peer)
+        self._refuse_other_layout(request, previous)
+        self.nodes[rank] = request.node
+        self.probe_ports[rank] = request.probe
+        self._last_join = time.monotonic()
+        # The heartbeat shows the node that the head, and no other service, took its call.
+        self.server.send(rank, messages.Heartbeat())
+
+    def _refuse_other_layout(self, request: JoinRequest, previous: NodeInfo | None) -> None:
+        """Raise NoPlan if a node asks for a rank that does not exist or that `previous` has."""
+        rank, nnodes, host = request.node_rank, request.nnodes, request.node.host
         if nnodes != self.placement.nnodes or not 0 < rank < nnodes:
             raise NoPlan(
-                f"{node.host} joins as node {rank + 1} of {nnodes}, but the head expects "
+                f"{host} joins as node {rank + 1} of {nnodes}, but the head expects "
                 f"{self.placement.nnodes} nodes",
                 hint="give the same --nnodes everywhere, and each node its own --node-rank",
             )
         if previous is not None:
             raise NoPlan(
-                f"{previous.host} and {node.host} both join as node {rank + 1} of {nnodes}",
+                f"{previous.host} and {host} both join as node {rank + 1} of {nnodes}",
                 hint="start this command once per node, each with its own node rank",
             )
-        self.nodes[rank] = node
-        self.probe_ports[rank] = request.probe
-        # The time of a run with spares begins anew.
-        self._last_join = time.monotonic()
-        # Shows the node that the head, and no other service, took its call.
-        self.server.send(rank, messages.Heartbeat())
 
     def _torchrun_port(self) -> int:
+        """Return a free port for torchrun: the port that the user has named, or the next free one.
+
+        Raises
+        ------
+        NoPlan : the user's port is busy, or no port is free.
+        """
         port = self.placement.port
         if port is None:
             return ports.next_free(self.meeting.port)
@@ -264,14 +293,15 @@ class _Head:
         return node_name(self.placement, rank, node.host if node else "")
 
     def _missing(self) -> str:
-        """Return a text on the missing nodes: "nodes 1-2,5 of 8 (node[01-02,05])"."""
+        """Return the names of the missing nodes, such as ``nodes 1-2,5 of 8 (node[01-02,05])``."""
         ranks = [rank for rank in range(self.placement.nnodes) if rank not in self.nodes]
-        text = self._names(ranks)
-        if len(text) > MAX_NAMES:
-            text = f"{self._names(ranks[:MAX_SHOWN])} and {len(ranks) - MAX_SHOWN} more"
-        return text
+        names = self._names(ranks)
+        if len(names) <= MAX_NAMES:
+            return names
+        return f"{self._names(ranks[:MAX_SHOWN])} and {len(ranks) - MAX_SHOWN} more"
 
     def _names(self, ranks: list[int]) -> str:
+        """Return one text with the names of some nodes."""
         if len(ranks) == 1:
             return self._name(ranks[0])
         numbers = hostlist.number_ranges(str(rank + 1) for rank in ranks)
@@ -283,11 +313,6 @@ class _Head:
 
     def _present(self) -> str:
         return f"{len(self.nodes)}/{self.placement.nnodes} present"
-
-
-def refusal(error: NoPlan) -> messages.Refused:
-    """Return the message that raises `error` on another node."""
-    return messages.Refused(what=error.what, where=error.where, hint=error.hint)
 
 
 MANIFEST = "opt/imgkit/manifest.json"
@@ -305,51 +330,50 @@ def read_software(*, torch: str, nccl: str, root: Path = Path("/")) -> messages.
 
 
 def compare_software(placement: Placement, nodes: Mapping[int, NodeInfo]) -> tuple[str, ...]:
-    """Refuse nodes with different software, and return warnings of differences that torchrun supports.
+    """Refuse nodes with different software, and return warnings about differences that torchrun supports.
 
     Raises
     ------
     NoPlan : the nodes run different images, torch or NCCL, or a run with spares has different workers.
     """
-
-    def find_difference(label: str, value_of: Callable[[NodeInfo], str]) -> str:
-        """Return "torch 2.3 on node 1 of 2 (a), 2.4 on node 2 of 2 (b)". It is empty if all are the same."""
-        names: dict[str, list[str]] = {}
-        for rank, node in sorted(nodes.items()):
-            value = value_of(node) or "none"
-            names.setdefault(value, []).append(node_name(placement, rank, node.host))
-        if len(names) < 2:
-            return ""
-        groups = []
-        for value, (first_name, *more_names) in names.items():
-            group = f"{value} on {first_name}"
-            if more_names:
-                group += f" and {len(more_names)} more"
-            groups.append(group)
-        text = f"{label} " + ", ".join(groups[:MAX_GROUPS])
-        if len(groups) > MAX_GROUPS:
-            text += f" and {len(groups) - MAX_GROUPS} more"
-        return text
-
-    software = [
-        find_difference("image", lambda node: node.software.image),
-        find_difference("torch", lambda node: node.software.torch),
-        find_difference("NCCL", lambda node: node.software.nccl),
+    by_name = {node_name(placement, rank, node.host): node for rank, node in sorted(nodes.items())}
+    differences = [
+        _find_difference("image", {name: node.software.image for name, node in by_name.items()}),
+        _find_difference("torch", {name: node.software.torch for name, node in by_name.items()}),
+        _find_difference("NCCL", {name: node.software.nccl for name, node in by_name.items()}),
     ]
-    if any(software):
+    if any(differences):
         raise NoPlan(
-            "the nodes do not run the same software: " + "; ".join(text for text in software if text),
+            "the nodes do not run the same software: " + "; ".join(filter(None, differences)),
             hint="start the same .sif on every node; compare: sha256sum IMAGE.sif, dist-env --json",
         )
-    workers = find_difference("workers per node", lambda node: str(node.nproc))
+    workers = _find_difference("workers per node", {name: str(node.nproc) for name, node in by_name.items()})
     if workers and placement.size is not None:
         raise NoPlan(
             f"the nodes differ in {workers}: an attempt without one of them would have another batch",
             where=f"--nnodes {placement.size}",
             hint="give the same --nproc to all nodes, or leave out the spares",
         )
-    gpus = find_difference("GPU", lambda node: node.gpu)
+    gpus = _find_difference("GPU", {name: node.gpu for name, node in by_name.items()})
     return tuple(f"the nodes differ in {text}" for text in (workers, gpus) if text)
+
+
+def _find_difference(label: str, values: Mapping[str, str]) -> str:
+    """Return how the values of the nodes differ, or "" if all are the same.
+
+    An example is ``torch 2.3 on node 1 of 2 (n1), 2.4 on node 2 of 2 (n2)``.
+
+    Parameters
+    ----------
+    values : the value by the name of each node.
+    """
+    names_by_value: dict[str, list[str]] = {}
+    for name, value in values.items():
+        names_by_value.setdefault(value or "none", []).append(name)
+    if len(names_by_value) < 2:
+        return ""
+    groups = [f"{value} on {join_names(names, 1)}" for value, names in names_by_value.items()]
+    return f"{label} {join_names(groups, MAX_GROUPS)}"
 
 
 # Descriptors for the node agent itself: those that it had at its start, pipes to its children, files.

@@ -25,7 +25,7 @@ PROOF_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What one node knows of a roll call (`gather.meet`)."""
+    """What one node knows about a roll call (`gather.meet`)."""
 
     placement: Placement
     node: messages.NodeInfo
@@ -39,12 +39,12 @@ class Meeting:
 
     @property
     def port(self) -> int:
-        """The port on which the head listens."""
+        """Return the port on which the head listens."""
         return ports.rollcall_port(self.placement.job_id, self.placement.port)
 
     @property
     def address(self) -> str:
-        """The head's address."""
+        """Return the head's address with the port, for messages."""
         return f"{self.placement.head}:{self.port}"
 
     def check_stop(self) -> None:
@@ -61,40 +61,43 @@ def join(meeting: Meeting) -> MemberSession:
     ------
     NoPlan : the head refuses this node or the run or does not answer, or this node was asked to stop.
     """
-    placement = meeting.placement
-    reason = ""
-    answer_error = ""
+    address = (meeting.placement.head, meeting.port)
+    reason = call_error = ""
     last_log = time.monotonic()
     deadline = last_log + meeting.timeout_s
     while True:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            break
+            raise _no_answer_error(meeting, reason)
         meeting.check_stop()
         try:
-            sock = socket.create_connection((placement.head, meeting.port), timeout=min(CONNECT_S, left_s))
+            connection = Connection(socket.create_connection(address, timeout=min(CONNECT_S, left_s)))
         except OSError as error:  # not started yet, or a pod whose name does not resolve yet
             reason = f"{error.strerror or error}"
         else:
-            connection = Connection(sock)
+            member = None
             try:
-                member = _call_head(meeting, connection, deadline)
-            except NoPlan:
-                connection.close()
-                raise
+                if _send_request(meeting, connection, deadline):
+                    member = _wait_for_start(meeting, connection, deadline)
+            finally:
+                if member is None:
+                    connection.close()
             if member is not None:
                 return member
-            connection.close()
-            # A last call may have no time for an answer.
-            if not answer_error or time.monotonic() < deadline:
-                answer_error = connection.error or answer_error
-            reason = answer_error or "it does not answer the call"
+            # The last call may have no time for an answer. The error of an earlier call then says more.
+            if not call_error or time.monotonic() < deadline:
+                call_error = connection.error or call_error
+            reason = call_error or "it does not answer the call"
         if time.monotonic() - last_log >= PROGRESS_S:
             last_log = time.monotonic()
             meeting.log(f"roll call: waiting for the head {meeting.address} ({reason})")
         time.sleep(RETRY_S)
+
+
+def _no_answer_error(meeting: Meeting, reason: str) -> NoPlan:
+    placement = meeting.placement
     name = node_name(placement, placement.node_rank, meeting.node.host)
-    raise NoPlan(
+    return NoPlan(
         f"the head ({placement.head}) did not answer {name} within {meeting.timeout_s:g} s: {reason}",
         where=meeting.address,
         hint="check that this command runs on the head, and that this name leads there (--head). The "
@@ -102,8 +105,11 @@ def join(meeting: Meeting) -> MemberSession:
     )
 
 
-def _call_head(meeting: Meeting, connection: Connection, deadline: float) -> MemberSession | None:
-    """Return the session once the head sends the start, or None if another call may help."""
+def _send_request(meeting: Meeting, connection: Connection, deadline: float) -> bool:
+    """Send the request to join, after a handshake if the run has a secret.
+
+    Return False if the head does not prove that it knows the secret.
+    """
     placement = meeting.placement
     request = messages.encode(
         messages.JoinRequest(
@@ -117,15 +123,25 @@ def _call_head(meeting: Meeting, connection: Connection, deadline: float) -> Mem
     if meeting.secret is not None:
         handshake = _shake_hands(meeting, connection, meeting.secret, deadline)
         if handshake is None:
-            return None
+            return False
         request = handshake.sign(request)
     connection.send_line(request)
-    end = deadline
+    return True
+
+
+def _wait_for_start(meeting: Meeting, connection: Connection, deadline: float) -> MemberSession | None:
+    """Obey the head until it starts the run, and return the session. Return None if the head is silent.
+
+    Raises
+    ------
+    NoPlan : the head refuses this node or the run.
+    """
     while True:
-        lines = _wait_for_lines(meeting, connection, end)
+        lines = _wait_for_lines(meeting, connection, deadline)
         if not lines:
             return None
-        end = time.monotonic() + session.LOST_AFTER_S
+        # The head has answered, and sends heartbeats while it waits for other nodes.
+        deadline = time.monotonic() + session.LOST_AFTER_S
         while lines:
             message = connection.decode(lines.pop(0))
             if message is None:
@@ -135,19 +151,19 @@ def _call_head(meeting: Meeting, connection: Connection, deadline: float) -> Mem
             if isinstance(message, messages.ProbeRequest):
                 connection.send(probe.run_request(message, meeting.open_port))
             elif isinstance(message, messages.RunStart):
-                placement = placement.numbered(message.nnodes, message.node_rank)
-                member = MemberSession(placement, connection, lines)
-                member.host_index = message.host_index
-                return member
+                placement = meeting.placement.numbered(message.nnodes, message.node_rank)
+                return MemberSession(placement, connection, lines, host_index=message.host_index)
         if time.monotonic() - connection.last_sent >= session.BEAT_S:
-            # The head beats while it waits for other nodes.
             connection.send(messages.Heartbeat())
 
 
 def _shake_hands(
     meeting: Meeting, connection: Connection, secret: bytes, deadline: float
 ) -> Handshake | None:
-    """Return the handshake once the head has proved the secret. If it does not, set the error of the call."""
+    """Return the handshake once the head has proved that it knows the secret.
+
+    Otherwise set the connection's error, and return None.
+    """
     placement = meeting.placement
     handshake = Handshake(secret=secret, job_id=placement.job_id, node_rank=placement.node_rank)
     connection.send_line(handshake.opening)
@@ -166,10 +182,10 @@ def _shake_hands(
     return None
 
 
-def _wait_for_lines(meeting: Meeting, connection: Connection, end: float) -> list[bytes]:
-    """Return the next lines, or an empty list if none arrives until `end` or the connection is over."""
+def _wait_for_lines(meeting: Meeting, connection: Connection, deadline: float) -> list[bytes]:
+    """Return the next lines, or an empty list at the deadline or at the end of the connection."""
     lines = list(connection.receive_lines())
-    while not lines and not connection.error and time.monotonic() < end:
+    while not lines and not connection.error and time.monotonic() < deadline:
         meeting.check_stop()
         wait([connection], RETRY_S)
         lines = list(connection.receive_lines())

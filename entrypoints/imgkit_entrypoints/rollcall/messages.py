@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from imgkit_entrypoints import json_text
+from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.rules import Fault, Rule, pattern_rule
 from imgkit_entrypoints.terminal import escape_controls
 
@@ -184,11 +185,16 @@ class GpuUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """The head refuses this node, or the whole run; the fields are those of an ImgkitError."""
+    """The head refuses this node, or the whole run. The fields are those of an ImgkitError."""
 
     what: Text
     where: Text | None = None
     hint: Text | None = None
+
+    @classmethod
+    def from_error(cls, error: ImgkitError) -> Refused:
+        """Return the message with which other nodes can raise `error`, too."""
+        return cls(what=error.what, where=error.where, hint=error.hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,11 +351,11 @@ _ENCODER = json.JSONEncoder(default=_values)
 # Nodes in step send the same heartbeat, and a hit costs a tenth.
 @functools.lru_cache(maxsize=64)
 def decode(line: bytes) -> Message:
-    """Return the message in a line. Its receiver ignores one that it does not expect.
+    """Return the message in a line, such as ``{"type": "EndRun", "code": 0}``.
 
     Raises
     ------
-    ValueError : it is no message.
+    ValueError : the line is no message.
     """
     values = json_text.parse(line)
     name = values.get("type") if isinstance(values, dict) else None

@@ -19,9 +19,7 @@ def rollcall_port(job_id: str, port: int | None) -> int:
     """Return the port on which the head listens: next to torchrun's `port`, or derived from the job id."""
     if port is None:
         return job_port(job_id)
-    if port == 65535:  # the last one
-        return port - 1
-    return port + 1
+    return port + 1 if port < 65535 else port - 1
 
 
 def listen(port: int, *, backlog: int = 0) -> socket.socket:
@@ -33,16 +31,15 @@ def listen(port: int, *, backlog: int = 0) -> socket.socket:
     ------
     OSError : the port is busy (EADDRINUSE) or not allowed.
     """
-    backlog = max(backlog, BACKLOG)
+    queue = max(backlog, BACKLOG)
     try:
         listener = socket.create_server(
-            ("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
+            ("", port), family=socket.AF_INET6, backlog=queue, dualstack_ipv6=True
         )
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise
-        # This machine has IPv6 switched off.
-        listener = socket.create_server(("", port), backlog=backlog)
+        listener = socket.create_server(("", port), backlog=queue)  # this machine has IPv6 switched off
     listener.setblocking(False)
     return listener
 
@@ -82,7 +79,7 @@ def next_free(port: int) -> int:
 
 
 def any_free() -> int:
-    """Return a random free port of the range of `job_port`, so that runs that start at once rarely collide.
+    """Return a random free port in the range of `job_port`. Runs that start at once rarely get the same.
 
     Raises
     ------

@@ -15,7 +15,8 @@ import struct
 import termios
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.rollcall import ports
@@ -42,12 +43,16 @@ SETTLE_S = 0.2
 TICK_S = 0.001
 
 
-Failure = tuple[int, ProbeFailure]
-"""The node that could not send, and how."""
+class PairFailure(NamedTuple):
+    """A failed test of the network from one node to another."""
+
+    sender: int
+    """Node rank of the node that could not connect or send."""
+    failure: ProbeFailure
 
 
 class OpenPort:
-    """The port that a node opens for the test; `offer` is None where it takes no part."""
+    """The port that a node opens for the test. `offer` is None if the node takes no part."""
 
     def __init__(self, offer: ProbePort | None, listener: socket.socket) -> None:
         self.offer = offer
@@ -55,21 +60,20 @@ class OpenPort:
         self._accepted: list[socket.socket] = []
 
     def is_crowded(self, limit: int = PARTNERS) -> bool:
-        """Return whether more than `limit` have connected so far: a test of this port then proves nothing.
+        """Return whether more than `limit` connections have come, so that a test of this port proves nothing.
 
         Anybody on the network may connect. Enough connections of a stranger fill the kernel's queue, so that
-        those of other nodes fail.
+        connections of other nodes fail.
         """
         self.accept_callers(limit)
         return len(self._accepted) > limit
 
     def accept_callers(self, limit: int) -> None:
         """Accept the connections that wait, until there are more than `limit` in all."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # none waits any more
             while len(self._accepted) <= limit:
-                # Stays open: a partner may still be sending.
                 sock, _ = self._listener.accept()
-                self._accepted.append(sock)
+                self._accepted.append(sock)  # it stays open, since a partner may still be sending
 
     def close(self) -> None:
         """Close everything."""
@@ -79,17 +83,21 @@ class OpenPort:
 
 @contextlib.contextmanager
 def open_port(address: str, interface: str) -> Iterator[OpenPort]:
-    """Open this node's port for the time of the context. Without an address of its own, it opens none."""
+    """Open a port of this node on `address` for the time of the context.
+
+    If `address` is empty or cannot be used, open none: the port has no offer for other nodes.
+    """
     listener = socket.socket(_family(address))
-    offer = None
     listener.setblocking(False)
+    offer = None
     with contextlib.suppress(OSError):
         # The kernel keeps what a stranger sends here, since nobody reads it.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
         if address:
             listener.bind((address, 0))
-            listener.listen(ports.BACKLOG)  # of a large run, many may connect to the head
-            offer = ProbePort(address=address, interface=interface, port=listener.getsockname()[1])
+            listener.listen(ports.BACKLOG)  # in a large run, many nodes may connect to the head
+            _, port, *_ = listener.getsockname()
+            offer = ProbePort(address=address, interface=interface, port=port)
     with contextlib.closing(OpenPort(offer, listener)) as opened:
         yield opened
 
@@ -104,93 +112,118 @@ def probe_all(
     head_port: OpenPort,
     *,
     all_reach_head: bool = False,
-) -> tuple[list[Failure], list[int]]:
-    """Let every node test its partners, and return what failed, and which nodes' ports are crowded.
+) -> tuple[list[PairFailure], list[int]]:
+    """Let every node test its partners. Return the failed tests, and the nodes whose ports are crowded.
 
-    This is the head's side. A node that ends meanwhile proves nothing about the network, and neither does one
+    The head calls this. A node that ends meanwhile proves nothing about the network, and neither does a node
     that never reports, or one with a crowded port. With `all_reach_head`, every node tests the head as well,
     and has to report success.
     """
-    targets = _choose_targets(offers)
-    waiting = targets.keys() - {HEAD}
+    results = _ProbeResults(_choose_targets(offers, all_reach_head=all_reach_head))
     max_callers = PARTNERS
-    head_offer = offers.get(HEAD)
-    if all_reach_head and head_offer:
-        max_callers += len(waiting)
-        for rank in waiting:
-            targets[rank][HEAD] = head_offer
-    for rank in waiting:
-        server.send(rank, ProbeRequest(targets=tuple(targets[rank].items())))
+    if all_reach_head and offers.get(HEAD):
+        max_callers += len(results.waiting)
+    for rank in results.waiting:
+        server.send(rank, ProbeRequest(targets=tuple(results.targets[rank].items())))
     # The head tests its own partners while the others test theirs.
     deadline = time.monotonic() + LIMIT_S + ANSWER_S
-    failures: list[Failure] = [(HEAD, failure) for failure in probe_targets(targets.get(HEAD, {}))]
-    crowded: list[int] = []
-    while waiting and time.monotonic() < deadline:
+    for failure in probe_targets(results.targets.get(HEAD, {})):
+        results.failures.append(PairFailure(HEAD, failure))
+    while results.waiting and time.monotonic() < deadline:
         for rank, message in server.receive(deadline - time.monotonic()):
-            if not isinstance(message, ProbeReport) or rank not in waiting:
-                continue
-            waiting.remove(rank)
-            if message.is_crowded:
-                crowded.append(rank)
-            for failure in message.failures:
-                if failure.target in targets[rank]:
-                    failures.append((rank, failure))
-        waiting -= server.lost.keys()
+            if isinstance(message, ProbeReport) and rank in results.waiting:
+                results.add(rank, message)
+        results.waiting -= server.lost.keys()
         head_port.accept_callers(max_callers)  # the kernel's queue may hold only 128
     if all_reach_head:
         silence = ProbeFailure(target=HEAD, size=0, arrived=0, packet=0, reason="no report of this test")
-        failures += [(rank, silence) for rank in waiting if HEAD in targets[rank]]
+        for rank in results.waiting:
+            if HEAD in results.targets[rank]:
+                results.failures.append(PairFailure(rank, silence))
     # A node that has ended in the test is lost a moment later, and then explains a failure.
     settle_end = time.monotonic() + SETTLE_S
-    while failures and time.monotonic() < settle_end:
+    while results.failures and time.monotonic() < settle_end:
         server.receive(settle_end - time.monotonic())
     if head_port.is_crowded(max_callers) and not all_reach_head:
-        crowded.append(HEAD)
-    excluded = {*crowded, *server.lost}
-    counted = []
-    for rank, failure in failures:
-        if rank not in excluded and failure.target not in excluded:
-            counted.append((rank, failure))
-    return counted, crowded
+        results.crowded.append(HEAD)
+    return results.failures_without({*results.crowded, *server.lost}), results.crowded
 
 
-def _choose_targets(offers: Mapping[int, ProbePort | None]) -> dict[int, dict[int, ProbePort]]:
-    """Return the ports that each node tests, by the ranks of both; nodes without a port take no part."""
+class _ProbeResults:
+    """What the head knows about the tests of all nodes.
+
+    Parameters
+    ----------
+    targets : the ports that each node tests, by the ranks of both nodes.
+    """
+
+    def __init__(self, targets: dict[int, dict[int, ProbePort]]) -> None:
+        self.targets = targets
+        self.waiting = targets.keys() - {HEAD}
+        """Nodes whose report may still come."""
+        self.failures: list[PairFailure] = []
+        self.crowded: list[int] = []
+        """Nodes to whose ports strangers have connected."""
+
+    def add(self, rank: int, report: ProbeReport) -> None:
+        """Add a node's report, without tests for which the head has not asked."""
+        self.waiting.remove(rank)
+        if report.is_crowded:
+            self.crowded.append(rank)
+        for failure in report.failures:
+            if failure.target in self.targets[rank]:
+                self.failures.append(PairFailure(rank, failure))
+
+    def failures_without(self, ranks: Collection[int]) -> list[PairFailure]:
+        """Return the failed tests without those from or to a node in `ranks`."""
+        counted = []
+        for pair in self.failures:
+            if pair.sender not in ranks and pair.failure.target not in ranks:
+                counted.append(pair)
+        return counted
+
+
+def _choose_targets(
+    offers: Mapping[int, ProbePort | None], *, all_reach_head: bool
+) -> dict[int, dict[int, ProbePort]]:
+    """Return the ports that each node tests, by the ranks of both nodes, without nodes that have no port."""
     ports_by_rank = {rank: offer for rank, offer in sorted(offers.items()) if offer}
     ranks = tuple(ports_by_rank)
     targets = {}
     for position, rank in enumerate(ranks):
         targets[rank] = {partner: ports_by_rank[partner] for partner in choose_partners(position, ranks)}
+        if all_reach_head and HEAD in ports_by_rank and rank != HEAD:
+            targets[rank][HEAD] = ports_by_rank[HEAD]
     return targets
 
 
 def choose_partners(position: int, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Return the nodes that the one at `position` tests: its neighbours and the one across.
+    """Return the nodes that the node at `position` in `ranks` tests: both neighbours and the node across.
 
-    No node hears from many.
+    No node gets connections from many others in this way.
     """
-    chosen: list[int] = []
+    partners: list[int] = []
     for step in (1, -1, len(ranks) // 2):
         rank = ranks[(position + step) % len(ranks)]
-        if rank != ranks[position] and rank not in chosen:
-            chosen.append(rank)
-    return tuple(chosen)
+        if rank != ranks[position] and rank not in partners:
+            partners.append(rank)
+    return tuple(partners)
 
 
 def run_request(request: ProbeRequest, open_port: OpenPort) -> ProbeReport:
-    """Test the partners that the head has named, and return what failed."""
+    """Test the partners that the head has named, and return the report for the head."""
     failures = tuple(probe_targets(dict(request.targets)))
     return ProbeReport(failures=failures, is_crowded=open_port.is_crowded())
 
 
 def probe_targets(targets: Mapping[int, ProbePort]) -> list[ProbeFailure]:
-    """Test all `targets` at once, and return what failed."""
+    """Test all `targets` at once, and return the failed tests."""
     failures: list[ProbeFailure] = []
     deadline = time.monotonic() + LIMIT_S
 
     def probe_port(target: int, offer: ProbePort) -> None:
         failure = _probe_port(target, offer, deadline)
-        if failure and time.monotonic() < deadline:
+        if failure and time.monotonic() < deadline:  # an unfinished test counts as passed
             failures.append(failure)
 
     threads = [threading.Thread(target=probe_port, args=item) for item in targets.items()]
@@ -202,7 +235,10 @@ def probe_targets(targets: Mapping[int, ProbePort]) -> list[ProbeFailure]:
 
 
 def _probe_port(target: int, offer: ProbePort, deadline: float) -> ProbeFailure | None:
-    """Connect and send the bursts, each after the one before has arrived."""
+    """Connect to the node `target` and send it all bursts. Return the failure, or None if all have arrived.
+
+    Each burst is sent after the burst before has arrived.
+    """
     size = arrived = segment = 0
     try:
         with socket.socket(_family(offer.address)) as sock:
@@ -229,15 +265,20 @@ def _probe_port(target: int, offer: ProbePort, deadline: float) -> ProbeFailure 
 
 
 def _wait_for_arrival(sock: socket.socket, deadline: float) -> None:
-    """Wait until the other kernel has acknowledged every byte (SIOCOUTQ of linux/sockios.h)."""
+    """Wait until the other kernel has acknowledged every byte.
+
+    Raises
+    ------
+    TimeoutError : the deadline is over. OSError : the connection has failed.
+    """
     while True:
         error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             raise OSError(error, os.strerror(error))
         try:
+            # Linux calls it SIOCOUTQ (linux/sockios.h): the bytes that are not acknowledged, as a C int.
             (unsent,) = struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))
-        except OSError:
-            # This kernel does not tell.
+        except OSError:  # this kernel does not tell
             return
         if unsent == 0:
             return
@@ -247,55 +288,67 @@ def _wait_for_arrival(sock: socket.socket, deadline: float) -> None:
 
 
 def _headers_bytes(address: str) -> int:
-    """Return the headers of IP and of TCP, with the time stamps that Linux adds."""
+    """Return the size of the headers of IP and of TCP, with the time stamps that Linux adds."""
     return 72 if ":" in address else 52
 
 
-def refusal(
-    failures: Sequence[Failure], offers: Mapping[int, ProbePort | None], name: Callable[[int], str]
+def network_error(
+    failures: Sequence[PairFailure], offers: Mapping[int, ProbePort | None], name: Callable[[int], str]
 ) -> NoPlan:
-    """Return the error that names the first failed pair, the likely cause and the command.
+    """Return the error about one failed pair of nodes, with the likely cause and the command to run.
 
-    It stays below the smallest packets: the other nodes have to hear it over the very network that failed.
+    The error stays short, below the smallest packets: the other nodes have to receive it over the very
+    network that failed.
     """
-    # The smallest burst that failed, and of those the first pair of nodes.
-    sender, first = min(failures, key=lambda failure: (failure[1].size, failure[0], failure[1].target))
-    source_offer = offers[sender]
-    offer = offers[first.target]
-    assert source_offer and offer  # noqa: S101, PT018 - only nodes with an offer take part
-    source = name(sender)
-    target = name(first.target)
-    headers = _headers_bytes(offer.address)
-    if first.size > SIZES[0]:
-        # Ping has ICMP's 8 bytes in place of TCP's 32, so 24 more are left for its payload.
-        payload = first.packet - headers + 24
+    # The smallest burst that failed, and of these the first pair of nodes.
+    sender, failure = min(failures, key=lambda pair: (pair.failure.size, pair.sender, pair.failure.target))
+    sender_offer, offer = offers[sender], offers[failure.target]
+    assert sender_offer and offer  # noqa: S101, PT018 - only nodes with an offer take part
+    sender_name, target_name = name(sender), name(failure.target)
+    if failure.size > SIZES[0]:
         problem = (
-            f"{source} cannot send {first.size} B at once to {target}: {first.arrived} B arrive, "
-            f"{first.size} B do not"
+            f"{sender_name} cannot send {failure.size} B at once to {target_name}: {failure.arrived} B "
+            f"arrive, {failure.size} B do not"
         )
-        hint = (
-            f"a path MTU black hole: a switch or tunnel drops packets of {first.packet} B without a report. "
-            f"To see it: ping -c 3 -M do -s {payload} {offer.address}. Raise the MTU of the path, or lower "
-            f"it on all nodes: sudo ip link set dev {offer.interface} mtu {first.arrived + headers}"
-        )
+        hint = _mtu_hint(failure, offer)
     else:
-        problem = f"{source} cannot connect to {target} on port {offer.port}: {first.reason}"
-        if first.size:
-            problem = f"{source} connects to {target}, but port {offer.port} gets no data: {first.reason}"
-        hint = (
-            "NCCL and Gloo use the ports of /proc/sys/net/ipv4/ip_local_port_range, so a firewall must let "
-            f"the nodes connect on all of them. On {target}: sudo ufw allow from {source_offer.address}. If "
-            f"{offer.interface} is the wrong network, name another: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME"
-        )
-        if source_offer.address == offer.address:
-            hint = (
-                f"both nodes have the address {offer.address}, which is that of a container's own network. "
-                "Start the containers in the host's network (docker: --network host)"
+        problem = f"{sender_name} cannot connect to {target_name} on port {offer.port}: {failure.reason}"
+        if failure.size:
+            problem = (
+                f"{sender_name} connects to {target_name}, but port {offer.port} gets no data: "
+                f"{failure.reason}"
             )
+        hint = _firewall_hint(sender_offer, offer, target_name)
     if len(failures) > 1:
         problem += f" (other failing pairs of nodes: {len(failures) - 1})"
     return NoPlan(
         problem,
         where=f"{offer.address}:{offer.port}",
         hint=f"{hint}. To start without this test: --no-network-test",
+    )
+
+
+def _mtu_hint(failure: ProbeFailure, offer: ProbePort) -> str:
+    """Return what to do about a network that carries only small packets."""
+    headers = _headers_bytes(offer.address)
+    # Ping has ICMP's 8 bytes in place of TCP's 32, so 24 more are left for its payload.
+    payload = failure.packet - headers + 24
+    return (
+        f"a path MTU black hole: a switch or tunnel drops packets of {failure.packet} B without a report. "
+        f"To see it: ping -c 3 -M do -s {payload} {offer.address}. Raise the MTU of the path, or lower "
+        f"it on all nodes: sudo ip link set dev {offer.interface} mtu {failure.arrived + headers}"
+    )
+
+
+def _firewall_hint(sender: ProbePort, target: ProbePort, target_name: str) -> str:
+    """Return what to do about a node to which another node cannot connect."""
+    if sender.address == target.address:
+        return (
+            f"both nodes have the address {target.address}, which is that of a container's own network. "
+            "Start the containers in the host's network (docker: --network host)"
+        )
+    return (
+        "NCCL and Gloo use the ports of /proc/sys/net/ipv4/ip_local_port_range, so a firewall must let "
+        f"the nodes connect on all of them. On {target_name}: sudo ufw allow from {sender.address}. If "
+        f"{target.interface} is the wrong network, name another: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME"
     )

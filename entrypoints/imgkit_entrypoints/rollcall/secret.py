@@ -34,12 +34,12 @@ MAKE = "(umask 077; head -c 32 /dev/urandom > {file})"
 
 
 def find(option: str | None, env: Mapping[str, str], *, shared_home: bool) -> bytes | None:
-    """Return the secret of this start, or None if it has none, and is open to everybody.
+    """Return the secret of this start, or None if any program may join the roll call.
 
     Parameters
     ----------
     option : value of ``--secret-file``.
-    shared_home : the home folder is on a network disk, so a missing file is made there.
+    shared_home : True if the home folder is on a network disk, so that a missing file is made there.
 
     Raises
     ------
@@ -50,18 +50,20 @@ def find(option: str | None, env: Mapping[str, str], *, shared_home: bool) -> by
     path = _find_path(option, env, shared_home=shared_home)
     if path is None:
         return None
-    if not option and path == MOUNTED:
-        # Kubernetes mounts a link into a folder that it replaces; only root can have put it there.
+    if option:
+        return read(path)
+    if path == MOUNTED:
+        # Kubernetes mounts a link into a folder that it replaces. Only root can have put it there.
         return read(path.resolve())
-    if not option and not os.path.lexists(path) and not _make_secret(path):
-        return None
-    return read(path)
+    if os.path.lexists(path) or _make_secret(path):
+        return read(path)
+    return None
 
 
 def source(option: str | None, env: Mapping[str, str], *, shared_home: bool) -> str:
-    """Return a text for the place that `find` would use, without reading or making it.
+    """Return the path or name of the source that `find` would use, without reading or making it.
 
-    The text is empty if the start is open.
+    The result is empty if any program may join the roll call.
     """
     if option == STDIN:
         return "standard input"
@@ -70,19 +72,19 @@ def source(option: str | None, env: Mapping[str, str], *, shared_home: bool) -> 
 
 
 def _find_path(option: str | None, env: Mapping[str, str], *, shared_home: bool) -> Path | None:
+    """Return the path of the secret, or None without one. The file may not exist yet in a shared home."""
     if option:
         return Path(option)
-    # Path.exists raises where a folder is closed.
-    if os.path.exists(MOUNTED):  # noqa: PTH110
+    if os.path.exists(MOUNTED):  # noqa: PTH110 - Path.exists raises an error if a folder cannot be entered
         return MOUNTED
     path = home_file(env)
-    if path is None or not (shared_home or os.path.lexists(path)):
-        return None
-    return path
+    if path is not None and (shared_home or os.path.lexists(path)):
+        return path
+    return None
 
 
 def home_file(env: Mapping[str, str]) -> Path | None:
-    """Return the path of the user's own file, or None where there is no home folder."""
+    """Return the path of the user's secret in the home folder, or None without a home folder."""
     if env.get("XDG_CONFIG_HOME", "").startswith("/"):
         return Path(env["XDG_CONFIG_HOME"], "imgkit/secret")
     home = env.get("HOME", "")
@@ -112,7 +114,7 @@ def open_private(path: Path, *, purpose: str = PURPOSE) -> int:
 
     Raises
     ------
-    UsageError : it is no such file; the text begins with `purpose`.
+    UsageError : the file is missing, or other users have access to it. The message begins with `purpose`.
     """
     try:
         # A named pipe would not open before somebody writes to it.
@@ -136,11 +138,10 @@ def from_stdin() -> bytes:
     UsageError : the line is too short.
     """
     try:
-        # Unbuffered: what follows the line is the program's.
+        # Without a buffer, so that the program gets all that follows the line.
         with open(0, "rb", buffering=0, closefd=False) as stream:
             line = stream.readline(MAX_BYTES + 2).rstrip(b"\n")
-    except OSError:
-        # Standard input is closed.
+    except OSError:  # standard input is closed
         line = b""
     _refuse_other_length(line, "standard input")
     return line
@@ -149,42 +150,45 @@ def from_stdin() -> bytes:
 def _find_access_problem(descriptor: int, path: Path) -> tuple[str, str] | None:
     """Return why another user could read the open file or have written it, and what to type."""
     status = os.fstat(descriptor)
-    me = os.geteuid()
+    user = os.geteuid()
     quoted = shlex.quote(str(path))
     if not stat.S_ISREG(status.st_mode):
         return "it is not a regular file", f"name a file; to make one: {MAKE.format(file='FILE')}"
-    trusted = {0, me}
-    if me == 0:
+    trusted_users = {0, user}
+    if user == 0:
         # Root of a container reads the file of the user that started the job.
-        trusted.add(path.parent.stat().st_uid)
-    if status.st_uid not in trusted:
-        return (
-            f"it belongs to user {status.st_uid}, not to you ({me})",
-            f"sudo chown {me} {quoted}, or name another",
-        )
+        trusted_users.add(path.parent.stat().st_uid)
+    if status.st_uid not in trusted_users:
+        problem = f"it belongs to user {status.st_uid}, not to you ({user})"
+        return problem, f"sudo chown {user} {quoted}, or name another"
     mode = stat.S_IMODE(status.st_mode)
-    # Root has mounted a Secret of this pod read-only, so no other user of the node sees it. With an fsGroup,
-    # Kubernetes lets the pod's group read it, whatever mode the pod asks for.
-    is_pod_secret = False
-    if "KUBERNETES_SERVICE_HOST" in os.environ and status.st_uid == 0:
-        is_pod_secret = bool(os.fstatvfs(descriptor).f_flag & os.ST_RDONLY)
-    is_open_to_others = mode & 0o077
-    if is_open_to_others and not is_pod_secret:
+    others_have_access = mode & 0o077
+    if others_have_access and not _is_pod_secret(descriptor):
         return f"other users have access to it (mode {mode:04o})", f"chmod 600 {quoted}"
     return None
 
 
+def _is_pod_secret(descriptor: int) -> bool:
+    """Return whether the open file is a Secret that Kubernetes has mounted into this pod.
+
+    Root mounts it read-only, so no other user of the node sees it. With an fsGroup, Kubernetes lets the pod's
+    group read it, whatever mode the pod asks for.
+    """
+    if "KUBERNETES_SERVICE_HOST" not in os.environ or os.fstat(descriptor).st_uid != 0:
+        return False
+    return bool(os.fstatvfs(descriptor).f_flag & os.ST_RDONLY)
+
+
 def _refuse_other_length(value: bytes, name: str) -> None:
     """Raise UsageError for a secret that is too short to be one, or longer than was read."""
-    if not MIN_BYTES <= len(value) <= MAX_BYTES:
-        size = f"{len(value)} bytes"
-        if len(value) > MAX_BYTES:
-            size = f"more than {MAX_BYTES} bytes"
-        raise UsageError(
-            f"{PURPOSE} has {MIN_BYTES} to {MAX_BYTES} bytes, this one {size}",
-            where=name,
-            hint=f"to make one: {MAKE.format(file='FILE')}",
-        )
+    if MIN_BYTES <= len(value) <= MAX_BYTES:
+        return
+    size = f"{len(value)} bytes" if len(value) <= MAX_BYTES else f"more than {MAX_BYTES} bytes"
+    raise UsageError(
+        f"{PURPOSE} has {MIN_BYTES} to {MAX_BYTES} bytes, this one {size}",
+        where=name,
+        hint=f"to make one: {MAKE.format(file='FILE')}",
+    )
 
 
 def _describe_open_error(path: Path, error: OSError) -> tuple[str, str]:
@@ -198,7 +202,7 @@ def _describe_open_error(path: Path, error: OSError) -> tuple[str, str]:
 
 
 def _make_secret(path: Path) -> bool:
-    """Make a file with random bytes, unless another node is faster; return whether it exists."""
+    """Make a file with random bytes, unless another node does it first. Return whether the file exists."""
     temporary = files.temporary_name(path)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -207,11 +211,10 @@ def _make_secret(path: Path) -> bool:
             stream.flush()
             os.fsync(stream.fileno())
         try:
-            # Of nodes that do this at once one makes the name, and all read its file.
+            # If several nodes do this at once, only one of the links succeeds, and all nodes read that file.
             os.link(temporary, path, follow_symlinks=False)
         finally:
             temporary.unlink()
-    except OSError:
-        # Another node's file, a read-only home, or a disk without hard links.
+    except OSError:  # another node's file, a read-only home, or a disk without hard links
         pass
     return os.path.lexists(path)

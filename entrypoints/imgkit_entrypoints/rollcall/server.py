@@ -43,7 +43,7 @@ class HeadConnection(Connection):
         """Its node rank. None means a stranger, or a node that asks to join."""
         self.handshake: Handshake | None = None
         self.is_refused = False
-        """Whether it was refused. It has until its time is over to read why."""
+        """True if it was refused. It has until its time is over to read why."""
 
 
 class Server:
@@ -88,7 +88,7 @@ class Server:
 
     @property
     def has_strangers(self) -> bool:
-        """Whether a connection has not shown yet that it belongs to the run."""
+        """Return whether a connection has not shown yet that it belongs to the run."""
         return bool(self._strangers)
 
     def __contains__(self, rank: object) -> bool:
@@ -101,18 +101,17 @@ class Server:
 
         Parameters
         ----------
-        missing : nodes that have not joined yet.
+        missing : number of nodes that have not joined yet. The head accepts so many more connections.
         """
-        received = []
+        received: list[tuple[int, Message]] = []
         for key, _ in self._selector.select(seconds):
-            peer = key.data
-            if peer is None:
+            peer: HeadConnection | None = key.data
+            if peer is None:  # the listener
                 self._accept(MAX_STRANGERS + missing)
             elif peer in self._strangers:
                 self._read_stranger(peer)
             elif peer.rank is not None:
-                for message in peer.receive():
-                    received.append((peer.rank, message))
+                received += [(peer.rank, message) for message in peer.receive()]
                 if peer.error:
                     self._lose(peer, peer.error)
         self._flush_unsent()
@@ -120,12 +119,14 @@ class Server:
         return received
 
     def _flush_unsent(self) -> None:
+        """Send what had to wait until a node reads again."""
         for peer in list(self._unsent):
             peer.flush()
             if not peer.has_unsent:
                 self._unsent.remove(peer)
 
     def _close_late_strangers(self) -> None:
+        """Close the connections that have not shown within `MAX_WAIT_S` that they belong to the run."""
         now = time.monotonic()
         peer = self._oldest_stranger()
         while peer is not None and now - peer.since > MAX_WAIT_S:
@@ -155,7 +156,10 @@ class Server:
             peer.rank = rank
 
     def beat(self, heartbeat: Heartbeat, *, beat_s: float, lost_after_s: float) -> None:
-        """Send a heartbeat where nothing was sent for `beat_s`; close what is silent for `lost_after_s`."""
+        """Send a heartbeat to each node that got nothing for `beat_s` seconds.
+
+        A node that was silent for `lost_after_s` seconds is lost, and its connection is closed.
+        """
         now = time.monotonic()
         line = messages.encode(heartbeat)
         for peer in list(self._nodes.values()):
@@ -170,11 +174,11 @@ class Server:
         if peer is not None:
             self._send(peer, messages.encode(message))
 
-    def send_all(self, message: Message, *, but: int | None = None) -> None:
-        """Send a message to all nodes, or to all but one."""
+    def send_all(self, message: Message, *, except_rank: int | None = None) -> None:
+        """Send a message to all nodes, except to the node `except_rank`."""
         line = messages.encode(message)
         for rank, peer in self._nodes.items():
-            if rank != but:
+            if rank != except_rank:
                 self._send(peer, line)
 
     def close(self, linger_s: float) -> None:
@@ -192,7 +196,7 @@ class Server:
             self._unsent.add(peer)
 
     def _lose(self, peer: HeadConnection, reason: str) -> None:
-        """Close the connection of a node, and note why."""
+        """Close the connection of a node, and add the reason to `lost`."""
         assert peer.rank is not None  # noqa: S101 - it is a node
         self.lost[peer.rank] = reason
         del self._nodes[peer.rank]
@@ -201,18 +205,16 @@ class Server:
         peer.close()
 
     def _accept(self, max_strangers: int) -> None:
-        """Accept the connections that wait. Where there are too many strangers, the oldest is closed."""
+        """Accept the connections that wait. If there are too many strangers, close the oldest of them."""
         assert self._listener is not None  # noqa: S101 - it has a caller
         for _ in range(MAX_ACCEPTED):
             try:
                 sock, address = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError:
-                # No descriptor is left, or the connection is gone again.
+            except OSError:  # no descriptor is left, or the connection is gone again
                 self._close_oldest_stranger()
-                # The listener stays readable, and would wake the head at once.
-                time.sleep(PAUSE_S)
+                time.sleep(PAUSE_S)  # the listener stays readable, and would wake the head at once
                 return
             if len(self._strangers) >= max_strangers:
                 self._close_oldest_stranger()
@@ -286,16 +288,9 @@ class Server:
         if handshake is None and line.startswith(b"imgkit-join "):
             self._refuse(peer, Refused(what="this node has a secret, and the head starts without one"))
             return None
-        verified_line: bytes | None = line
-        if handshake is not None:
-            verified_line = handshake.verify(line)
-        request = None
-        if verified_line is not None:
-            request = peer.decode(verified_line)
-        if not isinstance(request, JoinRequest):
-            peer.error = FOREIGN
-            return None
-        if handshake is not None and handshake.node_rank != request.node_rank:
+        message = handshake.verify(line) if handshake else line
+        request = None if message is None else peer.decode(message)
+        if not isinstance(request, JoinRequest) or (handshake and handshake.node_rank != request.node_rank):
             peer.error = FOREIGN
             return None
         if request.job != self._job_id:
@@ -312,12 +307,12 @@ class Server:
         peer.end_sending()
 
     def _report(self, peer: HeadConnection, problem: str) -> None:
-        """Log what a stranger did, once, and only for the first strangers."""
+        """Log once what a stranger did, and only for the first `MAX_REPORTS` strangers."""
         text = f"{peer.address} {problem}"
         if text in self.reports or len(self.reports) > MAX_REPORTS:
             return
         self.reports.append(text)
-        line = f"roll call: {text}; ignored"
         if len(self.reports) > MAX_REPORTS:
-            line += "; further ones are not reported"
-        self._log(line)
+            self._log(f"roll call: {text}; ignored; further ones are not reported")
+        else:
+            self._log(f"roll call: {text}; ignored")

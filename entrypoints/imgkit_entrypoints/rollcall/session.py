@@ -151,12 +151,12 @@ class HeadSession(_Session):
 
     @property
     def alive(self) -> tuple[int, ...]:
-        """Numbers of the nodes that are there, in order."""
+        """Return the numbers of the nodes that are not lost, in order."""
         return tuple(number for number in range(self.placement.nnodes) if number not in self.lost)
 
     @property
     def phases(self) -> Mapping[int, str]:
-        """How far torchrun is on each node of this attempt, by number."""
+        """Return how far torchrun is on each node of this attempt, by number."""
         phases = {**self._phases, 0: self.phase}
         return {number: phases.get(number, messages.STARTING) for number in self._members}
 
@@ -165,21 +165,25 @@ class HeadSession(_Session):
         return self._hosts.get(number, "")
 
     def wait(self, sources: Collection[Readable], seconds: float) -> None:
-        """Wait until one of `sources` has something to read or an event may be there, at most `seconds`."""
-        end = time.monotonic() + seconds
+        """Wait up to `seconds` until one of `sources` has something to read or an event may be there."""
+        deadline = time.monotonic() + seconds
         while not self._events and not self._has_news:
-            now = time.monotonic()
-            watched = list(sources)
-            wake_up = min(end, self._next_beat)
-            if now >= self._next_read:
-                watched.append(self._server)
-            else:  # messages wait, so that one look reads many
-                wake_up = min(wake_up, self._next_read)
-            ready = wait(watched, wake_up - now)
+            ready = self._wait_once(sources, deadline)
             if self._server in ready or time.monotonic() >= self._next_beat:
                 self._read()
-            if any(source in ready for source in sources) or time.monotonic() >= end:
+            if any(source in ready for source in sources) or time.monotonic() >= deadline:
                 return
+
+    def _wait_once(self, sources: Collection[Readable], deadline: float) -> list[Readable]:
+        """Wait for `sources` and the other nodes until the next heartbeat. Return what has something to read.
+
+        Until `_next_read`, messages of the other nodes wait, so that one read takes many of them.
+        """
+        now = time.monotonic()
+        wake_up = min(deadline, self._next_beat)
+        if now < self._next_read:
+            return wait(sources, min(wake_up, self._next_read) - now)
+        return wait([*sources, self._server], wake_up - now)
 
     def poll(self) -> list[Event]:
         """Read messages, send heartbeats, and return the events since the last call.
@@ -187,13 +191,12 @@ class HeadSession(_Session):
         This never blocks, and has to be called about once a second.
         """
         self._read()
-        events = self._events
-        self._events = []
+        events, self._events = self._events, []
         self._has_news = False
         return events
 
     def report(self, message: Message) -> None:
-        """Handle a report of this node's own agent, as those of other nodes."""
+        """Handle a report of the head's own agent in the same way as the reports of other nodes."""
         self._handle(0, message)
 
     def send(self, number: int, order: Order) -> None:
@@ -220,16 +223,10 @@ class HeadSession(_Session):
         NoPlan : no port is free.
         """
         if attempt > 1:
-            self.port = ports.next_free(self.port)
+            self.port = ports.next_free(self.port)  # workers of the attempt before may still use its port
+        self._forget_attempt()
         self.attempt = attempt
         self._members = tuple(ranks)
-        self.previous_failures = self.failures
-        self.failures = []
-        # Reports of the attempt before must not count.
-        self.reports = {}
-        self._phases = {}
-        self._positions = {}
-        self.run_positions = None
         order = AttemptStart(
             attempt=attempt,
             nnodes=len(ranks),
@@ -243,12 +240,20 @@ class HeadSession(_Session):
         for number in self.alive:
             self.send(number, dataclasses.replace(order, node_rank=ranks.get(number)))
 
+    def _forget_attempt(self) -> None:
+        """Remove the reports of an attempt that has ended, so that they do not count in the next one."""
+        self.previous_failures, self.failures = self.failures, []
+        self.reports = {}
+        self._phases = {}
+        self._positions = {}
+        self.run_positions = None
+
     def close(self) -> None:
-        """Leave the session. The others have a moment to read the last message."""
+        """Close all connections. The other nodes have `LINGER_S` seconds to read the last message."""
         self._server.close(LINGER_S)
 
     def _read(self) -> None:
-        """React to what has arrived, and look at all nodes when it is time."""
+        """React to the messages that have arrived, and send heartbeats when it is time."""
         lost_before = len(self.lost)
         for number, message in self._server.receive():
             self._handle(number, message)
@@ -290,93 +295,114 @@ class HeadSession(_Session):
         elif isinstance(message, messages.GpuUse):
             self.gpu_uses[number] = message
         elif isinstance(message, AttemptEnded):
-            if message.attempt != self.attempt or number in self.reports:
-                return
-            self.reports[number] = message
-            self._has_news = True
-            failure = message.failure
-            if failure is not None:
-                # The clocks of two nodes differ, so the report has the failure's age.
-                failed_at = time.monotonic() - failure.age_ms / 1000
-                self.failures.append((failed_at, number, failure))
+            self._handle_attempt_end(number, message)
         elif isinstance(message, messages.StopOrder):
             self._pass_on_stop(number, message)
 
+    def _handle_attempt_end(self, number: int, report: AttemptEnded) -> None:
+        """Keep a node's report about the end of the current attempt, and the failure in it."""
+        if report.attempt != self.attempt or number in self.reports:
+            return
+        self.reports[number] = report
+        self._has_news = True
+        if report.failure is not None:
+            # The clocks of two nodes differ, so the report has the failure's age.
+            failed_at = time.monotonic() - report.failure.age_ms / 1000
+            self.failures.append((failed_at, number, report.failure))
+
     def _pass_on_stop(self, number: int, message: messages.StopOrder) -> None:
-        """Send the stop of a node to all others. The node knows it, as its own agent has been asked."""
+        """Send the stop of a node to all other nodes. The node itself has been stopped by its own agent."""
         if (number, message.requeue) in self._stopping:
             return
         self._stopping.add((number, message.requeue))
         order = dataclasses.replace(message, node=self.node_name(number))
-        self._server.send_all(order, but=number)
+        self._server.send_all(order, except_rank=number)
         if number != 0:
             self._events.append(order)
 
     def _refuse_late_node(self) -> None:
-        problem = "all nodes of this run have joined already"
-        hint = "it may be started twice on this host: pbsdsh starts it once per line of the node file"
+        """Refuse a node that asks to join after the start of the run."""
         if self.placement.size:
             problem = f"the run has started with {self.placement.nnodes} nodes, and no node can join it later"
             hint = "start it with the others: the head waits 30 s for one more than it has"
+        else:
+            problem = "all nodes of this run have joined already"
+            hint = "it may be started twice on this host: pbsdsh starts it once per line of the node file"
         peer, _ = self._server.joining.pop()
         self._server.refuse(peer, messages.Refused(what=problem, where=self.host(0), hint=hint))
 
 
 class MemberSession(_Session):
-    """The session of any node but the head; its methods are those of `HeadSession`.
+    """The session of any node but the head. Its methods are like those of `HeadSession`.
 
     Parameters
     ----------
-    lines : those that the head has sent after the start of the run.
+    lines : messages that the head has sent after the start of the run, as lines of JSON.
     """
 
-    def __init__(self, placement: Placement, connection: Connection, lines: Sequence[bytes] = ()) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        connection: Connection,
+        lines: Sequence[bytes] = (),
+        *,
+        host_index: int = 0,
+    ) -> None:
         super().__init__(placement)
+        self.host_index = host_index
         self._connection = connection
         self._lines = list(lines)
         self._is_over = False
         self._reported_phase = messages.STARTING
 
     def wait(self, sources: Collection[Readable], seconds: float) -> None:
-        """Wait until one of `sources` has something to read or an event may be there, at most `seconds`."""
+        """Wait up to `seconds` until one of `sources` has something to read or an event may be there."""
         if self._is_over:
             wait(sources, seconds)
-            return
-        if self._lines:
-            seconds = 0.0
-        wait([*sources, self._connection], seconds)
+        elif not self._lines:
+            wait([*sources, self._connection], seconds)
 
     def poll(self) -> list[Event]:
         """Read messages, send a heartbeat when it is time, and return the events since the last call."""
         if self._is_over:
             return []
-        connection = self._connection
-        self._lines += connection.receive_lines()
+        self._lines += self._connection.receive_lines()
         events = self._read_events()
-        now = time.monotonic()
-        is_beat_due = now - connection.last_sent >= beat_s(self.lost_after_s)
-        if is_beat_due or self.phase != self._reported_phase:
-            self._reported_phase = self.phase
-            connection.send(messages.Heartbeat(positions=self.positions, phase=self.phase))
-        is_silent = now - connection.last_received > self.lost_after_s
-        if not self._is_over and (connection.error or is_silent):
+        self._send_heartbeat()
+        loss_reason = self._loss_reason()
+        if loss_reason and not self._is_over:
             self._is_over = True
-            reason = connection.error or f"no heartbeat for {self.lost_after_s:g} s"
-            events.append(messages.HeadLost(node=self.node_name(0), reason=reason))
+            events.append(messages.HeadLost(node=self.node_name(0), reason=loss_reason))
         if self._is_over:
-            connection.close()
+            self._connection.close()
         return events
+
+    def _send_heartbeat(self) -> None:
+        """Send the head a heartbeat if it is time or torchrun's phase has changed."""
+        is_due = time.monotonic() - self._connection.last_sent >= beat_s(self.lost_after_s)
+        if is_due or self.phase != self._reported_phase:
+            self._reported_phase = self.phase
+            self._connection.send(messages.Heartbeat(positions=self.positions, phase=self.phase))
+
+    def _loss_reason(self) -> str:
+        """Return why the head counts as lost. Empty while it does not."""
+        if self._connection.error:
+            return self._connection.error
+        if time.monotonic() - self._connection.last_received > self.lost_after_s:
+            return f"no heartbeat for {self.lost_after_s:g} s"
+        return ""
 
     def report(self, message: Message) -> None:
         """Send the head a report of this node's agent."""
         self._connection.send(message)
 
     def close(self) -> None:
-        """Leave the session. The head has a moment to read the last message."""
+        """Close the connection. The head has `LINGER_S` seconds to read the last message."""
         if not self._is_over:
             self._connection.close(LINGER_S)
 
     def _read_events(self) -> list[Event]:
+        """Return the head's orders, up to the end of the preflight. Later lines wait for the next call."""
         events: list[Event] = []
         while self._lines:
             message = self._connection.decode(self._lines.pop(0))
@@ -385,11 +411,11 @@ class MemberSession(_Session):
             if isinstance(message, messages.Heartbeat):
                 self.run_positions = message.positions
             elif isinstance(message, Order):
-                self._is_over |= isinstance(message, messages.EndRun)
                 events.append(message)
+            if isinstance(message, messages.EndRun):
+                self._is_over = True
             if isinstance(message, messages.PreflightEnd):
-                # What follows belongs to the attempts.
-                break
+                break  # the preflight takes only its own events, and what follows belongs to the attempts
         return events
 
 

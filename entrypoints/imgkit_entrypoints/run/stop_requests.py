@@ -46,7 +46,7 @@ def folder_to_watch(
     has_agent = bool(env.get("IMGKIT_STOP_DIR"))
     if has_agent and agent_run_dir and run_dir.resolve() == Path(agent_run_dir).resolve():
         return None
-    return RunFolder(path=run_dir, say=say)
+    return RunFolder(path=run_dir, log=say)
 
 
 class StopRequests:
@@ -138,7 +138,7 @@ def report_saved(
         return EXIT_SAVED
     if ranks.rank == 0:
         fence.check_fence(env)
-        run_folder = RunFolder(path=folder, say=say)
+        run_folder = RunFolder(path=folder, log=say)
         code = run_folder.request_requeue(f"{job_id} {step}")
         run_folder.write(stop_protocol.RESULT, f"{job_id} {code}\n")
     return 0

@@ -17,6 +17,8 @@ Read = Callable[[str], "str | None"]
 
 # The hosts of the job in the order of the node ranks: "n1,n2", "n1 n2" or "n[1-2]".
 NODES = "IMGKIT_NODES"
+MAX_DIGITS = 9
+"""Largest number of digits of a count or a rank."""
 
 
 def unique_names(names: Sequence[str]) -> tuple[str, ...]:
@@ -47,19 +49,22 @@ class Environment(dict[str, str]):
         """Return those of `names` that are set."""
         return tuple(name for name in names if self.get(name))
 
-    def first(self, names: Sequence[str]) -> str:
+    def first_set(self, names: Sequence[str]) -> str:
         """Return the first of `names` that is set, or an empty text if none is."""
-        return next((name for name in names if self.get(name)), "")
+        for name in names:
+            if self.get(name):
+                return name
+        return ""
 
-    def variable(self, names: Sequence[str]) -> str:
-        """Return the first of `names` that is set. If none is, return the first name for an error message."""
-        return self.first(names) or names[0]
+    def first_name(self, names: Sequence[str]) -> str:
+        """Return the first of `names` that is set. If none is set, return the first name, for an error."""
+        return self.first_set(names) or names[0]
 
     def quote(self, *names: str) -> str:
         """Return those of `names` that are set for an error message, as ``NAME=VALUE, NAME=VALUE``."""
         return ", ".join(f"{name}={self[name]}" for name in self.present(*names))
 
-    def number(self, name: str, *, least: int = 0) -> int:
+    def read_number(self, name: str, *, least: int = 0) -> int:
         """Return the whole number in variable `name`.
 
         Raises
@@ -69,12 +74,12 @@ class Environment(dict[str, str]):
         text = self.get(name, "").strip()
         if not text:
             raise NoPlan(f"{name} is not set", hint="start the container without --cleanenv")
-        value = parse_digits(text) if len(text) < 10 else None  # no count or rank has ten digits
-        if value is None or value < least:
+        number = parse_digits(text)
+        if number is None or number < least or len(text) > MAX_DIGITS:
             raise NoPlan(f"{text!r} is not a whole number of at least {least}", where=name)
-        return value
+        return number
 
-    def port(self, name: str) -> int | None:
+    def read_port(self, name: str) -> int | None:
         """Return the port in variable `name`, or None if it is not set.
 
         Raises
@@ -83,7 +88,7 @@ class Environment(dict[str, str]):
         """
         if not self.get(name):
             return None
-        port = self.number(name, least=1)
+        port = self.read_number(name, least=1)
         if port > 65535:
             raise NoPlan(f"{port} is not a port number from 1 to 65535", where=name)
         return port
@@ -92,25 +97,29 @@ class Environment(dict[str, str]):
         """Return the name of this machine, or an empty text if /proc does not show it."""
         return (self.read("/proc/sys/kernel/hostname") or "").strip()
 
-    def position_in(self, hosts: Sequence[str]) -> int | None:
+    def find_position(self, hosts: Sequence[str]) -> int | None:
         """Return the index of this machine in `hosts`, or None if it is not there exactly once.
 
         Host names are compared without their domains.
         """
         name = short_host(self.hostname())
-        positions = [index for index, host in enumerate(hosts) if name and short_host(host) == name]
-        return positions[0] if len(positions) == 1 else None
+        short_names = [short_host(host) for host in hosts]
+        if not name or short_names.count(name) != 1:
+            return None
+        return short_names.index(name)
 
-    def node_rank(self, hosts: Sequence[str], *variables: str) -> tuple[int | None, str]:
+    def find_node_rank(self, hosts: Sequence[str], *variables: str) -> tuple[int | None, str]:
         """Return the rank of this node and its source: the first of `variables` that is set, or ``hostname``.
 
-        The rank is None if no variable is set and this machine is not in `hosts`.
+        Return ``(None, "")`` if no variable is set and this machine is not in `hosts`.
         """
-        name = self.first(variables)
+        name = self.first_set(variables)
         if name:
-            return self.number(name), name
-        position = self.position_in(hosts)
-        return position, "" if position is None else "hostname"
+            return self.read_number(name), name
+        position = self.find_position(hosts)
+        if position is None:
+            return None, ""
+        return position, "hostname"
 
     def requested_nodes(self) -> tuple[str, ...]:
         """Return the hosts of IMGKIT_NODES in their order, each once. Empty if the variable is not set.
@@ -124,10 +133,10 @@ class Environment(dict[str, str]):
             return unique_names(expand_nodelist(text, where=NODES))
         return unique_names(text.replace(",", " ").split())
 
-    def listed_hosts(self) -> tuple[tuple[str, ...], str]:
+    def find_hosts(self) -> tuple[tuple[str, ...], str]:
         """Return the hosts of IMGKIT_NODES, or else of PBS' node file, and the name of the variable.
 
-        Both are empty if neither is known.
+        Both parts of the result are empty if neither of the two lists is known.
         """
         requested = self.requested_nodes()
         if requested:
@@ -138,12 +147,12 @@ class Environment(dict[str, str]):
             return (), ""
         return unique_names(text.split()), "PBS_NODEFILE"
 
-    def named_hosts(
+    def choose_hosts(
         self, nnodes: int, hosts: tuple[str, ...], hosts_from: str
     ) -> tuple[tuple[str, ...], str]:
         """Return the hosts and their source. IMGKIT_NODES takes precedence over the launcher's `hosts`.
 
-        On some clusters, each node has a second name on the fast network. IMGKIT_NODES then holds those
+        On some clusters, each node has a second name on the fast network. IMGKIT_NODES then holds these
         names.
 
         Raises
@@ -161,11 +170,17 @@ class Environment(dict[str, str]):
             )
         return requested, NODES
 
-    def head(self, nnodes: int, hosts: tuple[str, ...], hosts_from: str, *variables: str) -> tuple[str, str]:
-        """Return the address of node 0 and its source.
+    def find_head(
+        self, nnodes: int, hosts: tuple[str, ...], hosts_from: str, *variables: str
+    ) -> tuple[str, str]:
+        """Return the address of node 0, and the variable that it comes from.
 
-        The source is IMGKIT_HEAD, that of `hosts` for their first one, or one of `variables`, in this order.
-        Both are empty on one node, and if nothing says where node 0 is.
+        It is the value of IMGKIT_HEAD, the first of `hosts`, or the value of the first of `variables` that is
+        set, in this order. Return ``("", "")`` on one node, and if nothing says where node 0 is.
+
+        Parameters
+        ----------
+        hosts_from : the variable that `hosts` come from.
         """
         if nnodes == 1:
             return "", ""
@@ -173,5 +188,5 @@ class Environment(dict[str, str]):
             return self["IMGKIT_HEAD"], "IMGKIT_HEAD"
         if hosts:
             return hosts[0], hosts_from
-        name = self.first(variables)
+        name = self.first_set(variables)
         return self.get(name, ""), name

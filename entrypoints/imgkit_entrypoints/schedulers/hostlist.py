@@ -15,9 +15,10 @@ from typing import NoReturn
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.terminal import escape_controls
 
-MOST = 65536
+MAX_HOSTS = 65536
 """Largest number of hosts in a list: Slurm's own limit of a range (MAX_RANGE in src/common/hostlist.c)."""
-
+MAX_NUMBER_DIGITS = 18
+"""Largest number of digits of a number in brackets."""
 LONGEST_NAME = 253
 """Largest number of characters in a host name (RFC 1123)."""
 # "4", or "4(x2)" for two nodes with 4 each.
@@ -33,11 +34,10 @@ _NUMBERED = re.compile(r"(.*?)([0-9]{1,18})([^0-9]*)", re.ASCII)
 def expand_nodelist(text: str, *, where: str = "") -> tuple[str, ...]:
     """Return the hosts that a compact list names: ``"a3,a[5-7]" -> a3, a5, a6, a7``.
 
-    The order is that of the list, since node 0 of a step is its first host. Repeats stay. Like in Slurm,
-    numbers have at least as many digits as the low end of their range: ``n[098-101]`` is n098, n099, n100,
-    n101, and ``n[8-12]`` has no zeros. If a name has several brackets, the numbers vary in Slurm's order
-    (`scontrol show hostnames`, 22.05): those of the last bracket fastest, then those of the first, the second
-    and so on.
+    Order and repeats stay, since node 0 of a step is its first host. Like in Slurm, numbers have at least as
+    many digits as the low end of their range: ``n[098-101]`` is n098, n099, n100, n101, and ``n[8-12]`` has
+    no zeros. If a name has several brackets, the numbers vary in Slurm's order (`scontrol show hostnames`,
+    22.05): in the last bracket fastest, then in the first, the second and so on.
 
     Parameters
     ----------
@@ -66,8 +66,8 @@ def expand_counts(text: str, *, where: str = "") -> tuple[int, ...]:
         if match is None:
             _raise_error(text, position, "a count like 4 or 4(x2) was expected", where)
         repeats = int(match["repeats"] or 1)
-        if len(counts) + repeats > MOST:
-            _raise_error(text, position, f"more than {MOST} nodes", where)
+        if len(counts) + repeats > MAX_HOSTS:
+            _raise_error(text, position, f"more than {MAX_HOSTS} nodes", where)
         counts += [int(match["count"])] * repeats
         position += len(item) + 1
     return tuple(counts)
@@ -76,25 +76,24 @@ def expand_counts(text: str, *, where: str = "") -> tuple[int, ...]:
 def fold_hosts(hosts: Iterable[str]) -> str:
     """Return hosts as Slurm prints them: ``n3, n4, n5, n9 -> "n[3-5,9]"``.
 
-    `expand_nodelist` reads such a list. Only one number of a name becomes a range: the last one before the
-    first dot, or the last one of an address.
+    `expand_nodelist` reads such a list. Only one number of a name becomes a range: the last number before the
+    first dot, or the last number of an address.
     """
-    groups: dict[str, list[str]] = {}  # the numbers by the rest of the name: {"n*": ["3", "4", "5", "9"]}
+    numbers_by_pattern: dict[str, list[str]] = {}  # {"n*": ["3", "4", "5", "9"]}
     for host in hosts:
         label, dot, domain = host.partition(".")
         if label.isdigit():  # an address such as 10.0.0.7 has no domain
             label, dot, domain = host, "", ""
         match = _NUMBERED.fullmatch(label)
         if match:
-            groups.setdefault(f"{match[1]}*{match[3]}{dot}{domain}", []).append(match[2])
+            before, number, after = match.groups()
+            numbers_by_pattern.setdefault(f"{before}*{after}{dot}{domain}", []).append(number)
         else:
-            groups[host] = []
+            numbers_by_pattern[host] = []
     names = []
-    for name, numbers in groups.items():
-        if len(set(numbers)) > 1:
-            names.append(name.replace("*", f"[{number_ranges(numbers)}]"))
-        else:
-            names.append(name.replace("*", "".join(numbers[:1])))
+    for pattern, numbers in numbers_by_pattern.items():
+        ranges = number_ranges(numbers)
+        names.append(pattern.replace("*", f"[{ranges}]" if len(set(numbers)) > 1 else ranges))
     return ",".join(names)
 
 
@@ -103,13 +102,16 @@ def number_ranges(numbers: Iterable[str]) -> str:
 
     A range contains only numbers of the same width: 9 and 10 form ``9-10``, but 9 and 010 stay apart.
     """
-    ranges: list[list[str]] = []  # the first and, if it differs, the last number of each range
+    ranges: list[str] = []
+    previous = ""
     for number in sorted(set(numbers), key=lambda number: (int(number), len(number))):
-        if ranges and number == f"{int(ranges[-1][-1]) + 1:0{len(ranges[-1][0])}d}":
-            ranges[-1][1:] = [number]
+        if previous and number == f"{int(previous) + 1:0{len(previous)}d}":
+            first, _, _ = ranges[-1].partition("-")
+            ranges[-1] = f"{first}-{number}"
         else:
-            ranges.append([number])
-    return ",".join(map("-".join, ranges))
+            ranges.append(number)
+        previous = number
+    return ",".join(ranges)
 
 
 class _Expansion:
@@ -128,8 +130,8 @@ class _Expansion:
         start = 0
         while start <= len(self.text):
             names, end = self.read_item(start)
-            if len(hosts) + len(names) > MOST:
-                self.refuse(start, f"more than {MOST} hosts")
+            if len(hosts) + len(names) > MAX_HOSTS:
+                self.refuse(start, f"more than {MAX_HOSTS} hosts")
             hosts += names
             start = end + 1  # behind the comma
         return hosts
@@ -159,8 +161,8 @@ class _Expansion:
                 brackets.append(len(parts))
                 parts.append(self.read_numbers(position + 1, end))
                 size *= len(parts[-1])
-                if size > MOST:
-                    self.refuse(position, f"more than {MOST} hosts")
+                if size > MAX_HOSTS:
+                    self.refuse(position, f"more than {MAX_HOSTS} hosts")
                 position = end + 1
         if not parts:
             self.refuse(start, "a host name is missing")
@@ -182,15 +184,9 @@ class _Expansion:
             match = _RANGE.match(self.text, position, end)
             if match is None:
                 self.refuse(position, "a number was expected")
-            low, high = match[1], match[2] or match[1]
-            if len(low) > 18 or len(high) > 18:
-                self.refuse(position, "the number is too long")
-            first, last = int(low), int(high)
-            if first > last:
-                self.refuse(position, f"the range goes down, from {low} to {high}")
-            if len(numbers) + last - first >= MOST:
-                self.refuse(position, f"more than {MOST} hosts")
-            numbers += [f"{number:0{len(low)}d}" for number in range(first, last + 1)]
+            numbers += self.expand_range(match)
+            if len(numbers) > MAX_HOSTS:
+                self.refuse(position, f"more than {MAX_HOSTS} hosts")
             position = match.end()
             if position == end:
                 return numbers
@@ -198,14 +194,29 @@ class _Expansion:
                 self.refuse(position, "only numbers, ranges like 1-5 and commas may stand in brackets")
             position += 1
 
+    def expand_range(self, match: re.Match[str]) -> list[str]:
+        """Return the numbers of a range that `_RANGE` has matched, each as wide as its low end."""
+        low, high = match[1], match[2] or match[1]
+        if len(low) > MAX_NUMBER_DIGITS or len(high) > MAX_NUMBER_DIGITS:
+            self.refuse(match.start(), "the number is too long")
+        first, last = int(low), int(high)
+        if first > last:
+            self.refuse(match.start(), f"the range goes down, from {low} to {high}")
+        if last - first >= MAX_HOSTS:
+            self.refuse(match.start(), f"more than {MAX_HOSTS} hosts")
+        return [f"{number:0{len(low)}d}" for number in range(first, last + 1)]
+
     def refuse(self, position: int, reason: str) -> NoReturn:
         """Raise the NoPlan that shows `position` in the list."""
         _raise_error(self.text, position, reason, self.where)
 
 
 def _raise_error(text: str, position: int, reason: str, where: str) -> NoReturn:
-    # The hint shows at most 50 characters on each side, so that the caret stands under its position: a
-    # terminal would wrap a long list. Control characters would move the caret as well.
+    """Raise the NoPlan whose hint shows `position` in `text` with a caret.
+
+    The hint shows at most 50 characters on each side, since a terminal would wrap a long list, and the caret
+    would stand elsewhere. Control characters would move the caret as well.
+    """
     before = escape_controls(text[max(0, position - 50) : position])
     after = escape_controls(text[position : position + 50])
     hint = f"the list, at this position:\n{before}{after}\n{' ' * len(before)}^"

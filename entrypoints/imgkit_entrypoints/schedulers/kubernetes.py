@@ -30,8 +30,10 @@ PLAIN = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 
 def claims(env: Environment) -> tuple[str, ...]:
     """Return the variables that show a pod of a training operator. Empty outside of such a pod."""
-    has_plain = env.present(*PLAIN) == PLAIN and not _is_rank(env)
-    return (*env.present(*OWN), *(PLAIN if has_plain else ()))
+    names = env.present(*OWN)
+    if env.present(*PLAIN) == PLAIN and not _is_rank(env):
+        return (*names, *PLAIN)
+    return names
 
 
 def _is_rank(env: Environment) -> bool:
@@ -50,20 +52,20 @@ def find_placement(env: Environment) -> Placement:
     NoPlan : the number of pods is a range, the rank is not below that number, or no variable says where the
     first pod is.
     """
-    nnodes_from = env.first(("PET_NNODES", "WORLD_SIZE"))
+    nnodes_from = env.first_set(("PET_NNODES", "WORLD_SIZE"))
     if ":" in env.get("PET_NNODES", ""):
         raise NoPlan(
             "the number of pods is a range, but a run has a fixed number of nodes",
             where=f"PET_NNODES={env['PET_NNODES']}",
             hint="leave elasticPolicy out of the PyTorchJob, or --min-replicas out of runai",
         )
-    nnodes = env.number(nnodes_from or "PET_NNODES", least=1)
+    nnodes = env.read_number(nnodes_from or "PET_NNODES", least=1)
     requested = parse_digits(env.get("IMGKIT_NNODES", ""))
     if nnodes_from == "WORLD_SIZE" and requested is not None:
         # WORLD_SIZE is ambiguous: one operator counts pods in it, another one processes. So --nnodes decides.
         nnodes, nnodes_from = requested, "IMGKIT_NNODES"
-    rank_from = env.first(("PET_NODE_RANK", "RANK"))
-    node_rank = env.number(rank_from or "PET_NODE_RANK") if nnodes > 1 else 0
+    rank_from = env.first_set(("PET_NODE_RANK", "RANK"))
+    node_rank = env.read_number(rank_from or "PET_NODE_RANK") if nnodes > 1 else 0
     if node_rank >= nnodes:
         raise NoPlan(
             f"this is pod {node_rank}, but {nnodes_from} allows only pods 0 to {nnodes - 1}",
@@ -72,9 +74,9 @@ def find_placement(env: Environment) -> Placement:
         )
     job_id = env.get("PET_RDZV_ID", "")
     source = {"nnodes": nnodes_from, "node_rank": rank_from, "job_id": "PET_RDZV_ID" if job_id else ""}
-    hosts, source["hosts"] = env.named_hosts(nnodes, (), "")
-    head, head_from = env.head(nnodes, hosts, source["hosts"], "PET_MASTER_ADDR", "MASTER_ADDR")
-    port_from = env.first(("PET_MASTER_PORT", "MASTER_PORT"))
+    hosts, source["hosts"] = env.choose_hosts(nnodes, (), "")
+    head, head_from = env.find_head(nnodes, hosts, source["hosts"], "PET_MASTER_ADDR", "MASTER_ADDR")
+    port_from = env.first_set(("PET_MASTER_PORT", "MASTER_PORT"))
     # PET_RDZV_ENDPOINT is "HOST:PORT" or "HOST". It takes precedence over MASTER_ADDR, but not over
     # PET_MASTER_ADDR and the variables of the user.
     endpoint = env.get("PET_RDZV_ENDPOINT", "")
@@ -96,7 +98,7 @@ def find_placement(env: Environment) -> Placement:
         node_rank=node_rank,
         hosts=hosts,
         head=head,
-        port=env.port(port_from) if port_from and nnodes > 1 else None,
+        port=env.read_port(port_from) if port_from and nnodes > 1 else None,
         job_id=job_id,
         source=source,
     )

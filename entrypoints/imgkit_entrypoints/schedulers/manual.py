@@ -32,8 +32,8 @@ def find_placement(env: Environment) -> Placement:
     NoPlan : a flag is missing or contradicts another. The message names all missing flags.
     """
     hosts = env.requested_nodes()
-    nnodes_from = env.first(("IMGKIT_NNODES", NODES))
-    nnodes = env.number(nnodes_from, least=1) if nnodes_from == "IMGKIT_NNODES" else max(1, len(hosts))
+    nnodes_from = env.first_set(("IMGKIT_NNODES", NODES))
+    nnodes = env.read_number(nnodes_from, least=1) if nnodes_from == "IMGKIT_NNODES" else max(1, len(hosts))
     if hosts and len(hosts) != nnodes and nnodes > 1:
         raise NoPlan(
             f"{len(hosts)} hosts ({', '.join(hosts[:8])}), but --nnodes is {nnodes}",
@@ -42,8 +42,8 @@ def find_placement(env: Environment) -> Placement:
         )
     # With --nnodes 1, the list may still name several hosts. It then says nothing about this run.
     hosts = hosts if len(hosts) == nnodes else ()
-    node_rank, rank_from = (0, nnodes_from) if nnodes == 1 else env.node_rank(hosts, "IMGKIT_NODE_RANK")
-    head, head_from = env.head(nnodes, hosts, NODES, "MASTER_ADDR")
+    node_rank, rank_from = (0, nnodes_from) if nnodes == 1 else env.find_node_rank(hosts, "IMGKIT_NODE_RANK")
+    head, head_from = env.find_head(nnodes, hosts, NODES, "MASTER_ADDR")
     missing = []
     if node_rank is None:
         missing.append("--node-rank RANK")
@@ -64,7 +64,7 @@ def find_placement(env: Environment) -> Placement:
             hint=f"node ranks are 0 to {nnodes - 1}; HOST of --head has 0",
         )
     # MASTER_PORT is the port at MASTER_ADDR, so it counts only with that head.
-    port = env.port("MASTER_PORT") if head_from == "MASTER_ADDR" else None
+    port = env.read_port("MASTER_PORT") if head_from == "MASTER_ADDR" else None
     source = {"nnodes": nnodes_from, "node_rank": rank_from, "head": head_from}
     source |= {"hosts": NODES if hosts else "", "port": "MASTER_PORT" if port is not None else ""}
     return Placement(
@@ -80,13 +80,16 @@ def start_argv(
     The options follow the ``dist-*`` word, since arguments behind a script are the script's own:
     ``dist-run train.py`` -> ``dist-run --nnodes 2 --node-rank 0 --head n1 train.py``.
     """
-    argv = list(command)
-    # The command may begin with a container runtime: "apptainer exec image.sif dist-run ...".
-    name_index = next((index for index, arg in enumerate(argv) if PurePath(arg).name.startswith("dist-")), 0)
     options = ["--nnodes", str(nnodes), "--node-rank", str(node_rank), "--head", head]
     if port:
         options += ["--port", str(port)]
-    return (*argv[: name_index + 1], *options, *argv[name_index + 1 :])
+    # The command may begin with a container runtime: "apptainer exec image.sif dist-run ...".
+    end = 1
+    for position, arg in enumerate(command, start=1):
+        if PurePath(arg).name.startswith("dist-"):
+            end = position
+            break
+    return (*command[:end], *options, *command[end:])
 
 
 def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -> str:

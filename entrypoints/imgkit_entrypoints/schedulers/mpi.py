@@ -68,8 +68,9 @@ class MpiLauncher:
 
     def claims(self, env: Environment) -> tuple[str, ...]:
         """Return the variables that show this launcher. Empty if it did not start this process."""
-        counts = not self.shown_with or env.present(*self.shown_with)
-        return env.present(*self.shown_by) if counts else ()
+        if self.shown_with and not env.present(*self.shown_with):
+            return ()
+        return env.present(*self.shown_by)
 
     def export_options(self, name: str, value: str) -> tuple[str, ...]:
         """Return the options that set a variable for all processes, such as ``-x NAME=VALUE``."""
@@ -105,14 +106,14 @@ class MpiLauncher:
         WrongStart : the process was started on one node, but the host list has several.
         NoPlan : no variable says where node 0 is, or the numbers contradict each other.
         """
-        hosts, hosts_from = env.listed_hosts()
+        hosts, hosts_from = env.find_hosts()
         ranks = self._ranks(env, len(hosts))
         nnodes = ranks.world_size // ranks.local_world_size
         self._check_hosts(env, nnodes, hosts, hosts_from)
         size_from, local_from = self._size_variables(env)
         source = {"nnodes": ", ".join(filter(None, (size_from or hosts_from, local_from)))}
         node_rank, source["node_rank"] = self._node_rank(env, ranks, nnodes)
-        head, source["head"] = env.head(nnodes, hosts, hosts_from, "MASTER_ADDR")
+        head, source["head"] = env.find_head(nnodes, hosts, hosts_from, "MASTER_ADDR")
         if nnodes > 1 and not head:
             host = env.hostname() if ranks.rank == 0 else ""
             raise NoPlan(
@@ -122,7 +123,7 @@ class MpiLauncher:
                 "the other nodes can reach",
             )
         # MASTER_PORT is the port at MASTER_ADDR, so it counts only with that head.
-        port = env.port("MASTER_PORT") if source["head"] == "MASTER_ADDR" else None
+        port = env.read_port("MASTER_PORT") if source["head"] == "MASTER_ADDR" else None
         job_id_from = env.present(*self.fields.job_id)
         source |= {"hosts": hosts_from, "job_id": ", ".join(job_id_from)}
         return Placement(
@@ -146,7 +147,7 @@ class MpiLauncher:
 
         A name is empty if no such variable is set.
         """
-        return env.first(self.fields.world_size), env.first(self.fields.local_world_size)
+        return env.first_set(self.fields.world_size), env.first_set(self.fields.local_world_size)
 
     def _ranks(self, env: Environment, hosts: int) -> Direct:
         """Return the rank of this process, and the numbers of ranks in the job and on this node.
@@ -164,19 +165,21 @@ class MpiLauncher:
                 env, "nodes", fields.local_world_size if size_from else fields.world_size
             )
         if local_from:
-            local_size = env.number(local_from, least=1)
+            local_size = env.read_number(local_from, least=1)
         elif size_from:
-            local_size = max(1, env.number(size_from) // hosts)
+            local_size = max(1, env.read_number(size_from) // hosts)
         elif self._is_alone(env):
             local_size = 1
         else:
             raise self._unknown_number_error(
                 env, "ranks on this node", (*fields.local_world_size, *fields.world_size)
             )
-        size = env.number(size_from, least=1) if size_from else local_size * hosts
-        rank_from, local_rank_from = env.variable(fields.rank), env.first(fields.local_rank)
-        rank = env.number(rank_from)
-        local_rank = env.number(env.variable(fields.local_rank)) if local_rank_from or local_size > 1 else 0
+        size = env.read_number(size_from, least=1) if size_from else local_size * hosts
+        rank_from, local_rank_from = env.first_name(fields.rank), env.first_set(fields.local_rank)
+        rank = env.read_number(rank_from)
+        local_rank = (
+            env.read_number(env.first_name(fields.local_rank)) if local_rank_from or local_size > 1 else 0
+        )
         if local_rank >= local_size:
             problem = f"this is local rank {local_rank}, but the node has only ranks 0 to {local_size - 1}"
             raise NoPlan(problem, where=local_rank_from)
@@ -200,9 +203,10 @@ class MpiLauncher:
 
         Rank and node then have the same number, which a second rank on the node would not have.
         """
-        groups = (self.fields.rank, self.fields.node_rank, self.fields.local_rank)
-        rank, node, local = (env.get(env.first(names), "") for names in groups)
-        return rank == node != "" and local in ("", "0")
+        rank = env.get(env.first_set(self.fields.rank))
+        node_rank = env.get(env.first_set(self.fields.node_rank))
+        local_rank = env.get(env.first_set(self.fields.local_rank), "0")
+        return rank is not None and rank == node_rank and local_rank == "0"
 
     def _unknown_number_error(self, env: Environment, numbers: str, names: Sequence[str]) -> NoPlan:
         """Return the error for a number that none of the variables `names` gives."""
@@ -223,8 +227,9 @@ class MpiLauncher:
         """
         if not hosts or len(hosts) == nnodes:
             return
+        names = ", ".join(hosts[:8])
         size_from, local_from = self._size_variables(env)
-        where, names = f"{hosts_from}, {size_from or local_from}", ", ".join(hosts[:8])
+        where = f"{hosts_from}, {size_from or local_from}"
         if nnodes == 1:
             problem = f"{self.NAME} started this on 1 node, but the job has {len(hosts)} ({names})"
             raise WrongStart(problem, where=where, nnodes=len(hosts))
@@ -240,19 +245,20 @@ class MpiLauncher:
         Without a variable for the node, it follows from the rank, as launchers place ranks in one of two
         orders.
         """
-        name = env.first(self.fields.node_rank)
+        name = env.first_set(self.fields.node_rank)
         if name:
-            node_rank = env.number(name)
+            node_rank = env.read_number(name)
             if node_rank >= nnodes:
                 problem = f"this is node {node_rank}, but the job has only nodes 0 to {nnodes - 1}"
                 raise NoPlan(problem, where=f"{name}={node_rank}")
             return node_rank, name
-        name = env.first(self.fields.rank)
+        rank_from = env.first_set(self.fields.rank)
         # With 2 nodes of 2 ranks, ranks 0 and 1 are on the same node (they fill it), or on different ones.
         fills_nodes = ranks.rank % ranks.local_world_size == ranks.local_rank
-        if not fills_nodes and ranks.rank // nnodes == ranks.local_rank:
-            return ranks.rank % nnodes, name  # consecutive ranks are on different nodes
-        return ranks.rank // ranks.local_world_size, name  # consecutive ranks fill a node before the next
+        alternates = ranks.rank // nnodes == ranks.local_rank
+        if alternates and not fills_nodes:
+            return ranks.rank % nnodes, rank_from
+        return ranks.rank // ranks.local_world_size, rank_from
 
 
 OPENMPI = MpiLauncher(

@@ -52,7 +52,7 @@ def find_placement(env: Environment) -> Placement:
     NoPlan : the job's hosts are unknown, or this host is not one of them.
     """
     # --nnodes 1 on the command line, which comes in as IMGKIT_NNODES, asks for this host alone.
-    hosts, hosts_from = env.listed_hosts()
+    hosts, hosts_from = env.find_hosts()
     nnodes, nnodes_from = len(hosts), hosts_from
     if not hosts:
         nnodes, nnodes_from = 1, "IMGKIT_NNODES"
@@ -68,11 +68,11 @@ def find_placement(env: Environment) -> Placement:
         raise WrongStart(
             f"the job has {nnodes} hosts ({names}), but this is the job script's process: PBS starts nothing "
             "on the others",
-            where=f"{hosts_from}, {env.first(('PBS_ENVIRONMENT', 'PBS_TASKNUM', 'PBS_NODEFILE'))}",
+            where=f"{hosts_from}, {env.first_set(('PBS_ENVIRONMENT', 'PBS_TASKNUM', 'PBS_NODEFILE'))}",
             nnodes=nnodes,
         )
     ranks = ("PBS_NODENUM", "IMGKIT_NODE_RANK")
-    node_rank, rank_from = (0, nnodes_from) if nnodes == 1 else env.node_rank(hosts, *ranks)
+    node_rank, rank_from = (0, nnodes_from) if nnodes == 1 else env.find_node_rank(hosts, *ranks)
     if node_rank is None:
         host = short_host(env.hostname()) or "its name"
         raise NoPlan(
@@ -84,8 +84,8 @@ def find_placement(env: Environment) -> Placement:
         problem = f"this is host {node_rank} of the job, counted from 0, but {hosts_from} lists only {nnodes}"
         raise NoPlan(f"{problem}: {names}", where=f"{rank_from}={node_rank}")
     source = {"nnodes": nnodes_from, "node_rank": rank_from, "hosts": hosts_from}
-    head, source["head"] = env.head(nnodes, hosts, hosts_from)
-    source["job_id"] = env.first(("PBS_JOBID",))
+    head, source["head"] = env.find_head(nnodes, hosts, hosts_from)
+    source["job_id"] = env.first_set(("PBS_JOBID",))
     job_id = env.get("PBS_JOBID", "")
     return Placement(
         scheduler=NAME,
@@ -98,7 +98,7 @@ def find_placement(env: Environment) -> Placement:
     )
 
 
-def start_argv(command: Sequence[str], *, line: str) -> tuple[str, ...]:
+def start_argv(command: Sequence[str], *, line_index: str) -> tuple[str, ...]:
     """Return the argv that starts `command` through pbsdsh on one host.
 
     The command does not get the variables, modules or working directory of the job script. pbsdsh itself
@@ -106,9 +106,9 @@ def start_argv(command: Sequence[str], *, line: str) -> tuple[str, ...]:
 
     Parameters
     ----------
-    line : index of a line of the host in the node file, from 0.
+    line_index : index of a line of the host in the node file, from 0, or a shell expression for it.
     """
-    return ("pbsdsh", "-v", "-n", line, "--", *command)
+    return ("pbsdsh", "-v", "-n", line_index, "--", *command)
 
 
 def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -> str:
@@ -131,9 +131,11 @@ def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -
 
 def _is_script(env: Environment) -> bool:
     """Return whether this process belongs to the job script, and was not started as a task on a host."""
-    if env.present("PBS_TASKNUM") and _SPAWNED.fullmatch(env["PBS_TASKNUM"]):
+    if _SPAWNED.fullmatch(env.get("PBS_TASKNUM", "")):
         return False
     if env.get("PBS_NODENUM", "0") != "0":
         return False  # the script runs on host 0
+    if env.present("PBS_ENVIRONMENT", "PBS_TASKNUM"):
+        return True
     # Without both variables, the process counts as a task if the hosts were passed on to it.
-    return bool(env.present("PBS_ENVIRONMENT", "PBS_TASKNUM")) or not env.present(NODES)
+    return not env.present(NODES)

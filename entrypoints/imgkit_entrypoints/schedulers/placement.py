@@ -43,9 +43,9 @@ class Size:
         ------
         ValueError : the text is neither ``N`` nor ``N+S``. `size_examples` returns what to type instead.
         """
-        match = re.fullmatch(r"([0-9]{1,7})(?:\+([0-9]{1,7}))?", text.strip(), re.ASCII)
-        if match is None and _RANGE.fullmatch(text.strip()):
+        if _RANGE.fullmatch(text.strip()):
             raise ValueError(f"{text!r} is a range, but a run has a fixed number of nodes")
+        match = re.fullmatch(r"([0-9]{1,7})(?:\+([0-9]{1,7}))?", text.strip(), re.ASCII)
         if match is None:
             raise ValueError(f"{text!r} is neither N nor N+S")
         training, spares = int(match[1]), int(match[2] or 0)

@@ -45,7 +45,7 @@ def find_placement(
         if error.where and error.where in resolved_env:
             error.where = _flags_from_variables(env).get(error.where, error.where)
         raise
-    return _apply_request(request, _on_fast_network(placement, head_suffix), env)
+    return _apply_request(request, _use_fast_network(placement, head_suffix), env)
 
 
 def _requested_placement(request: PlacementRequest, resolved_env: Environment) -> Placement:
@@ -53,25 +53,25 @@ def _requested_placement(request: PlacementRequest, resolved_env: Environment) -
     _refuse_nesting(resolved_env)
     claimants = _find_launchers(resolved_env)
     if request.scheduler:
-        placement = _placement_by(_get_scheduler(request.scheduler, resolved_env), request, resolved_env)
+        placement = _ask_launcher(_get_scheduler(request.scheduler, resolved_env), request, resolved_env)
     elif request.nnodes and request.nnodes > 1 and request.node_rank is not None and request.head is not None:
         # The flags say everything about this node, so no launcher needs to be asked.
         placement = manual.find_placement(resolved_env)
-        _compare_rank(claimants, placement, resolved_env)
+        _refuse_other_rank(claimants, placement, resolved_env)
     elif len(claimants) > 1:
-        _refuse_two(claimants[:2], resolved_env)
+        _refuse_two_launchers(claimants[:2], resolved_env)
     else:
         module: Scheduler = standalone
         if claimants:
             module = claimants[0]
         elif manual.claims(resolved_env):
             module = manual
-        placement = _placement_by(module, request, resolved_env)
-    _check_host(placement, resolved_env)
+        placement = _ask_launcher(module, request, resolved_env)
+    _refuse_wrong_order(placement, resolved_env)
     return placement
 
 
-def _on_fast_network(placement: Placement, suffix: str) -> Placement:
+def _use_fast_network(placement: Placement, suffix: str) -> Placement:
     """Return the placement with the head's name on the fast network.
 
     With the suffix ``-ib``, ``n1`` becomes ``n1-ib``. A head or a host list that the user has named stays as
@@ -121,7 +121,7 @@ def _refuse_nesting(env: Environment) -> None:
         )
 
 
-def _placement_by(module: Scheduler, request: PlacementRequest, env: Environment) -> Placement:
+def _ask_launcher(module: Scheduler, request: PlacementRequest, env: Environment) -> Placement:
     """Return the placement by `module`. With ``--nnodes 1``, a start on one node of several is allowed.
 
     Raises
@@ -140,30 +140,31 @@ def _placement_by(module: Scheduler, request: PlacementRequest, env: Environment
 
 
 def _command_on_host(command: Sequence[str], env: Environment) -> tuple[str, ...]:
-    """Return the argv to type on the host: that of this container, followed by `command`.
+    """Return the argv to type on the host: the start of this container, followed by `command`.
 
     An example is ``apptainer exec --nv image.sif dist-run train.py``. Outside of a container of Singularity
     or Apptainer, return `command` as it is.
     """
     for runtime in ("apptainer", "singularity"):
         image = env.get(f"{runtime.upper()}_CONTAINER")
-        if image:
-            # Without squashfuse, the runtime unpacks the .sif into a temporary folder. *_CONTAINER is then
-            # the path of that folder, and *_NAME still has the name of the .sif.
-            name = env.get(f"{runtime.upper()}_NAME") or PurePath(image).name
-            if PurePath(image).name != name:
-                image = name
-            options = []
-            if env.read("/proc/driver/nvidia/version") is not None:
-                options.append("--nv")
-            binds = env.get(f"{runtime.upper()}_BIND")
-            if binds:
-                options += ["--bind", binds]
-            return (runtime, "exec", *options, image, *command)
+        if not image:
+            continue
+        # Without squashfuse, the runtime unpacks the .sif into a temporary folder. *_CONTAINER is then the
+        # path of that folder, and *_NAME still has the name of the .sif.
+        name = env.get(f"{runtime.upper()}_NAME")
+        if name and name != PurePath(image).name:
+            image = name
+        options = []
+        if env.read("/proc/driver/nvidia/version") is not None:
+            options.append("--nv")
+        binds = env.get(f"{runtime.upper()}_BIND")
+        if binds:
+            options += ["--bind", binds]
+        return (runtime, "exec", *options, image, *command)
     return tuple(command)
 
 
-def _compare_rank(claimants: Sequence[Scheduler], placement: Placement, env: Environment) -> None:
+def _refuse_other_rank(claimants: Sequence[Scheduler], placement: Placement, env: Environment) -> None:
     """Raise NoPlan if ``--node-rank`` differs from the rank by a launcher.
 
     In ``srun dist-run --node-rank $SLURM_NODEID``, the shell of the job script expands the variable, and not
@@ -186,20 +187,22 @@ def _compare_rank(claimants: Sequence[Scheduler], placement: Placement, env: Env
             )
 
 
-def _check_host(placement: Placement, env: Environment) -> None:
+def _refuse_wrong_order(placement: Placement, env: Environment) -> None:
     """Raise NoPlan if the host list is in another order than the ranks.
 
     The other nodes would then call the wrong host.
     """
-    position = env.position_in(placement.hosts)
-    if placement.nnodes > 1 and position not in (None, placement.node_rank):
-        source, rank_from = (placement.source.get(field, "") for field in ("hosts", "node_rank"))
-        raise NoPlan(
-            f"this is node {placement.node_rank} according to {rank_from}, "
-            f"but {short_host(env.hostname())} is host {position} of {source}",
-            where=f"{source}: {', '.join(placement.hosts[:8])}",
-            hint="list the hosts in the order of their ranks: awk '!s[$0]++' keeps the order, sort does not",
-        )
+    position = env.find_position(placement.hosts)
+    if placement.nnodes == 1 or position in (None, placement.node_rank):
+        return
+    hosts_from = placement.source.get("hosts", "")
+    rank_from = placement.source.get("node_rank", "")
+    raise NoPlan(
+        f"this is node {placement.node_rank} according to {rank_from}, "
+        f"but {short_host(env.hostname())} is host {position} of {hosts_from}",
+        where=f"{hosts_from}: {', '.join(placement.hosts[:8])}",
+        hint="list the hosts in the order of their ranks: awk '!s[$0]++' keeps the order, sort does not",
+    )
 
 
 # The variable that the modules read for a field of `PlacementRequest`. `_flags_as_variables` sets it from the
@@ -238,13 +241,14 @@ def _apply_request(request: PlacementRequest, placement: Placement, env: Mapping
     ------
     NoPlan : a flag contradicts the launcher.
     """
-    _compare_flags(placement, request)
+    _refuse_contradictions(placement, request)
     port, direct, source = placement.port, placement.direct, dict(placement.source)
     if request.port is not None:
-        port, source["port"] = request.port, _VARIABLES["port"]
+        port = request.port
+        source["port"] = _VARIABLES["port"]
     if request.direct and direct is None:
-        nnodes = placement.nnodes
-        direct = Direct(rank=placement.node_rank, local_rank=0, world_size=nnodes, local_world_size=1)
+        rank, nnodes = placement.node_rank, placement.nnodes
+        direct = Direct(rank=rank, local_rank=0, world_size=nnodes, local_world_size=1)
     flags = _flags_from_variables(env)
     return dataclasses.replace(
         placement,
@@ -255,7 +259,7 @@ def _apply_request(request: PlacementRequest, placement: Placement, env: Mapping
     )
 
 
-def _compare_flags(placement: Placement, request: PlacementRequest) -> None:
+def _refuse_contradictions(placement: Placement, request: PlacementRequest) -> None:
     """Raise NoPlan if a flag contradicts the launcher. Neither may silently take precedence."""
     size, scheduler = request.size, placement.scheduler
     if size and not size.training <= placement.nnodes <= size.started:
@@ -357,17 +361,16 @@ def _get_scheduler(name: str, env: Environment) -> Scheduler:
     ------
     NoPlan : the variables of that launcher are not set.
     """
-    modules = [BY_NAME[module_name] for module_name in ALIASES.get(name, (name,))]
-    if modules[0] in (manual, standalone):
-        return modules[0]
-    claimants = [module for module in modules if module.claims(env)]
-    if not claimants:
-        hint = f"start it with {name}, and the container without --cleanenv and --containall"
-        names = ", ".join(module.NAME for module in LAUNCHERS if module.claims(env))
-        if names:
-            hint = f"the variables of {names} are set: leave --scheduler out"
-        raise NoPlan(f"none of {name}'s variables is set", where="--scheduler", hint=hint)
-    return claimants[0]
+    if name in (manual.NAME, standalone.NAME):  # no variable shows these two
+        return BY_NAME[name]
+    for module_name in ALIASES.get(name, (name,)):
+        if BY_NAME[module_name].claims(env):
+            return BY_NAME[module_name]
+    other_names = ", ".join(module.NAME for module in LAUNCHERS if module.claims(env))
+    hint = f"start it with {name}, and the container without --cleanenv and --containall"
+    if other_names:
+        hint = f"the variables of {other_names} are set: leave --scheduler out"
+    raise NoPlan(f"none of {name}'s variables is set", where="--scheduler", hint=hint)
 
 
 def launcher_variables(env: Mapping[str, str]) -> tuple[str, ...]:
@@ -385,7 +388,7 @@ def missing_launcher_clause(name: str, env: Mapping[str, str]) -> str:
     return f"the recipe says {name}, but no scheduler variable is set here"
 
 
-def _refuse_two(claimants: Sequence[Scheduler], env: Environment) -> NoReturn:
+def _refuse_two_launchers(claimants: Sequence[Scheduler], env: Environment) -> NoReturn:
     """Raise the NoPlan that names two launchers that show at once, and the flag that chooses one."""
     names = [f"{module.NAME} ({', '.join(module.claims(env)[:3])})" for module in claimants]
     flags = " or ".join(f"--scheduler {module.NAME}" for module in claimants)

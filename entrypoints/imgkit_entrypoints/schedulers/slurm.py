@@ -79,8 +79,8 @@ def find_placement(env: Environment) -> Placement:
     if not env.present(*FIELDS["nnodes"], *FIELDS["hosts"]):
         return _find_placement_outside_step(env)
     hosts, hosts_from = _expand_hosts(env, FIELDS["hosts"])
-    nnodes_from = env.first(FIELDS["nnodes"])
-    nnodes = env.number(nnodes_from, least=1) if nnodes_from else len(hosts)
+    nnodes_from = env.first_set(FIELDS["nnodes"])
+    nnodes = env.read_number(nnodes_from, least=1) if nnodes_from else len(hosts)
     job_nodes, job_nodes_from = _job_nodes(env)
     if nnodes < job_nodes and _is_shell(env):
         raise WrongStart(
@@ -92,8 +92,8 @@ def find_placement(env: Environment) -> Placement:
     if hosts and len(hosts) != nnodes:
         problem = f"{env[hosts_from]} has {len(hosts)} hosts, but {nnodes_from} says {nnodes}"
         raise NoPlan(problem, where=hosts_from)
-    rank_from = env.variable(FIELDS["node_rank"])
-    node_rank = env.number(rank_from) if nnodes > 1 else 0
+    rank_from = env.first_name(FIELDS["node_rank"])
+    node_rank = env.read_number(rank_from) if nnodes > 1 else 0
     if node_rank >= nnodes:
         problem = f"{rank_from} is {node_rank}, but the step has only nodes 0 to {nnodes - 1}"
         raise NoPlan(problem, where=rank_from)
@@ -106,8 +106,8 @@ def find_placement(env: Environment) -> Placement:
             hint="check whether the job script passes the environment of one task on to another",
         )
     source = {"nnodes": nnodes_from or hosts_from, "node_rank": rank_from}
-    hosts, source["hosts"] = env.named_hosts(nnodes, hosts, hosts_from)
-    head, source["head"] = env.head(nnodes, hosts, source["hosts"])
+    hosts, source["hosts"] = env.choose_hosts(nnodes, hosts, hosts_from)
+    head, source["head"] = env.find_head(nnodes, hosts, source["hosts"])
     if nnodes > 1 and not head:
         raise NoPlan(
             f"the step has {nnodes} nodes, but SLURM_STEP_NODELIST, which lists them, is not set",
@@ -161,7 +161,7 @@ def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -
         # Each task gets the same number, so the smallest node decides.
         cpus = min(expand_counts(counts, where="SLURM_JOB_CPUS_PER_NODE"))
     elif env.present("SLURM_CPUS_PER_TASK"):
-        cpus = env.number("SLURM_CPUS_PER_TASK", least=1)
+        cpus = env.read_number("SLURM_CPUS_PER_TASK", least=1)
     return shlex.join(start_argv(command, nnodes=nnodes, cpus=cpus))
 
 
@@ -175,7 +175,7 @@ def _expand_hosts(env: Environment, names: Sequence[str]) -> tuple[tuple[str, ..
 
     Both are empty if none is set.
     """
-    name = env.first(names)
+    name = env.first_set(names)
     if not name:
         return (), ""
     return expand_nodelist(env[name], where=name), name
@@ -183,9 +183,9 @@ def _expand_hosts(env: Environment, names: Sequence[str]) -> tuple[tuple[str, ..
 
 def _job_nodes(env: Environment) -> tuple[int, str]:
     """Return the number of nodes of the allocation, and the variable that gives it. It is 0 if none does."""
-    name = env.first(JOB_FIELDS["nnodes"])
+    name = env.first_set(JOB_FIELDS["nnodes"])
     if name:
-        return env.number(name, least=1), name
+        return env.read_number(name, least=1), name
     hosts, name = _expand_hosts(env, JOB_FIELDS["hosts"])
     return len(hosts), name
 
@@ -195,7 +195,7 @@ def _is_shell(env: Environment) -> bool:
 
     Some versions print the id as an unsigned number, such as 4294967290 for -6.
     """
-    text = env.get(env.first(FIELDS["step_id"]), "")
+    text = env.get(env.first_set(FIELDS["step_id"]), "")
     number = parse_digits(text)
     return text.startswith("-") or (number is not None and number >= _FIRST_SPECIAL_STEP)
 
@@ -212,20 +212,20 @@ def _find_placement_outside_step(env: Environment) -> Placement:
     nnodes, nnodes_from = _job_nodes(env)
     hosts, hosts_from = _expand_hosts(env, JOB_FIELDS["hosts"])
     # A batch script has SLURM_NODEID, and a shell of salloc on the login node does not.
-    on_node = bool(env.first(FIELDS["node_rank"]))
+    is_on_node = env.first_set(FIELDS["node_rank"]) != ""
     if nnodes > 1:
         shell = f"of salloc, outside the job of {nnodes} nodes"
-        if on_node:
+        if is_on_node:
             shell = f"of the batch script, on 1 of the job's {nnodes} nodes"
         raise WrongStart(
             f"this is the shell {shell}: srun has started nothing on the others",
             where=env.quote(nnodes_from),
             nnodes=nnodes,
         )
-    name = env.hostname()
-    if not on_node and hosts and name and short_host(name) != short_host(hosts[0]):
+    hostname = env.hostname()
+    if not is_on_node and hosts and hostname and short_host(hostname) != short_host(hosts[0]):
         raise WrongStart(
-            f"this shell runs on {name}, but the job's node is {hosts[0]}",
+            f"this shell runs on {hostname}, but the job's node is {hosts[0]}",
             where=env.quote(hosts_from),
             nnodes=1,
         )
@@ -239,7 +239,7 @@ def _job_id(env: Environment) -> tuple[str, str]:
 
     The step is included since two steps of one job may share a node.
     """
-    names = env.present(env.first(FIELDS["job_id"]), env.first(FIELDS["step_id"]))
+    names = env.present(env.first_set(FIELDS["job_id"]), env.first_set(FIELDS["step_id"]))
     return ".".join(env[name] for name in names), ", ".join(names)
 
 
@@ -250,25 +250,38 @@ def _direct_rank(env: Environment, nnodes: int, node_rank: int) -> Direct | None
     ------
     NoPlan : the numbers of tasks and nodes contradict each other, or a number is missing.
     """
-    name = env.first(FIELDS["tasks"])
-    if name:
-        counts = expand_counts(env[name], where=name)
-        if len(counts) != nnodes:
-            problem = f"{name} has counts for {len(counts)} nodes, but the step has {nnodes}: {env[name]}"
-            raise NoPlan(problem, where=name)
-    else:
-        # Without the counts of each node, all nodes must have the same number of tasks.
-        name = env.first(FIELDS["world_size"])
-        total = env.number(name, least=1) if name else nnodes
-        if total % nnodes:
-            problem = f"the step has {total} tasks on {nnodes} nodes, "
-            raise NoPlan(f"{problem}but no variable says how many run on each", where=name)
-        counts = (total // nnodes,) * nnodes
+    counts = _task_counts(env, nnodes)
     if max(counts) == 1:
         return None
     return Direct(
-        rank=env.number(env.variable(FIELDS["rank"])),
-        local_rank=env.number(env.variable(FIELDS["local_rank"])),
+        rank=env.read_number(env.first_name(FIELDS["rank"])),
+        local_rank=env.read_number(env.first_name(FIELDS["local_rank"])),
         world_size=sum(counts),
         local_world_size=counts[node_rank],
     )
+
+
+def _task_counts(env: Environment, nnodes: int) -> Sequence[int]:
+    """Return the number of tasks on each node of the step.
+
+    Raises
+    ------
+    NoPlan : see `_direct_rank`.
+    """
+    counts_from = env.first_set(FIELDS["tasks"])
+    if counts_from:
+        text = env[counts_from]  # "4(x2),3"
+        counts = expand_counts(text, where=counts_from)
+        if len(counts) != nnodes:
+            problem = f"{counts_from} has counts for {len(counts)} nodes, but the step has {nnodes}: {text}"
+            raise NoPlan(problem, where=counts_from)
+        return counts
+    # Without the counts, all nodes must have the same number of tasks.
+    total_from = env.first_set(FIELDS["world_size"])
+    total = env.read_number(total_from, least=1) if total_from else nnodes
+    if total % nnodes:
+        raise NoPlan(
+            f"the step has {total} tasks on {nnodes} nodes, but no variable says how many run on each",
+            where=total_from,
+        )
+    return (total // nnodes,) * nnodes

@@ -26,14 +26,12 @@ def find_placement(env: Environment) -> Placement:
     ------
     NoPlan : the process is already one rank of several, or a job of LSF has several hosts.
     """
-    if env.present(*WORKER) == WORKER and env.number("WORLD_SIZE", least=1) > 1:
+    if env.present(*WORKER) == WORKER and env.read_number("WORLD_SIZE", least=1) > 1:
         return _direct_placement(env)
     # LSF is not supported, but a job of LSF on one host is a run on this machine alone.
-    hosts = (
-        unique_names((env.read(env["LSB_DJOB_HOSTFILE"]) or "").split())
-        if env.get("LSB_DJOB_HOSTFILE")
-        else ()
-    )
+    host_file = env.get("LSB_DJOB_HOSTFILE")
+    text = env.read(host_file) if host_file else None
+    hosts = unique_names((text or "").split())
     if len(hosts) > 1:
         raise NoPlan(
             f"this is an LSF job on {len(hosts)} hosts ({', '.join(hosts[:8])}): LSF is not supported",
@@ -72,10 +70,10 @@ def _direct_placement(env: Environment) -> Placement:
     if not env.present("LOCAL_WORLD_SIZE"):
         raise NoPlan("--direct also needs LOCAL_WORLD_SIZE", where=where)
     ranks = Direct(
-        rank=env.number("RANK"),
-        local_rank=env.number("LOCAL_RANK"),
-        world_size=env.number("WORLD_SIZE"),
-        local_world_size=env.number("LOCAL_WORLD_SIZE", least=1),
+        rank=env.read_number("RANK"),
+        local_rank=env.read_number("LOCAL_RANK"),
+        world_size=env.read_number("WORLD_SIZE"),
+        local_world_size=env.read_number("LOCAL_WORLD_SIZE", least=1),
     )
     if ranks.rank >= ranks.world_size or ranks.local_rank >= ranks.local_world_size:
         raise NoPlan("RANK must be below WORLD_SIZE, and LOCAL_RANK below LOCAL_WORLD_SIZE", where=where)
@@ -91,7 +89,7 @@ def _direct_placement(env: Environment) -> Placement:
         nnodes=nnodes,
         node_rank=ranks.rank // ranks.local_world_size,
         head=head,
-        port=env.port("MASTER_PORT"),
+        port=env.read_port("MASTER_PORT"),
         source={"nnodes": "WORLD_SIZE, LOCAL_WORLD_SIZE", "node_rank": "RANK", "head": "MASTER_ADDR"},
         direct=ranks,
     )

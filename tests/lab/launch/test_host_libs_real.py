@@ -208,7 +208,7 @@ def test_newer_image_loads_both(node: Node, tmp_path: Path, host: str) -> None:
     modules = Path(sys.base_prefix).glob("lib/python3*/lib-dynload/*.so")
     text = subprocess.run(["ldd", *modules], check=True, capture_output=True, text=True).stdout
     for dependency in set(re.findall(r"=> (/\S+)", text)):
-        if Path(dependency).name not in host_libs.OF_IMAGE and "libcrypt.so" not in dependency:
+        if Path(dependency).name not in host_libs.IMAGE_LIBRARIES and "libcrypt.so" not in dependency:
             shutil.copy(dependency, tmp_path)
     entrypoints = ROOT / "entrypoints"
     binds = (sys.base_prefix, entrypoints, tmp_path, node.folder, f"{node.folder}/sys:/sys")

@@ -159,7 +159,7 @@ def test_strangers_file_takes_no_lines(shared: Path) -> None:
 @pytest.mark.parametrize("name", ["stop", "stop-for-requeue"])
 def test_stop_file_of_a_stranger_does_not_count(shared: Path, name: str, kind: str) -> None:
     messages: list[str] = []
-    folder = RunFolder(path=shared, say=messages.append)
+    folder = RunFolder(path=shared, log=messages.append)
     plant = {
         "file": lambda path: path.touch(),
         "link": lambda path: path.symlink_to("/etc/hostname"),
@@ -191,7 +191,7 @@ def test_start_goes_on_beside_marks_of_a_stranger(shared: Path, victim: Path) ->
         ]
     )
     messages: list[str] = []
-    folder = RunFolder(path=shared, say=messages.append)
+    folder = RunFolder(path=shared, log=messages.append)
     folder.clear()
     folder.write(stop_protocol.SAVED, "7 40\n")
     assert (shared / "state-saved").read_text() == "7 40\n"
@@ -206,9 +206,12 @@ def test_stop_folder_of_a_stranger_is_refused(shared: Path, tmp_path: Path, kind
     theirs.mkdir()
     make = {"folder": lambda path: path.mkdir(0o777), "link": lambda path: path.symlink_to(theirs)}[kind]
     as_stranger(lambda: make(shared / "node0"))
-    with pytest.raises(UsageError, match="another user's folder"), stop_protocol.use_stop_folder(shared, 0):
+    with (
+        pytest.raises(UsageError, match="another user's folder"),
+        stop_protocol.use_stop_folder(str(shared), 0),
+    ):
         pass
-    with stop_protocol.use_stop_folder(shared, 1) as folder:
+    with stop_protocol.use_stop_folder(str(shared), 1) as folder:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 

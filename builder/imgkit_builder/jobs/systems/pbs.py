@@ -318,7 +318,7 @@ def _remote_command(starter: str) -> Argv:
     """
     if starter == "pbsdsh":
         return pbs.start_argv(
-            ("/bin/bash", "-lc", ShellText('"$task; node"')), line=ShellText('"${lines[rank]}"')
+            ("/bin/bash", "-lc", ShellText('"$task; node"')), line_index=ShellText('"${lines[rank]}"')
         )
     return ("ssh", "-o", "BatchMode=yes", ShellText('"${hosts[rank]}"'), "/bin/bash", "-l", "-s")
 

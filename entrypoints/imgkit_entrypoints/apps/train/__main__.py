@@ -41,8 +41,8 @@ PER_RANK = ("run_dir", "stop_after_s", "log_to")
 
 def main() -> None:
     """Train to the last step, or until a stop request; the state is saved in both cases."""
-    started = StartUp.of_worker(os.environ)
-    started.ends("imports")
+    started = StartUp.from_env(os.environ)
+    started.record("imports")
     try:
         config = options.read_config(sys.argv[1:], os.environ)
         stop_after_s = math.inf
@@ -60,7 +60,7 @@ def main() -> None:
         for name, contract, _ in plugin_table(config).values():
             _load_function(name, contract, None)
         with workers.opened() as ranks:
-            started.ends("process_group")
+            started.record("process_group")
             sys.exit(train(config, run, ranks, started))
     except ImgkitError as error:
         if isinstance(error, CheckFailed):
@@ -68,8 +68,8 @@ def main() -> None:
         text = f"dist-train: {error}"
         cause = error.__cause__
         # A function of the user that cannot be imported: its own lines show why.
-        if cause is not None and user_program.own_frames(cause.__traceback__):
-            text += f"\n{user_program.described(cause, cause.__traceback__)}"
+        if cause is not None and user_program.user_frames(cause.__traceback__):
+            text += f"\n{user_program.format_error(cause, cause.__traceback__)}"
         workers.refuse(text, error.exit_code)
 
 
@@ -117,23 +117,23 @@ def train(config: Config, run: Run, ranks: Ranks, started: StartUp) -> int:
     held_out = None
     if parse_interval(config.eval_every, 1):
         held_out = load_data(config, "eval")
-    started.ends("data")
+    started.record("data")
     clock = WorkClock(ranks)
     loss = _load_function(*plugin_table(config)["step"])
     trainer = Trainer(config, create_model(config), loss, steps, ranks, clock)
-    started.ends("model")
+    started.record("model")
     feed = Batches(samples, order, config, ranks, channels_last=trainer.channels_last)
     batches = feed.steps(start, steps)
     # The warm-up needs a batch. `all_steps` below begins with the same one.
     first_step = next(batches)
     _, first_micro_batches = first_step
-    started.ends("data")
+    started.record("data")
     trainer.warm_up(first_micro_batches[0])
-    started.ends("first_step")
+    started.record("first_step")
     run.track(weights=trainer.plain, optimizer=trainer, course=course)
     if checkpoint is not None:
         run.restore(checkpoint)
-    started.ends("model")
+    started.record("model")
     workload = Workload(
         start=start.step,
         steps=steps,

@@ -231,14 +231,14 @@ class _SeededSamples:
 
 
 def _describe_failure(index: int, error: Exception) -> _Failure:
-    frame = user_program.own_frames(error.__traceback__)
+    frame = user_program.user_frames(error.__traceback__)
     line = ""
     if frame:
         line = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
     return _Failure(
         text=f"sample {index} of the data: {type(error).__name__}: {error}",
         line=line,
-        trace=user_program.described(error, error.__traceback__),
+        trace=user_program.format_error(error, error.__traceback__),
     )
 
 

@@ -105,7 +105,7 @@ class MainLoop:
             is_measured = is_evaluated or is_due(step, save_every, last_step) or run.looks()
             self.trainer.step(step - 1, micro_batches, measured=is_measured)
             if step == workload.start + 1:
-                self.started.ends("first_step")
+                self.started.record("first_step")
             self.course.position = position
             is_saved = run.due(save_every=save_every)
             if is_evaluated:

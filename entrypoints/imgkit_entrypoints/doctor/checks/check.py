@@ -38,17 +38,17 @@ class Subject:
     """The environment without the variables that the node agent has set."""
     plan: FabricPlan
     """Network plan for several nodes, even if this run has only one."""
-    several: bool
+    has_several_nodes: bool
     """True if this run has several nodes. Then a problem between nodes is a failure and not a warning."""
     reader: Reader
     """Reads the few files that are not among the facts of a launch."""
 
     @property
-    def rdma(self) -> bool:
-        """True if traffic between nodes uses RDMA."""
+    def uses_rdma(self) -> bool:
+        """Return whether traffic between nodes uses RDMA."""
         return self.plan.kind != "tcp"
 
     @property
-    def between(self) -> Verdict:
-        """The verdict for a problem that only affects traffic between nodes."""
-        return "fail" if self.several else "warn"
+    def network_verdict(self) -> Verdict:
+        """Return the verdict for a problem that only affects traffic between nodes."""
+        return "fail" if self.has_several_nodes else "warn"

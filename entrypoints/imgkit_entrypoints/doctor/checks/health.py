@@ -39,7 +39,7 @@ _MAX_LINE_CHARACTERS = 160
 """How much of a line of the kernel log a check quotes."""
 
 
-def pcie(subject: Subject) -> Iterator[Check]:
+def check_pcie(subject: Subject) -> Iterator[Check]:
     """Check that the PCIe links of GPUs and NICs have all their lanes.
 
     A NIC with fewer lanes passes if its link is still as fast as its ports.
@@ -47,22 +47,20 @@ def pcie(subject: Subject) -> Iterator[Check]:
     port_rates = {}
     for device in subject.facts.rdma:
         port_rates[device.name] = sum(port.rate_Gbps or 0 for port in device.ports if port.active)
-    links = health.links(subject.reader, subject.facts)
-    has_narrow_link = False
+    links = health.read_links(subject.reader, subject.facts)
+    warnings = []
     for link in links:
-        if link.width >= link.most_width:
-            continue
         needed_Gbps = port_rates.get(link.device)
-        rate_Gbps = link.rate_Gbps
-        if needed_Gbps is not None and rate_Gbps is not None and rate_Gbps >= needed_Gbps:
-            continue
-        has_narrow_link = True
-        yield _narrow_link(link, needed_Gbps)
-    if links and not has_narrow_link:
-        subjects = "1 link of a GPU or NIC is"
-        if len(links) > 1:
-            subjects = f"{len(links)} links of GPUs and NICs are"
-        yield Check("pcie", "ok", f"{subjects} wide enough")
+        is_fast_enough = False
+        if needed_Gbps is not None and link.rate_Gbps is not None:
+            is_fast_enough = link.rate_Gbps >= needed_Gbps
+        if link.width < link.most_width and not is_fast_enough:
+            warnings.append(_narrow_link(link, needed_Gbps))
+    yield from warnings
+    if len(links) == 1 and not warnings:
+        yield Check("pcie", "ok", "1 link of a GPU or NIC is wide enough")
+    elif links and not warnings:
+        yield Check("pcie", "ok", f"{len(links)} links of GPUs and NICs are wide enough")
 
 
 def _narrow_link(link: PcieLink, needed_Gbps: float | None) -> Check:
@@ -84,9 +82,9 @@ def _narrow_link(link: PcieLink, needed_Gbps: float | None) -> Check:
     return Check("pcie", "warn", evidence, fix)
 
 
-def port_errors(subject: Subject) -> Iterator[Check]:
+def check_port_errors(subject: Subject) -> Iterator[Check]:
     """Check that no port in use has counted errors of its cable or switch."""
-    counts = health.port_errors(subject.reader, subject.facts)
+    counts = health.read_port_errors(subject.reader, subject.facts)
     for name in subject.plan.devices:
         errors = counts.get(name)
         if not errors:
@@ -99,51 +97,55 @@ def port_errors(subject: Subject) -> Iterator[Check]:
         yield Check("port errors", "warn", evidence, fix)
 
 
-def gpu_health(subject: Subject) -> Iterator[Check]:
+def check_gpu_health(subject: Subject) -> Iterator[Check]:
     """Check that nvidia-smi reports neither memory errors nor reduced clocks for any GPU."""
     if not subject.facts.gpu_devices:
         return
-    report = health.nvidia_smi(subject.reader)
+    report = health.run_nvidia_smi(subject.reader)
     if not report:
         return
     try:
         gpus = ElementTree.fromstring(report)  # noqa: S314 - the driver's own program wrote it
     except ElementTree.ParseError:
         return
-    has_problem = False
+    problems: list[Check] = []
     for gpu in gpus.iter("gpu"):
-        for check in _gpu_problems(gpu):
-            has_problem = True
-            yield check
-    if not has_problem:
+        problems += _gpu_problems(gpu)
+    yield from problems
+    if not problems:
         yield Check("gpu health", "ok", "nvidia-smi -q: no memory errors, full clocks")
 
 
 def _gpu_problems(gpu: ElementTree.Element) -> Iterator[Check]:
     """Yield the problems of one GPU in the report of ``nvidia-smi -q -x``."""
-    name = gpu.get("id", "")
-    evidence = f"{name}: nvidia-smi -q:"
-    reset = f"stop all programs on it, then: sudo nvidia-smi -r -i {name}, or reboot the node"
-    # There are several counters of uncorrectable errors, such as "dram_uncorrectable".
+    address = gpu.get("id", "")
+    source = f"{address}: nvidia-smi -q:"
+    reset = f"stop all programs on it, then: sudo nvidia-smi -r -i {address}, or reboot the node"
+    errors = _count_uncorrectable_errors(gpu)
+    if errors:
+        evidence = f"{source} {errors} uncorrectable ECC errors since the last reset"
+        yield Check("gpu health", "warn", evidence, reset)
+    if gpu.findtext("remapped_rows/remapped_row_failure") == "Yes":
+        evidence = f"{source} Remapping Failure Occurred: Yes, so memory errors will continue"
+        fix = "drain the node (Slurm: scontrol update nodename=NODE state=drain), and have the GPU replaced"
+        yield Check("gpu health", "fail", evidence, fix)
+    elif gpu.findtext("remapped_rows/remapped_row_pending") == "Yes":
+        evidence = f"{source} Remapped Rows Pending: Yes, which requires a reset"
+        yield Check("gpu health", "warn", evidence, reset)
+    reasons = _active_clock_reasons(gpu)
+    causes = [cause for reason, cause in SLOWDOWNS.items() if reason in reasons]
+    if causes:
+        fix = f"check its cooling and power: nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {address}"
+        yield Check("gpu health", "warn", f"{source} clocks are held down by {', '.join(causes)}", fix)
+
+
+def _count_uncorrectable_errors(gpu: ElementTree.Element) -> int:
+    """Return the sum of a GPU's counters of uncorrectable errors, such as ``dram_uncorrectable``."""
     errors = 0
     for counter in gpu.findall("ecc_errors/volatile/*"):
         if "uncorrectable" in counter.tag:
             errors += parse_digits(counter.text or "") or 0
-    if errors:
-        text = f"{evidence} {errors} uncorrectable ECC errors since the last reset"
-        yield Check("gpu health", "warn", text, reset)
-    if gpu.findtext("remapped_rows/remapped_row_failure") == "Yes":
-        text = f"{evidence} Remapping Failure Occurred: Yes, so memory errors will continue"
-        fix = "drain the node (Slurm: scontrol update nodename=NODE state=drain), and have the GPU replaced"
-        yield Check("gpu health", "fail", text, fix)
-    elif gpu.findtext("remapped_rows/remapped_row_pending") == "Yes":
-        text = f"{evidence} Remapped Rows Pending: Yes, which requires a reset"
-        yield Check("gpu health", "warn", text, reset)
-    reasons = _active_clock_reasons(gpu)
-    causes = [cause for reason, cause in SLOWDOWNS.items() if reason in reasons]
-    if causes:
-        fix = f"check its cooling and power: nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {name}"
-        yield Check("gpu health", "warn", f"{evidence} clocks are held down by {', '.join(causes)}", fix)
+    return errors
 
 
 def _active_clock_reasons(gpu: ElementTree.Element) -> set[str]:
@@ -157,11 +159,11 @@ def _active_clock_reasons(gpu: ElementTree.Element) -> set[str]:
     return reasons
 
 
-def xids(subject: Subject) -> Iterator[Check]:
+def check_xids(subject: Subject) -> Iterator[Check]:
     """Check that the kernel log has no Xid error of a GPU's hardware or driver."""
     if not subject.facts.gpu_devices:
         return
-    log = health.xids(subject.reader)
+    log = health.read_xids(subject.reader)
     # Only the last line is reported for each GPU and number.
     last_lines: dict[tuple[str, int], str] = {}
     for line in log.splitlines():

@@ -17,25 +17,25 @@ STACK_BYTES = 8 * MIB
 """Stack that NCCL's search for a topology graph needs. It overflows a stack of 2 MB."""
 # Files that a process must be able to open. 1024 is Linux' default.
 OPEN_FILES = 1024
-PROCESSES = 1024
+MIN_PROCESSES = 1024
 """Least number of processes and threads. Each core has several threads of OpenMP, NCCL and data workers."""
 SHM = "/dev/shm"  # noqa: S108 - its size is asked for, nothing is put there
-SHM_BYTES = GIB
+ENOUGH_SHM_BYTES = GIB
 # Docker's default size of /dev/shm.
 DOCKER_SHM_BYTES = 64 * MIB
 # Platform of an image, as its manifest states it, to the output of `uname -m`.
 MACHINES = {"linux/amd64": "x86_64", "linux/arm64": "aarch64"}
 
 
-def image(subject: Subject) -> Iterator[Check]:
+def check_image(subject: Subject) -> Iterator[Check]:
     """Check that the image has the recipe's facts and is built for this architecture."""
     if not subject.has_recipe:
         evidence = "/opt/imgkit/system.json does not exist, so the expected hardware is unknown"
         yield Check("image", "unknown", evidence, "run inside an image that imgkit built")
         return
-    # "linux/arm64/v8" has a variant, which does not matter here.
     platform = str(software.manifest(subject.reader).get("platform", ""))
-    machine = MACHINES.get("/".join(platform.split("/")[:2]))
+    system, architecture, *_ = f"{platform}/".split("/")  # "linux/arm64/v8" has a variant as well
+    machine = MACHINES.get(f"{system}/{architecture}")
     evidence = f"/opt/imgkit/manifest.json: {platform or 'no platform'}; this machine is {subject.facts.arch}"
     if machine is None:
         yield Check("image", "unknown", evidence, "rebuild the image with imgkit build")
@@ -45,7 +45,7 @@ def image(subject: Subject) -> Iterator[Check]:
         yield Check("image", "ok", f"{subject.system.title or 'imgkit'}; {evidence}")
 
 
-def gpus(subject: Subject) -> Iterator[Check]:
+def check_gpus(subject: Subject) -> Iterator[Check]:
     """Check that the node has as many GPUs as the recipe states.
 
     An image or a node for AMD GPUs fails, because imgkit supports only CUDA and NCCL.
@@ -55,13 +55,8 @@ def gpus(subject: Subject) -> Iterator[Check]:
     evidence = f"{facts.gpus} visible ({facts.gpus_source})"
     if expected:
         evidence += f", the recipe says {expected} per node"
-    on_cpu = subject.env.get("IMGKIT_DEVICE") == "cpu"
-    amd_source = facts.rocm
-    if not amd_source and not facts.gpus:
-        amd_source = facts.amd_gpus
-    lacks_nvidia = not facts.gpus and ONLY_NVIDIA in facts.gpus_source
-    missing: Verdict = "warn" if on_cpu else "fail"
-    if amd_source or (lacks_nvidia and expected):
+    missing: Verdict = "warn" if subject.env.get("IMGKIT_DEVICE") == "cpu" else "fail"
+    if _is_for_other_gpus(subject):
         if facts.rocm:
             evidence += f"; made for AMD GPUs: {facts.rocm}"
         fix = "imgkit supports CUDA and NCCL only: use an image and a node for NVIDIA GPUs, "
@@ -77,13 +72,21 @@ def gpus(subject: Subject) -> Iterator[Check]:
     elif facts.gpus < expected:
         yield Check("gpus", "warn", evidence, fix)
     else:
-        models: set[str] = set()
-        if facts.gpus:
-            models = {gpu.model for gpu in facts.gpu_devices if gpu.model}
+        models = {gpu.model for gpu in facts.gpu_devices if gpu.model and facts.gpus}
         yield Check("gpus", "ok", ", ".join([evidence, *sorted(models)]))
 
 
-def driver(subject: Subject) -> Iterator[Check]:
+def _is_for_other_gpus(subject: Subject) -> bool:
+    """Return whether the image is made for AMD GPUs, or the node has only GPUs of other makers."""
+    facts = subject.facts
+    if facts.rocm:
+        return True
+    if facts.gpus:
+        return False
+    return bool(facts.amd_gpus or (subject.system.node.gpus and ONLY_NVIDIA in facts.gpus_source))
+
+
+def report_driver(subject: Subject) -> Iterator[Check]:
     """Report the versions of the driver and of the image's CUDA.
 
     A driver that is too old for the CUDA is reported as a known issue.
@@ -92,18 +95,15 @@ def driver(subject: Subject) -> Iterator[Check]:
         return
     cuda = subject.env.get("CUDA_VERSION", "")
     version = subject.facts.driver_version
-    evidence = f"{version or 'unknown'} (/proc/driver/nvidia/version)"
-    if cuda:
-        evidence += f", CUDA {cuda} (CUDA_VERSION)"
-    else:
-        evidence += ", CUDA_VERSION is not set"
+    cuda_text = f"CUDA {cuda} (CUDA_VERSION)" if cuda else "CUDA_VERSION is not set"
+    evidence = f"{version or 'unknown'} (/proc/driver/nvidia/version), {cuda_text}"
     if version and cuda:
         yield Check("driver", "ok", evidence)
     else:
         yield Check("driver", "unknown", evidence, "compare both versions: nvidia-smi")
 
 
-def cpus(subject: Subject) -> Iterator[Check]:
+def check_processors(subject: Subject) -> Iterator[Check]:
     """Check that there are enough processors to feed the GPUs."""
     per_gpu = subject.system.node.cpus_per_gpu or 1
     needed = per_gpu * subject.facts.gpus
@@ -116,10 +116,10 @@ def cpus(subject: Subject) -> Iterator[Check]:
     yield Check("processors", "warn", evidence, fix)
 
 
-def memlock(subject: Subject) -> Iterator[Check]:
+def check_locked_memory(subject: Subject) -> Iterator[Check]:
     """Check that the limit of locked memory allows RDMA, which locks the buffers that it registers."""
     limit = subject.facts.memlock
-    if not subject.rdma:
+    if not subject.uses_rdma:
         return
     if limit == Limit():
         evidence = "/proc/self/limits has no line Max locked memory"
@@ -129,32 +129,36 @@ def memlock(subject: Subject) -> Iterator[Check]:
     if limit.unlimited:
         yield Check("memlock", "ok", evidence)
         return
-    fix = "docker: --ulimit memlock=-1. On a node: memlock in /etc/security/limits.conf. Slurm: "
-    fix += "LimitMEMLOCK=infinity for slurmd, and PropagateResourceLimitsExcept=MEMLOCK"
-    verdict: Verdict = "warn"
-    if limit.value is not None and limit.value < GIB:
-        verdict = "fail"
-    yield Check("memlock", verdict, f"{evidence}: RDMA fails in ibv_reg_mr or ibv_create_qp", fix)
+    is_too_low = limit.value is not None and limit.value < GIB
+    yield Check(
+        "memlock",
+        "fail" if is_too_low else "warn",
+        f"{evidence}: RDMA fails in ibv_reg_mr or ibv_create_qp",
+        "docker: --ulimit memlock=-1. On a node: memlock in /etc/security/limits.conf. Slurm: "
+        "LimitMEMLOCK=infinity for slurmd, and PropagateResourceLimitsExcept=MEMLOCK",
+    )
 
 
-def shm(subject: Subject) -> Iterator[Check]:
+def check_shared_memory(subject: Subject) -> Iterator[Check]:
     """Check that shared memory is large enough for the ranks of a node and for data workers."""
-    size = subject.facts.shm_bytes
-    if size is None:
+    size_bytes = subject.facts.shm_bytes
+    if size_bytes is None:
         yield Check(SHM, "unknown", "the size cannot be read", "read the size: df -h /dev/shm")
-    elif size >= SHM_BYTES:
-        yield Check(SHM, "ok", f"{size / GIB:.1f} GiB")
-    else:
-        verdict: Verdict = "warn"
-        if size <= DOCKER_SHM_BYTES and subject.facts.gpus > 1:
-            verdict = "fail"
-        evidence = f"{size / MIB:.0f} MiB; NCCL fails with: failed to extend /dev/shm/nccl-..."
-        fix = "docker: --shm-size=8g or --ipc=host; "
-        fix += "Kubernetes: an emptyDir of medium Memory (RunAI: --large-shm)"
-        yield Check(SHM, verdict, evidence, fix)
+        return
+    if size_bytes >= ENOUGH_SHM_BYTES:
+        yield Check(SHM, "ok", f"{size_bytes / GIB:.1f} GiB")
+        return
+    # NCCL fails with Docker's default size if it has to connect two GPUs.
+    is_too_small = size_bytes <= DOCKER_SHM_BYTES and subject.facts.gpus > 1
+    yield Check(
+        SHM,
+        "fail" if is_too_small else "warn",
+        f"{size_bytes / MIB:.0f} MiB; NCCL fails with: failed to extend /dev/shm/nccl-...",
+        "docker: --shm-size=8g or --ipc=host; Kubernetes: an emptyDir of medium Memory (RunAI: --large-shm)",
+    )
 
 
-def disk(subject: Subject) -> Iterator[Check]:
+def check_disk(subject: Subject) -> Iterator[Check]:
     """Check that temporary files can be written. There is no check for a tree of files (``IMGKIT_ROOT``)."""
     if not subject.reader.live:
         return
@@ -168,55 +172,62 @@ def disk(subject: Subject) -> Iterator[Check]:
         yield Check("disk", "ok", f"{folder}: {rate_MBps:.0f} MB/s written")
 
 
-def limits(subject: Subject) -> Iterator[Check]:
-    """Check the limits of stack and open files, and that the kernel does not assign the ports of jobs.
+def check_limits(subject: Subject) -> Iterator[Check]:
+    """Check the limits of the stack and of open files."""
+    fix = "before the launch: ulimit -s 8192"
+    yield from _check_limit("stack", subject.facts.stack, STACK_BYTES, fix)
+    fix = "before the launch: ulimit -n 65536; docker: --ulimit nofile=16384"
+    yield from _check_limit("open files", subject.facts.open_files, OPEN_FILES, fix)
 
-    A port in the kernel's range may be taken by an outgoing connection when torchrun wants to listen there.
+
+def _check_limit(name: str, limit: Limit, least: int, fix: str) -> Iterator[Check]:
+    """Check that a limit is at least `least`. An unknown limit yields nothing."""
+    evidence = f"/proc/self/limits: {limit}"
+    if limit.unlimited or (limit.value is not None and limit.value >= least):
+        yield Check(name, "ok", evidence)
+    elif limit.value is not None:
+        yield Check(name, "warn", evidence, fix)
+
+
+def check_ports(subject: Subject) -> Iterator[Check]:
+    """Check that the kernel does not assign the ports of jobs to outgoing connections.
+
+    Such a connection may have taken the port on which torchrun wants to listen.
     """
-    # Name of the check, limit, least value, and the options of ulimit that raise it.
-    for name, limit, least, flag in (
-        ("stack", subject.facts.stack, STACK_BYTES, "-s 8192"),
-        ("open files", subject.facts.open_files, OPEN_FILES, "-n 65536; docker: --ulimit nofile=16384"),
-    ):
-        evidence = f"/proc/self/limits: {limit}"
-        if limit.unlimited or (limit.value or 0) >= least:
-            yield Check(name, "ok", evidence)
-        elif limit != Limit():
-            yield Check(name, "warn", evidence, f"before the launch: ulimit {flag}")
     if subject.facts.ephemeral_ports is None:
         return
     first, last = subject.facts.ephemeral_ports
     evidence = f"/proc/sys/net/ipv4/ip_local_port_range: {first} {last}"
     # Ports of jobs follow from the job id and are all in this range (schedulers/placement.py).
-    last_of_job = FIRST_PORT + PORTS - 1
-    if first > last_of_job or last < FIRST_PORT:
+    last_job_port = FIRST_PORT + PORTS - 1
+    if first > last_job_port or last < FIRST_PORT:
         yield Check("ports", "ok", evidence)
     else:
-        evidence += f" overlaps the ports of jobs, {FIRST_PORT} to {last_of_job}"
+        evidence += f" overlaps the ports of jobs, {FIRST_PORT} to {last_job_port}"
         fix = "choose a port outside the range with --port, or start again if a port is busy"
         yield Check("ports", "warn", evidence, fix)
 
 
-def processes(subject: Subject) -> Iterator[Check]:
+def check_processes(subject: Subject) -> Iterator[Check]:
     """Check that the user and the container may have enough processes and threads."""
     limit = subject.facts.processes
     source = subject.facts.processes_source
-    # Four for each core, for the reason at PROCESSES.
-    least = max(PROCESSES, 4 * subject.facts.cpus)
     if limit == Limit():
         return
     evidence = source or str(limit)
-    if limit.value is None or limit.value >= least:
+    # Four for each core, for the reason at MIN_PROCESSES.
+    needed = max(MIN_PROCESSES, 4 * subject.facts.cpus)
+    if limit.value is None or limit.value >= needed:
         yield Check("processes", "ok", evidence)
         return
-    fix = f"before the launch: ulimit -u {least}"
+    fix = f"before the launch: ulimit -u {needed}"
     if "pids.max" in source:
         fix = "docker: --pids-limit=-1; Kubernetes: the kubelet's podPidsLimit; systemd: TasksMax"
-    evidence += f"; the threads of torch, NCCL and data workers may need {least}"
+    evidence += f"; the threads of torch, NCCL and data workers may need {needed}"
     yield Check("processes", "warn", evidence, fix)
 
 
-def iommu(subject: Subject) -> Iterator[Check]:
+def report_iommu(subject: Subject) -> Iterator[Check]:
     """Report that the node has an IOMMU, which may slow down traffic between GPUs.
 
     The verdict is unknown, because only a measurement shows whether it does.
@@ -231,7 +242,7 @@ def iommu(subject: Subject) -> Iterator[Check]:
         yield Check("iommu", "unknown", evidence, fix)
 
 
-def nccl(subject: Subject) -> Iterator[Check]:
+def report_nccl(subject: Subject) -> Iterator[Check]:
     """Report the version of NCCL, and the settings in nccl.conf files."""
     facts = subject.facts
     if facts.nccl_version:

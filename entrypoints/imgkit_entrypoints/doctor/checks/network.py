@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from imgkit_entrypoints import files
@@ -10,11 +10,11 @@ from imgkit_entrypoints.doctor.checks.check import Check, Subject, Verdict
 from imgkit_entrypoints.fabric import library_path, plugin, ports, sockets
 from imgkit_entrypoints.fabric.slingshot import find_plugin
 from imgkit_entrypoints.facts import health
-from imgkit_entrypoints.facts.host_facts import Port
+from imgkit_entrypoints.facts.host_facts import Port, RdmaDevice
 from imgkit_entrypoints.system import HOST_LIBS
 
 
-def network(subject: Subject) -> Iterator[Check]:
+def report_network(subject: Subject) -> Iterator[Check]:
     """Report the kind of network, and every blocker, known issue and warning of its plan."""
     plan = subject.plan
     devices = ", ".join(plan.devices) or "no device"
@@ -22,31 +22,31 @@ def network(subject: Subject) -> Iterator[Check]:
         devices += f", {plan.line_rate_Gbps:g} Gbit/s"
     yield Check("network", "ok", f"{plan.kind} over {devices} ({plan.reason})")
     for blocker in plan.blockers:
-        yield Check("network", subject.between, blocker.what, blocker.fix)
+        yield Check("network", subject.network_verdict, blocker.what, blocker.fix)
     for finding in (*plan.refusals, *plan.warnings):
         verdict: Verdict = "fail" if finding.is_failure else "warn"
         yield Check(finding.check, verdict, finding.what, finding.fix)
 
 
-def net_plugin(subject: Subject) -> Iterator[Check]:
+def check_net_plugin(subject: Subject) -> Iterator[Check]:
     """Check that the dynamic linker can load the plug-in of NCCL_NET_PLUGIN."""
     value = subject.plan.env.get(plugin.VARIABLE) or subject.env.get(plugin.VARIABLE, "")
     if plugin.VARIABLE in subject.plan.unset or not value:
         return
     fix = "put the folders of what it needs on LD_LIBRARY_PATH, or use a plug-in for this image's glibc"
     for path in plugin.plugin_files(subject.facts, value):
-        # `load_fault` loads the plug-in in another process, because its constructors may do anything.
-        fault = ""
+        problem = ""
         if subject.reader.live:
-            fault = health.load_fault(path)
+            # The plug-in is loaded in another process, because its constructors may do anything.
+            problem = health.load_problem(path)
         evidence = f"{plugin.VARIABLE}={value}: {path}"
-        if fault:
-            yield Check("plug-in", "fail", f"{evidence} cannot be opened: {fault}", fix)
+        if problem:
+            yield Check("plug-in", "fail", f"{evidence} cannot be opened: {problem}", fix)
         else:
             yield Check("plug-in", "ok", evidence)
 
 
-def bootstrap(subject: Subject) -> Iterator[Check]:
+def report_interface(subject: Subject) -> Iterator[Check]:
     """Report the interface for the bootstrap of NCCL and Gloo.
 
     The bootstrap uses TCP even if the data uses RDMA.
@@ -55,100 +55,96 @@ def bootstrap(subject: Subject) -> Iterator[Check]:
         fix = "start the container with /sys, without --contain"
         yield Check("interface", "unknown", "/sys/class/net shows no interface", fix)
         return
-    # If no interface can be used, `network` reports it as a blocker.
+    # If no interface can be used, `report_network` reports it as a blocker.
     for decision in subject.plan.decisions:
         if decision.variable == sockets.NCCL and decision.value:
             yield Check("interface", "ok", f"{decision.value}: {decision.reason}")
 
 
-def rdma_ports(subject: Subject) -> Iterator[Check]:
+def check_rdma_ports(subject: Subject) -> Iterator[Check]:
     """Report the RDMA ports in use, and check the other ports for faults.
 
     A port without a link is a fault only if no port can be used, or if `_dead_siblings` names it.
     """
-    by_name = {}
-    for device in subject.facts.rdma:
-        by_name.update({port.name: port for port in device.ports})
-    used = [port for name, port in by_name.items() if name in subject.plan.devices]
+    all_ports = {port.name: port for device in subject.facts.rdma for port in device.ports}
+    used = [port for name, port in all_ports.items() if name in subject.plan.devices]
     if used:
         links = (f"{port.name} {port.link_layer} {port.rate}" for port in used)
         yield Check("rdma ports", "ok", ", ".join(links))
-    dead = _dead_siblings(subject, used)
+    failed = _ports_of_failed_cards(subject, used)
     is_expected = subject.system.fabric.kind in ("infiniband", "roce")
     for decision in subject.plan.decisions:
         if decision.variable != ports.HCA or decision.used:
             continue
-        port = by_name.get(decision.value)
+        port = all_ports.get(decision.value)
         if port is None or port.active:
             continue
-        # State 1 is DOWN, so the port has no link.
-        if used and port.state.startswith("1:") and port.name not in dead:
+        if used and not port.has_link and port.name not in failed:
             continue  # a port with another purpose, or without a cable
         fix = "report the node to the site with the output of ibstat; for INIT, check the subnet manager"
         verdict: Verdict = "fail" if is_expected and not used else "warn"
         yield Check("rdma ports", verdict, f"{decision.value}: {decision.reason}", fix)
 
 
-def _dead_siblings(subject: Subject, used: list[Port]) -> set[str]:
-    """Return the ports without a link that should have one.
+def _ports_of_failed_cards(subject: Subject, used: Sequence[Port]) -> set[str]:
+    """Return the names of ports without a link whose card has failed, such as ``mlx5_3:1``.
 
-    A card has failed if none of its ports has a link while most cards of this kind work. But the second port
-    of a working card often has no cable on purpose. Nothing is missing if the recipe's number of NICs works.
+    A card has failed if none of its ports has a link while most cards of this kind work. The second port of a
+    working card often has no cable on purpose. If the recipe's number of NICs works, no card has failed.
+
+    Parameters
+    ----------
+    used : ports that NCCL uses for the run.
     """
-    kinds = {port.link_layer for port in used}
-    used_names = {port.name for port in used}
-    working = set()
-    for device in subject.facts.rdma:
-        if any(port.name in used_names for port in device.ports):
-            working.add(device.card)
     nics = subject.system.fabric.nics
     if nics is not None and len(used) >= nics:
         return set()
-    dead_ports: set[str] = set()
-    dead_cards: set[str] = set()
+    used_devices = {port.device for port in used}
+    working_cards = {device.card for device in subject.facts.rdma if device.name in used_devices}
+    link_layers = {port.link_layer for port in used}
+    failed_cards, failed_ports = set(), set()
     for device in subject.facts.rdma:
+        if device.card in working_cards:
+            continue
         for port in device.ports:
-            is_down = port.state.startswith("1:")
-            if is_down and port.link_layer in kinds and device.card not in working:
-                dead_ports.add(port.name)
-                dead_cards.add(device.card)
-    # Cards without a link count as failed only if they are fewer than those that work.
-    if len(dead_cards) >= len(working):
+            if not port.has_link and port.link_layer in link_layers:
+                failed_cards.add(device.card)
+                failed_ports.add(port.name)
+    # If as many cards have no link as work, the cards without a link probably have another purpose.
+    if len(failed_cards) >= len(working_cards):
         return set()
-    return dead_ports
+    return failed_ports
 
 
-def verbs(subject: Subject) -> Iterator[Check]:
+def check_verbs(subject: Subject) -> Iterator[Check]:
     """Report the device files and libraries of InfiniBand and RoCE.
 
-    Their failures are warnings of the plan, which `network` reports.
+    Their failures are warnings of the plan, which `report_network` reports.
     """
-    facts = subject.facts
-    names = {name.partition(":")[0] for name in subject.plan.devices}
-    devices = [device for device in facts.rdma if device.name in names]
+    facts, devices = subject.facts, _used_devices(subject)
     if subject.plan.kind not in ("infiniband", "roce") or not devices:
         return
-    failures = {finding.check for finding in subject.plan.warnings if finding.is_failure}
-    if "rdma devices" not in failures:
-        opened = ", ".join(device.verbs for device in devices)
-        yield Check("rdma devices", "ok", f"{opened} can be opened")
+    failed_checks = {finding.check for finding in subject.plan.warnings if finding.is_failure}
+    if "rdma devices" not in failed_checks:
+        device_files = ", ".join(device.verbs for device in devices)
+        yield Check("rdma devices", "ok", f"{device_files} can be opened")
     if not facts.rdma_cm:
         evidence = "/dev/infiniband/rdma_cm cannot be opened; NCCL does not need it, but other libraries do"
         yield Check("rdma devices", "warn", evidence, ports.OPEN_FIX)
     library = facts.library("libibverbs.so.1")
-    if library and "libibverbs" not in failures:
+    if library and "libibverbs" not in failed_checks:
         evidence = f"{library.path}, providers {', '.join(facts.verbs_providers)}"
         yield Check("libibverbs", "ok", evidence)
 
 
-def roce_gid(subject: Subject) -> Iterator[Check]:
-    """Report the GID of RoCE ports. A port without an IPv4 GID is a blocker, which `network` reports."""
+def report_gid(subject: Subject) -> Iterator[Check]:
+    """Report the GID of RoCE ports. If a port has no IPv4 GID, `report_network` reports it."""
     reasons = [item.reason for item in subject.plan.decisions if item.variable == ports.GID_INDEX]
     if subject.plan.kind == "roce" and reasons and not subject.plan.blockers:
         yield Check("gid", "ok", "; ".join(reasons))
 
 
-def slingshot(subject: Subject) -> Iterator[Check]:
+def check_slingshot(subject: Subject) -> Iterator[Check]:
     """Check that Slingshot's devices can be opened, and that NCCL's plug-in and its libraries exist."""
     facts = subject.facts
     links = subject.plan.links
@@ -157,7 +153,7 @@ def slingshot(subject: Subject) -> Iterator[Check]:
     closed = [device.name for device in facts.cxi if not device.opens]
     if closed:
         fix = "Slurm: use a job step with a network allocation; Singularity: no --contain"
-        yield Check("slingshot", subject.between, f"cannot be opened: {', '.join(closed)}", fix)
+        yield Check("slingshot", subject.network_verdict, f"cannot be opened: {', '.join(closed)}", fix)
     else:
         names = ", ".join(f"/dev/{device.name}" for device in facts.cxi)
         yield Check("slingshot", "ok", f"{names} can be opened")
@@ -170,7 +166,8 @@ def slingshot(subject: Subject) -> Iterator[Check]:
     if missing:
         fix = "in the recipe: system.fabric.host_libs: auto, and their folders in system.runtime.host_libs; "
         fix += "otherwise NCCL uses TCP"
-        yield Check("libfabric", subject.between, f"not on the library path: {', '.join(missing)}", fix)
+        evidence = f"not on the library path: {', '.join(missing)}"
+        yield Check("libfabric", subject.network_verdict, evidence, fix)
     else:
         yield Check("libfabric", "ok", plugin_path)
     yield from _host_libraries(subject)
@@ -188,49 +185,51 @@ def _host_libraries(subject: Subject) -> Iterator[Check]:
     search_path = subject.plan.env[library_path.VARIABLE]
     try:
         files.make_links(Path(folder), links)
-        fault = _first_load_fault([f"{folder}/{name}" for name in links], search_path)
+        problems = [health.load_problem(f"{folder}/{name}", search_path) for name in links]
     except OSError as error:
-        fault = str(error)
-    if fault:
+        problems = [str(error)]
+    problem = next(filter(None, problems), "")
+    if problem:
         fix = f"to run without them: {HOST_LIBS}=none"
-        yield Check("host libraries", subject.between, fault, fix)
+        yield Check("host libraries", subject.network_verdict, problem, fix)
     else:
         yield Check("host libraries", "ok", f"{', '.join(links)} of the host can be loaded")
 
 
-def _first_load_fault(paths: list[str], search_path: str) -> str:
-    """Return why the dynamic linker cannot load the first of `paths` that it refuses, or an empty text."""
-    for path in paths:
-        fault = health.load_fault(path, search_path)
-        if fault:
-            return fault
-    return ""
-
-
-def gpudirect(subject: Subject) -> Iterator[Check]:
+def check_gpudirect(subject: Subject) -> Iterator[Check]:
     """Check that NICs can read the memory of GPUs directly, and that each NIC in use is near a GPU."""
     facts = subject.facts
-    if not (facts.gpus and subject.rdma):
+    if not (facts.gpus and subject.uses_rdma):
         return
-    if facts.peermem or facts.dmabuf:
-        dmabuf = f"DMA-BUF: open kernel module {facts.driver_version}, Linux {facts.kernel}"
-        yield Check("gpudirect", "ok", facts.peermem or dmabuf)
+    if facts.peermem:
+        yield Check("gpudirect", "ok", facts.peermem)
+    elif facts.dmabuf:
+        evidence = f"DMA-BUF: open kernel module {facts.driver_version}, Linux {facts.kernel}"
+        yield Check("gpudirect", "ok", evidence)
     else:
         evidence = "/sys/module/nvidia_peermem does not exist, and there is no open kernel module for DMA-BUF"
         fix = "on the node: modprobe nvidia_peermem. Until then data is copied through host memory"
         yield Check("gpudirect", "warn", evidence, fix)
-    # Only the devices of ports in use: "mlx5_0:1" is a port of mlx5_0.
+    for device in _used_devices(subject):
+        yield _check_affinity(subject, device)
+
+
+def _used_devices(subject: Subject) -> list[RdmaDevice]:
+    """Return the RDMA devices of the ports in use: mlx5_0 for the port ``mlx5_0:1``."""
     names = {name.partition(":")[0] for name in subject.plan.devices}
-    for device in facts.rdma:
-        if device.name not in names:
-            continue
-        distance = ports.gpu_distance(facts, device)
-        evidence = f"{device.name}: {device.path}/device -> {device.pci or '?'}, numa_node {device.numa_node}"
-        if distance is None:
-            yield Check("affinity", "unknown", evidence, "show the topology: nvidia-smi topo -m")
-        elif distance < 2:
-            where = ("under one PCI switch with a GPU", "on a GPU's NUMA node")[distance]
-            yield Check("affinity", "ok", f"{evidence}: {where}")
-        else:
+    return [device for device in subject.facts.rdma if device.name in names]
+
+
+def _check_affinity(subject: Subject, device: RdmaDevice) -> Check:
+    """Check that an RDMA device is near a GPU."""
+    evidence = f"{device.name}: {device.path}/device -> {device.pci or '?'}, numa_node {device.numa_node}"
+    match ports.gpu_distance(subject.facts, device):
+        case None:
+            return Check("affinity", "unknown", evidence, "show the topology: nvidia-smi topo -m")
+        case 0:
+            return Check("affinity", "ok", f"{evidence}: under one PCI switch with a GPU")
+        case 1:
+            return Check("affinity", "ok", f"{evidence}: on a GPU's NUMA node")
+        case _:
             fix = "data crosses the processors; show the topology: nvidia-smi topo -m"
-            yield Check("affinity", "warn", f"{evidence}: far from every GPU", fix)
+            return Check("affinity", "warn", f"{evidence}: far from every GPU", fix)

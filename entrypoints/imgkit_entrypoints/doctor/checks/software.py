@@ -19,7 +19,7 @@ LIBC = (
 )
 
 
-def scheduler(subject: Subject) -> Iterator[Check]:
+def check_scheduler(subject: Subject) -> Iterator[Check]:
     """Check that the scheduler's variables are visible. A container with --cleanenv hides them."""
     problem = missing_launcher_clause(subject.system.scheduler, subject.env)
     if problem:
@@ -31,7 +31,7 @@ def scheduler(subject: Subject) -> Iterator[Check]:
         yield Check("scheduler", "ok", ", ".join(names))
 
 
-def glibc(subject: Subject) -> Iterator[Check]:
+def check_glibc(subject: Subject) -> Iterator[Check]:
     """Check that the image's glibc is new enough for libraries that are bound from the host."""
     path, version = image_glibc(subject.facts, subject.reader)
     needed = needed_glibc(subject.facts, subject.reader)
@@ -42,7 +42,7 @@ def glibc(subject: Subject) -> Iterator[Check]:
     if too_new:
         fix = "use a newer base image, or a library built in the image instead of the host's"
         evidence += f", {', '.join(too_new)}, so it cannot be loaded"
-        yield Check("glibc", subject.between, evidence, fix)
+        yield Check("glibc", subject.network_verdict, evidence, fix)
     else:
         evidence += f", the fabric's libraries need up to GLIBC_2.{max(needed.values())}"
         yield Check("glibc", "ok", evidence)
@@ -72,23 +72,23 @@ def newest_glibc(reader: Reader, path: str) -> int:
     return max(map(int, versions), default=0)
 
 
-def variables(subject: Subject) -> Iterator[Check]:
-    """Check that variables that name a file name one that exists, and that NCCL or Gloo knows each name."""
+def check_variables(subject: Subject) -> Iterator[Check]:
+    """Check that files that variables name exist, and that NCCL or Gloo knows the name of each variable."""
     settings = {item.name: item.value for item in subject.facts.nccl_settings}
     # The user's environment counts before an nccl.conf file, and that before the recipe.
     env = {**subject.system.env, **settings, **subject.env}
     for text, fix in absent_files(subject.reader, env):
         yield Check("variables", "warn", text, fix)
     for name in lint.unknown_names(env):
-        # `network` warns about a name that is similar to a known one. Names with TORCH_ are left out, because
-        # other packages use this prefix too.
+        # `report_network` warns about a name that is similar to a known one. Names with TORCH_ are left out,
+        # because other packages use this prefix too.
         if not name.startswith("TORCH_") and not lint.similar_name(name):
             evidence = f"{name}={env[name]}: neither NCCL (2.10 to 2.30) nor Gloo reads this variable"
             fix = f"unset {name}, unless a plug-in of this site reads it"
             yield Check("variables", "unknown", evidence, fix)
 
 
-def fuse(subject: Subject) -> Iterator[Check]:
+def check_image_mount(subject: Subject) -> Iterator[Check]:
     """Check that the image is not served by a squashfuse process of the job step.
 
     A signal of Slurm to the step would end this process, and with it the program that runs from the image.
@@ -96,10 +96,10 @@ def fuse(subject: Subject) -> Iterator[Check]:
     if "SLURM_JOB_ID" not in subject.env:
         return
     ancestors = set(_ancestors(subject.reader))
-    for number in subject.reader.names("/proc", "[0-9]{1,9}"):
-        name = subject.reader.text(f"/proc/{number}/comm") or ""
-        if name.startswith("squashfuse") and _parent(subject.reader, number) in ancestors:
-            evidence = f"/proc/{number}/comm: {name} serves this image's files and belongs to the job step: "
+    for pid in subject.reader.names("/proc", "[0-9]{1,9}"):
+        name = subject.reader.text(f"/proc/{pid}/comm") or ""
+        if name.startswith("squashfuse") and _parent(subject.reader, pid) in ancestors:
+            evidence = f"/proc/{pid}/comm: {name} serves this image's files and belongs to the job step: "
             evidence += "a signal to the step (scancel, --signal=USR1@120) ends it and the program"
             fix = "use #SBATCH --signal=B:USR1@120 and a trap in the script. The site can install apptainer "
             fix += "with setuid, which mounts through the kernel"
@@ -108,16 +108,14 @@ def fuse(subject: Subject) -> Iterator[Check]:
 
 def _ancestors(reader: Reader) -> Iterator[str]:
     """Yield the process ids of this process and its parents, beginning with ``self``."""
-    number = "self"
-    while number not in ("", "0"):
-        yield number
-        number = _parent(reader, number)
+    pid = "self"
+    while pid not in ("", "0"):
+        yield pid
+        pid = _parent(reader, pid)
 
 
-def _parent(reader: Reader, number: str) -> str:
+def _parent(reader: Reader, pid: str) -> str:
     """Return the id of a process' parent as a text, or an empty text if it is unknown."""
-    status = reader.text(f"/proc/{number}/status") or ""
+    status = reader.text(f"/proc/{pid}/status") or ""
     match = re.search(r"^PPid:\s*([0-9]{1,9})$", status, re.MULTILINE)
-    if match is None:
-        return ""
-    return match[1]
+    return match[1] if match else ""

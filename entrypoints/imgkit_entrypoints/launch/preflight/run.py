@@ -71,7 +71,7 @@ class PreflightConfig:
 
 
 def run_preflight(session: Session, config: PreflightConfig) -> tuple[int, ...]:
-    """Measure all nodes of `session`, and return the numbers of those that the run leaves out.
+    """Measure all nodes of `session`, and return the numbers of the nodes that the run leaves out.
 
     Every node calls this function, and all of them return the same result or raise the same `CheckFailed`.
 
@@ -91,22 +91,35 @@ def run_preflight(session: Session, config: PreflightConfig) -> tuple[int, ...]:
     try:
         if isinstance(session, HeadSession):
             return _Leader(session, process, config).lead()
-        while True:  # until the head has judged, or is lost
-            for event in _poll(session, process, config):
-                if isinstance(event, PreflightEnd):
-                    return event.left_out
-                if isinstance(event, Refused):
-                    raise CheckFailed(event.what, where=event.where, hint=event.hint)
-                if isinstance(event, HeadLost):
-                    raise NoPlan(f"lost {event.node} during the preflight: {event.reason}")
+        return _follow(session, process, config)
     finally:
         process.close()
+
+
+def _follow(session: Session, process: MeasuringProcess, config: PreflightConfig) -> tuple[int, ...]:
+    """Measure what the head orders, and return the numbers of the nodes that the head leaves out.
+
+    Raises
+    ------
+    CheckFailed : the head has judged that the run cannot start. NoPlan : see `run_preflight`.
+    """
+    while True:
+        for event in _poll(session, process, config):
+            match event:
+                case PreflightEnd():
+                    return event.left_out
+                case Refused():
+                    raise CheckFailed(event.what, where=event.where, hint=event.hint)
+                case HeadLost():
+                    raise NoPlan(f"lost {event.node} during the preflight: {event.reason}")
 
 
 def _poll(
     session: Session, process: MeasuringProcess, config: PreflightConfig, sources: Sequence[Readable] = ()
 ) -> Iterator[Event]:
-    """Wait up to `TICK_S`, let this node's process begin and end stages, and yield all other events.
+    """Wait up to `TICK_S` for the head, this node's measuring process or `sources`, and react.
+
+    Requests of the head go to `process`, and its answers go to the head. All other events are yielded.
 
     Raises
     ------
@@ -124,10 +137,10 @@ def _poll(
     if answer:
         session.report(answer)
     config.signals.drain()
-    reason = config.signals.first_name()
-    if reason:
-        session.report(StopOrder(reason=reason))
-        raise NoPlan(f"stopped during the preflight by {reason}")
+    signal_name = config.signals.first_name()
+    if signal_name:
+        session.report(StopOrder(reason=signal_name))
+        raise NoPlan(f"stopped during the preflight by {signal_name}")
 
 
 class _Leader:
@@ -151,25 +164,29 @@ class _Leader:
 
         Return the ranks of the nodes that the run leaves out.
         """
-        start, nnodes = time.monotonic(), len(self._nodes)
+        start = time.monotonic()
         try:
-            if nnodes > 1:
+            if len(self._nodes) > 1:
                 self._store.start()
-            self._config.log(f"preflight: each node measures itself, up to {ALONE_S} s")
-            self._measure(0, [(rank,) for rank in self._nodes], ALONE_S)
-            for rank, answer in self._answers.items():
-                self._nodes[rank] = replace(
-                    self._nodes[rank],
-                    matmul_TFLOPs=dict(answer.figures).get("matmul"),
-                    error=self._nodes[rank].error or answer.error,
-                    failed=answer.failed,
-                    notes=answer.notes,
-                )
+            self._measure_nodes()
             if self._wait_for_store():  # without a store, no two nodes can meet
                 self._measure_links()
         finally:
             self._store.close()
         return self._conclude(time.monotonic() - start)
+
+    def _measure_nodes(self) -> None:
+        """Let each node measure itself, and add the answers to `_nodes`."""
+        self._config.log(f"preflight: each node measures itself, up to {ALONE_S} s")
+        self._measure(0, [(rank,) for rank in self._nodes], ALONE_S)
+        for rank, answer in self._answers.items():
+            self._nodes[rank] = replace(
+                self._nodes[rank],
+                matmul_TFLOPs=dict(answer.figures).get("matmul"),
+                error=self._nodes[rank].error or answer.error,
+                failed=answer.failed,
+                notes=answer.notes,
+            )
 
     def _measure_links(self) -> None:
         """Let pairs of nodes measure their link, for `ROUNDS` rounds at most."""
@@ -209,22 +226,12 @@ class _Leader:
         )
         self._config.log("preflight", *report.table())
         self._save(report)
-        if passed:
-            self._session.send_all(PreflightEnd(left_out=excluded))
-            return excluded
-        worst = verdict.excluded[0]
-        problem = f"{worst.host} is an outlier: {verdict.reasons[worst.rank][0]}"
-        if len(excluded) > 1:
-            problem += f" (and {len(excluded) - 1} more)"
-        remedy = report.exclude if report.exclude.startswith("--") else f"other hosts than {report.exclude}"
-        error = CheckFailed(
-            problem,
-            where="preflight",
-            hint=f"start again with {remedy}, or with a spare (--nnodes N+1) that replaces it; "
-            "leave out --preflight to start as it is",
-        )
-        self._session.send_all(Refused(what=error.what, where=error.where, hint=error.hint))
-        raise error
+        if not passed:
+            error = _outlier_error(report)
+            self._session.send_all(Refused.from_error(error))
+            raise error
+        self._session.send_all(PreflightEnd(left_out=excluded))
+        return excluded
 
     def _save(self, report: Report) -> None:
         """Write the report into the run's folder, if there is one. Print a warning if that fails."""
@@ -245,19 +252,23 @@ class _Leader:
         """
         self._answers = {}
         for group in groups:
-            order = MeasureRequest(stage=stage, limit_s=limit_s, group=group, store=self._port)
+            request = MeasureRequest(stage=stage, limit_s=limit_s, group=group, store=self._port)
             for rank in group:
-                self._session.send(rank, order)
+                self._session.send(rank, request)
         ranks = set(itertools.chain.from_iterable(groups))
         deadline = time.monotonic() + limit_s + ANSWER_S
-        while ranks - self._answers.keys() - self._failed_ranks() and time.monotonic() < deadline:
+        while self._unanswered(ranks) and time.monotonic() < deadline:
             self._take_answers(stage)
-        for rank in ranks - self._answers.keys() - self._failed_ranks():
+        for rank in self._unanswered(ranks):
             error = f"its node agent hangs: no answer within {limit_s} s"
             self._answers[rank] = MeasureResult(stage=stage, error=error, mute=True)
         for rank, answer in self._answers.items():
             if answer.mute and not self._nodes[rank].error:
                 self._nodes[rank] = replace(self._nodes[rank], error=answer.error)
+
+    def _unanswered(self, ranks: set[int]) -> set[int]:
+        """Return the nodes among `ranks` whose answer in this stage may still come."""
+        return ranks - self._answers.keys() - self._failed_ranks()
 
     def _link_result(self, pair: tuple[int, int]) -> LinkResult:
         """Return the bandwidth between two nodes from their answers, or why there is none."""
@@ -300,8 +311,24 @@ class _Leader:
         return names[0] if names else self._session.host(rank)
 
 
+def _outlier_error(report: Report) -> CheckFailed:
+    """Return the error about a run that cannot do without its outliers. It names the slowest of them."""
+    excluded = report.verdict.excluded
+    worst = excluded[0]
+    problem = f"{worst.host} is an outlier: {report.verdict.reasons[worst.rank][0]}"
+    if len(excluded) > 1:
+        problem += f" (and {len(excluded) - 1} more)"
+    remedy = report.exclude if report.exclude.startswith("--") else f"other hosts than {report.exclude}"
+    return CheckFailed(
+        problem,
+        where="preflight",
+        hint=f"start again with {remedy}, or with a spare (--nnodes N+1) that replaces it; "
+        "leave out --preflight to start as it is",
+    )
+
+
 class MeasuringProcess:
-    """The process that measures stage after stage. If it hangs, the next stage starts a new one.
+    """The process that measures stage after stage. If it hangs, the next stage starts a new process.
 
     Parameters
     ----------
@@ -315,8 +342,11 @@ class MeasuringProcess:
         self._config, self._env, self._arguments = config, env, arguments
         self._process: tuple[GuardedCommand, Connection] | None = None
         self._commands: list[GuardedCommand] = []
-        self._order: MeasureRequest | None = None
+        """Processes that were told to end, and for whose end `close` waits."""
+        self._request: MeasureRequest | None = None
+        """The request whose result is not there yet."""
         self._deadline = 0.0
+        """Time limit of `_request` on the monotonic clock."""
 
     @property
     def sources(self) -> Sequence[Readable]:
@@ -327,48 +357,52 @@ class MeasuringProcess:
         """Start the process, unless it runs already."""
         if self._process:
             return
-        ours, theirs = socket.socketpair()
-        with theirs:
+        own_socket, child_socket = socket.socketpair()
+        with child_socket:
             python = (sys.executable or "python3", "-I", "-m", self._config.module)
             command = GuardedCommand(
-                (*python, str(theirs.fileno()), *self._arguments),
+                (*python, str(child_socket.fileno()), *self._arguments),
                 self._env,
                 self._config.log,
                 repeats_warnings=False,
                 open_files=self._config.open_files,
-                inherited=(theirs.fileno(),),
+                inherited=(child_socket.fileno(),),
             )
-        self._process = command, Connection(ours)
+        self._process = command, Connection(own_socket)
 
-    def request(self, order: MeasureRequest) -> None:
-        """Send `order` to the process, and start it if needed. `take_answer` returns the result later."""
+    def request(self, request: MeasureRequest) -> None:
+        """Send `request` to the process, and start it if needed. `take_answer` returns the result later."""
         self.start()
         assert self._process is not None  # noqa: S101 - start has made it
-        self._order, self._deadline = order, time.monotonic() + order.limit_s
-        self._process[1].send(order)
+        self._request, self._deadline = request, time.monotonic() + request.limit_s
+        _, connection = self._process
+        connection.send(request)
 
     def take_answer(self) -> MeasureResult | None:
-        """Return the result of the last order, or the error instead of it. Return None while it is not there.
+        """Return the result of the last request, or None while it is not there.
 
-        An error may come from the process, or it has ended, or it hangs beyond the limit of the order.
+        If the process ends, or hangs beyond the time limit of the request, the result has an error.
         """
         if self._process is None:
             return None
         command, connection = self._process
+        request = self._request
         for message in connection.receive():
-            if not isinstance(message, MeasureResult):
-                continue
-            if self._order is None or message.stage == self._order.stage:
+            # The process that serves the store gets no request, and sends its answer by itself.
+            if isinstance(message, MeasureResult) and (request is None or message.stage == request.stage):
                 return self._finish(message)
         is_running = command.read_reports() and command.code is None and not connection.error
-        if self._order is None or (is_running and time.monotonic() < self._deadline):
+        if request is None:
             return None
         if is_running:
-            error = f"its measuring process hangs: no answer within {self._order.limit_s} s"
+            if time.monotonic() < self._deadline:
+                return None
+            error = f"its measuring process hangs: no answer within {request.limit_s} s"
+        elif command.code is None:
+            error = "its measuring process ended"
         else:
-            ending = "" if command.code is None else f" with exit code {command.code}"
-            error = f"its measuring process ended{ending}"
-        return self._finish(MeasureResult(stage=self._order.stage, error=error, mute=is_running))
+            error = f"its measuring process ended with exit code {command.code}"
+        return self._finish(MeasureResult(stage=request.stage, error=error, mute=is_running))
 
     def close(self) -> None:
         """End the process, and wait until nothing of it is left."""
@@ -380,8 +414,8 @@ class MeasuringProcess:
         self._commands.clear()
 
     def _finish(self, answer: MeasureResult) -> MeasureResult:
-        """Close the order with `answer`, and return it."""
-        self._order = None
+        """Forget the request to which `answer` belongs, and return `answer`."""
+        self._request = None
         if answer.error:
             self._end()  # after an error, the process may have a broken process group
         return answer

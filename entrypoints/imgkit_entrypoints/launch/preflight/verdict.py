@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from imgkit_entrypoints import __version__
+from imgkit_entrypoints.errors import count_text
 from imgkit_entrypoints.schedulers import hostlist
 
 TOLERANCE = 0.25
@@ -87,22 +88,32 @@ def judge(nodes: Sequence[NodeResult], links: Sequence[LinkResult]) -> Verdict:
 
     Links of outliers are not judged: they say nothing more about the network.
     """
-    rates = [node.matmul_TFLOPs for node in nodes if node.matmul_TFLOPs is not None]
-    # If most nodes could not measure anything, the few that could do not show what is usual.
-    median = statistics.median(rates) if rates and 2 * len(rates) >= len(nodes) else None
+    median = _median_TFLOPs(nodes)
     reasons = {}
     for node in sorted(nodes, key=lambda node: (node.matmul_TFLOPs or 0.0, node.rank)):
         node_reasons = tuple(_outlier_reasons(node, median, links))
         if node_reasons:
             reasons[node.rank] = node_reasons
-    good_links = [link for link in links if not reasons.keys() & set(link.nodes)]
+    links_between_good_nodes = [link for link in links if reasons.keys().isdisjoint(link.nodes)]
+    hosts = {node.rank: node.host for node in nodes}
     return Verdict(
         nodes=nodes,
         links=links,
         median_TFLOPs=median,
         reasons=reasons,
-        slow_links=tuple(_slow_links(good_links, {node.rank: node.host for node in nodes})),
+        slow_links=tuple(_slow_links(links_between_good_nodes, hosts)),
     )
+
+
+def _median_TFLOPs(nodes: Sequence[NodeResult]) -> float | None:
+    """Return the median speed of the nodes, or None if most of them could not measure it.
+
+    The few that could do not show what is usual.
+    """
+    rates = [node.matmul_TFLOPs for node in nodes if node.matmul_TFLOPs is not None]
+    if not rates or 2 * len(rates) < len(nodes):
+        return None
+    return statistics.median(rates)
 
 
 def _outlier_reasons(node: NodeResult, median: float | None, links: Sequence[LinkResult]) -> Iterator[str]:
@@ -113,9 +124,8 @@ def _outlier_reasons(node: NodeResult, median: float | None, links: Sequence[Lin
     yield from (f"dist-doctor: {text}" for text in node.failed)
     if median and node.matmul_TFLOPs is None:
         yield "matrix products could not be measured"
-    elif median and node.matmul_TFLOPs is not None and node.matmul_TFLOPs < (1 - TOLERANCE) * median:
-        below = 100 * (1 - node.matmul_TFLOPs / median)
-        yield f"matmul {node.matmul_TFLOPs:.3g} TFLOP/s, {below:.0f} % below the median of {median:.3g}"
+    elif median and node.matmul_TFLOPs is not None and _is_slow(node.matmul_TFLOPs, median):
+        yield f"matmul {node.matmul_TFLOPs:.3g} TFLOP/s, {_compare_with_median(node.matmul_TFLOPs, median)}"
     # One broken link does not show which of its nodes is at fault, but several without a good one do.
     errors = [link.error for link in links if node.rank in link.nodes]
     if len(errors) > 1 and all(errors):
@@ -123,16 +133,26 @@ def _outlier_reasons(node: NodeResult, median: float | None, links: Sequence[Lin
 
 
 def _slow_links(links: Sequence[LinkResult], hosts: Mapping[int, str]) -> Iterator[str]:
-    """Yield a line for each link that is broken, or slower than the median by more than `TOLERANCE`."""
+    """Yield a line for each link that is broken, or slower than the median by more than `TOLERANCE`.
+
+    `hosts` has the host of each node by rank.
+    """
     rates = [link.GBps for link in links if link.GBps is not None]
     median = statistics.median(rates) if rates else 0.0
     for link in links:
         name = " - ".join(hosts[rank] for rank in link.nodes)
         if link.error:
             yield f"{name}: {link.error}"
-        elif link.GBps is not None and link.GBps < (1 - TOLERANCE) * median:
-            below = 100 * (1 - link.GBps / median)
-            yield f"{name}: {link.GBps:.3g} GB/s, {below:.0f} % below the median of {median:.3g}"
+        elif link.GBps is not None and _is_slow(link.GBps, median):
+            yield f"{name}: {link.GBps:.3g} GB/s, {_compare_with_median(link.GBps, median)}"
+
+
+def _is_slow(rate: float, median: float) -> bool:
+    return rate < (1 - TOLERANCE) * median
+
+
+def _compare_with_median(rate: float, median: float) -> str:
+    return f"{100 * (1 - rate / median):.0f} % below the median of {median:.3g}"
 
 
 def pair_up(nodes: int, turn: int) -> tuple[tuple[int, int], ...]:
@@ -144,11 +164,12 @@ def pair_up(nodes: int, turn: int) -> tuple[tuple[int, int], ...]:
     """
     if nodes < 2:
         return ()
-    seats = nodes if nodes % 2 else nodes - 1  # without the seat that stays
-    first = turn % seats
-    pairs = [(first, seats)]  # with an odd number of nodes, nobody has the seat that stays
-    for step in range(1, (seats + 1) // 2):
-        pairs.append(((first + step) % seats, (first - step) % seats))
+    turning_seats = nodes if nodes % 2 else nodes - 1
+    first = turn % turning_seats
+    pairs = [(first, turning_seats)]  # the seat that stays has the number after theirs
+    for step in range(1, (turning_seats + 1) // 2):
+        pairs.append(((first + step) % turning_seats, (first - step) % turning_seats))
+    # With an odd number of nodes, nobody has the seat that stays.
     return tuple((min(pair), max(pair)) for pair in pairs if max(pair) < nodes)
 
 
@@ -177,19 +198,7 @@ class Report:
     def table(self) -> list[str]:
         """Return the lines of the report: a table with all figures, then outliers, slow links and notes."""
         verdict = self.verdict
-        nodes = verdict.nodes if len(verdict.nodes) <= MAX_ROWS else verdict.outliers
-        rows = [("node", "matmul", "bandwidth"), ("", "TFLOP/s", "GB/s")]
-        for node in nodes:
-            bandwidth = _cell(best_GBps(node.rank, verdict.links))
-            rows.append((self._name(node), _cell(node.matmul_TFLOPs), bandwidth))
-        rows.append((f"median of {len(verdict.nodes)}", _cell(verdict.median_TFLOPs), ""))
-        name_width, matmul_width, bandwidth_width = (
-            max(map(len, cells)) for cells in zip(*rows, strict=True)
-        )
-        lines = []
-        for name, matmul, bandwidth in rows:
-            line = f"{name:<{name_width}}  {matmul:>{matmul_width}}  {bandwidth:>{bandwidth_width}}"
-            lines.append(line.rstrip())
+        lines = self._figure_lines()
         for node in verdict.outliers:
             lines += [f"OUTLIER {self._name(node)}: {reason}" for reason in verdict.reasons[node.rank]]
         lines += [f"SLOW LINK {text}" for text in verdict.slow_links]
@@ -201,15 +210,34 @@ class Report:
         lines += [f"note: {hostlist.fold_hosts(hosts)}: {note}" for note, hosts in hosts_by_note.items()]
         return [*lines, self._summary()]
 
+    def _figure_lines(self) -> list[str]:
+        """Return the lines of the table with the figures of the nodes, or of the outliers among many."""
+        verdict = self.verdict
+        nodes = verdict.nodes if len(verdict.nodes) <= MAX_ROWS else verdict.outliers
+        rows = [("node", "matmul", "bandwidth"), ("", "TFLOP/s", "GB/s")]
+        for node in nodes:
+            bandwidth = _cell(best_GBps(node.rank, verdict.links))
+            rows.append((self._name(node), _cell(node.matmul_TFLOPs), bandwidth))
+        rows.append((f"median of {len(verdict.nodes)}", _cell(verdict.median_TFLOPs), ""))
+        name_width = max(len(name) for name, _, _ in rows)
+        matmul_width = max(len(matmul) for _, matmul, _ in rows)
+        bandwidth_width = max(len(bandwidth) for _, _, bandwidth in rows)
+        lines = []
+        for name, matmul, bandwidth in rows:
+            line = f"{name:<{name_width}}  {matmul:>{matmul_width}}  {bandwidth:>{bandwidth_width}}"
+            lines.append(line.rstrip())
+        return lines
+
     def _summary(self) -> str:
         """Return the result in one line, which names the outliers and says whether the run starts."""
-        nodes, outliers = len(self.verdict.nodes), self.verdict.outliers
-        text = f"preflight of {nodes} node{'s' * (nodes > 1)} in {self.seconds:.0f} s: "
-        if not outliers:
-            return text + "no outlier"
-        text += f"{len(outliers)} outlier{'s' * (len(outliers) > 1)}, {self.exclude}"
+        nodes, outliers = len(self.verdict.nodes), len(self.verdict.outliers)
+        text = f"preflight of {count_text(nodes, 'node')} in {self.seconds:.0f} s: "
+        if outliers == 0:
+            return f"{text}no outlier"
+        text += f"{count_text(outliers, 'outlier')}, {self.exclude}"
         if self.left_out:
-            return f"{text}; the run starts without {'them' if len(self.left_out) > 1 else 'it'}"
+            pronoun = "them" if len(self.left_out) > 1 else "it"
+            return f"{text}; the run starts without {pronoun}"
         if self.passed:
             return f"{text}; reported only: fewer than {MIN_NODES} nodes have no meaningful median"
         return text

@@ -163,7 +163,7 @@ def test_damaged_file_is_not_used(tmp_path: Path, part: float) -> None:
 
 
 def test_larger_file_than_a_disk_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_cache, "MOST_BYTES", 15)
+    monkeypatch.setattr(compile_cache, "MAX_BYTES", 15)
     packed(tmp_path / "c.zip", "triton/a")
     assert "more than 15 bytes" in cache_of(tmp_path / "cache", tmp_path / "c.zip").unpack()
 

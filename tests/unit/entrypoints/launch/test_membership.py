@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,11 +16,11 @@ def failed(position: int | None = None, after_s: float = 1000.0) -> FailedAttemp
 
 
 def test_first_attempt_leaves_the_last_nodes_in_reserve() -> None:
-    assert assign_ranks([0, 1, 2], 2) == {0: 0, 1: 1}
+    assert assign_ranks([0, 1, 2], 2, {}) == {0: 0, 1: 1}
 
 
 def test_spare_takes_the_rank_of_the_lost_node() -> None:
-    before = assign_ranks(range(5), 4)
+    before = assign_ranks(range(5), 4, {})
     assert assign_ranks([0, 2, 3, 4], 4, before) == {0: 0, 4: 1, 2: 2, 3: 3}
 
 
@@ -27,21 +29,22 @@ def test_lost_spare_changes_nothing() -> None:
 
 
 def test_node_that_is_left_out_leaves_its_rank_to_the_spare() -> None:
-    assert assign_ranks([0, 2], 2) == {0: 0, 2: 1}
+    assert assign_ranks([0, 2], 2, {}) == {0: 0, 2: 1}
 
 
 @pytest.mark.parametrize(("alive", "nnodes"), [([0], 2), ([0, 1], 4), ([], 1)])
 def test_too_few_nodes_are_no_attempt(alive: list[int], nnodes: int) -> None:
-    assert assign_ranks(alive, nnodes) == {}
+    assert assign_ranks(alive, nnodes, {}) == {}
 
 
 @given(st.integers(1, 9), st.integers(0, 3), st.data())
 def test_ranks_are_whole_and_kept_over_any_losses(nnodes: int, spares: int, data: st.DataObject) -> None:
-    alive, before = list(range(nnodes + spares)), None
+    alive = list(range(nnodes + spares))
+    before: Mapping[int, int] = {}
     while ranks := assign_ranks(alive, nnodes, before):
         assert sorted(ranks.values()) == list(range(nnodes))
         assert ranks[0] == 0
-        for number, rank in (before or {}).items():
+        for number, rank in before.items():
             if number in alive:
                 assert ranks[number] == rank
         before = ranks

@@ -214,7 +214,7 @@ def test_characters_that_move_the_cursor_are_not_told() -> None:
         text = report(ras.env())
     assert text.replace("\n", "").isprintable()
     assert max(map(len, text.splitlines())) < 200
-    assert len(text.splitlines()) == nccl.SHOWN + 2
+    assert len(text.splitlines()) == nccl.MAX_LINES + 2
     assert text.endswith("and 78 more lines")
 
 

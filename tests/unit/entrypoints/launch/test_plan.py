@@ -21,6 +21,7 @@ from imgkit_entrypoints.launch.plan import (
     Request,
     StartMessages,
 )
+from imgkit_entrypoints.rollcall.messages import AttemptStart
 from imgkit_entrypoints.schedulers.placement import Direct, Placement, Size
 from imgkit_entrypoints.system import Fabric, Node, SystemFacts
 
@@ -364,7 +365,8 @@ def test_host_name_cannot_lead_out_of_the_log_folder(host: str, label: str):
 def test_attempts_have_log_folders_of_their_own():
     assert flag(make(log_dir="/logs"), "--log-dir") == "/logs/n1"
     launch_plan = make(log_dir="/logs", max_failures=1)
-    argv = plan.fill_markers(launch_plan.argv, attempt=2, port=1, nnodes=1, node_rank=0, logs=Path("/tmp"))
+    order = AttemptStart(attempt=2, nnodes=1, node_rank=None, port=1)
+    argv = plan.fill_markers(launch_plan.argv, order, 0, Path("/tmp"))
     assert argv[argv.index("--log-dir") + 1] == "/logs/n1/attempt2"
 
 

@@ -108,12 +108,12 @@ def test_notes_that_are_none_are_not_read(tmp_path: Path, data: bytes) -> None:
 
 # ---- the beginning
 def age_s(folder: RunFolder | None, **env: str) -> float:
-    return time.monotonic() - start_up.start_began_s(env, folder)
+    return time.monotonic() - start_up.start_time_s(env, folder)
 
 
 def test_time_counts_from_the_start_of_the_job_in_a_run_folder(tmp_path: Path) -> None:
     job_start = str(int(time.time()) - 100000)
-    process_age_s = time.monotonic() - start_up.process_began_s()
+    process_age_s = time.monotonic() - start_up.process_start_s()
     assert 100000 <= age_s(RunFolder(path=tmp_path), SLURM_JOB_START_TIME=job_start) < 100100
     assert age_s(None, SLURM_JOB_START_TIME=job_start) == pytest.approx(process_age_s, abs=5)
     assert age_s(RunFolder(path=tmp_path)) == pytest.approx(process_age_s, abs=5)
@@ -129,7 +129,7 @@ def test_later_start_of_a_job_begins_where_the_earlier_one_ended(tmp_path: Path,
 
 @pytest.mark.parametrize("wrong", ["", "x", "0", "-5", "99999999999", "1" * 30])
 def test_wrong_start_of_the_job_does_not_count(tmp_path: Path, wrong: str) -> None:
-    process_age_s = time.monotonic() - start_up.process_began_s()
+    process_age_s = time.monotonic() - start_up.process_start_s()
     assert age_s(RunFolder(path=tmp_path), SLURM_JOB_START_TIME=wrong) == pytest.approx(process_age_s, abs=5)
 
 

@@ -12,29 +12,29 @@ from imgkit_entrypoints.launch.start_up import StartUp
 
 def test_worker_goes_on_where_the_launcher_stopped() -> None:
     agent = StartUp(time.monotonic() - 100.0)
-    agent.ends("node_agent", time.monotonic() - 99.0)
-    agent.ends("roll_call", time.monotonic() - 90.0)
-    worker = StartUp.of_worker({start_up.VARIABLE: agent.text()})
-    worker.ends("imports")
+    agent.record("node_agent", time.monotonic() - 99.0)
+    agent.record("roll_call", time.monotonic() - 90.0)
+    worker = StartUp.from_env(agent.variables(0.0))
+    worker.record("imports")
     assert list(worker.parts) == ["node_agent", "roll_call", "torchrun", "imports"]
     assert worker.parts["roll_call"] == pytest.approx(9.0, abs=0.1)
     assert sum(worker.parts.values()) == pytest.approx(100.0, abs=0.2)
 
 
 def test_worker_without_a_launcher_begins_with_its_process() -> None:
-    worker = StartUp.of_worker({})
-    worker.ends("imports")
+    worker = StartUp.from_env({})
+    worker.record("imports")
     assert list(worker.parts) == ["imports"]
     assert worker.parts["imports"] > 0.05  # this process runs since pytest's start
 
 
 @pytest.mark.parametrize("value", ["x", "1.0 agent", "1.0 agent=fast", " = "])
 def test_damaged_variable_is_ignored(value: str) -> None:
-    assert StartUp.of_worker({start_up.VARIABLE: value}).parts == {}
+    assert StartUp.from_env({start_up.VARIABLE: value}).parts == {}
 
 
 def test_time_never_runs_backwards() -> None:
     timings = StartUp(10.0)
-    timings.ends("container", 9.0)
-    timings.ends("node_agent", 11.0)
+    timings.record("container", 9.0)
+    timings.record("node_agent", 11.0)
     assert timings.parts == {"container": 0.0, "node_agent": 1.0}

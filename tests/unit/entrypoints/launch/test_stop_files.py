@@ -101,7 +101,7 @@ def messages() -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path, messages: list[str]) -> RunFolder:
-    return RunFolder(path=tmp_path, say=messages.append)
+    return RunFolder(path=tmp_path, log=messages.append)
 
 
 def test_new_state_requeues_the_job(folder: RunFolder, messages: list[str]) -> None:

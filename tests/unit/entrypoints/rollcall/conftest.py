@@ -11,7 +11,7 @@ from imgkit_entrypoints.schedulers.placement import Placement
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "LOOK_S", 0.02)
+    monkeypatch.setattr(gather, "CHECK_S", 0.02)
     monkeypatch.setattr(join, "RETRY_S", 0.02)
     monkeypatch.setattr(session, "BEAT_S", 0.1)
     monkeypatch.setattr(session, "LINGER_S", 0.1)

@@ -194,7 +194,7 @@ def test_refusal_of_many_different_nodes_fits_into_a_line() -> None:
     with pytest.raises(NoPlan) as caught:
         gather.compare_software(placement, nodes)
     assert "and 4088 more" in caught.value.what
-    assert len(messages.encode(gather.refusal(caught.value))) < 4096
+    assert len(messages.encode(messages.Refused.from_error(caught.value))) < 4096
 
 
 def mutated(chance: random.Random, valid: tuple[Message, ...]) -> bytes:
@@ -299,7 +299,7 @@ class Fuzzed:
             peer.sendall(line + b"\n")
             peer.shutdown(socket.SHUT_WR)
             try:
-                join._call_head(self.meeting(self.member_placement), connection, 1e12)
+                join._wait_for_start(self.meeting(self.member_placement), connection, 1e12)
             except NoPlan as refused:
                 self.log(str(refused).replace("\n", ""))
         connection.close()
@@ -331,7 +331,7 @@ class Fuzzed:
 
 def fuzz(lines: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Send mutated lines everywhere; nothing raises."""
-    monkeypatch.setattr(gather, "LOOK_S", 0.0)
+    monkeypatch.setattr(gather, "CHECK_S", 0.0)
     monkeypatch.setattr(join, "RETRY_S", 0.0)
     monkeypatch.setattr(session, "BEAT_S", 60.0)
     monkeypatch.setattr(session, "LINGER_S", 0.0)

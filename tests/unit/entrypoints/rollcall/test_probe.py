@@ -15,7 +15,7 @@ import pytest
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.rollcall import gather, messages, probe, session
 from imgkit_entrypoints.rollcall.messages import JoinRequest, NodeInfo, ProbeFailure, ProbePort
-from imgkit_entrypoints.rollcall.probe import OpenPort
+from imgkit_entrypoints.rollcall.probe import OpenPort, PairFailure
 from imgkit_entrypoints.schedulers.placement import Placement, job_port
 
 HERE = "127.0.0.1"
@@ -247,7 +247,7 @@ def name(rank: int) -> str:
 
 
 def test_black_hole_is_refused_with_the_ping() -> None:
-    error = probe.refusal([(1, HOLE), (2, HOLE)], OFFERS, name)
+    error = probe.network_error([PairFailure(1, HOLE), PairFailure(2, HOLE)], OFFERS, name)
     assert (
         "node 2 of 3 (host1) cannot send 2000 B at once to node 1 of 3 (host0): 1400 B arrive" in error.what
     )
@@ -258,25 +258,26 @@ def test_black_hole_is_refused_with_the_ping() -> None:
 
 
 def test_firewall_is_refused_with_its_port() -> None:
-    error = probe.refusal([(2, HOLE), (1, WALL)], OFFERS, name)
+    error = probe.network_error([PairFailure(2, HOLE), PairFailure(1, WALL)], OFFERS, name)
     assert "cannot connect to node 1 of 3 (host0) on port 40001: Connection refused" in error.what
     assert "sudo ufw allow from 10.0.0.1" in str(error.hint)
 
 
 def test_one_address_for_two_nodes_is_said() -> None:
     same = {rank: replace(OFFERS[0], address="172.17.0.2") for rank in range(3)}
-    assert "both nodes have the address 172.17.0.2" in str(probe.refusal([(1, WALL)], same, name).hint)
+    error = probe.network_error([PairFailure(1, WALL)], same, name)
+    assert "both nodes have the address 172.17.0.2" in str(error.hint)
 
 
 def test_connection_without_data_is_refused() -> None:
-    error = probe.refusal([(1, replace(WALL, size=64))], OFFERS, name)
+    error = probe.network_error([PairFailure(1, replace(WALL, size=64))], OFFERS, name)
     assert "connects to node 1 of 3 (host0), but port 40001 gets no data" in error.what
 
 
 def test_refusal_fits_into_a_small_packet() -> None:
     long = "x" * 60
     for failure in (HOLE, WALL):
-        error = probe.refusal(
-            [(1, failure)] * 50, OFFERS, lambda rank: f"node {rank} of 1000 ({long}.{long})"
+        error = probe.network_error(
+            [PairFailure(1, failure)] * 50, OFFERS, lambda rank: f"node {rank} of 1000 ({long}.{long})"
         )
         assert len(json.dumps([error.what, error.where, error.hint])) < probe.SIZES[1]

@@ -80,7 +80,7 @@ def test_each_call_gives_the_next_node_time(placement: Placement, monkeypatch: p
         while len(head.nodes) < 2:
             head._receive()
         assert not head._can_start(end)
-        head.server.send_all(gather.refusal(NoPlan("over")))
+        head.server.send_all(messages.Refused.from_error(NoPlan("over")))
         head.server.close(1.0)
     assert "over" in member.refusal()
 

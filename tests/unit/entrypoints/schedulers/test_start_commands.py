@@ -25,7 +25,7 @@ def test_start_words_are_one_process_a_node() -> None:
         "pals": PALS.start_argv(node, nnodes=2, forward=forward),
         "openmpi": OPENMPI.start_argv(node, nnodes=2, forward=forward),
         "hydra": HYDRA.start_argv(node, nnodes=2, forward=forward),
-        "pbs": pbs.start_argv(node, line="4"),
+        "pbs": pbs.start_argv(node, line_index="4"),
         "manual": manual.start_argv(
             ("sh", "dist-run", "a.py", "-x"), nnodes=2, node_rank=1, head="x9", port=7
         ),

@@ -93,7 +93,7 @@ def test_last_rate_counts_training_alone(tmp_path: Path, capsys: pytest.CaptureF
 def test_summary_has_the_parts_of_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     started = StartUp(10.0)
     for name, at_s in (("imports", 12.5), ("model", 12.75), ("data", 13.0), ("model", 13.75)):
-        started.ends(name, at_s)
+        started.record(name, at_s)
     end(open_log(tmp_path, started=started), 0)
     assert read_summary(tmp_path)["start_s"] == {"imports": 2.5, "model": 1.0, "data": 0.25}
     assert "0 samples/s while training; 3.8 s starting (imports 2.5 s)" in capsys.readouterr().out

@@ -74,7 +74,7 @@ def _stubbed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def signals() -> Iterator[CollectedSignals]:
     handlers = {number: signal.getsignal(number) for number in user_program.STOP_SIGNALS}
-    with CollectedSignals().collecting() as collected:
+    with CollectedSignals().collect() as collected:
         yield collected
     for number, handler in handlers.items():
         signal.signal(number, handler)
