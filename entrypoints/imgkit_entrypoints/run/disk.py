@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from imgkit_entrypoints import fence, files, json_text
 from imgkit_entrypoints.errors import UsageError
@@ -40,8 +40,8 @@ SKIPPED = "skipped-"
 # Bytes that are read at once for a sha256.
 CHUNK_BYTES = 4 << 20
 
-# ``size_bytes`` and ``sha256`` of a file, as a manifest has them.
-Row = dict[str, Any]
+FileEntry = dict[str, Any]
+"""What a manifest has about a file: ``{"size_bytes": 4096, "sha256": "9f86..."}``."""
 
 
 def checkpoint_name(step: int) -> str:
@@ -68,7 +68,7 @@ def make_temporary_folder(folder: Path, step: int, env: Mapping[str, str] = os.e
 def commit(
     temporary: Path,
     step: int,
-    rows: Mapping[str, Row],
+    entries: Mapping[str, FileEntry],
     *,
     keep: int,
     warn: Callable[[str], None] = print,
@@ -82,7 +82,7 @@ def commit(
 
     Parameters
     ----------
-    rows : the rows of all files for the manifest.
+    entries : what the manifest has about each file, by name.
     env : names this worker's attempt. If it is over, nothing is changed (fence.py).
 
     Raises
@@ -92,8 +92,8 @@ def commit(
     """
     folder = temporary.parent
     target = folder / checkpoint_name(step)
-    token = temporary.suffix  # keeps the names of checkpoints that leave apart from those of earlier runs
-    manifest = json_text.seal({"schema": SCHEMA, "step": step, "files": dict(rows)})
+    suffix = temporary.suffix  # random, so it differs from the suffixes of earlier runs
+    manifest = json_text.seal({"schema": SCHEMA, "step": step, "files": dict(entries)})
     files.write_file(temporary / MANIFEST, json.dumps(manifest))
     # As late as possible: a later attempt may have begun while the files were written.
     fence.check_fence(env)
@@ -101,12 +101,11 @@ def commit(
         owner = files.foreign_owner(target, folder.parent)
         if owner:
             raise OSError(errno.EPERM, f"{target.name} belongs to user {owner}")
-        target.rename(folder / f"{LEAVING}{target.name}{token}")
+        _mark_for_removal(target, suffix)
     files.publish_file(temporary, target)
     for path in _old_checkpoints(folder, target, keep):
-        # A rename first: a checkpoint that is removed halfway must not count.
         try:
-            path.rename(folder / f"{LEAVING}{path.name}{token}")
+            _mark_for_removal(path, suffix)
         except OSError as error:
             warn(f"{path} cannot be removed: {error.strerror}")
     for problem in _remove_leftovers(folder):
@@ -114,11 +113,18 @@ def commit(
     return target
 
 
+def _mark_for_removal(checkpoint: Path, suffix: str) -> None:
+    """Rename a checkpoint that `_remove_leftovers` removes. If it is removed halfway, it must not count."""
+    checkpoint.rename(checkpoint.with_name(f"{LEAVING}{checkpoint.name}{suffix}"))
+
+
 def _old_checkpoints(folder: Path, newest: Path, keep: int) -> list[Path]:
-    """Return this user's checkpoints but `newest` and the ones before it, `keep` in all."""
-    checkpoints = [path for path in newest_first(folder) if not files.foreign_owner(path, folder.parent)]
-    newest_checkpoints = [path for path in checkpoints if path.name <= newest.name][:keep]
-    return [path for path in checkpoints if path not in newest_checkpoints]
+    """Return this user's checkpoints but `newest` and those just before it, which are `keep` together."""
+    own_checkpoints = [path for path in newest_first(folder) if not files.foreign_owner(path, folder.parent)]
+    # The checkpoints of later steps are not among those that stay.
+    not_later = [path for path in own_checkpoints if path.name <= newest.name]
+    kept = not_later[:keep]
+    return [path for path in own_checkpoints if path not in kept]
 
 
 def set_aside(checkpoints: Iterable[Path]) -> None:
@@ -134,8 +140,8 @@ def set_aside(checkpoints: Iterable[Path]) -> None:
             path.rename(path.with_name(f"{SKIPPED}{path.name}.{secrets.token_hex(4)}"))
 
 
-def file_row(path: Path) -> Row:
-    """Return the row of a complete file for the manifest."""
+def describe_file(path: Path) -> FileEntry:
+    """Return what a manifest has about a complete file."""
     return {"size_bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
@@ -177,8 +183,18 @@ class InvalidCheckpoint(Exception):
     """A checkpoint cannot be used. The message says why."""
 
 
-def read_manifest(checkpoint: Path) -> tuple[int, dict[str, Row]]:
-    """Return the step of a checkpoint and the rows of its files, which are all there with their sizes.
+class Manifest(NamedTuple):
+    """What the manifest of a checkpoint says."""
+
+    step: int
+    files: dict[str, FileEntry]
+    """Entries by the names of the files."""
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Return the manifest of a checkpoint. All its files are there, and have the sizes that it says.
+
+    Their contents are not read: see `find_damage`.
 
     Raises
     ------
@@ -186,44 +202,57 @@ def read_manifest(checkpoint: Path) -> tuple[int, dict[str, Row]]:
     """
     path = checkpoint / MANIFEST
     try:
-        manifest = json_text.load(path)
-        if manifest["schema"] != SCHEMA:
-            raise InvalidCheckpoint(f"{path} has schema {manifest['schema']}; this imgkit reads {SCHEMA}")
-        json_text.unseal(manifest)
-        step = int(manifest["step"])
-        rows = manifest["files"]
+        manifest = _parse_manifest(path)
         # Names sort like steps: an old checkpoint under a later name would count as the newest.
-        if checkpoint.name.startswith(STEP) and checkpoint.name != checkpoint_name(step):
-            raise InvalidCheckpoint(f"{checkpoint} contains the checkpoint of step {step}")
-        _refuse_other_files(checkpoint, rows)
+        if checkpoint.name.startswith(STEP) and checkpoint.name != checkpoint_name(manifest.step):
+            raise InvalidCheckpoint(f"{checkpoint} contains the checkpoint of step {manifest.step}")
+        _refuse_other_files(checkpoint, manifest.files)
     except OSError as error:
         raise InvalidCheckpoint(f"{error.filename or path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise InvalidCheckpoint(f"{path} is not a manifest, or damaged") from None
-    return step, rows
+    return manifest
 
 
-def _refuse_other_files(checkpoint: Path, rows: Mapping[str, Row]) -> None:
+def _parse_manifest(path: Path) -> Manifest:
+    """Return what a manifest says.
+
+    Raises
+    ------
+    InvalidCheckpoint : another version of imgkit has written it.
+    ValueError, KeyError, TypeError, AttributeError : it is not a manifest, or damaged.
+    """
+    values = json_text.load(path)
+    if values["schema"] != SCHEMA:
+        raise InvalidCheckpoint(f"{path} has schema {values['schema']}; this imgkit reads {SCHEMA}")
+    json_text.unseal(values)
+    return Manifest(step=int(values["step"]), files=values["files"])
+
+
+def _refuse_other_files(checkpoint: Path, entries: Mapping[str, FileEntry]) -> None:
     """Raise InvalidCheckpoint if the names or sizes of the files are not those of the manifest."""
     sizes = {file.name: file.stat().st_size for file in checkpoint.iterdir() if file.name != MANIFEST}
-    for name in sorted(sizes.keys() | rows.keys()):
+    for name in sorted(sizes.keys() | entries.keys()):
         path = checkpoint / name
-        if name not in rows:
+        if name not in entries:
             raise InvalidCheckpoint(f"{path} is in the folder, but not in the manifest")
         if name not in sizes:
             raise InvalidCheckpoint(f"{path} is missing")
-        if sizes[name] != rows[name]["size_bytes"]:
-            raise InvalidCheckpoint(f"{path} has {sizes[name]} bytes, not {rows[name]['size_bytes']}")
+        size_bytes = entries[name]["size_bytes"]
+        if sizes[name] != size_bytes:
+            raise InvalidCheckpoint(f"{path} has {sizes[name]} bytes, not {size_bytes}")
 
 
-def find_damage(checkpoint: Path, rows: Mapping[str, Row], names: Collection[str]) -> str:
-    """Return a text on the first of these files that differs from its row in the manifest, or ""."""
+def find_damage(checkpoint: Path, entries: Mapping[str, FileEntry], names: Collection[str]) -> str:
+    """Return how a file of these `names` differs from its entry in the manifest, or "" if none does."""
     for name in names:
+        path = checkpoint / name
         try:
-            if _sha256(checkpoint / name) != rows[name]["sha256"]:
-                return f"{checkpoint / name} is damaged: its sha256 differs from the manifest"
+            digest = _sha256(path)
         except OSError as error:
-            return f"{checkpoint / name}: {error.strerror}"
+            return f"{path}: {error.strerror}"
+        if digest != entries[name]["sha256"]:
+            return f"{path} is damaged: its sha256 differs from the manifest"
     return ""
 
 
@@ -244,14 +273,23 @@ def checkpoints_at(path: Path) -> list[Path]:
     return newest_first(path) or newest_first(path / FOLDER)
 
 
+class Candidate(NamedTuple):
+    """A checkpoint with a valid manifest, whose files may still be damaged."""
+
+    folder: Path
+    step: int
+    files: dict[str, FileEntry]
+    """Entries of the manifest by the names of the files."""
+
+
 def iterate_valid(
     path: Path, problems: dict[Path, str], *, trusts_folder: bool = False
-) -> Iterator[tuple[Path, int, dict[str, Row]]]:
-    """Yield checkpoints with a valid manifest, newest first, with their steps and rows.
+) -> Iterator[Candidate]:
+    """Yield checkpoints with a valid manifest, newest first.
 
     Parameters
     ----------
-    path : as of `checkpoints_at`.
+    path : a checkpoint, a folder of them, or a run folder.
     problems : gets the reason why another one cannot be used, by its path.
     trusts_folder : whether checkpoints of the folder's owner count, who may be another user.
     """
@@ -260,11 +298,11 @@ def iterate_valid(
         try:
             if not is_checkpoint:
                 _refuse_foreign(checkpoint, path, trusts_folder=trusts_folder)
-            step, rows = read_manifest(checkpoint)
+            manifest = read_manifest(checkpoint)
         except InvalidCheckpoint as error:
             problems[checkpoint] = str(error)
         else:
-            yield checkpoint, step, rows
+            yield Candidate(checkpoint, manifest.step, manifest.files)
 
 
 def _refuse_foreign(checkpoint: Path, folder: Path, *, trusts_folder: bool) -> None:
@@ -277,6 +315,7 @@ def _refuse_foreign(checkpoint: Path, folder: Path, *, trusts_folder: bool) -> N
 
 
 LOCK = "run.lock"
+_OTHER_FOLDER = "name another folder: Run.start(FOLDER), --run-dir or IMGKIT_RUN_DIR"
 # Time for the processes of an earlier start to end.
 PATIENCE_S = 3.0
 # Time between two attempts to get the lock.
@@ -298,38 +337,50 @@ def lock_folder(folder: Path, say: Callable[[str], None], env: Mapping[str, str]
     UsageError : another run holds it, also one of this process; or the folder cannot be written.
     """
     path = folder / LOCK
-    hint = "name another folder: Run.start(FOLDER), --run-dir or IMGKIT_RUN_DIR"
     if _is_locked_by_process(path):
         raise UsageError(
             "another run of this process writes into this folder",
             where=str(folder),
-            hint=f"end it first (with Run.start(...)), or {hint}",
+            hint=f"end it first (with Run.start(...)), or {_OTHER_FOLDER}",
         )
+    stream = _open_lock(path)
+    job_suffix = _job_suffix(env)
+    if _wait_for_lock(stream, path, say):
+        stream.truncate()  # the line of the run before
+        stream.write(f"process {os.getpid()} on {socket.gethostname()}{job_suffix}\n".encode())
+        stream.flush()
+        return stream
+    holder = stream.read(200).decode(errors="replace").strip()  # such a line
+    if job_suffix and holder.endswith(job_suffix):
+        say(f"warning: {path}: an earlier attempt still has the lock ({holder})")
+        return stream
+    stream.close()
+    problem = f"another run writes into this folder ({holder})"
+    raise UsageError(problem, where=str(folder), hint=f"stop that run, or {_OTHER_FOLDER}")
+
+
+def _open_lock(path: Path) -> BinaryIO:
+    """Open the file of a lock, and make it and its folder if they are absent."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         stream = files.open_own(path, os.O_RDWR | os.O_CREAT, "r+b")
-        _LOCKS.add(stream)
     except OSError as error:
         problem = f"the run folder cannot be written: {error.strerror}"
         where = str(error.filename or path)
-        raise UsageError(problem, where=where, hint=hint) from None  # its traceback would come below the hint
-    job = _job_suffix(env)
+        # Without `from None`, the traceback of the cause would come below the hint.
+        raise UsageError(problem, where=where, hint=_OTHER_FOLDER) from None
+    _LOCKS.add(stream)
+    return stream
+
+
+def _wait_for_lock(stream: BinaryIO, path: Path, say: Callable[[str], None]) -> bool:
+    """Wait for the lock while a process of an earlier start may still end; return whether this one has it."""
     deadline = time.monotonic() + PATIENCE_S
     while not _try_lock(stream, path, say):
-        if time.monotonic() <= deadline:
-            time.sleep(RETRY_S)
-            continue
-        holder = stream.read(200).decode(errors="replace").strip()
-        if job and holder.endswith(job):
-            say(f"warning: {path}: an earlier attempt still has the lock ({holder})")
-            return stream
-        stream.close()
-        problem = f"another run writes into this folder ({holder})"
-        raise UsageError(problem, where=str(folder), hint=f"stop that run, or {hint}")
-    stream.truncate()  # the line of the run before
-    stream.write(f"process {os.getpid()} on {socket.gethostname()}{job}\n".encode())
-    stream.flush()
-    return stream
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(RETRY_S)
+    return True
 
 
 def _is_locked_by_process(path: Path) -> bool:

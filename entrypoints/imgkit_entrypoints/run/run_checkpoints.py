@@ -145,7 +145,7 @@ class RunCheckpoints:
                 hint=f"start {newest.world_size} ranks, or a new run in another folder",
             )
         self.tracked.load(newest, values["objects"])
-        warning = self.position.restore(newest.run, values["random"], newest.world_size, ranks)
+        warning = self.position.restore(newest.position, values["random"], newest.world_size, ranks)
         if warning:
             self._connection.report(warning)
 

@@ -72,7 +72,7 @@ def _has_short_text(leaf: Any) -> bool:
 
 
 def _describe_value(leaf: Any) -> str:
-    """Return a short text of a value. That of a shard has only shape and placement, since its values differ."""
+    """Return a short text of a value; of a shard, only its shape and placement, as its values differ."""
     if is_dtensor(leaf):
         return f"{tuple(leaf.shape)} {leaf.placements}"
     if isinstance(leaf, Tensor):

@@ -161,7 +161,7 @@ class StepLoop:
         A program that compares the number of steps only at the end of its body would train one more.
         """
         restored = self._checkpoints.restored
-        if restored is None or self._has_read_step or not restored.run.get("was_left"):
+        if restored is None or self._has_read_step or not restored.position.get("was_left"):
             return
         raise UsageError(
             f"this run ended by a break after step {self._position.step}, and the program never read "

@@ -70,7 +70,7 @@ def checkpoint(folder: Path) -> Path:
     temporary = disk.make_temporary_folder(folder, 7)
     path = temporary / "__0_0.distcp"
     path.write_bytes(b"weights")
-    return disk.commit(temporary, 7, {path.name: disk.file_row(path)}, keep=1)
+    return disk.commit(temporary, 7, {path.name: disk.describe_file(path)}, keep=1)
 
 
 def is_damaged(checkpoint: Path) -> bool:
