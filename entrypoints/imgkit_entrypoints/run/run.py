@@ -282,7 +282,7 @@ class Run:
 
     def looks(self) -> bool:
         """Return whether the numbers of the step that begins are sent at its end: costly ones pay off."""
-        return self._connection.agreement.is_look_due(self._position.step + 1)
+        return self._connection.agreement.is_exchange_due(self._position.step + 1)
 
     def due(self, *, save_every: int = 0) -> bool:
         """End a step of a loop that is not over `steps`, such as one of a library; a collective call.

@@ -17,7 +17,7 @@ from imgkit_entrypoints.run.ranks import ranks_by_value
 from imgkit_entrypoints.run.run_checkpoints import RunCheckpoints
 from imgkit_entrypoints.run.tracked import has_state
 
-# Most steps between two looks where neither saves nor numbers of the program ask for fewer.
+# Most steps between two exchanges where neither saves nor numbers of the program ask for fewer.
 MAX_INTERVAL = 1000
 
 
@@ -34,7 +34,7 @@ class StepLoop:
         self._progress = progress
         self._gradients = PendingGradients(checkpoints.tracked, connection.report)
         self.max_interval = 0
-        """Most steps between two looks at the program's own numbers. 0 means that it has none."""
+        """Most steps between two exchanges of the program's own numbers. 0 means that it has none."""
         self.is_started = False
         """Whether the program has begun its first step."""
         self._is_in_step = False
@@ -214,7 +214,7 @@ class StepLoop:
         step = self._position.step
         checkpoints = self._checkpoints
         agreement = self._connection.agreement
-        agreement.look_if_due(step)
+        agreement.exchange_if_due(step)
         is_due = bool(agreement.stop) or self._should_save
         if checkpoints.keep and save_every:
             # By multiples, since a save that waits comes at a later step.
