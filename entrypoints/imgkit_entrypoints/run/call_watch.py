@@ -79,7 +79,7 @@ class CallWatch:
         self._closed.set()
 
     def _watch(self) -> None:
-        """Publish what the watched thread does if it has stayed there for `LIMIT_S`, and compare the ranks."""
+        """Publish what the thread does once it has stayed there for `LIMIT_S`, and compare the ranks."""
         state = self._read_state()
         start_s = time.monotonic()
         published = None

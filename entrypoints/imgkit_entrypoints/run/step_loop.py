@@ -11,7 +11,7 @@ from imgkit_entrypoints.launch.watchdog import Pulse
 from imgkit_entrypoints.run.agreement import PASS_END, STEP_END
 from imgkit_entrypoints.run.connection import RunConnection
 from imgkit_entrypoints.run.gradients import PendingGradients
-from imgkit_entrypoints.run.loaders import find_lazy_sampler, loader_length
+from imgkit_entrypoints.run.loaders import find_unrepeatable_sampler, loader_length
 from imgkit_entrypoints.run.lr_schedulers import refuse_untracked_schedulers
 from imgkit_entrypoints.run.ranks import ranks_by_value
 from imgkit_entrypoints.run.run_checkpoints import RunCheckpoints
@@ -111,13 +111,13 @@ class StepLoop:
         if has_unnamed_loop:
             position.note_unnamed_pass(loader, line, is_next_epoch=self._has_read_epoch)
         self._has_read_epoch = False
-        self._warn_of_lazy_sampler(loader)
+        self._warn_of_sampler(loader)
         if self._should_save:
             self._save_if_due(save_every, at_start=True)
         self._checkpoints.prepare_pass()
 
-    def _warn_of_lazy_sampler(self, loader: Any) -> None:
-        sampler = find_lazy_sampler(loader)
+    def _warn_of_sampler(self, loader: Any) -> None:
+        sampler = find_unrepeatable_sampler(loader)
         if not sampler or self._has_warned_of_sampler:
             return
         self._has_warned_of_sampler = True
