@@ -67,9 +67,7 @@ class Ranks:
         """Return this rank's item of the list that rank 0 gives; a collective call."""
         if self.world_size == 1:
             return values[0]
-        items = None
-        if self.rank == 0:
-            items = list(values)
+        items = list(values) if self.rank == 0 else None
         received: list[Any] = [None]
         dist.scatter_object_list(received, items, src=0, group=self.group)
         return received[0]
@@ -152,11 +150,12 @@ def ranks_by_value(values: Sequence[object]) -> str:
 
     The values 4, 3, 4 of three ranks give ``rank 1: 3, ranks 0, 2: 4``.
     """
-    ranks: dict[object, list[str]] = {}
+    ranks_of: dict[object, list[str]] = {}
     for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(str(rank))
+        ranks_of.setdefault(value, []).append(str(rank))
+    groups = sorted((len(ranks), str(value), ranks) for value, ranks in ranks_of.items())
     texts = []
-    for value in sorted(ranks, key=lambda value: (len(ranks[value]), str(value))):
-        noun = "ranks" if len(ranks[value]) > 1 else "rank"
-        texts.append(f"{noun} {', '.join(ranks[value])}: {value}")
+    for count, value_text, ranks in groups:
+        noun = "rank" if count == 1 else "ranks"
+        texts.append(f"{noun} {', '.join(ranks)}: {value_text}")
     return ", ".join(texts)

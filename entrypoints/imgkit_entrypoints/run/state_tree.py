@@ -43,7 +43,7 @@ def map_leaves(value: Any, change: Callable[[Any, LeafPath], Any], *path: Any) -
 
 
 def list_leaves(value: Any) -> list[tuple[LeafPath, Any]]:
-    """Return the values within dicts, lists and tuples, with their paths."""
+    """Return the values within dicts, lists and tuples, each after its path: ``(("state", 0), 1.5)``."""
     leaves: list[tuple[LeafPath, Any]] = []
     map_leaves(value, lambda leaf, path: leaves.append((path, leaf)))
     return leaves
@@ -64,9 +64,7 @@ def is_dtensor(value: object) -> bool:
 
 def local_part(tensor: Any) -> Tensor:
     """Return this rank's part of a DTensor, and any other tensor as it is."""
-    if is_dtensor(tensor):
-        tensor = tensor.to_local()
-    local: Tensor = tensor
+    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
     return local
 
 
@@ -82,10 +80,12 @@ class _TensorSplitter:
 
     def replace(self, value: Any, path: LeafPath) -> Any:
         """Return a reference for a tensor that torch can store by parts, and a copy of any other tensor."""
+        if not isinstance(value, Tensor):
+            return value
         is_sharded = is_dtensor(value)
         is_plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
         if not (is_sharded or is_plain):
-            return value.detach().clone() if isinstance(value, Tensor) else value
+            return value.detach().clone()
         key = self._free_key(path)
         memory: tuple[object, ...] = (id(value),)
         if is_plain and value.numel():
@@ -99,6 +99,7 @@ class _TensorSplitter:
         return TensorRef(first_key, torch.empty_like(value, device="meta").stride())
 
     def _free_key(self, path: LeafPath) -> str:
+        """Return the key of a tensor at `path`, such as ``model.layer.weight``."""
         key = ".".join(map(str, (self._name, *path)))
         # {"a.b": x, "a": {"b": y}} has the key "a.b" twice, and {1: x, "1": y} the key "1". Any other key
         # will do, since the tree notes it.
@@ -190,19 +191,19 @@ class HostCopies:
 
     def start_copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Start to copy `tensors` over the previous copy, and return the buffers; `wait` completes them."""
-        copies = {}
-        devices = set()
-        for key, tensor in tensors.items():
-            is_on_gpu = tensor.device.type == "cuda"
-            buffer = self._buffers.get(key)
-            if buffer is None or (buffer.dtype, buffer.shape) != (tensor.dtype, tensor.shape):
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_on_gpu)
-            copies[key] = buffer.copy_(tensor, non_blocking=is_on_gpu)
-            if is_on_gpu:
-                devices.add(tensor.device)
+        copies = {key: self._copy(key, tensor) for key, tensor in tensors.items()}
         self._buffers = copies
+        devices = {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}
         self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
         return copies
+
+    def _copy(self, key: str, tensor: Tensor) -> Tensor:
+        """Start to copy a tensor into the buffer of its key, or into a new one if it does not fit."""
+        is_on_gpu = tensor.device.type == "cuda"
+        buffer = self._buffers.get(key)
+        if buffer is None or (buffer.dtype, buffer.shape) != (tensor.dtype, tensor.shape):
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_on_gpu)
+        return buffer.copy_(tensor, non_blocking=is_on_gpu)
 
     def wait(self) -> None:
         """Wait until the copies are complete."""

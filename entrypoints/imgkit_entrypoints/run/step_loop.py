@@ -60,7 +60,7 @@ class StepLoop:
         return self._position.epoch
 
     def restore(self) -> None:
-        """Go on at the position of a checkpoint that was loaded."""
+        """Note that a checkpoint was loaded, whose finished epochs the program must not begin again."""
         self._must_read_position = self._position.epoch != 0
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class StepLoop:
         """Iterate over a pass of `Run.steps`, which the program calls at `line`."""
         position = self._position
         agreement = self._connection.agreement
-        if self.is_started:  # as at the end of the run, where another rank may be
+        if self.is_started:  # another rank may be in another call, such as the end of the run
             agreement.wait_for_ranks(position.step, "run.steps")
         self._refuse_different_passes(loader, name, save_every)
         position.end_last_pass(name)
@@ -84,25 +84,34 @@ class StepLoop:
             batches = position.open(loader, name)
             self.start(save_every)
             for batch in batches:
-                self._refuse_step_after_break()
-                self._checkpoints.restored = None
-                self._is_in_step = True
-                self.begin_step()
-                self._gradients.begin_step()
+                self._open_step()
                 yield position.step + 1, batch
                 self.end_open_step()
                 self._save_if_due(save_every)
-            agreement.wait_for_ranks(position.step, PASS_END)
-            # The state of a loader could not end this pass again, so it is saved in the next one.
-            if self._connection.stop and not has_state(loader) and not self._must_wait():
-                self.save_now()
-            position.close()
-        except GeneratorExit:
+            self._end_pass(loader)
+        except GeneratorExit:  # the program has left the loop by a ``break``
             self.end_open_step()
             position.was_left = True
             raise
         finally:
             position.is_open = False
+
+    def _open_step(self) -> None:
+        """Begin a step of a loop over `steps`, which `end_open_step` counts."""
+        self._refuse_step_after_break()
+        self._checkpoints.restored = None
+        self._is_in_step = True
+        self.begin_step()
+        self._gradients.begin_step()
+
+    def _end_pass(self, loader: Any) -> None:
+        """Meet the other ranks at the end of a pass, and save if the run stops; then the pass is finished."""
+        self._connection.agreement.wait_for_ranks(self._position.step, PASS_END)
+        # The state of a loader could not end this pass again, so it is saved in the next one.
+        should_save = self._connection.stop and not has_state(loader)
+        if should_save and not self._agree_to_wait():
+            self.save_now()
+        self._position.close()
 
     def _prepare_pass(self, loader: Any, save_every: int, line: str) -> None:
         """Refuse a pass that could not resume, and save what waited for it."""
@@ -117,6 +126,7 @@ class StepLoop:
         self._checkpoints.prepare_pass()
 
     def _warn_of_sampler(self, loader: Any) -> None:
+        """Warn once of a sampler whose random numbers a resume may not repeat."""
         sampler = find_unrepeatable_sampler(loader)
         if not sampler or self._has_warned_of_sampler:
             return
@@ -127,11 +137,12 @@ class StepLoop:
         )
 
     def _refuse_different_passes(self, loader: Any, name: str, save_every: int) -> None:
-        """Raise UsageError, on every rank, if the ranks begin different passes."""
+        """Raise UsageError, on every rank, if the ranks begin different passes; a collective call."""
         loop = f"loop {name}, " if name else ""
+        tracked = ", ".join(sorted(self._checkpoints.tracked.objects))
         own_pass = (
             f"{loop}{loader_length(loader)} batches after step {self._position.step}, "
-            f"save_every={save_every}, tracking {', '.join(sorted(self._checkpoints.tracked.objects))}"
+            f"save_every={save_every}, tracking {tracked}"
         )
         passes = self._connection.ranks.gather(own_pass, call="run.steps")
         if len(set(passes)) > 1:
@@ -197,40 +208,40 @@ class StepLoop:
             self.start(save_every)
         self._count_step()
         self._checkpoints.restored = None
-        is_due = self._is_save_due(save_every)
-        if is_due:
+        saves_now = self._agree_on_save(save_every)
+        if saves_now:
             self._meet_before_save()
         self._gradients.begin_step()
-        return is_due
+        return saves_now
 
     def _save_if_due(self, save_every: int, *, at_start: bool = False) -> None:
         """Save the state if all ranks agree that it is time; a collective call."""
-        if self._is_save_due(save_every):
+        if self._agree_on_save(save_every):
             self._meet_before_save()
             self.save_now(at_start=at_start)
 
-    def _is_save_due(self, save_every: int) -> bool:
-        """Agree with the other ranks whether all save after this step."""
+    def _agree_on_save(self, save_every: int) -> bool:
+        """Exchange numbers with the other ranks if it is time; return whether all save after this step."""
         step = self._position.step
-        checkpoints = self._checkpoints
         agreement = self._connection.agreement
         agreement.exchange_if_due(step)
         is_due = bool(agreement.stop) or self._should_save
-        if checkpoints.keep and save_every:
+        if self._checkpoints.keep and save_every:
             # By multiples, since a save that waits comes at a later step.
-            is_due = is_due or step // save_every > checkpoints.saved_step // save_every
-        return is_due and not self._must_wait()
+            is_due = is_due or step // save_every > self._checkpoints.saved_step // save_every
+        return is_due and not self._agree_to_wait()
 
     def _meet_before_save(self) -> None:
-        """Wait for the other ranks, so that all numbers of the steps before have arrived."""
+        """Note the step of a save, and wait until the numbers of all ranks up to it have arrived."""
         step = self._position.step
         self._connection.agreement.wait_for_ranks(step, "run.save")
         self._checkpoints.saved_step = step
 
-    def _must_wait(self) -> bool:
-        """Return whether no checkpoint can be taken now on a rank; a collective call.
+    def _agree_to_wait(self) -> bool:
+        """Return whether a save that is due has to wait for any rank; a collective call.
 
-        Gradients wait for their optimizer, or a pass is at the end of a loader that could not go on from it.
+        A rank has gradients that wait for their optimizer, or is at the end of a loader that could not go on
+        from its state.
         """
         self._gradients.count_waiting()
         must_wait = self._gradients.is_waiting or self._position.has_unclear_loader()
@@ -252,7 +263,7 @@ class StepLoop:
             )
         if position.repeats:  # the checkpoint holds this already
             return
-        if self._is_in_step or position.loops or self._must_wait():
+        if self._is_in_step or position.loops or self._agree_to_wait():
             self._should_save = True
         else:
             self.save_now()
