@@ -417,14 +417,14 @@ def find_newest(
 
 def _iterate_candidates(
     path: Path, problems: dict[Path, str], ranks: Ranks, *, trusts_folder: bool
-) -> Iterator[disk.Candidate]:
+) -> Iterator[disk.StoredCheckpoint]:
     """Yield on all ranks the checkpoints that rank 0 finds, newest first. Each is a collective call.
 
     Parameters
     ----------
     problems : gets on rank 0 why another checkpoint cannot be used, by its path.
     """
-    candidates: Iterator[disk.Candidate] = iter(())
+    candidates: Iterator[disk.StoredCheckpoint] = iter(())
     if ranks.rank == 0:
         candidates = disk.iterate_valid(path, problems, trusts_folder=trusts_folder)
     while True:
@@ -471,7 +471,7 @@ def _refuse_newer_elsewhere(path: Path, ranks: Ranks) -> None:
         )
 
 
-def _refuse_damaged(candidate: disk.Candidate, ranks: Ranks) -> None:
+def _refuse_damaged(candidate: disk.StoredCheckpoint, ranks: Ranks) -> None:
     """Raise InvalidCheckpoint, on every rank, if a file differs from its manifest; a collective call.
 
     The ranks divide the files of a sharded checkpoint. Rank 0 alone reads those of another one.

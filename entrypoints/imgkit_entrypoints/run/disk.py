@@ -121,10 +121,9 @@ def _mark_for_removal(checkpoint: Path, suffix: str) -> None:
 def _old_checkpoints(folder: Path, newest: Path, keep: int) -> list[Path]:
     """Return this user's checkpoints but `newest` and those just before it, which are `keep` together."""
     own_checkpoints = [path for path in newest_first(folder) if not files.foreign_owner(path, folder.parent)]
-    # The checkpoints of later steps are not among those that stay.
-    not_later = [path for path in own_checkpoints if path.name <= newest.name]
-    kept = not_later[:keep]
-    return [path for path in own_checkpoints if path not in kept]
+    # The checkpoints of later steps are old ones too.
+    remaining = [path for path in own_checkpoints if path.name <= newest.name][:keep]
+    return [path for path in own_checkpoints if path not in remaining]
 
 
 def set_aside(checkpoints: Iterable[Path]) -> None:
@@ -183,50 +182,38 @@ class InvalidCheckpoint(Exception):
     """A checkpoint cannot be used. The message says why."""
 
 
-class Manifest(NamedTuple):
-    """What the manifest of a checkpoint says."""
+class StoredCheckpoint(NamedTuple):
+    """A checkpoint whose manifest is valid. The contents of its files may still be damaged."""
 
+    folder: Path
     step: int
     files: dict[str, FileEntry]
-    """Entries by the names of the files."""
+    """Entries of the manifest by the names of the files."""
 
 
-def read_manifest(checkpoint: Path) -> Manifest:
-    """Return the manifest of a checkpoint. All its files are there, and have the sizes that it says.
-
-    Their contents are not read: see `find_damage`.
+def read_manifest(folder: Path) -> StoredCheckpoint:
+    """Return the checkpoint in `folder`. All its files are there, and have the sizes of the manifest.
 
     Raises
     ------
     InvalidCheckpoint : it cannot be used.
     """
-    path = checkpoint / MANIFEST
+    path = folder / MANIFEST
     try:
-        manifest = _parse_manifest(path)
+        manifest = json_text.load(path)
+        if manifest["schema"] != SCHEMA:
+            raise InvalidCheckpoint(f"{path} has schema {manifest['schema']}; this imgkit reads {SCHEMA}")
+        json_text.unseal(manifest)
+        checkpoint = StoredCheckpoint(folder, int(manifest["step"]), manifest["files"])
         # Names sort like steps: an old checkpoint under a later name would count as the newest.
-        if checkpoint.name.startswith(STEP) and checkpoint.name != checkpoint_name(manifest.step):
-            raise InvalidCheckpoint(f"{checkpoint} contains the checkpoint of step {manifest.step}")
-        _refuse_other_files(checkpoint, manifest.files)
+        if folder.name.startswith(STEP) and folder.name != checkpoint_name(checkpoint.step):
+            raise InvalidCheckpoint(f"{folder} contains the checkpoint of step {checkpoint.step}")
+        _refuse_other_files(folder, checkpoint.files)
     except OSError as error:
         raise InvalidCheckpoint(f"{error.filename or path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise InvalidCheckpoint(f"{path} is not a manifest, or damaged") from None
-    return manifest
-
-
-def _parse_manifest(path: Path) -> Manifest:
-    """Return what a manifest says.
-
-    Raises
-    ------
-    InvalidCheckpoint : another version of imgkit has written it.
-    ValueError, KeyError, TypeError, AttributeError : it is not a manifest, or damaged.
-    """
-    values = json_text.load(path)
-    if values["schema"] != SCHEMA:
-        raise InvalidCheckpoint(f"{path} has schema {values['schema']}; this imgkit reads {SCHEMA}")
-    json_text.unseal(values)
-    return Manifest(step=int(values["step"]), files=values["files"])
+    return checkpoint
 
 
 def _refuse_other_files(checkpoint: Path, entries: Mapping[str, FileEntry]) -> None:
@@ -273,18 +260,9 @@ def checkpoints_at(path: Path) -> list[Path]:
     return newest_first(path) or newest_first(path / FOLDER)
 
 
-class Candidate(NamedTuple):
-    """A checkpoint with a valid manifest, whose files may still be damaged."""
-
-    folder: Path
-    step: int
-    files: dict[str, FileEntry]
-    """Entries of the manifest by the names of the files."""
-
-
 def iterate_valid(
     path: Path, problems: dict[Path, str], *, trusts_folder: bool = False
-) -> Iterator[Candidate]:
+) -> Iterator[StoredCheckpoint]:
     """Yield checkpoints with a valid manifest, newest first.
 
     Parameters
@@ -294,15 +272,15 @@ def iterate_valid(
     trusts_folder : whether checkpoints of the folder's owner count, who may be another user.
     """
     is_checkpoint = (path / MANIFEST).exists()
-    for checkpoint in checkpoints_at(path):
+    for folder in checkpoints_at(path):
         try:
             if not is_checkpoint:
-                _refuse_foreign(checkpoint, path, trusts_folder=trusts_folder)
-            manifest = read_manifest(checkpoint)
+                _refuse_foreign(folder, path, trusts_folder=trusts_folder)
+            checkpoint = read_manifest(folder)
         except InvalidCheckpoint as error:
-            problems[checkpoint] = str(error)
+            problems[folder] = str(error)
         else:
-            yield Candidate(checkpoint, manifest.step, manifest.files)
+            yield checkpoint
 
 
 def _refuse_foreign(checkpoint: Path, folder: Path, *, trusts_folder: bool) -> None:

@@ -47,9 +47,8 @@ class _RankReport(NamedTuple):
     """The tracked objects, as ``model, optimizer``."""
     digests: dict[str, str]
     """Digests, by object, of the values that must not differ between ranks."""
-    problem: str
-    """Why this rank cannot save a state, or "" if it can."""
-    hint: str | None
+    error: UsageError | None
+    """Why this rank cannot save a state. None means that it can."""
 
 
 class Tracked:
@@ -122,18 +121,17 @@ class Tracked:
         """
         snapshot = Snapshot()
         digests = {}
-        problem = ""
-        hint = None
+        error: UsageError | None = None
         try:
             for name in sorted(self.objects):  # all ranks give the same keys to shards
                 state = state_of(name, self.objects[name])
                 self._add_state(snapshot, name, state)
                 if ranks.world_size > 1 and self._is_compared(name, call):
                     digests[name] = digest_text(repr(describe_values(self.objects[name], state)))
-        except UsageError as error:  # not raised here, since the other ranks wait for the report
-            problem, hint = error.what, error.hint
+        except UsageError as own_error:  # not raised here, since the other ranks wait for the report
+            error = own_error
         names = ", ".join(sorted(self.objects)) or "nothing"
-        reports = ranks.gather(_RankReport(names, digests, problem, hint), call=call)
+        reports = ranks.gather(_RankReport(names, digests, error), call=call)
         _refuse_reports(reports, call)
         for name in sorted(digests):
             if len({report.digests[name] for report in reports}) > 1:
@@ -319,8 +317,8 @@ def _refuse_parameter(name: str, parameter: Any) -> None:
 def _refuse_reports(reports: Sequence[_RankReport], call: str) -> None:
     """Raise UsageError if a rank cannot save a state, or tracks other objects than the others."""
     for rank, report in enumerate(reports):
-        if report.problem:
-            raise UsageError(f"rank {rank}: {report.problem}", where=call, hint=report.hint)
+        if report.error is not None:
+            raise UsageError(f"rank {rank}: {report.error.what}", where=call, hint=report.error.hint)
     names = [report.names for report in reports]
     if len(set(names)) > 1:
         raise UsageError(

@@ -75,7 +75,7 @@ def checkpoint(folder: Path) -> Path:
 
 def is_damaged(checkpoint: Path) -> bool:
     try:
-        _, rows = disk.read_manifest(checkpoint)
+        _, _, rows = disk.read_manifest(checkpoint)
     except disk.InvalidCheckpoint:
         return True
     return disk.find_damage(checkpoint, rows, sorted(rows)) != ""
