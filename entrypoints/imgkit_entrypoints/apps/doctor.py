@@ -90,38 +90,42 @@ def judge(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: int) -
     hosts : host of every rank; empty if the rank never reported one.
     answers : answers by rank; a rank that is missing never answered.
     """
-    blamed: dict[int, list[str]] = {}
-    complaints = Counter(sender for answer in answers.values() for sender in answer.wrong)
-    heard = sum(not answer.error for answer in answers.values())
-    # Ranks whose values arrived wrong at more than half of the ranks that got a result.
-    senders = {sender for sender, count in complaints.items() if 2 * count > heard}
+    blame = _find_blame(hosts, answers, timeout_s)
+    has_suspects = bool(blame) or not all(passed(answer.checks) for answer in answers.values())
     ranks_by_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         ranks_by_host.setdefault(host, []).append(rank)
-        answer = answers.get(rank)
-        if answer is None:
-            blamed.setdefault(rank, []).append(f"rank {rank} did not answer within {timeout_s} s")
-            continue
-        # Other ranks got the right values of these.
-        innocent_senders = sorted(set(answer.wrong) - senders)
-        if innocent_senders:
-            names = ", ".join(map(str, innocent_senders))
-            blamed.setdefault(rank, []).append(f"rank {rank} received wrong values from rank {names}")
-    for sender in sorted(senders):
-        reason = f"the values of rank {sender} arrived corrupted at {complaints[sender]} of {heard} ranks"
-        blamed.setdefault(sender, []).append(reason)
-    has_suspects = bool(blamed) or not all(passed(answer.checks) for answer in answers.values())
     verdicts = []
     for host, ranks in ranks_by_host.items():
-        verdicts.append(_judge_node(host, ranks, answers, blamed, has_suspects))
+        verdicts.append(_judge_node(host, ranks, answers, blame, has_suspects))
     return tuple(verdicts)
 
 
-def _compare(answer: Answer, answers: Mapping[int, Answer]) -> Iterator[Check]:
-    """Yield the warnings that need the answers of other nodes.
+def _find_blame(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: int) -> dict[int, list[str]]:
+    """Return the ranks that are at fault, each with the reasons."""
+    complaints = Counter(sender for answer in answers.values() for sender in answer.wrong)
+    receivers = sum(not answer.error for answer in answers.values())
+    # Ranks whose values arrived wrong at more than half of the ranks that got a result.
+    bad_senders = {sender for sender, count in complaints.items() if 2 * count > receivers}
+    blame: dict[int, list[str]] = {}
+    for rank in range(len(hosts)):
+        answer = answers.get(rank)
+        if answer is None:
+            blame[rank] = [f"rank {rank} did not answer within {timeout_s} s"]
+            continue
+        # Other ranks got the right values of these.
+        good_senders = sorted(set(answer.wrong) - bad_senders)
+        if good_senders:
+            senders = ", ".join(map(str, good_senders))
+            blame[rank] = [f"rank {rank} received wrong values from rank {senders}"]
+    for sender in sorted(bad_senders):
+        reason = f"the values of rank {sender} arrived corrupted at {complaints[sender]} of {receivers} ranks"
+        blame.setdefault(sender, []).append(reason)
+    return blame
 
-    They are about GPUs of one machine between which NCCL would use the network, and about a wrong clock.
-    """
+
+def _compare_machines(answer: Answer, answers: Mapping[int, Answer]) -> Iterator[Check]:
+    """Yield a warning if NCCL would use the network between GPUs of this rank's machine."""
     hosts = set()
     for peer in answers.values():
         is_same_machine = answer.machine != "" and peer.machine == answer.machine
@@ -135,6 +139,10 @@ def _compare(answer: Answer, answers: Mapping[int, Answer]) -> Iterator[Check]:
             f"host name or {SHM} differs: NCCL uses the network between GPUs of one machine",
             fix=f"use one container for all GPUs of a machine, or share {SHM} (hostIPC) and NCCL_HOSTID",
         )
+
+
+def _compare_clocks(answer: Answer, answers: Mapping[int, Answer]) -> Iterator[Check]:
+    """Yield a warning if the clock of this rank's node differs from the clocks of the others."""
     if not answer.time_s or not answer.checks:  # the first rank of a node speaks for its clock
         return
     remark = clock_remark(answer.time_s, [peer.time_s for peer in answers.values() if peer.time_s])
@@ -146,36 +154,38 @@ def _judge_node(
     host: str,
     ranks: Sequence[int],
     answers: Mapping[int, Answer],
-    blamed: Mapping[int, Sequence[str]],
+    blame: Mapping[int, Sequence[str]],
     has_suspects: bool,
 ) -> NodeVerdict:
     """Return the verdict on one node.
 
     Parameters
     ----------
-    blamed : reasons by the rank that is at fault.
+    blame : reasons by the rank that is at fault.
     has_suspects : some rank is at fault, or a check failed on some node.
     """
     checks: list[Check] = []
     reasons: list[str] = []
     errors: list[str] = []
     for rank in ranks:
-        reasons += blamed.get(rank, ())
+        reasons += blame.get(rank, ())
         answer = answers.get(rank)
         if answer is None:
             continue
         checks += answer.checks
-        checks += _compare(answer, answers)
+        checks += _compare_machines(answer, answers)
+        checks += _compare_clocks(answer, answers)
         if answer.error:
             errors.append(f"rank {rank} after {answer.seconds:.0f} s: {answer.error}")
     problems = tuple(check for check in checks if check.verdict != "ok")
+    is_at_fault = bool(reasons) or not passed(problems)
     verdict: Verdict = "ok"
-    if problems:
-        verdict = "warn"
-    if errors:
-        verdict = "unknown"
-    if reasons or not passed(problems) or (errors and not has_suspects):
+    if is_at_fault or (errors and not has_suspects):
         verdict = "fail"
+    elif errors:  # perhaps a victim of the node that is at fault
+        verdict = "unknown"
+    elif problems:
+        verdict = "warn"
     return NodeVerdict(
         host=host or "a host that never reported its name",
         ranks=tuple(ranks),
