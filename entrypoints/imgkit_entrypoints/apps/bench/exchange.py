@@ -29,17 +29,21 @@ def measure_exchange_GBps(measurer: Measurer, size_bytes: int) -> float:
     (buffers,) = collectives.allocate(sendrecv, count, dtype, ranks)
     measurer.noise.fill(buffers.input, ranks.rank, 0)
     launch = collectives.bind(sendrecv, buffers, ranks)
-    # The first exchange sets up the connection.
-    launch()
+    launch()  # sets up the connection
     single_s = _slowest(measurement.time_batch(launch, 1, ranks), ranks)
-    iterations = measurer.options.iters
-    if iterations is None:
-        fitting = int(measurer.options.seconds / max(single_s, 1e-7))
-        iterations = min(_MAX_LAUNCHES, fitting)
-    launches = max(1, iterations // MIN_BATCHES)
+    launches = _plan_launches(measurer, single_s)
     batches = [measurement.time_batch(launch, launches, ranks) for _ in range(MIN_BATCHES)]
     seconds = _slowest(statistics.median(batches) / launches, ranks)
     return count * item_bytes / seconds / 1e9
+
+
+def _plan_launches(measurer: Measurer, single_s: float) -> int:
+    """Return the launches of each batch, for the options and the seconds of one launch."""
+    iterations = measurer.options.iters
+    if iterations is None:
+        fitting = int(measurer.options.seconds / max(single_s, 1e-7))  # a clock may show no time at all
+        iterations = min(_MAX_LAUNCHES, fitting)
+    return max(1, iterations // MIN_BATCHES)
 
 
 def _slowest(seconds: float, ranks: Ranks) -> float:

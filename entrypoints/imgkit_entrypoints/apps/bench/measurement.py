@@ -90,15 +90,15 @@ class Measurer:
         OutOfMemory : on all ranks, if one of them has too little memory.
         """
         buffers: tuple[Buffers, ...] = ()
-        failed = torch.zeros(1, device=self.ranks.device)
+        failures = torch.zeros(1, device=self.ranks.device)
         count = size_bytes // self.dtype.item_bytes
         dtype = getattr(torch, self.dtype.torch)
         try:
             buffers = collectives.allocate(collective, count, dtype, self.ranks, copies)
         except (RuntimeError, MemoryError):  # the errors of CUDA and of the CPU allocator are RuntimeErrors
-            failed += 1
-        dist.all_reduce(failed)
-        if not buffers or failed.item():
+            failures += 1
+        dist.all_reduce(failures)  # now every rank has the number of ranks that failed
+        if failures.item():
             raise OutOfMemory
         return buffers
 
@@ -174,10 +174,11 @@ class Measurer:
         self, collective: Collective, buffers: Sequence[Buffers], counts: Counts, is_slow: bool
     ) -> list[float]:
         """Return the seconds of each batch, whose launches rotate through buffers of random data."""
+        # Sums in place would grow to infinity, so their buffers are filled again for each batch.
+        sums_in_place = collective.sums and not collective.separate
         seconds = []
         for batch in range(counts.batches):
             self._check_stop(is_slow)
-            sums_in_place = collective.sums and not collective.separate  # they grow to infinity
             if batch == 0 or sums_in_place:
                 for number, copy in enumerate(buffers):
                     self.noise.fill(copy.input, self.ranks.rank, number)
@@ -206,18 +207,17 @@ class Measurer:
             expected.fill(buffers.input, rank, iteration)
             launch()
             self.ranks.synchronize()
-            wrong, first = expected.count_wrong(buffers.output, result, iteration)
+            wrong, difference = expected.count_wrong(buffers.output, result, iteration)
             total += wrong
-            if first and first_wrong is None:
-                index, expected_value, actual_value = first
+            if difference is not None and first_wrong is None:
                 first_wrong = WrongElement(
                     collective=collective.name,
                     size_bytes=counts.size_bytes,
                     iteration=iteration,
                     rank=rank,
-                    index=index,
-                    expected=f"{expected_value:g}",
-                    actual=f"{actual_value:g}",
+                    index=difference.index,
+                    expected=f"{difference.expected:g}",
+                    actual=f"{difference.actual:g}",
                 )
         return total, first_wrong
 
@@ -253,19 +253,20 @@ def wait_for_ranks(ranks: Ranks) -> None:
 def time_batch(launch: Launch, count: int, ranks: Ranks) -> float:
     """Return the seconds of `count` launches and one wait for all of them, after all ranks have met."""
     wait_for_ranks(ranks)
-    if ranks.device.type == "cuda":
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        start.record()
+    if ranks.device.type != "cuda":
+        start_s = time.perf_counter()
         for _ in range(count):
             launch()
-        end.record()
-        ranks.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
-    start_s = time.perf_counter()
+        return time.perf_counter() - start_s
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    start.record()
     for _ in range(count):
         launch()
-    return time.perf_counter() - start_s
+    end.record()
+    ranks.synchronize()
+    elapsed_ms = float(start.elapsed_time(end))
+    return elapsed_ms / 1e3
 
 
 def broadcast_numbers(values: Sequence[float], ranks: Ranks) -> tuple[float, ...]:
