@@ -66,7 +66,7 @@ class Trainer:
         self.number_names: tuple[str, ...] = ()
         """Names of the numbers that the user's step returns beside the loss."""
         self.sums = torch.zeros(0, device=ranks.device)
-        """Sums since the last look: skipped steps, then this rank's share of the losses and of the user's
+        """Sums since the last exchange: skipped steps, then this rank's share of the losses and of the user's
         numbers. The second value is the latest norm of the gradient. All stay on the device, so that no step
         waits."""
         # From here on, ranks draw different numbers, for dropout.
@@ -89,12 +89,7 @@ class Trainer:
             self.plain.compile()
         with self._autocast:
             loss, numbers = _loss_and_numbers(self._loss(self.model, micro_batch.batch))
-        if not isinstance(loss, Tensor):
-            raise self._no_number_error("the loss", loss)
-        for name, value in {"the loss": loss, **numbers}.items():
-            has_shape = isinstance(value, Tensor) and value.dim() > 0
-            if has_shape or not isinstance(value, Tensor | int | float):
-                raise self._no_number_error(name, value)
+        self._refuse_no_numbers(loss, numbers)
         self.number_names = tuple(numbers)
         self.sums = torch.zeros(3 + len(numbers), dtype=torch.float64, device=self.sums.device)
         # No norm of the gradient until one is measured.
@@ -105,6 +100,15 @@ class Trainer:
         for buffer, saved_buffer in zip(self.plain.buffers(), buffers, strict=True):
             buffer.copy_(saved_buffer)
         random_state.restore(state)
+
+    def _refuse_no_numbers(self, loss: Any, numbers: Mapping[str, Any]) -> None:
+        """Raise UsageError if the user's step returns something else than a loss and numbers."""
+        if not isinstance(loss, Tensor):
+            raise self._no_number_error("the loss", loss)
+        for name, value in {"the loss": loss, **numbers}.items():
+            has_shape = isinstance(value, Tensor) and value.dim() > 0
+            if has_shape or not isinstance(value, Tensor | int | float):
+                raise self._no_number_error(name, value)
 
     def _no_number_error(self, name: str, value: Any) -> UsageError:
         kind = f"a {type(value).__name__}"
@@ -117,11 +121,12 @@ class Trainer:
         )
 
     def step(self, number: int, micro_batches: list[MicroBatch], *, measured: bool = False) -> None:
-        """Take the step that follows `number` others, and update the weights.
+        """Take a step, and update the weights.
 
         Parameters
         ----------
-        measured : the norm of the gradient goes into the log.
+        number : number of the step, from 0.
+        measured : whether the norm of the gradient goes into the log.
         """
         if self._config.schedule != "constant" or self._config.warmup_steps:
             for group in self._optimizer.param_groups:
@@ -131,15 +136,19 @@ class Trainer:
         for micro_batch in micro_batches:
             # DDP adds the gradients of all ranks up with the last micro-batch.
             with NO_CONTEXT if micro_batch.last else self.model.no_sync():
-                with self._autocast:
-                    loss, numbers = _loss_and_numbers(self._loss(self.model, micro_batch.batch))
-                if micro_batch.weight != 1.0:  # most have the weight 1, and a multiplication costs time
-                    loss = loss * micro_batch.weight
-                self._scaler.scale(loss).backward()
-            losses.append(self._join_numbers(loss.detach(), numbers, micro_batch.weight))
+                losses.append(self._add_gradients(micro_batch))
         self._clock.end_step()
         self._update(sum(losses[1:], losses[0]), measured=measured)
         self._drop_gradients()
+
+    def _add_gradients(self, micro_batch: MicroBatch) -> Tensor:
+        """Add the gradients of a micro-batch to those of the step, and return its loss and numbers."""
+        with self._autocast:
+            loss, numbers = _loss_and_numbers(self._loss(self.model, micro_batch.batch))
+        if micro_batch.weight != 1.0:  # most have the weight 1, and a multiplication costs time
+            loss = loss * micro_batch.weight
+        self._scaler.scale(loss).backward()
+        return self._join_numbers(loss.detach(), numbers, micro_batch.weight)
 
     def _join_numbers(self, loss: Tensor, numbers: Mapping[str, Any], weight: float) -> Tensor:
         """Return the loss and the weighted numbers of the user's step in one tensor."""
@@ -168,15 +177,9 @@ class Trainer:
 
         Every rank has the sum of all gradients, which holds any NaN, so all decide alike without a message.
         """
-        norm: Tensor | None = None
         is_skippable = self._config.on_nan == "skip"
-        if self._config.clip is not None or measured or is_skippable:
-            # The norm is that of the unscaled gradient.
-            self._scaler.unscale_(self._optimizer)
-            limit = math.inf  # measures the norm and changes nothing
-            if self._config.clip is not None:
-                limit = self._config.clip
-            norm = nn.utils.clip_grad_norm_(self._parameters, limit)
+        needs_norm = self._config.clip is not None or measured or is_skippable
+        norm = self._clip_gradient() if needs_norm else None
         if measured:
             self.sums[1] = norm
         if not is_skippable:
@@ -190,6 +193,15 @@ class Trainer:
                 return
         self._scaler.step(self._optimizer)
         self._scaler.update()
+
+    def _clip_gradient(self) -> Tensor:
+        """Limit the norm of the unscaled gradient to ``--clip``, and return the norm before that."""
+        self._scaler.unscale_(self._optimizer)
+        limit = math.inf  # measures the norm and changes nothing
+        if self._config.clip is not None:
+            limit = self._config.clip
+        norm: Tensor = nn.utils.clip_grad_norm_(self._parameters, limit)
+        return norm
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -225,9 +237,11 @@ class Trainer:
 
 
 def _loss_and_numbers(result: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Return the loss and the numbers by name of what a step returned, which may be the loss alone."""
-    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
-        return result[0], result[1]
+    """Return the loss, and the numbers by name, from the result of a step: a loss, or a pair of both."""
+    if isinstance(result, tuple) and len(result) == 2:
+        loss, numbers = result
+        if isinstance(numbers, Mapping):
+            return loss, numbers
     return result, {}
 
 
@@ -267,11 +281,12 @@ class Evaluation:
         total = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
         position = Position()
         with self._trainer.evaluating():
-            for after, micro_batches in self._feed.steps(position, self._order.steps_per_epoch):
-                samples = self._order.samples_at(position) / self._order.world_size
+            for next_position, micro_batches in self._feed.steps(position, self._order.steps_per_epoch):
+                # A micro-batch has the weight of its samples among those of one rank.
+                samples_per_rank = self._order.samples_at(position) / self._order.world_size
                 for micro_batch in micro_batches:
-                    total += self._trainer.loss(micro_batch.batch) * (micro_batch.weight * samples)
-                position = after
+                    total += self._trainer.loss(micro_batch.batch) * (micro_batch.weight * samples_per_rank)
+                position = next_position
                 on_batch()
         dist.all_reduce(total)
         return float(total.item()) / self._order.size
@@ -283,7 +298,7 @@ class LossIsNoNumber(CheckFailed):
 
 @dataclass(frozen=True, slots=True)
 class StepSums:
-    """What the ranks add up at each look; `on_sums` gets the sums, on every rank."""
+    """What the ranks add up at each exchange; `on_sums` gets the sums, on every rank."""
 
     trainer: Trainer
     clock: WorkClock
@@ -291,7 +306,7 @@ class StepSums:
     on_sums: Callable[[LatestSteps], object]
 
     def take(self) -> Tensor:
-        """Return this rank's numbers since the last look, on its device; no call waits for it."""
+        """Return this rank's numbers since the last exchange, on its device; no call waits for it."""
         step_times = self.clock.take_times()
         sums = self.trainer.sums
         # The wait, and a slot for the own work of each rank.
@@ -303,34 +318,33 @@ class StepSums:
         sums[1] = math.nan
         return numbers
 
-    def arrived(self, look: Agreed) -> None:
+    def arrived(self, exchange: Agreed) -> None:
         """Hand the means over all ranks to the log.
 
         Raises
         ------
         LossIsNoNumber : a loss of these steps is not finite.
         """
-        if not look.steps:
+        if not exchange.steps:
             return
         world_size = self.ranks.world_size
         # The last values are the own work of each rank, and the others are equal parts of all ranks.
-        skipped, norm, *numbers, wait_s = (value / world_size for value in look.sums[:-world_size])
-        own_s = look.sums[-world_size:]
-        if world_size == 1:
-            own_s = ()
+        own_s = exchange.sums[-world_size:]
+        skipped, norm, *numbers, wait_s = (value / world_size for value in exchange.sums[:-world_size])
         self.on_sums(
             LatestSteps(
-                step=look.step,
-                steps=look.steps,
+                step=exchange.step,
+                steps=exchange.steps,
                 skipped=round(skipped),
-                seconds=look.seconds,
+                seconds=exchange.seconds,
                 sums=tuple(numbers),
                 grad_norm=norm,
-                own_s=own_s,
+                own_s=own_s if world_size > 1 else (),
                 wait_s=wait_s,
             )
         )
-        if not math.isfinite(numbers[0]):
+        loss, *_ = numbers
+        if not math.isfinite(loss):
             raise LossIsNoNumber(
                 "a loss is not a number", hint="try a smaller --lr, --clip 1, or --on-nan skip"
             )
