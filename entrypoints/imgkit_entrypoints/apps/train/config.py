@@ -333,19 +333,20 @@ class Config:
         options = self.values()
         if self.global_batch is None:
             options["global_batch"] = saved["global_batch"]
-        names = [name for name in (*SAME, *REPORTED) if name in saved]
-        changed = [name for name in names if options[name] != saved[name]]
-        contradictions = [name for name in changed if name in SAME]
+        contradictions = []
+        changes = []
+        for name in (*SAME, *REPORTED):
+            if name not in saved or options[name] == saved[name]:
+                continue
+            changes.append(f"{name} was {saved[name]}, now {options[name]}")
+            if name in SAME:
+                contradictions.append(f"{name} is {options[name]!r}, the checkpoint has {saved[name]!r}")
         if contradictions:
-            differences = []
-            for name in contradictions:
-                differences.append(f"{name} is {options[name]!r}, the checkpoint has {saved[name]!r}")
             raise UsageError(
-                f"these options contradict the saved run: {'; '.join(differences)}",
+                f"these options contradict the saved run: {'; '.join(contradictions)}",
                 where=str(where),
                 hint="give the same options to resume, or start a new run: --resume never --run-dir OTHER",
             )
-        changes = [f"{name} was {saved[name]}, now {options[name]}" for name in changed]
         return dataclasses.replace(self, global_batch=saved["global_batch"]), changes
 
 

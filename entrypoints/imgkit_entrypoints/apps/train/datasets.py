@@ -53,11 +53,11 @@ class TextFile:
         size = path.stat().st_size
         self.bytes = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
         windows = (size - 1) // CONTEXT
-        end = windows - windows // HELD_OUT
-        self._windows = range(end)
+        training_windows = windows - windows // HELD_OUT
+        self._windows = range(training_windows)
         needed_windows = 1
         if split != "train":
-            self._windows = range(end, windows)
+            self._windows = range(training_windows, windows)
             needed_windows = HELD_OUT
         if not self._windows:
             needed_bytes = CONTEXT * needed_windows + 1
@@ -140,12 +140,13 @@ def load_built_in(config: Config, split: str) -> TensorSamples | TextFile | Imag
         return ImageFolder(path, split, config.image_size)
     if path.is_file() and config.model == "gpt":
         return TextFile(path, split)
-    kind = "a text file"
-    models = "gpt"
     if path.is_dir():
-        kind = "images"
-        models = "resnet18 or resnet50"
-    raise UsageError(f"{config.model} cannot read {kind}", where=config.data, hint=f"use --model {models}")
+        raise _model_error(config, "images", "resnet18 or resnet50")
+    raise _model_error(config, "a text file", "gpt")
+
+
+def _model_error(config: Config, data: str, models: str) -> UsageError:
+    return UsageError(f"{config.model} cannot read {data}", where=config.data, hint=f"use --model {models}")
 
 
 def count_classes(config: Config) -> int:
@@ -241,15 +242,13 @@ class ImageFolder:
 
     def _choose_box(self, width: int, height: int) -> tuple[float, float, float, float]:
         """Return the square to crop: a random one in training, and otherwise the largest in the middle."""
-        share = 1.0
-        x = 0.5
-        y = 0.5
+        size_share, x_share, y_share = 1.0, 0.5, 0.5
         if self._is_random:
-            share, x, y = torch.rand(3).tolist()
-        side = min(width, height) * (MIN_SHARE + (1 - MIN_SHARE) * share)
-        left_edge = (width - side) * x
-        top = (height - side) * y
-        return left_edge, top, left_edge + side, top + side
+            size_share, x_share, y_share = torch.rand(3).tolist()
+        side = min(width, height) * (MIN_SHARE + (1 - MIN_SHARE) * size_share)
+        left = (width - side) * x_share
+        top = (height - side) * y_share
+        return left, top, left + side, top + side
 
 
 def _normalize(image: Any) -> Tensor:
