@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from imgkit_entrypoints.apps import drawing
 from imgkit_entrypoints.apps.bench import sizes
 from imgkit_entrypoints.apps.bench.record import Result
-from imgkit_entrypoints.apps.drawing import COLOURS, DASHES, escaped
+from imgkit_entrypoints.apps.drawing import COLOURS, DASHES, Axis, escaped
 
 WIDTH, HEIGHT = 860, 520
 # Margins of the plot; text has 12 px. The right one holds the names of the lines.
@@ -26,22 +25,6 @@ MAX_DECADES = 3.5
 
 # Size in bytes and busbw in GBps, sizes ascending, both above 0.
 Points = Sequence[tuple[int, float]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Scale:
-    """A logarithmic axis."""
-
-    low: float
-    high: float
-    start: float
-    length: float
-    """Length in the drawing. Negative means upwards."""
-
-    def position(self, value: float) -> float:
-        """Return the position of a value in the drawing."""
-        share = math.log(value / self.low) / math.log(self.high / self.low)
-        return self.start + share * self.length
 
 
 def draw(title: str, results: Sequence[Result]) -> str:
@@ -67,17 +50,17 @@ def _draw_plot(lines: Mapping[str, Points]) -> Iterator[str]:
     all_points = list(itertools.chain(*lines.values()))
     all_sizes, all_values = zip(*all_points, strict=True)
     # The factors leave room between the lines and the frame.
-    x_axis = _Scale(low=min(all_sizes) / 1.6, high=max(all_sizes) * 1.6, start=LEFT, length=PLOT_WIDTH)
-    y_axis = _Scale(
-        low=min(all_values) / 1.6, high=max(all_values) * 1.8, start=TOP + PLOT_HEIGHT, length=-PLOT_HEIGHT
-    )
+    x_axis = Axis(min(all_sizes) / 1.6, max(all_sizes) * 1.6, LEFT, PLOT_WIDTH, is_logarithmic=True)
+    low = min(all_values) / 1.6
+    high = max(all_values) * 1.8
+    y_axis = Axis(low, high, TOP + PLOT_HEIGHT, -PLOT_HEIGHT, is_logarithmic=True)
     yield from _draw_axes(x_axis, y_axis)
     for number, (name, points) in enumerate(lines.items()):
         yield from _draw_line(name, number, points, x_axis, y_axis)
     yield from _draw_labels(lines, x_axis, y_axis)
 
 
-def _draw_axes(x_axis: _Scale, y_axis: _Scale) -> Iterator[str]:
+def _draw_axes(x_axis: Axis, y_axis: Axis) -> Iterator[str]:
     """Yield the grid with its numbers, the frame and the names of the axes."""
     bottom = TOP + PLOT_HEIGHT
     right = LEFT + PLOT_WIDTH
@@ -120,7 +103,7 @@ def value_ticks(low: float, high: float) -> list[float]:
     return ticks
 
 
-def _draw_line(name: str, number: int, points: Points, x_axis: _Scale, y_axis: _Scale) -> Iterator[str]:
+def _draw_line(name: str, number: int, points: Points, x_axis: Axis, y_axis: Axis) -> Iterator[str]:
     """Yield a line through the points, and a marker with a tooltip on each."""
     # With more lines than colours, the next ones have dashes.
     round_number, colour = divmod(number, len(COLOURS))
@@ -155,7 +138,7 @@ class _LineEnd(NamedTuple):
     name: str
 
 
-def _draw_labels(lines: Mapping[str, Points], x_axis: _Scale, y_axis: _Scale) -> Iterator[str]:
+def _draw_labels(lines: Mapping[str, Points], x_axis: Axis, y_axis: Axis) -> Iterator[str]:
     """Draw the names beside the plot, each connected to the end of its line."""
     ends = []
     for number, (name, points) in enumerate(lines.items()):
