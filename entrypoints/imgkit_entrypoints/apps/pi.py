@@ -84,30 +84,30 @@ def report(value: float, intervals: int, results: Sequence[Work], seconds: float
     """
     ordered = sorted(results, key=lambda work: work.points_per_s)
     slowest = ordered[0]
-    middle = ordered[len(ordered) // 2]
     fastest = ordered[-1]
     listed = results
     if len(results) > SHOWN:
-        listed = (slowest, middle, fastest)
+        listed = (slowest, ordered[len(ordered) // 2], fastest)
     total = sum(work.points for work in results) / seconds
     efficiency = math.nan
     if alone.points:
         efficiency = total / (len(results) * alone.points_per_s)
-    lines = [
-        f"pi = {value:.15f}, error {abs(value - math.pi):.1e}, {intervals} intervals, {len(results)} ranks, "
-        f"{seconds:.3f} s"
-    ]
-    for work in listed:
-        rate = f"{work.points} terms in {work.seconds:.3f} s, {work.points_per_s:.3e} terms/s"
-        lines.append(f"rank {work.rank} on {work.host}: {rate}")
     median = statistics.median(work.points_per_s for work in results)
     return [
-        *lines,
+        f"pi = {value:.15f}, error {abs(value - math.pi):.1e}, {intervals} intervals, {len(results)} ranks, "
+        f"{seconds:.3f} s",
+        *map(_format_work, listed),
         f"per process: {slowest.points_per_s:.3e} to {fastest.points_per_s:.3e} terms/s, "
         f"median {median:.3e}; together {total:.3e}",
         f"parallel efficiency {efficiency:.0%} of {len(results)} x {alone.points_per_s:.3e} terms/s "
         "(rank 0 while the others wait)",
     ]
+
+
+def _format_work(work: Work) -> str:
+    """Return the line of a process in the report."""
+    rate = f"{work.points} terms in {work.seconds:.3f} s, {work.points_per_s:.3e} terms/s"
+    return f"rank {work.rank} on {work.host}: {rate}"
 
 
 def partial_sum(first: int, end: int, intervals: int, ranks: Ranks) -> float:
@@ -117,8 +117,8 @@ def partial_sum(first: int, end: int, intervals: int, ranks: Ranks) -> float:
     """
     import torch
 
-    block = BLOCK_CUDA if ranks.device.type == "cuda" else BLOCK
-    block = max(1, min(block, end - first))
+    largest_block = BLOCK_CUDA if ranks.device.type == "cuda" else BLOCK
+    block = max(1, min(largest_block, end - first))
     # 4/(1+(i/n)^2) is computed as 4 n^2 * 1/(n^2+i^2). That has whole numbers until the division, and needs
     # one pass over the block less.
     square = float(intervals) ** 2
@@ -136,7 +136,7 @@ def partial_sum(first: int, end: int, intervals: int, ranks: Ranks) -> float:
 
 
 def timed_sum(first: int, end: int, intervals: int, ranks: Ranks) -> tuple[float, Work]:
-    """Return a `partial_sum`, and the work that it was."""
+    """Return a `partial_sum`, and the points and seconds that it took."""
     start_s = time.perf_counter()
     value = partial_sum(first, end, intervals, ranks)
     seconds = time.perf_counter() - start_s

@@ -204,10 +204,8 @@ def _write_summary(end: RunEnd, run: Run, report: RunLog | None, steps: int) -> 
         state = "this start saved no state"
         if writer.saved_step >= 0:
             state = f"the state of step {writer.saved_step} is saved"
-        message = f"{run.step} of {steps} steps are done: {end.reason}; {state}"
-        if end.hint:
-            message += f"; {end.hint}"
-        say(message)
+        hint = f"; {end.hint}" if end.hint else ""
+        say(f"{run.step} of {steps} steps are done: {end.reason}; {state}{hint}")
 
 
 def _peak_memory_MiB(ranks: Ranks) -> float:
@@ -218,9 +216,8 @@ def _peak_memory_MiB(ranks: Ranks) -> float:
 
 def _tokens_per_sample(batch: Any) -> int | None:
     """Return the length of the rows in the first tensor of a batch, or None if it has no rows of tokens."""
-    if isinstance(batch, dict):
-        batch = tuple(batch.values())
-    inputs = batch[0]
+    tensors = batch.values() if isinstance(batch, dict) else batch
+    inputs, *_ = tensors
     if inputs.is_floating_point() or inputs.dim() != 2:
         return None
     return int(inputs.shape[1])
@@ -241,7 +238,7 @@ def plugin_table(config: Config) -> dict[str, tuple[str, plugins.Contract, Any]]
 
 
 def _load_function(name: str, contract: plugins.Contract, built_in: Any) -> Any:
-    """Import the function of the user that `name` names, or return the built-in one."""
+    """Return the function of the user that `name` names, or the built-in one if it names none."""
     if plugins.is_plugin(name):
         return plugins.load(name, contract)
     return built_in

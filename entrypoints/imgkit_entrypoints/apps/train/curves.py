@@ -114,10 +114,9 @@ def _values_axis(low: float, high: float, *, from_zero: bool) -> Axis:
     """Return an axis for values from `low` to `high`, with a margin on both sides."""
     bottom = TOP + PLOT_HEIGHT
     if from_zero or low == high:
-        low = min(0.0, low)
-        if high <= low:  # an axis needs a length
-            high = low + 1
-        return Axis(low, high, bottom, -PLOT_HEIGHT)
+        start = min(0.0, low)
+        end = high if high > start else start + 1  # an axis needs a length
+        return Axis(start, end, bottom, -PLOT_HEIGHT)
     if low > 0 and high >= 100 * low:
         return Axis(low / 1.2, high * 1.2, bottom, -PLOT_HEIGHT, is_logarithmic=True)
     margin = 0.05 * (high - low)
