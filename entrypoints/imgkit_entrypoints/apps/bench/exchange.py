@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,9 +10,7 @@ import torch.distributed as dist
 from imgkit_entrypoints.apps.bench import collectives, measurement
 from imgkit_entrypoints.apps.bench.measurement import Measurer
 from imgkit_entrypoints.apps.bench.sizes import MIN_BATCHES
-
-if TYPE_CHECKING:
-    from imgkit_entrypoints.run.ranks import Ranks
+from imgkit_entrypoints.run.ranks import Ranks
 
 # Launches of all batches together. The preflight of a whole run waits for them.
 _MAX_LAUNCHES = 200

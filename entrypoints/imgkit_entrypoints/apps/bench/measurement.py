@@ -12,21 +12,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from imgkit_entrypoints.apps.bench import collectives
-from imgkit_entrypoints.apps.bench.collectives import Buffers, Collective, Shape
+from imgkit_entrypoints.apps.bench.collectives import Buffers, Collective, Launch, Shape
 from imgkit_entrypoints.apps.bench.options import BenchOptions
 from imgkit_entrypoints.apps.bench.sizes import Counts, plan_counts
 from imgkit_entrypoints.apps.bench.verify import Dtype, ExpectedValues, Noise, WrongElement
 from imgkit_entrypoints.launch import stop_protocol
-
-if TYPE_CHECKING:
-    from imgkit_entrypoints.apps.bench.collectives import Launch
-    from imgkit_entrypoints.run.ranks import Ranks
+from imgkit_entrypoints.run.ranks import Ranks
 
 # Memory through which batches rotate: more than most caches hold.
 ROTATED_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
@@ -53,11 +49,6 @@ class Measurement:
     """Elements that differ from the expected ones, on all ranks. None means that values were not verified."""
     first_wrong: tuple[WrongElement, ...]
     """The first wrong element of every rank that has one."""
-
-    @property
-    def size_bytes(self) -> int:
-        """The size that was measured."""
-        return self.counts.size_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

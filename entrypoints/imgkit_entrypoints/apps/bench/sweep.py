@@ -151,7 +151,7 @@ class Sweep:
         result = record.new_result(
             collective,
             self._measurer.dtype,
-            size_bytes=measurement.size_bytes,
+            size_bytes=counts.size_bytes,
             iterations=counts.total,
             seconds=[batch_s / counts.launches for batch_s in measurement.batches],
             ranks=setup.world.ranks,
