@@ -112,10 +112,10 @@ def find_weights(checkpoint: Checkpoint, part: str | None = None) -> dict[str, s
         raise UsageError(f"{name} is not the state of a model", where=where, hint="name another: --part")
     keys = {str(weight): leaf.key for weight, leaf in tree.items() if isinstance(leaf, TensorRef)}
     for weight, key in keys.items():
-        dtype = _type_name(checkpoint, key)
-        if dtype not in TYPES:
+        type_name = _type_name(checkpoint, key)
+        if type_name not in TYPES:
             raise UsageError(
-                f"{weight} is of the type {dtype}, which a safetensors file cannot hold",
+                f"{weight} is of the type {type_name}, which a safetensors file cannot hold",
                 where=where,
                 hint=f"its types are {', '.join(sorted(TYPES))}",
             )
@@ -144,7 +144,12 @@ def _type_name(checkpoint: Checkpoint, key: str) -> str:
 
 
 def write_safetensors(checkpoint: Checkpoint, weights: Mapping[str, str], stream: BinaryIO) -> None:
-    """Write the tensors. Of tied ones, the first is written, and the header has the names of the others."""
+    """Write the tensors. Tied weights have one tensor, under the first of their names.
+
+    Parameters
+    ----------
+    weights : the key in the checkpoint of each weight.
+    """
     first_names: dict[str, str] = {}
     # Tied weights as safetensors.torch.save_model notes them; its load_model ties them again.
     metadata = {"format": "pt", "step": str(checkpoint.step)}
@@ -152,29 +157,40 @@ def write_safetensors(checkpoint: Checkpoint, weights: Mapping[str, str], stream
         first_name = first_names.setdefault(key, name)
         if first_name != name:
             metadata[name] = first_name
-
-    def rank_by_size(key: str) -> tuple[int, str]:
-        _, dtype = checkpoint.tensors[key]
-        return -dtype.itemsize, first_names[key]
-
-    # The largest elements first, so that each tensor begins at a multiple of their size.
-    keys = sorted(first_names, key=rank_by_size)
-    header: dict[str, Any] = {"__metadata__": metadata}
-    position = 0
-    for key in keys:
-        shape, dtype = checkpoint.tensors[key]
-        end = position + math.prod(shape) * dtype.itemsize
-        header[first_names[key]] = {
-            "dtype": TYPES[_type_name(checkpoint, key)],
-            "shape": list(shape),
-            "data_offsets": [position, end],
-        }
-        position = end
+    tensors = _order_tensors(checkpoint, first_names)
+    header = {"__metadata__": metadata, **_describe_tensors(checkpoint, tensors)}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the format wants the tensors at a multiple of 8 bytes
     stream.write(len(text).to_bytes(8, "little") + text)
-    for key in keys:
+    for key in tensors:
         stream.write(_tensor_bytes(checkpoint.read_tensors([key])[key]))
+
+
+def _order_tensors(checkpoint: Checkpoint, names: Mapping[str, str]) -> dict[str, str]:
+    """Return keys and names in the order of the file.
+
+    The largest elements come first, so that each tensor begins at a multiple of their size.
+    """
+
+    def rank_by_size(item: tuple[str, str]) -> tuple[int, str]:
+        key, name = item
+        _, dtype = checkpoint.tensors[key]
+        return -dtype.itemsize, name
+
+    return dict(sorted(names.items(), key=rank_by_size))
+
+
+def _describe_tensors(checkpoint: Checkpoint, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the header's entry of each tensor, by its name, in the order of the file."""
+    entries = {}
+    start = 0
+    for key, name in names.items():
+        shape, dtype = checkpoint.tensors[key]
+        end = start + math.prod(shape) * dtype.itemsize
+        type_name = TYPES[_type_name(checkpoint, key)]
+        entries[name] = {"dtype": type_name, "shape": list(shape), "data_offsets": [start, end]}
+        start = end
+    return entries
 
 
 def _tensor_bytes(tensor: Tensor) -> bytearray:

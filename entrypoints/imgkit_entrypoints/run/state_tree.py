@@ -82,18 +82,13 @@ class _TensorSplitter:
         """Return a reference for a tensor that torch can store by parts, and a copy of any other tensor."""
         if not isinstance(value, Tensor):
             return value
-        is_sharded = is_dtensor(value)
-        is_plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
-        if not (is_sharded or is_plain):
+        if not _can_divide(value):
             return value.detach().clone()
         key = self._free_key(path)
-        memory: tuple[object, ...] = (id(value),)
-        if is_plain and value.numel():
-            memory = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
-        first_key = self._keys.setdefault(memory, key)
+        first_key = self._keys.setdefault(_memory_of(value), key)
         if first_key == key:
             self.tensors[key] = value.detach()
-        if is_sharded or value.is_contiguous():
+        if is_dtensor(value) or value.is_contiguous():
             return TensorRef(first_key)
         # The strides of a dense tensor in this format. Those of a part of a larger tensor have gaps.
         return TensorRef(first_key, torch.empty_like(value, device="meta").stride())
@@ -106,6 +101,19 @@ class _TensorSplitter:
         while key in self.tensors or key in self._used_keys:
             key += "'"
         return key
+
+
+def _can_divide(tensor: Tensor) -> bool:
+    """Return whether torch can store a tensor by parts: it is not sparse, and of one of torch's classes."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return is_plain or is_dtensor(tensor)
+
+
+def _memory_of(tensor: Tensor) -> tuple[object, ...]:
+    """Return a value that views of the same elements have in common."""
+    if is_dtensor(tensor) or tensor.numel() == 0:
+        return (id(tensor),)
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def split_tensors(name: str, state: Any, used_keys: Collection[str] = ()) -> tuple[Any, dict[str, Tensor]]:

@@ -37,13 +37,9 @@ def describe_values(stateful: Any, state: Any) -> dict[str, str]:
     A step counter gives ``{"['step']": "7"}``. All parameters of a model count, but not its buffers, and all
     values of an optimizer. Of other objects, large tensors and tensors of fractions do not count.
     """
-    if isinstance(stateful, nn.Module):
-        leaves = {f".{name}": parameter for name, parameter in stateful.named_parameters()}
-    else:
-        leaves = {format_path("", path): leaf for path, leaf in list_leaves(state)}
     texts: dict[str, str] = {}
     bit_sums: dict[str, Tensor] = {}
-    for path, leaf in leaves.items():
+    for path, leaf in _compared_leaves(stateful, state).items():
         if has_weights(stateful) and _can_sum_bits(leaf):
             bit_sums[path] = _sum_bits(leaf)
             continue
@@ -55,6 +51,13 @@ def describe_values(stateful: Any, state: Any) -> dict[str, str]:
     if len(texts) > MAX_COMPARED:
         return {"": digest_text(repr(texts))}
     return texts
+
+
+def _compared_leaves(stateful: Any, state: Any) -> dict[str, Any]:
+    """Return the parameters of a model, or the values in the state of another object, by path."""
+    if isinstance(stateful, nn.Module):
+        return {f".{name}": parameter for name, parameter in stateful.named_parameters()}
+    return {format_path("", path): leaf for path, leaf in list_leaves(state)}
 
 
 def _can_sum_bits(leaf: Any) -> bool:

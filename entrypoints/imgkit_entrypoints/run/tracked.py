@@ -38,6 +38,8 @@ class Snapshot:
     """These tensors by their keys."""
     rank_values: dict[str, bytes] = field(default_factory=dict)
     """Pickled states of the objects of which each rank keeps its own."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Digests of the values that must not differ between ranks."""
 
 
 class _RankReport(NamedTuple):
@@ -46,7 +48,7 @@ class _RankReport(NamedTuple):
     names: str
     """The tracked objects, as ``model, optimizer``."""
     digests: dict[str, str]
-    """Digests, by object, of the values that must not differ between ranks."""
+    """As of `Snapshot`."""
     error: UsageError | None
     """Why this rank cannot save a state. None means that it can."""
 
@@ -120,43 +122,44 @@ class Tracked:
         UsageError : on every rank, if a rank cannot keep a state, or if rank 0's cannot count for all.
         """
         snapshot = Snapshot()
-        digests = {}
         error: UsageError | None = None
         try:
             for name in sorted(self.objects):  # all ranks give the same keys to shards
-                state = state_of(name, self.objects[name])
-                self._add_state(snapshot, name, state)
-                if ranks.world_size > 1 and self._is_compared(name, call):
-                    digests[name] = digest_text(repr(describe_values(self.objects[name], state)))
+                is_compared = ranks.world_size > 1 and self._must_be_equal(name, call)
+                self._add_state(snapshot, name, is_compared=is_compared)
         except UsageError as own_error:  # not raised here, since the other ranks wait for the report
             error = own_error
         names = ", ".join(sorted(self.objects)) or "nothing"
-        reports = ranks.gather(_RankReport(names, digests, error), call=call)
+        reports = ranks.gather(_RankReport(names, snapshot.digests, error), call=call)
         _refuse_reports(reports, call)
-        for name in sorted(digests):
+        for name in sorted(snapshot.digests):
             if len({report.digests[name] for report in reports}) > 1:
                 self._refuse_difference(name, ranks, call)
         return snapshot
 
-    def _is_compared(self, name: str, call: str) -> bool:
+    def _must_be_equal(self, name: str, call: str) -> bool:
         """Return whether an object must have the same values on all ranks in this call of the program."""
         if name in self._per_rank_names:
             return False
         # Before the run begins, DDP may not have made the weights equal yet.
         return call == "run.save" or not has_weights(self.objects[name])
 
-    def _add_state(self, snapshot: Snapshot, name: str, state: Any) -> None:
+    def _add_state(self, snapshot: Snapshot, name: str, *, is_compared: bool) -> None:
         """Add the state of an object to `snapshot`; raise UsageError if pickle cannot write it."""
+        state = state_of(name, self.objects[name])
         try:
             if name in self._per_rank_names:
                 snapshot.rank_values[name] = pickle.dumps(state_tree.copy_to_host(state))
-                return
-            tree, tensors = state_tree.split_tensors(name, state, snapshot.tensors)
-            snapshot.trees[name] = pickle.dumps(tree)
-            snapshot.tensors.update(tensors)
+            else:
+                tree, tensors = state_tree.split_tensors(name, state, snapshot.tensors)
+                snapshot.trees[name] = pickle.dumps(tree)
+                snapshot.tensors.update(tensors)
         except Exception as error:  # pickle and the classes of a program raise many kinds
             problem = state_tree.find_unpicklable(name, state) or f"{name}: {error}"
             raise _unloadable_error(problem) from error
+        if is_compared:
+            values = describe_values(self.objects[name], state)
+            snapshot.digests[name] = digest_text(repr(values))
 
     def _refuse_difference(self, name: str, ranks: Ranks, call: str) -> None:
         """Raise UsageError, on every rank, if a value differs and that of rank 0 cannot count for all."""
@@ -381,9 +384,10 @@ def _find_model_difference(saved: Any, live: Mapping[str, Any], checkpoint: Chec
     if saved_only or live_only:
         return f"{saved_only or 'nothing'} only in the checkpoint, {live_only or 'nothing'} only in the model"
     for key, leaf in saved.items():
-        saved_shape, saved_dtype = _shape_and_type(leaf)
         if isinstance(leaf, TensorRef):
             saved_shape, saved_dtype = checkpoint.tensors[leaf.key]
+        else:
+            saved_shape, saved_dtype = _shape_and_type(leaf)
         shape, dtype = _shape_and_type(live[key])
         if saved_shape != shape:
             saved_text = _format_shape(saved_shape)
@@ -413,16 +417,23 @@ def _tensors_for_shards(stateful: Any, name: str, tree: Any, checkpoint: Checkpo
     if isinstance(stateful, nn.Module):
         state = state_of(name, stateful)
         return {tree[key].key: tensor for key, tensor in state.items() if is_dtensor(tensor)}
-    # A fresh optimizer has no state to read into, so its state gets tensors like its parameters.
+    return _like_parameters(stateful, tree, checkpoint)
+
+
+def _like_parameters(optimizer: Optimizer, tree: Any, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Return a DTensor like its parameter for each tensor in the saved state of an optimizer, by key.
+
+    A fresh optimizer has no state to read into.
+    """
     tensors = {}
-    parameters = list(iterate_parameters(stateful))
+    parameters = list(iterate_parameters(optimizer))
     for path, leaf in list_leaves(tree["state"]):
         parameter_number, *_ = path  # as (0, "exp_avg"), for the first parameter
         parameter = parameters[parameter_number]
         if not isinstance(leaf, TensorRef) or not is_dtensor(parameter):
             continue
         shape, dtype = checkpoint.tensors[leaf.key]
-        if shape == parameter.shape:  # not a step counter
+        if shape == parameter.shape:  # other tensors, such as a count of steps, are not sharded
             tensors[leaf.key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     return tensors
 
