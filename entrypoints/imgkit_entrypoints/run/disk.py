@@ -49,14 +49,14 @@ def checkpoint_name(step: int) -> str:
     return f"{STEP}{step:010d}"
 
 
-def make_temporary_folder(folder: Path, step: int, env: Mapping[str, str] = os.environ) -> Path:
+def make_temporary_folder(folder: Path, step: int) -> Path:
     """Make a temporary folder in `folder` for a step's checkpoint, which `commit` renames.
 
     Raises
     ------
     OSError : it cannot be made, or the attempt of this worker is over (fence.py).
     """
-    fence.check_fence(env)
+    fence.check_fence(os.environ)
     folder.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(folder)
     # Random: what an earlier run has left under the same name may be impossible to remove.
@@ -72,7 +72,6 @@ def commit(
     *,
     keep: int,
     warn: Callable[[str], None] = print,
-    env: Mapping[str, str] = os.environ,
 ) -> Path:
     """Rename a folder whose files are complete and synced, and remove all checkpoints but the `keep` newest.
 
@@ -83,12 +82,11 @@ def commit(
     Parameters
     ----------
     entries : what the manifest has about each file, by name.
-    env : names this worker's attempt. If it is over, nothing is changed (fence.py).
 
     Raises
     ------
-    OSError : the checkpoint could not be written, another user has one of this step, or the attempt is over;
-        older ones are unchanged.
+    OSError : the checkpoint could not be written, another user has one of this step, or the attempt of this
+        worker is over (fence.py); older ones are unchanged.
     """
     folder = temporary.parent
     target = folder / checkpoint_name(step)
@@ -96,7 +94,7 @@ def commit(
     manifest = json_text.seal({"schema": SCHEMA, "step": step, "files": dict(entries)})
     files.write_file(temporary / MANIFEST, json.dumps(manifest))
     # As late as possible: a later attempt may have begun while the files were written.
-    fence.check_fence(env)
+    fence.check_fence(os.environ)
     if os.path.lexists(target):
         owner = files.foreign_owner(target, folder.parent)
         if owner:

@@ -68,12 +68,13 @@ class Order:
         """Return the number of samples in the step that begins at `position`."""
         return min(self.global_batch, self.size - position.consumed)
 
-    def next_position(self, position: Position, steps: int = 1) -> Position:
-        """Return the position after the step that begins at `position`, or after several of equal size."""
-        consumed = position.consumed + steps * self.samples_at(position)
+    def next_position(self, position: Position) -> Position:
+        """Return the position after the step that begins at `position`."""
+        step = position.step + 1
+        consumed = position.consumed + self.samples_at(position)
         if consumed < self.size:
-            return Position(step=position.step + steps, epoch=position.epoch, consumed=consumed)
-        return Position(step=position.step + steps, epoch=position.epoch + 1)
+            return Position(step=step, epoch=position.epoch, consumed=consumed)
+        return Position(step=step, epoch=position.epoch + 1)
 
     def micro_batches(self, samples: int, rank: int) -> tuple[MicroBatchSlice, ...]:
         """Return the micro-batches of a rank in a step of so many samples; equally many on all ranks."""
