@@ -71,7 +71,7 @@ class _SentNumbers(NamedTuple):
 
 
 def _mark_text(text: str, marks: int) -> int:
-    """Return a number below `marks` that is, as far as chance allows, another one for another text."""
+    """Return a hash of a text below `marks`, by which the ranks compare the text in a sum of numbers."""
     return zlib.crc32(text.encode()) % marks
 
 
@@ -273,7 +273,7 @@ class NumberLog:
         self._count += 1
 
     def _refuse_names(self, names: Collection[str]) -> None:
-        """Raise UsageError if these names of numbers are not those of the first call, or cannot be used."""
+        """Raise UsageError if these names differ from the names of the first call, or cannot be used."""
         problem = f"run.log got the numbers {', '.join(names) or 'none'}"
         if self._names:
             problem += f"; the first call gave {', '.join(self._names)}"

@@ -63,7 +63,7 @@ class RankState(NamedTuple):
 
 
 class CallWatch:
-    """Watches the thread that makes it, which is the one that trains."""
+    """Watches the thread that makes it, in which the program trains."""
 
     def __init__(self, ranks: Ranks, pulse: Pulse, say: Callable[[str], None]) -> None:
         self._ranks = ranks
@@ -116,7 +116,7 @@ class CallWatch:
             self._end_process(self._store.get(_VERDICT).decode())
 
     def _published_states(self) -> list[RankState]:
-        """Return what all ranks do, or [] if one of them has moved within the last `LIMIT_S`."""
+        """Return what all ranks do, or [] if a rank has moved within the last `LIMIT_S`."""
         keys = [str(rank) for rank in range(self._ranks.world_size)]
         if not self._store.check(keys):  # to get one that is missing would block the store
             return []

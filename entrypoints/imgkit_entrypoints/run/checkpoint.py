@@ -63,7 +63,7 @@ class _CopiesPlanner(dcp.DefaultSavePlanner):  # type: ignore[misc]
 
 
 class _FileWriter(dcp.FileSystemWriter):  # type: ignore[misc]
-    """Raises an OSError where torch's serializer hides that of its file."""
+    """Raises the OSError of a file that cannot be written, which torch's serializer hides."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
@@ -399,7 +399,7 @@ def find_newest(
 
     Raises
     ------
-    UsageError : on every rank, if another node has a newer one than that of rank 0, or a node cannot list the
+    UsageError : on every rank, if another node has a newer checkpoint than rank 0, or a node cannot list the
         folder.
     """
     _refuse_newer_elsewhere(path, ranks)
@@ -445,6 +445,7 @@ class _NodeReport(NamedTuple):
 
 
 def _report_newest(path: Path) -> _NodeReport:
+    """Return what this rank sees at the path of the checkpoints."""
     host = socket.gethostname()
     try:
         checkpoints = disk.checkpoints_at(path)
@@ -474,7 +475,7 @@ def _refuse_newer_elsewhere(path: Path, ranks: Ranks) -> None:
 def _refuse_damaged(candidate: disk.StoredCheckpoint, ranks: Ranks) -> None:
     """Raise InvalidCheckpoint, on every rank, if a file differs from its manifest; a collective call.
 
-    The ranks divide the files of a sharded checkpoint. Rank 0 alone reads those of another one.
+    The ranks divide the files of a sharded checkpoint. The files of any other checkpoint are read by rank 0.
     """
     names: Sequence[str] = sorted(candidate.files)
     is_sharded = any(name.startswith("__1_") for name in names)  # rank 1 has written files too

@@ -215,7 +215,7 @@ def read_manifest(folder: Path) -> StoredCheckpoint:
 
 
 def _refuse_other_files(checkpoint: Path, entries: Mapping[str, FileEntry]) -> None:
-    """Raise InvalidCheckpoint if the names or sizes of the files are not those of the manifest."""
+    """Raise InvalidCheckpoint if the files have other names or sizes than in the manifest."""
     sizes = {file.name: file.stat().st_size for file in checkpoint.iterdir() if file.name != MANIFEST}
     for name in sorted(sizes.keys() | entries.keys()):
         path = checkpoint / name
@@ -242,6 +242,7 @@ def find_damage(checkpoint: Path, entries: Mapping[str, FileEntry], names: Colle
 
 
 def _sha256(path: Path) -> str:
+    """Return the sha256 of a file as hexadecimal digits."""
     digest = hashlib.sha256()
     with files.open_regular(path) as file:
         while True:

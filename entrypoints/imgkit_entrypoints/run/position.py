@@ -126,8 +126,8 @@ class _Resume:
 class DataPosition:
     """Steps, passes and batches so far.
 
-    A checkpoint within a pass has the random numbers at its start, from which samplers draw, and those of
-    now. A resumed pass draws its order again, skips what was done, and goes on with the latter.
+    A checkpoint within a pass has the random numbers at the start of the pass, from which samplers draw, and
+    the present ones. A resumed pass draws its order again, skips what was done, and goes on with the latter.
     """
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ class DataPosition:
 
     @property
     def epochs(self) -> float:
-        """Epochs so far, with the part of the one that is under way."""
+        """Epochs so far, with the part of the present epoch that is done: ``2.25``."""
         part = self.batch / self._length if self._length > 0 else 0.0
         passes = sum(loop.passes for loop in self.loops.values())
         return (passes + part) / max(1, len(self.loops))

@@ -81,7 +81,7 @@ class Ranks:
         return received[0]
 
     def broadcast_tensor(self, tensor: torch.Tensor) -> None:
-        """Overwrite a tensor in host memory with that of rank 0; a collective call."""
+        """Overwrite a tensor in host memory with the tensor of rank 0; a collective call."""
         if self.world_size > 1 and tensor.numel():
             # As bytes, since gloo does not know every type.
             dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=0, group=self.group)

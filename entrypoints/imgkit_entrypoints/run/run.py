@@ -176,18 +176,19 @@ class Run:
         self._track(objects, per_rank=True)
 
     def _track(self, objects: Mapping[str, Any], *, per_rank: bool) -> None:
+        """Track all objects but loaders whose batches `steps` counts."""
         if self._checkpoints.may_write or self._loop.is_started:
             raise UsageError("run.track comes too late", hint="call it before run.restore and run.steps")
         for name, value in objects.items():
             if not has_state(value) and hasattr(value, "__iter__"):
-                refuse_without_position(value)  # `steps` counts its batches
+                refuse_without_position(value)
             else:
                 self._checkpoints.tracked.add(name, value, per_rank=per_rank)
 
     def connect(self, ranks: Ranks) -> None:
-        """Use a process group of the program, not a gloo group of the run's own: fewer connections.
+        """Use a process group of the program. Otherwise the run opens a gloo group, with more connections.
 
-        Its calls and the program's must then come in the same order on all ranks.
+        The calls of the run and of the program must then come in the same order on all ranks.
         """
         self._connection.use_ranks(ranks)
 
@@ -230,7 +231,7 @@ class Run:
         Parameters
         ----------
         name : of this loop, where an epoch has several; each epoch has the same ones, in the same order.
-            A resume passes over those that were done.
+            A resume passes over the loops that were done.
         save_every : steps between two checkpoints; 0: save only at a stop and at the end of the run.
 
         Raises
@@ -265,7 +266,8 @@ class Run:
 
         Parameters
         ----------
-        every : most steps between two exchanges, which come at its multiples and at those of a divisor.
+        every : most steps between two exchanges. They come at multiples of this number, and with slow steps
+            at multiples of a divisor.
         """
         self._connection.agreement.numbers = numbers
         self._loop.max_interval = every
@@ -281,7 +283,10 @@ class Run:
         self._loop.begin_step()
 
     def looks(self) -> bool:
-        """Return whether the numbers of the step that begins are sent at its end: costly ones pay off."""
+        """Return whether the numbers of the step that begins are exchanged at its end.
+
+        Numbers that are costly to compute are of use only then.
+        """
         return self._connection.agreement.is_exchange_due(self._position.step + 1)
 
     def due(self, *, save_every: int = 0) -> bool:

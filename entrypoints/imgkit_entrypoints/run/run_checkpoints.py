@@ -86,7 +86,7 @@ class RunCheckpoints:
         )
         own_checkpoints = [skipped for skipped in problems if not files.foreign_owner(skipped, folder)]
         if newest is None and problems:
-            # Those of another user would be in the way of later ones, and cannot be set aside.
+            # Checkpoints of another user would be in the way of later ones, and cannot be set aside.
             can_set_aside = is_own_folder and len(own_checkpoints) == len(problems)
             self._refuse_unreadable(folder, problems, can_set_aside=can_set_aside)
         for problem in problems.values():
@@ -251,6 +251,7 @@ class RunCheckpoints:
             writer.save(self.position.step, index, snapshot.tensors, pickle.dumps(rank_value))
 
     def _open_writer(self) -> CheckpointWriter:
+        """Return the writer of checkpoints; the first call is a collective one."""
         if self._writer is None:
             connection = self._connection
             self._writer = CheckpointWriter(

@@ -119,8 +119,8 @@ def _memory_of(tensor: Tensor) -> tuple[object, ...]:
 def split_tensors(name: str, state: Any, used_keys: Collection[str] = ()) -> tuple[Any, dict[str, Tensor]]:
     """Return the tree of a state with references for its tensors, and the tensors by key.
 
-    Views of the same memory get the same key. Tensors that torch cannot store by parts stay in the tree:
-    sparse ones, and those of subclasses.
+    Views of the same memory get the same key. Sparse tensors and subclasses of Tensor stay in the tree, since
+    torch cannot store them by parts.
 
     Parameters
     ----------
@@ -167,6 +167,7 @@ def find_unpicklable(name: str, state: Any) -> str:
 
 
 def _can_pickle(value: Any) -> bool:
+    """Return whether pickle can write a value, and read it again."""
     try:
         pickle.loads(pickle.dumps(value))  # noqa: S301 - it was made on the line itself
     except Exception:  # pickle and the classes of a program raise many kinds

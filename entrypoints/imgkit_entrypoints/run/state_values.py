@@ -135,7 +135,7 @@ def _encode_leaf(leaf: Any, *, has_values: bool) -> bytes:
 
     Parameters
     ----------
-    has_values : whether the elements of a tensor count; those of a tensor subclass never do.
+    has_values : whether the elements of a tensor count. The elements of a subclass of Tensor never do.
     """
     if not isinstance(leaf, Tensor):
         return pickle.dumps(_sort_set(leaf))

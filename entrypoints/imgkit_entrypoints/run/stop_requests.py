@@ -105,6 +105,7 @@ class StopRequests:
         self._previous_handlers = {}
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        """Note a request to stop; at a second Ctrl-C, end the process."""
         now = time.monotonic()
         first_time = self._signal_times.setdefault(number, now)
         # A repeat within REPEAT_S is the same Ctrl-C: launchers forward what the terminal sends to all.

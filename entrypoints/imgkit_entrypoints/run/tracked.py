@@ -37,7 +37,7 @@ class Snapshot:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """These tensors by their keys."""
     rank_values: dict[str, bytes] = field(default_factory=dict)
-    """Pickled states of the objects of which each rank keeps its own."""
+    """Pickled states of the objects that were tracked per rank."""
     digests: dict[str, str] = field(default_factory=dict)
     """Digests of the values that must not differ between ranks."""
 
@@ -162,7 +162,7 @@ class Tracked:
             snapshot.digests[name] = digest_text(repr(values))
 
     def _refuse_difference(self, name: str, ranks: Ranks, call: str) -> None:
-        """Raise UsageError, on every rank, if a value differs and that of rank 0 cannot count for all."""
+        """Raise UsageError, on every rank, if the value of rank 0 cannot count for all ranks."""
         stateful = self.objects[name]
         values = describe_values(stateful, state_of(name, stateful))
         rows = ranks.gather((self._first_values[name], values), call=call)
@@ -178,7 +178,7 @@ class Tracked:
 
         Parameters
         ----------
-        rank_values : pickled states of the objects of which each rank keeps its own.
+        rank_values : pickled states of the objects that were tracked per rank.
 
         Raises
         ------
@@ -196,7 +196,7 @@ class Tracked:
             self._load_object(name, state, checkpoint)
 
     def _refuse_other_names(self, checkpoint: Checkpoint, saved_per_rank: Collection[str]) -> None:
-        """Raise UsageError if a checkpoint has other objects than those that are tracked."""
+        """Raise UsageError if a checkpoint has other objects than the program tracks."""
         shared_names = self.objects.keys() - self._per_rank_names
         if set(checkpoint.names) == shared_names and set(saved_per_rank) == self._per_rank_names:
             return

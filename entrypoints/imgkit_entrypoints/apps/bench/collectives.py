@@ -110,7 +110,7 @@ class Collective:
     traffic: Callable[[int, int], Fraction] = lambda _nodes, _ranks_per_node: Fraction(1)
     """Bytes that leave (or enter) the busiest node for each byte, from the nodes and the ranks of each.
 
-    For what runs as a ring, that of one flat ring over all ranks.
+    What runs as a ring counts as one flat ring over all ranks.
     """
     fills_network: bool = False
     """All nodes send and receive all the time, so that a low share of the line rate means a problem."""

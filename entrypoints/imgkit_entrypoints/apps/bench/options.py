@@ -40,6 +40,7 @@ def _factor(text: str) -> int:
 
 
 def _positive_number(text: str) -> float:
+    """Parse a number above 0, such as a line rate."""
     try:
         value = float(text)
     except ValueError:

@@ -210,7 +210,11 @@ def save(path: Path, text: str, usage: str) -> None:
 
 
 def refuse_unwritable(path: Path, usage: str) -> None:
-    """Refuse a path at which no file can be written. `usage` is that of `save`.
+    """Refuse a path at which no file can be written.
+
+    Parameters
+    ----------
+    usage : what chooses the file: ``--save FILE``.
 
     Raises
     ------

@@ -48,6 +48,7 @@ def format_size(size_bytes: int) -> str:
 
 
 def _format(size_bytes: int, step: int, units: tuple[str, ...]) -> str:
+    """Return a size in the largest of `units`, each `step` times the one before, that it reaches."""
     value = float(size_bytes)
     power = 0
     while value >= step and power < len(units) - 1:

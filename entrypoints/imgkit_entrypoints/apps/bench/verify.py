@@ -192,7 +192,7 @@ class ExpectedValues:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dtype:
-    """One element type; `torch` is its name in torch, and `nccl` that of nccl-tests."""
+    """One element type. `torch` is its name in torch, and `nccl` its name in nccl-tests."""
 
     name: str
     torch: str

@@ -47,6 +47,7 @@ FUNCTION = "MOD:FN or file.py:FN"
 
 
 def _number(text: str) -> float:
+    """Parse a number of at least 0, such as a learning rate."""
     try:
         value = float(text)
     except ValueError:
@@ -76,6 +77,7 @@ def _trace_window(text: str) -> str:
 
 
 def _model(text: str) -> str:
+    """Return the value of ``--model`` if it names a built-in model or a function; executes nothing."""
     if plugins.is_plugin(text):
         return plugins.check(text, plugins.MODEL)
     if text not in MODELS:
@@ -86,6 +88,7 @@ def _model(text: str) -> str:
 
 
 def _data(text: str) -> str:
+    """Return the value of ``--data`` if it names data that this image can read; executes nothing."""
     if plugins.is_plugin(text):
         return plugins.check(text, plugins.DATA)
     if Path(text).is_dir() and find_spec("PIL") is None:

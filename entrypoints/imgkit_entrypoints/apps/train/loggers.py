@@ -68,7 +68,7 @@ class Loggers:
     """All loggers of a run. One that fails is named once and left out; training goes on."""
 
     def __init__(self, config: Config, start: int, say: Callable[[str], None]) -> None:
-        """Open those of `config`, for a run that goes on after step `start`.
+        """Open the loggers of ``--log-to``, for a run that goes on after step `start`.
 
         Raises
         ------

@@ -66,7 +66,7 @@ def _conv(in_channels: int, out_channels: int, size: int, stride: int = 1) -> li
 
 
 def resnet(name: str, classes: int) -> nn.Module:
-    """Return torchvision's ResNet if torchvision is installed, and otherwise that of this module.
+    """Return torchvision's ResNet if torchvision is installed, and otherwise the small one of this module.
 
     Raises
     ------

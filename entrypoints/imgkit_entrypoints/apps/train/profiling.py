@@ -107,7 +107,7 @@ class WorkClock:
             self._ready = self._mark()
 
     def end_step(self) -> None:
-        """Note that the gradients are those of all ranks."""
+        """Note that the gradients of all ranks are added up."""
         if self._is_running and self._ready is not None:
             work = [*self._work, (self._start, self._ready)]
             self._timed.append((work, (self._ready, self._mark())))
@@ -156,7 +156,7 @@ Batch = TypeVar("Batch")
 def trace_steps(
     steps: Iterable[tuple[Position, Batch]], config: Config, ranks: Ranks
 ) -> Iterable[tuple[Position, Batch]]:
-    """Return the steps unchanged, and record a trace of those that ``--profile`` names."""
+    """Return the steps unchanged, and record a trace of the steps that ``--profile`` names."""
     # A generator around the steps would cost time in each.
     if config.profile is None:
         return steps
@@ -166,7 +166,7 @@ def trace_steps(
 def _record_steps(
     steps: Iterable[tuple[Position, Batch]], config: Config, ranks: Ranks
 ) -> Iterator[tuple[Position, Batch]]:
-    """Yield the steps, and write one trace of those that ``--profile`` names."""
+    """Yield the steps, and write one trace of those in ``--profile``: ``100:5`` are the steps 101 to 105."""
     traced_steps = config.traced_steps()
     recorder: profile | None = None
     try:

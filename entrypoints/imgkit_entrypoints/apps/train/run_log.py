@@ -32,7 +32,7 @@ class LatestSteps:
     seconds: float
     """Duration of the steps on this rank's clock."""
     sums: tuple[float, ...]
-    """The losses of the steps that were not skipped, added up, and those of the user's numbers."""
+    """The losses of the steps that were not skipped, added up, and so the user's numbers."""
     grad_norm: float = math.nan
     """Norm of the last step's gradient, before clipping; NaN if it was not measured."""
     own_s: tuple[float, ...] = ()

@@ -111,6 +111,7 @@ class Trainer:
                 raise self._no_number_error(name, value)
 
     def _no_number_error(self, name: str, value: Any) -> UsageError:
+        """Return the error for a value of the user's step that is not one number."""
         kind = f"a {type(value).__name__}"
         if isinstance(value, Tensor):
             kind += f" of shape {tuple(value.shape)}"
