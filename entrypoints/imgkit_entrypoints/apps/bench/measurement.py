@@ -206,7 +206,7 @@ class Measurer:
                     size_bytes=counts.size_bytes,
                     iteration=iteration,
                     rank=rank,
-                    index=difference.index,
+                    index=difference.element,
                     expected=f"{difference.expected:g}",
                     actual=f"{difference.actual:g}",
                 )

@@ -114,7 +114,8 @@ class Noise:
 class Difference(NamedTuple):
     """An element of a buffer that is not as expected."""
 
-    index: int
+    element: int
+    """Index in the buffer."""
     expected: float
     actual: float
 
