@@ -83,12 +83,7 @@ class Result:
             "low": self.low_us,
             "high": self.high_us,
         }
-        out_of_place = None
-        in_place = None
-        if find_collective(self.collective).separate:
-            out_of_place = figures
-        else:
-            in_place = figures
+        is_separate = find_collective(self.collective).separate
         return {
             "experiment_name": self.collective,
             "size": self.size_bytes,
@@ -96,8 +91,8 @@ class Result:
             "type": self.type,
             "redop": self.redop,
             "root": self.root,
-            "out_of_place": out_of_place,
-            "in_place": in_place,
+            "out_of_place": figures if is_separate else None,
+            "in_place": None if is_separate else figures,
             "actual_iterations": self.iterations,
         }
 

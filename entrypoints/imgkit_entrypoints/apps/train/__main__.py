@@ -45,16 +45,7 @@ def main() -> None:
     started.ends("imports")
     try:
         config = options.read_config(sys.argv[1:], os.environ)
-        stop_after_s = math.inf
-        if config.stop_after_s is not None:
-            stop_after_s = config.stop_after_s
-        run = Run.start(
-            config.run_dir,
-            keep=config.keep if config.run_dir else 0,
-            stop_after_s=stop_after_s,
-            ignore_checkpoints=config.ignore_checkpoints,
-            say=say,
-        )
+        run = _start_run(config)
         torch.use_deterministic_algorithms(config.deterministic)
         # Mistakes in user code end the run here, before ranks wait for each other.
         for name, contract, _ in plugin_table(config).values():
@@ -62,24 +53,37 @@ def main() -> None:
         with workers.opened() as ranks:
             started.ends("process_group")
             sys.exit(train(config, run, ranks, started))
+    except CheckFailed as error:
+        _end_at_failure(error)
     except ImgkitError as error:
-        if isinstance(error, CheckFailed):
-            _end_at_failure(error)
-        text = f"dist-train: {error}"
-        cause = error.__cause__
-        # A function of the user that cannot be imported: its own lines show why.
-        if cause is not None and user_program.own_frames(cause.__traceback__):
-            text += f"\n{user_program.described(cause, cause.__traceback__)}"
-        workers.refuse(text, error.exit_code)
+        workers.refuse(_describe_refusal(error), error.exit_code)
+
+
+def _start_run(config: Config) -> Run:
+    """Open the run's folder, if the options name one."""
+    return Run.start(
+        config.run_dir,
+        keep=config.keep if config.run_dir else 0,
+        stop_after_s=math.inf if config.stop_after_s is None else config.stop_after_s,
+        ignore_checkpoints=config.ignore_checkpoints,
+        say=say,
+    )
+
+
+def _describe_refusal(error: ImgkitError) -> str:
+    """Return the message for an error, with the user's own lines if a function cannot be imported."""
+    text = f"dist-train: {error}"
+    cause = error.__cause__
+    if cause is not None and user_program.own_frames(cause.__traceback__):
+        text += f"\n{user_program.described(cause, cause.__traceback__)}"
+    return text
 
 
 def _end_at_failure(error: CheckFailed) -> NoReturn:
     """End this worker after an error that was raised while training, on this rank alone."""
     text = f"dist-train: {error}"
-    report = text
-    if isinstance(error, BadSample):
-        report += f"\n{error.trace}"
-    if not user_program.report(report):
+    trace = f"\n{error.trace}" if isinstance(error, BadSample) else ""
+    if not user_program.report(text + trace):
         terminal.print_messages(*text.split("\n"))
     sys.exit(error.exit_code)
 

@@ -129,20 +129,20 @@ def load_built_in(config: Config, split: str) -> TensorSamples | TextFile | Imag
         raise UsageError(
             f"there is no built-in data for {config.model}", hint="name your own: --data MOD:FN or file.py:FN"
         )
-    samples, generate = _BUILT_IN[config.model]
-    path = Path(config.data)
+    default_samples, generate = _BUILT_IN[config.model]
     if config.data == "builtin":
         # All splits share the pattern to learn.
         truth = torch.Generator().manual_seed(config.seed)
         draw = torch.Generator().manual_seed(seed_of(config.seed, split))
-        return generate(config.samples or samples, truth, draw)
-    if path.is_dir() and generate is _make_images:
-        return ImageFolder(path, split, config.image_size)
-    if path.is_file() and config.model == "gpt":
-        return TextFile(path, split)
+        return generate(config.samples or default_samples, truth, draw)
+    path = Path(config.data)
     if path.is_dir():
-        raise _model_error(config, "images", "resnet18 or resnet50")
-    raise _model_error(config, "a text file", "gpt")
+        if generate is not _make_images:
+            raise _model_error(config, "images", "resnet18 or resnet50")
+        return ImageFolder(path, split, config.image_size)
+    if config.model != "gpt" or not path.is_file():
+        raise _model_error(config, "a text file", "gpt")
+    return TextFile(path, split)
 
 
 def _model_error(config: Config, data: str, models: str) -> UsageError:

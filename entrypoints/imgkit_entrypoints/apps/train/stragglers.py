@@ -78,14 +78,20 @@ def find_usual_work(own_s: Sequence[float]) -> tuple[float, float]:
     if len(measured) < 2:
         return math.nan, math.inf
     if len(measured) < FEW:
-        return measured[0], max(measured[0] * (1 + SHARE), measured[0] + FLOOR_S)
-    median = (measured[(len(measured) - 1) // 2] + measured[len(measured) // 2]) / 2
-    limit = max(median * (1 + SHARE), median + FLOOR_S)
+        fastest = measured[0]
+        return fastest, _least_limit(fastest)
+    median = statistics.median(measured)
+    limit = _least_limit(median)
     # Otherwise nobody is slow, and thousands of deviations need no sorting.
     if measured[-1] > limit:
         deviation = statistics.median(abs(seconds - median) for seconds in measured)
         limit = max(limit, median + MADS * deviation)
     return median, limit
+
+
+def _least_limit(usual_s: float) -> float:
+    """Return the seconds that a straggler exceeds at least."""
+    return max(usual_s * (1 + SHARE), usual_s + FLOOR_S)
 
 
 class Stragglers:
