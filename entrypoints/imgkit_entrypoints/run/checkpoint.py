@@ -176,11 +176,7 @@ class CheckpointWriter:
         folder: Path | None = None
         try:
             self._copies.wait()
-            try:
-                if self._ranks.rank == 0:
-                    folder = disk.make_temporary_folder(self._folder, step)
-            finally:  # also after an error, since the other writers wait for the folder
-                folder = writers.broadcast(folder)
+            folder = self._make_folder(step, writers)
             if folder is None:
                 return
             _save_state(folder, state, copies, writers)
@@ -192,6 +188,23 @@ class CheckpointWriter:
             if folder and self._ranks.rank == 0:
                 with contextlib.suppress(OSError):  # the next writer removes it
                     disk.remove_checkpoint(folder)
+
+    def _make_folder(self, step: int, writers: Ranks) -> Path | None:
+        """Make the folder of a checkpoint on rank 0, and return it to all `writers`.
+
+        On other ranks, None means that rank 0 could not make it.
+
+        Raises
+        ------
+        OSError : this is rank 0, and cannot make it.
+        """
+        folder: Path | None = None
+        try:
+            if self._ranks.rank == 0:
+                folder = disk.make_temporary_folder(self._folder, step)
+        finally:  # also after an error, since the other writers wait for an answer
+            folder = writers.broadcast(folder)
+        return folder
 
     def _commit(self, folder: Path, step: int, entries: Mapping[str, disk.FileEntry]) -> None:
         """Make a complete folder the newest checkpoint, and leave unreadable ones to the user."""
@@ -497,10 +510,12 @@ RETRY_S = 0.1
 
 def refuse_unshared_folder(folder: Path, ranks: Ranks) -> None:
     """Raise UsageError, on every rank, if the ranks do not all see the same folder; a collective call."""
+    # Rank 0 makes a folder, which the other ranks have to see. The first call of `gather` waits until it is
+    # there, and the second until all ranks have looked for it.
     probe = folder / ranks.broadcast(f"{disk.WRITING}{secrets.token_hex(8)}")
     if ranks.rank == 0:
         probe.mkdir(parents=True)
-    ranks.gather(None, call="run.restore")  # now the probe is there
+    ranks.gather(None, call="run.restore")
     is_seen = _wait_for_path(probe)
     rows = ranks.gather((socket.gethostname(), is_seen), call="run.restore")
     if ranks.rank == 0:

@@ -230,8 +230,8 @@ class Run:
 
         Parameters
         ----------
-        name : of this loop, where an epoch has several; each epoch has the same ones, in the same order.
-            A resume passes over the loops that were done.
+        name : name of this loop, where an epoch has several loops. Each epoch has the same loops in the same
+            order, and a resume passes over the loops that were done.
         save_every : steps between two checkpoints; 0: save only at a stop and at the end of the run.
 
         Raises
@@ -241,14 +241,15 @@ class Run:
         CheckFailed : the ranks have taken different numbers of steps.
         """
         refuse_without_position(loader)
-        tracked_ids = map(id, self._checkpoints.tracked.objects.values())
-        if has_state(loader) and id(loader) not in tracked_ids:
+        is_tracked = any(loader is value for value in self._checkpoints.tracked.objects.values())
+        if has_state(loader) and not is_tracked:
             raise UsageError(
                 f"the state of this {type(loader).__name__} is not tracked",
                 where="run.steps",
                 hint="run.track(loader=loader, ...)",
             )
-        line = format_line(sys._getframe(1))  # of the program, which has called this
+        program_frame = sys._getframe(1)
+        line = format_line(program_frame)
         return Steps(self._loop, self._position, loader, name, save_every, line)
 
     def log(self, **numbers: Any) -> None:

@@ -114,10 +114,14 @@ class StepLoop:
         self._position.close()
 
     def _prepare_pass(self, loader: Any, save_every: int, line: str) -> None:
-        """Refuse a pass that could not resume, and save what waited for it."""
+        """Check that a resume could tell the pass that begins from others, and take a save that waits for it.
+
+        Parameters
+        ----------
+        line : where the program calls `Run.steps`, as FILE:LINE.
+        """
         position = self._position
-        has_unnamed_loop = list(position.loops) == [""]
-        if has_unnamed_loop:
+        if list(position.loops) == [""]:  # there is one loop, without a name
             position.note_unnamed_pass(loader, line, is_next_epoch=self._has_read_epoch)
         self._has_read_epoch = False
         self._warn_of_sampler(loader)
@@ -255,7 +259,8 @@ class StepLoop:
         UsageError : weights were updated in a step that no call of `Run.due` has ended.
         """
         position = self._position
-        if self._gradients.has_stepped and not position.loops:
+        uses_steps = bool(position.loops)
+        if self._gradients.has_stepped and not uses_steps:
             raise UsageError(
                 "run.save comes after an optimizer.step() that the run has not counted",
                 where="run.save",
@@ -263,7 +268,7 @@ class StepLoop:
             )
         if position.repeats:  # the checkpoint holds this already
             return
-        if self._is_in_step or position.loops or self._agree_to_wait():
+        if self._is_in_step or uses_steps or self._agree_to_wait():
             self._should_save = True
         else:
             self.save_now()

@@ -360,7 +360,7 @@ def allocate(
     outputs = inputs
     if collective.separate:
         outputs = _tensors(collective.output_elements(shape), dtype, ranks.device, copies)
-    return tuple(Buffers(input=first, output=second) for first, second in zip(inputs, outputs, strict=True))
+    return tuple(Buffers(input=source, output=target) for source, target in zip(inputs, outputs, strict=True))
 
 
 def _tensors(elements: int, dtype: torch.dtype, device: torch.device, copies: int) -> list[torch.Tensor]:
