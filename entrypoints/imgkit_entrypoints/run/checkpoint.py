@@ -284,6 +284,13 @@ def _describe_files(folder: Path, writers: Ranks) -> dict[str, disk.FileEntry]:
     return entries
 
 
+class TensorInfo(NamedTuple):
+    """What a checkpoint says about a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
 class Checkpoint:
     """A valid checkpoint. Its methods are collective calls, and what they return is the same on all ranks.
 
@@ -301,8 +308,8 @@ class Checkpoint:
         self.step = step
         self._ranks = ranks
         self._metadata: Any = None
-        self.tensors: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        """Shape and type of each tensor by its key."""
+        self.tensors: dict[str, TensorInfo] = {}
+        """The shape and type of each tensor by its key."""
         self.world_size = 0
         """The number of ranks that have saved."""
         own_index = b""
@@ -326,7 +333,7 @@ class Checkpoint:
         items = dcp.FileSystemReader(self.folder).read_metadata().state_dict_metadata
         for key, item in items.items():
             if isinstance(item, TensorStorageMetadata):
-                self.tensors[key] = item.size, item.properties.dtype
+                self.tensors[key] = TensorInfo(item.size, item.properties.dtype)
             elif key.startswith(RANK.format("")):
                 self.world_size += 1
 
@@ -359,8 +366,8 @@ class Checkpoint:
         """Return whole tensors, in host memory."""
         tensors = {}
         for key in keys:
-            size, dtype = self.tensors[key]
-            tensors[key] = torch.empty(size, dtype=dtype)
+            info = self.tensors[key]
+            tensors[key] = torch.empty(info.shape, dtype=info.dtype)
         if self._ranks.rank == 0 and tensors:
             self._load(tensors)
         for tensor in tensors.values():
@@ -504,8 +511,6 @@ def _refuse_damaged(candidate: disk.StoredCheckpoint, ranks: Ranks) -> None:
 
 # Time in which a file of another node appears; NFS remembers for some seconds that a name was absent.
 PATIENCE_S = 10.0
-# Time between two attempts to find it.
-RETRY_S = 0.1
 
 
 def refuse_unshared_folder(folder: Path, ranks: Ranks) -> None:
@@ -516,7 +521,7 @@ def refuse_unshared_folder(folder: Path, ranks: Ranks) -> None:
     if ranks.rank == 0:
         probe.mkdir(parents=True)
     ranks.gather(None, call="run.restore")
-    is_seen = _wait_for_path(probe)
+    is_seen = disk.wait_until(probe.exists, PATIENCE_S)
     rows = ranks.gather((socket.gethostname(), is_seen), call="run.restore")
     if ranks.rank == 0:
         probe.rmdir()
@@ -530,13 +535,3 @@ def refuse_unshared_folder(folder: Path, ranks: Ranks) -> None:
             hint="name a folder on a file system that all nodes share: Run.start(FOLDER), --run-dir or "
             "IMGKIT_RUN_DIR",
         )
-
-
-def _wait_for_path(path: Path) -> bool:
-    """Return whether `path` appears within `PATIENCE_S`."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not path.exists():
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(RETRY_S)
-    return True

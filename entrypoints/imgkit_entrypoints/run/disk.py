@@ -295,7 +295,7 @@ LOCK = "run.lock"
 _OTHER_FOLDER = "name another folder: Run.start(FOLDER), --run-dir or IMGKIT_RUN_DIR"
 # Time for the processes of an earlier start to end.
 PATIENCE_S = 3.0
-# Time between two attempts to get the lock.
+# Time between two checks of `wait_until`.
 RETRY_S = 0.1
 # The locks of this process, also those that were closed. A child has none of its parent's.
 _LOCKS: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
@@ -322,7 +322,7 @@ def lock_folder(folder: Path, say: Callable[[str], None], env: Mapping[str, str]
         )
     stream = _open_lock(path)
     job_suffix = _job_suffix(env)
-    if _wait_for_lock(stream, path, say):
+    if wait_until(lambda: _try_lock(stream, path, say), PATIENCE_S):
         stream.truncate()  # the line of the run before
         stream.write(f"process {os.getpid()} on {socket.gethostname()}{job_suffix}\n".encode())
         stream.flush()
@@ -350,10 +350,10 @@ def _open_lock(path: Path) -> BinaryIO:
     return stream
 
 
-def _wait_for_lock(stream: BinaryIO, path: Path, say: Callable[[str], None]) -> bool:
-    """Wait for the lock while a process of an earlier start may still end; return whether this one has it."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not _try_lock(stream, path, say):
+def wait_until(is_met: Callable[[], bool], patience_s: float) -> bool:
+    """Return whether a condition is met within some seconds; it is checked every `RETRY_S`."""
+    deadline = time.monotonic() + patience_s
+    while not is_met():
         if time.monotonic() > deadline:
             return False
         time.sleep(RETRY_S)

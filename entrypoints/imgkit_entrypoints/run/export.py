@@ -139,8 +139,7 @@ def _find_model(checkpoint: Checkpoint, part: str | None) -> str:
 
 def _type_name(checkpoint: Checkpoint, key: str) -> str:
     """Return torch's name of a tensor's type, such as ``bfloat16``."""
-    _, dtype = checkpoint.tensors[key]
-    return str(dtype).removeprefix("torch.")
+    return str(checkpoint.tensors[key].dtype).removeprefix("torch.")
 
 
 def write_safetensors(checkpoint: Checkpoint, weights: Mapping[str, str], stream: BinaryIO) -> None:
@@ -157,40 +156,27 @@ def write_safetensors(checkpoint: Checkpoint, weights: Mapping[str, str], stream
         first_name = first_names.setdefault(key, name)
         if first_name != name:
             metadata[name] = first_name
-    tensors = _order_tensors(checkpoint, first_names)
-    header = {"__metadata__": metadata, **_describe_tensors(checkpoint, tensors)}
+    # The largest elements first, so that each tensor begins at a multiple of their size.
+    keys = sorted(first_names, key=lambda key: (-checkpoint.tensors[key].dtype.itemsize, first_names[key]))
+    header: dict[str, Any] = {"__metadata__": metadata}
+    start = 0
+    for key in keys:
+        entry = _describe_tensor(checkpoint, key, start)
+        header[first_names[key]] = entry
+        _, start = entry["data_offsets"]
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the format wants the tensors at a multiple of 8 bytes
     stream.write(len(text).to_bytes(8, "little") + text)
-    for key in tensors:
+    for key in keys:
         stream.write(_tensor_bytes(checkpoint.read_tensors([key])[key]))
 
 
-def _order_tensors(checkpoint: Checkpoint, names: Mapping[str, str]) -> dict[str, str]:
-    """Return keys and names in the order of the file.
-
-    The largest elements come first, so that each tensor begins at a multiple of their size.
-    """
-
-    def rank_by_size(item: tuple[str, str]) -> tuple[int, str]:
-        key, name = item
-        _, dtype = checkpoint.tensors[key]
-        return -dtype.itemsize, name
-
-    return dict(sorted(names.items(), key=rank_by_size))
-
-
-def _describe_tensors(checkpoint: Checkpoint, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the header's entry of each tensor, by its name, in the order of the file."""
-    entries = {}
-    start = 0
-    for key, name in names.items():
-        shape, dtype = checkpoint.tensors[key]
-        end = start + math.prod(shape) * dtype.itemsize
-        type_name = TYPES[_type_name(checkpoint, key)]
-        entries[name] = {"dtype": type_name, "shape": list(shape), "data_offsets": [start, end]}
-        start = end
-    return entries
+def _describe_tensor(checkpoint: Checkpoint, key: str, start: int) -> dict[str, Any]:
+    """Return the entry in the header of a tensor whose bytes begin at `start`."""
+    shape, dtype = checkpoint.tensors[key]
+    end = start + math.prod(shape) * dtype.itemsize
+    type_name = TYPES[_type_name(checkpoint, key)]
+    return {"dtype": type_name, "shape": list(shape), "data_offsets": [start, end]}
 
 
 def _tensor_bytes(tensor: Tensor) -> bytearray:

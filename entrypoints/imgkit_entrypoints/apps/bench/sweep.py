@@ -128,7 +128,7 @@ class Sweep:
             self._measurer.run_once(collective, smallest)
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
             message = _first_line(error) or type(error).__name__
-            is_unsupported = any(word in message.lower() for word in _UNSUPPORTED)
+            is_unsupported = any(text in message.lower() for text in _UNSUPPORTED)
             if isinstance(error, RuntimeError) and not is_unsupported:  # a lost peer, for example
                 raise
             return message

@@ -246,9 +246,9 @@ class ImageFolder:
         if self._is_random:
             size_share, x_share, y_share = torch.rand(3).tolist()
         side = min(width, height) * (MIN_SHARE + (1 - MIN_SHARE) * size_share)
-        left = (width - side) * x_share
+        left_edge = (width - side) * x_share
         top = (height - side) * y_share
-        return left, top, left + side, top + side
+        return left_edge, top, left_edge + side, top + side
 
 
 def _normalize(image: Any) -> Tensor:

@@ -182,8 +182,8 @@ class RunLog:
             return None, dict.fromkeys(names)
         # The loss and each number, over all parts.
         columns = zip(*[part.sums for part in parts], strict=True)
-        mean_loss, *means = [sum(column) / counted_steps for column in columns]
-        finite_means = map(_finite, means)
+        mean_loss, *number_means = [sum(column) / counted_steps for column in columns]
+        finite_means = map(_finite, number_means)
         return mean_loss, dict(zip(names, finite_means, strict=True))
 
     def _format_line(self, step: int, values: Mapping[str, Any], left_s: float) -> str:
