@@ -327,7 +327,7 @@ def lock_folder(folder: Path, say: Callable[[str], None], env: Mapping[str, str]
         stream.write(f"process {os.getpid()} on {socket.gethostname()}{job_suffix}\n".encode())
         stream.flush()
         return stream
-    holder = stream.read(200).decode(errors="replace").strip()  # such a line
+    holder = stream.read(200).decode(errors="replace").strip()  # "process 4711 on gpu03 of 1234"
     if job_suffix and holder.endswith(job_suffix):
         say(f"warning: {path}: an earlier attempt still has the lock ({holder})")
         return stream

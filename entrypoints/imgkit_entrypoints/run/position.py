@@ -231,23 +231,23 @@ class DataPosition:
         has_same_ranks = world_size == ranks.world_size
         warning = ""
         if not has_same_ranks:
-            warning = self._divide_batches(world_size, ranks)
+            warning = self._divide_batches(world_size, ranks.world_size)
+            # All ranks have the state of rank 0, and must not draw the same numbers.
+            random_state.seed_everything(int(torch.randint(1 << 62, ()).item()) + ranks.rank)
         self._resume = _Resume(
             random=random_state.capture(), has_same_ranks=has_same_ranks, repeats=values["at_start"]
         )
         return warning
 
-    def _divide_batches(self, world_size: int, ranks: Ranks) -> str:
-        """Divide the batches that `world_size` ranks have done among more or fewer ranks.
+    def _divide_batches(self, saved_world_size: int, world_size: int) -> str:
+        """Divide the batches that the ranks of a checkpoint have done among more or fewer ranks.
 
         Returns a warning if they are no whole number of batches for each rank, and otherwise "".
         """
-        self.batch, remainder = divmod(self.batch * world_size, ranks.world_size)
-        # All ranks have the state of rank 0, and must not draw the same numbers.
-        random_state.seed_everything(int(torch.randint(1 << 62, ()).item()) + ranks.rank)
+        self.batch, remainder = divmod(self.batch * saved_world_size, world_size)
         if remainder == 0:
             return ""
-        return f"{ranks.world_size} ranks instead of {world_size}: some samples of this epoch come again"
+        return f"{world_size} ranks instead of {saved_world_size}: some samples of this epoch come again"
 
     def was_finished(self, name: str) -> bool:
         """Return whether the next pass of a loop was finished before the checkpoint of a restore."""

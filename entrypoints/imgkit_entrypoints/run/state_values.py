@@ -34,8 +34,8 @@ def has_weights(stateful: object) -> bool:
 def describe_values(stateful: Any, state: Any) -> dict[str, str]:
     """Return the values of an object that must not differ between ranks, as short texts by path.
 
-    A step counter gives ``{"['step']": "7"}``. All parameters of a model count, but not its buffers, and all
-    values of an optimizer. Of other objects, large tensors and tensors of fractions do not count.
+    A scheduler may give ``{"['last_epoch']": "7"}``. Of a model, all parameters count, but no buffers. Of an
+    optimizer, all values count. Of other objects, large tensors and tensors of fractions do not count.
     """
     texts: dict[str, str] = {}
     bit_sums: dict[str, Tensor] = {}

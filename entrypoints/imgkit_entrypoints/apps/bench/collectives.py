@@ -356,23 +356,25 @@ def allocate(
     All memory is written once, because untouched memory is not mapped yet.
     """
     shape = Shape(count=count, ranks=ranks.world_size, rank=ranks.rank)
-    inputs = _tensors(collective.input(shape), dtype, ranks.device, copies)
+    inputs = _allocate_tensors(collective.input(shape), dtype, ranks.device, copies)
     outputs = inputs
     if collective.separate:
-        outputs = _tensors(collective.output_elements(shape), dtype, ranks.device, copies)
+        outputs = _allocate_tensors(collective.output_elements(shape), dtype, ranks.device, copies)
     return tuple(Buffers(input=source, output=target) for source, target in zip(inputs, outputs, strict=True))
 
 
-def _tensors(elements: int, dtype: torch.dtype, device: torch.device, copies: int) -> list[torch.Tensor]:
+def _allocate_tensors(
+    elements: int, dtype: torch.dtype, device: torch.device, copies: int
+) -> list[torch.Tensor]:
     """Return `copies` tensors that lie one behind the other in one block of zeros."""
     import torch
 
-    step = elements
+    stride = elements
     if copies > 1:
         aligned_elements = ALIGNED_BYTES // torch.empty(0, dtype=dtype).element_size()
-        step = math.ceil(elements / aligned_elements) * aligned_elements
-    block = torch.empty(step * copies, dtype=dtype, device=device).zero_()
-    starts = [step * number for number in range(copies)]
+        stride = math.ceil(elements / aligned_elements) * aligned_elements
+    block = torch.empty(stride * copies, dtype=dtype, device=device).zero_()
+    starts = [stride * number for number in range(copies)]
     return [block[start : start + elements] for start in starts]
 
 
