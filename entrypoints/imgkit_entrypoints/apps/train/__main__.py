@@ -41,8 +41,8 @@ PER_RANK = ("run_dir", "stop_after_s", "log_to")
 
 def main() -> None:
     """Train to the last step, or until a stop request; the state is saved in both cases."""
-    started = StartUp.of_worker(os.environ)
-    started.ends("imports")
+    start_up = StartUp.of_worker(os.environ)
+    start_up.ends("imports")
     try:
         config = options.read_config(sys.argv[1:], os.environ)
         run = _start_run(config)
@@ -51,8 +51,8 @@ def main() -> None:
         for name, contract, _ in plugin_table(config).values():
             _load_function(name, contract, None)
         with workers.opened() as ranks:
-            started.ends("process_group")
-            sys.exit(train(config, run, ranks, started))
+            start_up.ends("process_group")
+            sys.exit(train(config, run, ranks, start_up))
     except CheckFailed as error:
         _end_at_failure(error)
     except ImgkitError as error:
@@ -88,7 +88,7 @@ def _end_at_failure(error: CheckFailed) -> NoReturn:
     sys.exit(error.exit_code)
 
 
-def train(config: Config, run: Run, ranks: Ranks, started: StartUp) -> int:
+def train(config: Config, run: Run, ranks: Ranks, start_up: StartUp) -> int:
     """Run the training, and return the exit code."""
     run.connect(ranks)
     _refuse_other_options(config, ranks)
@@ -121,23 +121,23 @@ def train(config: Config, run: Run, ranks: Ranks, started: StartUp) -> int:
     held_out = None
     if parse_interval(config.eval_every, 1):
         held_out = load_data(config, "eval")
-    started.ends("data")
+    start_up.ends("data")
     clock = WorkClock(ranks)
     loss = _load_function(*plugin_table(config)["step"])
     trainer = Trainer(config, create_model(config), loss, steps, ranks, clock)
-    started.ends("model")
+    start_up.ends("model")
     feed = Batches(samples, order, config, ranks, channels_last=trainer.channels_last)
     batches = feed.steps(start, steps)
     # The warm-up needs a batch. `all_steps` below begins with the same one.
     first_step = next(batches)
     _, first_micro_batches = first_step
-    started.ends("data")
+    start_up.ends("data")
     trainer.warm_up(first_micro_batches[0])
-    started.ends("first_step")
+    start_up.ends("first_step")
     run.track(weights=trainer.plain, optimizer=trainer, course=course)
     if checkpoint is not None:
         run.restore(checkpoint)
-    started.ends("model")
+    start_up.ends("model")
     workload = Workload(
         start=start.step,
         steps=steps,
@@ -151,10 +151,10 @@ def train(config: Config, run: Run, ranks: Ranks, started: StartUp) -> int:
     report = None
     evaluation = None
     if ranks.rank == 0:
-        report = RunLog(config, workload, started, say, course.first_loss)
+        report = RunLog(config, workload, start_up, say, course.first_loss)
     if held_out is not None:
         evaluation = Evaluation(held_out, order, config, trainer, ranks)
-    loop = MainLoop(run, trainer, course, report, evaluation, started)
+    loop = MainLoop(run, trainer, course, report, evaluation, start_up)
     run.add_up(StepSums(trainer, clock, ranks, loop.log_steps), every=config.log_every)
     all_steps = trace_steps(itertools.chain((first_step,), batches), config, ranks)
     end = loop.run_to_end(all_steps, config, workload)

@@ -69,7 +69,7 @@ class MainLoop:
     report: RunLog | None
     """Gets the numbers on rank 0. None on other ranks."""
     evaluation: Evaluation | None
-    started: StartUp
+    start_up: StartUp
 
     def log_steps(self, latest: LatestSteps) -> None:
         """Log the sums of the latest steps, and note the first loss of the run."""
@@ -105,7 +105,7 @@ class MainLoop:
             is_measured = is_evaluated or is_due(step, save_every, last_step) or run.looks()
             self.trainer.step(step - 1, micro_batches, measured=is_measured)
             if step == workload.start + 1:
-                self.started.ends("first_step")
+                self.start_up.ends("first_step")
             self.course.position = position
             is_saved = run.due(save_every=save_every)
             if is_evaluated:

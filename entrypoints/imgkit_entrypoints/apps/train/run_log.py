@@ -76,14 +76,14 @@ class RunLog:
         self,
         config: Config,
         workload: Workload,
-        started: StartUp,
+        start_up: StartUp,
         say: Callable[[str], None],
         first_loss: float = math.nan,
     ) -> None:
         assert config.global_batch is not None
         self._config = config
         self._workload = workload
-        self._started = started
+        self._start_up = start_up
         self._ranks = len(workload.placements)
         self._global_batch = config.global_batch
         self._metrics = MetricsFile(config.run_dir, say)
@@ -214,7 +214,7 @@ class RunLog:
         rate = 0.0
         if self._trained_steps:
             rate = self._trained_steps * self._global_batch / self._training_s
-        starts = self._started.parts
+        starts = self._start_up.parts
         summary = {
             "schema": SCHEMA,
             "imgkit": __version__,

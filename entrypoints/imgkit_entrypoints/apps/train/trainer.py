@@ -323,7 +323,7 @@ class StepSums:
         seconds[1 + self.ranks.rank] = step_times.own_s
         numbers = torch.cat([sums, seconds.to(sums.device, non_blocking=True)])
         sums.zero_()
-        sums[1] = math.nan
+        sums[1] = math.nan  # no norm of the gradient until one is measured
         return numbers
 
     def arrived(self, exchange: Agreed) -> None:
