@@ -199,17 +199,12 @@ def _sendrecv(call: CollectiveCall) -> Launch:
         call.dist.P2POp(call.dist.irecv, call.output, (call.rank - 1) % call.ranks),
         call.dist.P2POp(call.dist.isend, call.input, (call.rank + 1) % call.ranks),
     ]
-    return exchange(call.dist, pair)
 
-
-def exchange(dist: Any, operations: Sequence[Any]) -> Launch:
-    """Return the function that runs these sends and receives at once and waits for them."""
-
-    def launch() -> None:
-        for work in dist.batch_isend_irecv(list(operations)):
+    def exchange() -> None:
+        for work in call.dist.batch_isend_irecv(pair):
             work.wait()
 
-    return launch
+    return exchange
 
 
 def _sum_of_all(shape: Shape) -> tuple[Segment, ...]:

@@ -20,11 +20,6 @@ VOCABULARY = 256
 CONTEXT = 64
 
 
-def linear() -> nn.Module:
-    """Return the tutorial's linear regression."""
-    return nn.Linear(FEATURES, 1)
-
-
 def mlp(classes: int = CLASSES) -> nn.Module:
     """Return a multilayer perceptron with two hidden layers."""
     width = 256
@@ -148,7 +143,7 @@ class Gpt(nn.Module):  # type: ignore[misc]
 
 # Constructors of the built-in models; the argument is the number of classes, if the model has any.
 BUILT_IN: Mapping[str, Callable[[int], nn.Module]] = {
-    "linear": lambda _: linear(),
+    "linear": lambda _: nn.Linear(FEATURES, 1),
     "mlp": mlp,
     "resnet18": functools.partial(resnet, "resnet18"),
     "resnet50": functools.partial(resnet, "resnet50"),
