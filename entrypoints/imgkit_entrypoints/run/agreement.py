@@ -338,11 +338,12 @@ class NumberLog:
 
 def _refuse_no_number(name: str, value: object) -> None:
     """Raise UsageError if a value cannot be logged as a number."""
-    if isinstance(value, Tensor) and value.shape:
-        kind = f"a tensor of shape {tuple(value.shape)}"
-    elif not isinstance(value, (Tensor, int, float)):
-        kind = f"a {type(value).__name__}"
-    else:
-        return
-    hint = "give one number, for example loss.mean()"
-    raise UsageError(f"run.log got {kind} as {name}", hint=hint)
+    if isinstance(value, Tensor):
+        if value.dim() > 0:
+            raise _number_error(name, f"a tensor of shape {tuple(value.shape)}")
+    elif not isinstance(value, int | float):
+        raise _number_error(name, f"a {type(value).__name__}")
+
+
+def _number_error(name: str, kind: str) -> UsageError:
+    return UsageError(f"run.log got {kind} as {name}", hint="give one number, for example loss.mean()")

@@ -31,7 +31,7 @@ from imgkit_entrypoints.run.loaders import (
 )
 from imgkit_entrypoints.run.random_state import GeneratorStates, capture_generators, restore_generators
 from imgkit_entrypoints.run.ranks import Ranks
-from imgkit_entrypoints.run.stateful_loaders import has_unclear_state, iterate_stateful
+from imgkit_entrypoints.run.stateful_loaders import has_unusable_state, iterate_stateful
 from imgkit_entrypoints.run.tracked import has_state
 
 
@@ -119,7 +119,7 @@ class _Resume:
     random: Mapping[str, Any]
     """The random numbers of this process when the checkpoint was taken."""
     has_same_ranks: bool
-    repeats: bool
+    repeats_epoch: bool
     """Whether the program does again what it had done in this epoch before the checkpoint."""
 
 
@@ -160,9 +160,9 @@ class DataPosition:
         return min((loop.passes for loop in self.loops.values()), default=0)
 
     @property
-    def repeats(self) -> bool:
+    def repeats_epoch(self) -> bool:
         """Whether the program does again what it had done in this epoch before the checkpoint."""
-        return self._resume is not None and self._resume.repeats
+        return self._resume is not None and self._resume.repeats_epoch
 
     @property
     def epochs(self) -> float:
@@ -235,7 +235,7 @@ class DataPosition:
             # All ranks have the state of rank 0, and must not draw the same numbers.
             random_state.seed_everything(int(torch.randint(1 << 62, ()).item()) + ranks.rank)
         self._resume = _Resume(
-            random=random_state.capture(), has_same_ranks=has_same_ranks, repeats=values["at_start"]
+            random=random_state.capture(), has_same_ranks=has_same_ranks, repeats_epoch=values["at_start"]
         )
         return warning
 
@@ -258,7 +258,7 @@ class DataPosition:
     def note_repeat(self) -> None:
         """Note that the program comes again to a pass that was finished before the checkpoint."""
         if self._resume is not None:
-            self._resume.repeats = True
+            self._resume.repeats_epoch = True
 
     def add_loop(self, name: str) -> None:
         """Add the loop whose pass begins, if it is new.
@@ -359,7 +359,7 @@ class DataPosition:
             self._adjust_batch(name, loop, has_same_ranks=resume.has_same_ranks)
             random = self._continue_random(loader, name, resume.random)
         else:
-            if resume is not None and resume.repeats:
+            if resume is not None and resume.repeats_epoch:
                 # What the program did again has drawn random numbers that it had drawn before.
                 random_state.restore(resume.random)
             random = self._begin_random(loader, name)
@@ -432,11 +432,11 @@ class DataPosition:
         self.batch = 0
         self.is_open = False
 
-    def has_unclear_loader(self) -> bool:
+    def has_unusable_loader_state(self) -> bool:
         """Return whether the pass is at the end of a loader that could not go on from its state."""
-        return self.is_open and self._loader is not None and has_unclear_state(self._loader)
+        return self.is_open and self._loader is not None and has_unusable_state(self._loader)
 
-    def refuse_static_loader(self) -> None:
+    def refuse_unchanged_loader_state(self) -> None:
         """Raise UsageError if the state of the loader has not changed since its pass began.
 
         Such a state has no position. One comparison in each pass, at its first checkpoint, is enough.

@@ -174,7 +174,7 @@ class RunCheckpoints:
         """
         restored_digests = self._restored_digests
         self._restored_digests = {}  # only the first pass after a restore is compared
-        if self.restored is not None and self.position.repeats:
+        if self.restored is not None and self.position.repeats_epoch:
             # What the program has done in this epoch was done before the checkpoint already.
             self.tracked.load(self.restored, self.restored.rank_value()["objects"])
         elif restored_digests:
@@ -240,7 +240,7 @@ class RunCheckpoints:
             self.refuse_older()
             self._refuse_unshared_folder()
             self.may_write = True
-        self.position.refuse_static_loader()
+        self.position.refuse_unchanged_loader_state()
         refuse_untracked_schedulers(self.tracked.objects)
         with self._progress.saving():
             snapshot = self.tracked.snapshot(self._connection.ranks, "run.save")

@@ -86,8 +86,8 @@ def _iterate_again_if_empty(loader: Any, random: PassRandom) -> Iterator[Any]:
         yield from loader
 
 
-def has_unclear_state(loader: Any) -> bool:
-    """Return whether no pass could go on from a loader's state, because one of its workers is at its end."""
+def has_unusable_state(loader: Any) -> bool:
+    """Return whether no pass could go on from a loader's state, because a worker has no more batches."""
     if not _is_stream(loader):
         return False
     state = loader.state_dict()

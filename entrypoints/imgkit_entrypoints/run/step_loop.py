@@ -248,7 +248,7 @@ class StepLoop:
         from its state.
         """
         self._gradients.count_waiting()
-        must_wait = self._gradients.is_waiting or self._position.has_unclear_loader()
+        must_wait = self._gradients.is_waiting or self._position.has_unusable_loader_state()
         return any(self._connection.ranks.gather(must_wait, call=STEP_END))
 
     def request_save(self) -> None:
@@ -266,7 +266,7 @@ class StepLoop:
                 where="run.save",
                 hint="call run.due() at the end of each step and run.save() after it, or loop over run.steps",
             )
-        if position.repeats:  # the checkpoint holds this already
+        if position.repeats_epoch:  # the checkpoint holds this state already
             return
         if self._is_in_step or uses_steps or self._agree_to_wait():
             self._should_save = True
