@@ -323,16 +323,17 @@ def lock_folder(folder: Path, say: Callable[[str], None], env: Mapping[str, str]
     stream = _open_lock(path)
     job_suffix = _job_suffix(env)
     if wait_until(lambda: _try_lock(stream, path, say), PATIENCE_S):
+        holder = f"process {os.getpid()} on {socket.gethostname()}{job_suffix}\n"
         stream.truncate()  # the line of the run before
-        stream.write(f"process {os.getpid()} on {socket.gethostname()}{job_suffix}\n".encode())
+        stream.write(holder.encode())
         stream.flush()
         return stream
-    holder = stream.read(200).decode(errors="replace").strip()  # "process 4711 on gpu03 of 1234"
-    if job_suffix and holder.endswith(job_suffix):
-        say(f"warning: {path}: an earlier attempt still has the lock ({holder})")
+    other_holder = stream.read(200).decode(errors="replace").strip()  # "process 4711 on gpu03 of 1234"
+    if job_suffix and other_holder.endswith(job_suffix):
+        say(f"warning: {path}: an earlier attempt still has the lock ({other_holder})")
         return stream
     stream.close()
-    problem = f"another run writes into this folder ({holder})"
+    problem = f"another run writes into this folder ({other_holder})"
     raise UsageError(problem, where=str(folder), hint=f"stop that run, or {_OTHER_FOLDER}")
 
 

@@ -10,6 +10,7 @@ import collections
 import datetime
 import os
 import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -89,15 +90,20 @@ def matmul_TFLOPs(kind: str, threads: int) -> float:
     elapsed_s = 0.0
     start_s = time.monotonic()
     while elapsed_s < MATMUL_S:
-        for matrix, result in zip(matrices, results, strict=True):
-            for _ in range(PRODUCTS[kind]):
-                torch.mm(matrix, matrix, out=result)
-        if kind == "cuda":  # which only queues the products
-            for device in devices:
-                torch.cuda.synchronize(device)
+        _multiply(matrices, results, PRODUCTS[kind])
         products += PRODUCTS[kind]
         elapsed_s = time.monotonic() - start_s
     return 2 * width**3 * products / elapsed_s / 1e12
+
+
+def _multiply(matrices: Sequence[torch.Tensor], results: Sequence[torch.Tensor], count: int) -> None:
+    """Multiply each matrix by itself `count` times, and wait until all devices are done."""
+    for matrix, result in zip(matrices, results, strict=True):
+        for _ in range(count):
+            torch.mm(matrix, matrix, out=result)
+    for result in results:
+        if result.is_cuda:  # CUDA only queues the products
+            torch.cuda.synchronize(result.device)
 
 
 def exchange_GBps(request: MeasureRequest, kind: str) -> float:
