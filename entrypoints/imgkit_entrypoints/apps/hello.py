@@ -56,7 +56,7 @@ def main() -> None:
 
     from imgkit_entrypoints.apps import ranks as workers
 
-    with workers.opened() as ranks:
+    with workers.join_group() as ranks:
         device = f"{ranks.device}, {torch.get_num_threads()} threads"
         if ranks.device.type == "cuda":
             device = f"{ranks.device}, {torch.cuda.get_device_name(ranks.device)}"

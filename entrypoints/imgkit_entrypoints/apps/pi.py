@@ -153,7 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     add_options(parser, OPTIONS)
     intervals: int = parser.parse_args().intervals
-    with workers.opened() as ranks:
+    with workers.join_group() as ranks:
         first, end = share(intervals + 1, ranks.rank, ranks.world_size)
         partial_sum(first, min(end, first + 2 * BLOCK), intervals, ranks)  # the first call sets things up
         dist.barrier()

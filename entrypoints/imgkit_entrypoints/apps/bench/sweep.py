@@ -252,7 +252,7 @@ def main() -> int:
     try:
         with (
             nccl_log.collect_log(os.environ) as log_folder,
-            ranks.opened(bench_options.timeout_s) as bench_ranks,
+            ranks.join_group(bench_options.timeout_s) as bench_ranks,
         ):
             return Sweep(set_up(bench_options, bench_ranks), log_folder).run()
     except ImgkitError as error:

@@ -113,7 +113,7 @@ def exchange_GBps(request: MeasureRequest, kind: str) -> float:
     device = torch.device("cpu")
     if kind == "cuda":
         device = torch.device("cuda", 0)
-    with ranks.opened(
+    with ranks.join_group(
         request.limit_s,
         device=device,
         store=dist.PrefixStore(f"{request.stage}/{request.group[0]}", store),

@@ -50,7 +50,7 @@ def main() -> None:
         # Mistakes in user code end the run here, before ranks wait for each other.
         for name, contract, _ in plugin_table(config).values():
             _load_function(name, contract, None)
-        with workers.opened() as ranks:
+        with workers.join_group() as ranks:
             start_up.ends("process_group")
             sys.exit(train(config, run, ranks, start_up))
     except CheckFailed as error:
