@@ -78,7 +78,9 @@ class NodeVerdict:
     checks: tuple[Check, ...] = field(default=())
 
 
-def judge(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: int) -> tuple[NodeVerdict, ...]:
+def judge_nodes(
+    hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: int
+) -> tuple[NodeVerdict, ...]:
     """Return a verdict on every node, by which the bad one can be told from its victims.
 
     If the values of a rank arrive wrong at most others, that rank is at fault; otherwise the receiver is. A
@@ -195,7 +197,7 @@ def _judge_node(
     )
 
 
-def table(nodes: Sequence[NodeVerdict]) -> Iterator[str]:
+def format_table(nodes: Sequence[NodeVerdict]) -> Iterator[str]:
     """Yield the lines of the report: one for each node, with its problems below."""
     width = max(len(node.host) for node in nodes)
     indent = " " * (7 + 2 + width)  # the columns of the verdict and of the host
@@ -254,13 +256,15 @@ def main() -> None:
     if rank == 0:
         # Every rank gets its full time, because a rank that hangs is a finding as well.
         hosts, answers = _collect(store, world_size, options.timeout + LATE_S)
-        nodes = judge(hosts, answers, options.timeout)
+        nodes = judge_nodes(hosts, answers, options.timeout)
         has_failed = bool(failed_hosts(nodes, strict=options.strict))
         if options.json:
             rows = [dataclasses.asdict(node) for node in nodes]
             print_json({"passed": not has_failed, "world_size": world_size, "nodes": rows})
         else:
-            terminal.print_results(*table(nodes), verdict_line(nodes, world_size, strict=options.strict))
+            terminal.print_results(
+                *format_table(nodes), verdict_line(nodes, world_size, strict=options.strict)
+            )
         store.set("code", str(int(has_failed)))
     # Rank 0 may need its timeout for the start, for the sum, and again for the others, so wait longer.
     store.wait(["code"], datetime.timedelta(seconds=4 * (options.timeout + LATE_S)))

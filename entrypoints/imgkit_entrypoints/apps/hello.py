@@ -35,7 +35,7 @@ class Peer:
     """Half of the median round trip of 8 bytes; None for rank 0 itself."""
 
 
-def table(peers: Sequence[Peer]) -> list[str]:
+def format_table(peers: Sequence[Peer]) -> list[str]:
     """Return the lines of an aligned table with rank, host, device and latency."""
     rows = [("rank", "host", "device", "latency")]
     for peer in peers:
@@ -68,7 +68,7 @@ def main() -> None:
         dist.all_reduce(total)
         if ranks.rank == 0:
             footer = f"latency: half the median of {ROUND_TRIPS} round trips of 8 bytes, {dist.get_backend()}"
-            terminal.print_results(*table(peers), footer, f"all_reduce of ones: {total.item():.0f}")
+            terminal.print_results(*format_table(peers), footer, f"all_reduce of ones: {total.item():.0f}")
     if total.item() != ranks.world_size:
         error = f"rank {ranks.rank}: all_reduce of {ranks.world_size} ones gave {total.item():.0f}"
         sys.exit(terminal.escape_controls(error))

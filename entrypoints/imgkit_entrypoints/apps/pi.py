@@ -52,7 +52,7 @@ class Work:
         return self.points / self.seconds if self.points else 0.0
 
 
-def end_points(first: int, end: int, intervals: int) -> float:
+def excess_of_ends(first: int, end: int, intervals: int) -> float:
     """Return how much the sum over ``range(first, end)`` is too large if every point has the weight 1.
 
     In the trapezoid rule, the two ends of [0, 1] have the weight 1/2. The integrand 4/(1+x^2) is 4 at 0 and 2
@@ -74,7 +74,9 @@ def tolerance(intervals: int) -> float:
     return 1.0 / (6.0 * intervals * intervals) + ROUNDING
 
 
-def report(value: float, intervals: int, results: Sequence[Work], seconds: float, alone: Work) -> list[str]:
+def format_report(
+    value: float, intervals: int, results: Sequence[Work], seconds: float, alone: Work
+) -> list[str]:
     """Return the lines that rank 0 prints.
 
     Parameters
@@ -132,7 +134,7 @@ def partial_sum(first: int, end: int, intervals: int, ranks: Ranks) -> float:
         sums.append(values[: end - start].sum().item())
         points += block
     # fsum adds the sums of many blocks without a rounding error of its own.
-    return 4.0 * square * math.fsum(sums) - end_points(first, end, intervals)
+    return 4.0 * square * math.fsum(sums) - excess_of_ends(first, end, intervals)
 
 
 def timed_sum(first: int, end: int, intervals: int, ranks: Ranks) -> tuple[float, Work]:
@@ -170,7 +172,7 @@ def main() -> None:
         seconds = max(ranks.gather(time.perf_counter() - start_s))
         results = ranks.gather(work)
         if ranks.rank == 0:
-            terminal.print_results(*report(value, intervals, results, seconds, alone))
+            terminal.print_results(*format_report(value, intervals, results, seconds, alone))
     if abs(value - math.pi) > tolerance(intervals):
         error = (
             f"the error of pi is above {tolerance(intervals):.1e}: a node or the network gave wrong values"

@@ -27,7 +27,7 @@ MAX_DECADES = 3.5
 Points = Sequence[tuple[int, float]]
 
 
-def draw(title: str, results: Sequence[Result]) -> str:
+def draw_chart(title: str, results: Sequence[Result]) -> str:
     """Return the SVG file with one line for each collective."""
     lines: dict[str, list[tuple[int, float]]] = {}
     for result in results:

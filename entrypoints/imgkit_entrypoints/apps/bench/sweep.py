@@ -172,7 +172,7 @@ class Sweep:
         if self._record.wrong:
             reasons.append(f"{self._record.wrong} elements were wrong, so run dist-doctor before you train")
         if self._record.complete:
-            reasons += verdict.shortfalls(self._setup.options.requirement, self._verdicts())
+            reasons += verdict.find_shortfalls(self._setup.options.requirement, self._verdicts())
         if reasons:
             self._note(f"FAILED: {'; '.join(reasons)}.")
         self._save()
@@ -218,7 +218,7 @@ class Sweep:
         nodes = "1 node" if world.nodes == 1 else f"{world.nodes} nodes"
         dtype = self._setup.options.dtype
         title = f"Bus bandwidth, {dtype}, {world.ranks} ranks on {nodes}, {world.backend}"
-        return chart.draw(title, self._record.results)
+        return chart.draw_chart(title, self._record.results)
 
     def _verdict_values(self, more_notes: tuple[str, ...]) -> dict[str, Any]:
         """Return the verdict as the JSON file has it."""

@@ -104,7 +104,7 @@ def refuse_requirement(requirement: Requirement | None, nodes: int, line_rate_Gb
         )
 
 
-def shortfalls(requirement: Requirement | None, verdicts: Sequence[BusbwVerdict]) -> Iterator[str]:
+def find_shortfalls(requirement: Requirement | None, verdicts: Sequence[BusbwVerdict]) -> Iterator[str]:
     """Yield a reason for each collective that misses `requirement`."""
     if requirement is None:
         return

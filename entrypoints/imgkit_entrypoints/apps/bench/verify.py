@@ -68,7 +68,8 @@ def iterate_blocks(count: int, first: int, length: int) -> Iterator[tuple[int, i
 def make_table(dtype: Dtype, ranks: int) -> array.array[int]:
     """Return one period of the table: whole numbers whose sum over `ranks` is exact in `dtype`."""
     modulus = min(max(2, dtype.exact // ranks + 1), _MAX_NUMBER)
-    # With more ranks than the type can count, most numbers are 0; half of the range is left for chance.
+    # How many of 2 ** 16 numbers are not 0. With more ranks than the type can count, these are few, so that
+    # the expected sum is half of what is exact.
     nonzero = 1 << 16
     if ranks > dtype.exact:
         nonzero = (dtype.exact << 15) // ranks
