@@ -255,7 +255,7 @@ def main() -> None:
     store.set(f"answer/{rank}", json.dumps(dataclasses.asdict(answer)))
     if rank == 0:
         # Every rank gets its full time, because a rank that hangs is a finding as well.
-        hosts, answers = _collect(store, world_size, options.timeout + LATE_S)
+        hosts, answers = _collect_answers(store, world_size, options.timeout + LATE_S)
         nodes = judge_nodes(hosts, answers, options.timeout)
         has_failed = bool(failed_hosts(nodes, strict=options.strict))
         if options.json:
@@ -391,7 +391,7 @@ def _wrong_senders(rank: int, world_size: int, device: torch.device) -> tuple[in
     return tuple(torch.unique(owner[bad]).tolist())
 
 
-def _collect(store: Any, world_size: int, wait_s: int) -> tuple[list[str], dict[int, Answer]]:
+def _collect_answers(store: Any, world_size: int, wait_s: int) -> tuple[list[str], dict[int, Answer]]:
     """Return the host of every rank, and the answers that arrive within `wait_s` seconds.
 
     The time is for all ranks together. A rank that did not answer may still have reported its host.

@@ -220,7 +220,7 @@ def start_workers_on_their_cpus() -> None:
     api.get_subprocess_handler = start_worker
 
 
-def main_of_forks() -> None:
+def run_with_forks() -> None:
     """Run torchrun with workers that are forks of this process, which has imported torch for all of them.
 
     This is safe because nothing here has started a thread of torch or a CUDA context.
@@ -233,7 +233,7 @@ def main_of_forks() -> None:
         return
     config, _, argv = config_from_args(parse_args(sys.argv[1:]))
     config.start_method = "fork"
-    module = _own_module(argv)
+    module = _find_own_module(argv)
     if module:
         importlib.import_module(module)
     # When one worker has failed, torch ends the others by TERM, which is blocked in them.
@@ -279,7 +279,7 @@ def _hang_up(process: popen_fork.Popen) -> None:
             os.kill(process.pid, signal.SIGHUP)
 
 
-def _own_module(argv: Sequence[str]) -> str:
+def _find_own_module(argv: Sequence[str]) -> str:
     """Return the module of imgkit's own program in `argv`, or "" if the program is the user's.
 
     For a package such as ``imgkit_entrypoints.apps.train`` it is ``__main__`` in it, which has the imports.
@@ -301,7 +301,7 @@ def run_forked_worker(*argv: str) -> None:
     for number in (signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     cores.bind_to_cpus(os.environ, int(os.environ["LOCAL_RANK"]))
-    module = _own_module(argv)
+    module = _find_own_module(argv)
     if module:
         run_worker(lambda: _run_own_module(module, argv))
     else:
@@ -346,6 +346,6 @@ if __name__ == "__main__":
     )
     start = main
     if os.environ.get("IMGKIT_START") == "fork":
-        start = main_of_forks
+        start = run_with_forks
     is_imgkits = any(argument.startswith(_OWN) for argument in sys.argv)
     run_worker(lambda: run_torchrun(start, is_imgkits=is_imgkits))

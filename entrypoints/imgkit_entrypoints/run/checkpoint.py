@@ -374,7 +374,7 @@ class Checkpoint:
             self._ranks.broadcast_tensor(tensor)
         return tensors
 
-    def rank_value(self) -> Any:
+    def read_rank_value(self) -> Any:
         """Return the value that this rank has saved for itself.
 
         If more or fewer ranks have saved, every rank gets the value of rank 0.

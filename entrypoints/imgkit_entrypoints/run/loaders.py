@@ -143,7 +143,7 @@ def _generators_in(owner: Any) -> list[torch.Generator]:
     return [value for value in getattr(owner, "__dict__", {}).values() if isinstance(value, torch.Generator)]
 
 
-def loader_generators(loader: Any) -> list[torch.Generator]:
+def list_generators(loader: Any) -> list[torch.Generator]:
     """Return the generators of a loader, its samplers and its dataset that a pass uses in this process."""
     owners = [loader, *_samplers(loader)]
     if isinstance(loader, DataLoader) and loader.num_workers == 0:  # workers draw from copies

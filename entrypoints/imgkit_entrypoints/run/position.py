@@ -24,7 +24,7 @@ from imgkit_entrypoints.run.loaders import (
     custom_batch_sampler,
     describe_sampler,
     iterate_from,
-    loader_generators,
+    list_generators,
     loader_length,
     sampler_epoch,
     steps_error,
@@ -335,7 +335,7 @@ class DataPosition:
         if self.batch == 0 or self._resume is not None:
             return
         if self.batch == self._length:
-            self.close()
+            self.close_pass()
             return
         size = f" of {self._length}" if self._length > 0 else ""
         raise steps_error(
@@ -345,7 +345,7 @@ class DataPosition:
             "only end the program",
         )
 
-    def open(self, loader: Any, name: str) -> Iterator[Any]:
+    def open_pass(self, loader: Any, name: str) -> Iterator[Any]:
         """Begin a pass over `loader`, or go on where the checkpoint was taken, and iterate over its batches.
 
         Raises
@@ -418,14 +418,14 @@ class DataPosition:
 
     def _generators_of(self, name: str, loader: Any) -> _LoopGenerators:
         """Return the generators of a loop whose pass over `loader` begins."""
-        generators = loader_generators(loader)
+        generators = list_generators(loader)
         if name not in self._generators:
             self._generators[name] = _LoopGenerators(first=capture_generators(generators), start=())
         states = self._generators[name]
         states.generators = generators
         return states
 
-    def close(self) -> None:
+    def close_pass(self) -> None:
         """Note that the pass is finished."""
         loop = self.loops[self._name]
         self.loops[self._name] = dataclasses.replace(loop, passes=loop.passes + 1)

@@ -151,7 +151,7 @@ class RunCheckpoints:
         UsageError : a tracked object cannot get its state.
         """
         ranks = self._connection.ranks
-        rank_values = newest.rank_value()
+        rank_values = newest.read_rank_value()
         per_rank_states = rank_values["objects"]
         if per_rank_states and newest.world_size != ranks.world_size:
             raise UsageError(
@@ -176,7 +176,7 @@ class RunCheckpoints:
         self._restored_digests = {}  # only the first pass after a restore is compared
         if self.restored is not None and self.position.repeats_epoch:
             # What the program has done in this epoch was done before the checkpoint already.
-            self.tracked.load(self.restored, self.restored.rank_value()["objects"])
+            self.tracked.load(self.restored, self.restored.read_rank_value()["objects"])
         elif restored_digests:
             self._refuse_changes(restored_digests)
 

@@ -81,7 +81,7 @@ class StepLoop:
         position.add_loop(name)
         self._prepare_pass(loader, save_every, line)
         try:
-            batches = position.open(loader, name)
+            batches = position.open_pass(loader, name)
             self.start(save_every)
             for batch in batches:
                 self._open_step()
@@ -111,7 +111,7 @@ class StepLoop:
         should_save = self._connection.stop and not has_state(loader)
         if should_save and not self._agree_to_wait():
             self.save_now()
-        self._position.close()
+        self._position.close_pass()
 
     def _prepare_pass(self, loader: Any, save_every: int, line: str) -> None:
         """Check that a resume could tell the pass that begins from others, and take a save that waits for it.

@@ -417,10 +417,10 @@ def _tensors_for_shards(stateful: Any, name: str, tree: Any, checkpoint: Checkpo
     if isinstance(stateful, nn.Module):
         state = state_of(name, stateful)
         return {tree[key].key: tensor for key, tensor in state.items() if is_dtensor(tensor)}
-    return _like_parameters(stateful, tree, checkpoint)
+    return _make_optimizer_shards(stateful, tree, checkpoint)
 
 
-def _like_parameters(optimizer: Optimizer, tree: Any, checkpoint: Checkpoint) -> dict[str, Tensor]:
+def _make_optimizer_shards(optimizer: Optimizer, tree: Any, checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Return a DTensor like its parameter for each tensor in the saved state of an optimizer, by key.
 
     A fresh optimizer has no state to read into.

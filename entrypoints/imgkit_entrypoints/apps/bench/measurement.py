@@ -120,7 +120,9 @@ class Measurer:
         wrong = 0
         first_wrong = None
         if self.expected:
-            wrong, first_wrong = self._verify(self.expected, collective, buffers[0], counts, is_slow)
+            wrong, first_wrong = self._verify_iterations(
+                self.expected, collective, buffers[0], counts, is_slow
+            )
         # One exchange for both: the number of wrong elements, and the times.
         rows = self.gather_rows([float(wrong), *batches])
         wrong_counts, *batch_times = zip(*rows, strict=True)
@@ -178,7 +180,7 @@ class Measurer:
             seconds.append(time_batch(launch, counts.launches, self.ranks))
         return seconds
 
-    def _verify(
+    def _verify_iterations(
         self,
         expected: ExpectedValues,
         collective: Collective,

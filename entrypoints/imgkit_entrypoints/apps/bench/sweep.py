@@ -84,7 +84,7 @@ class Sweep:
             except OutOfMemory:
                 self._note(self._describe_memory(collective, size_bytes))
                 return False
-            self._add(collective, measurement)
+            self._report_size(collective, measurement)
             previous = measurement.counts
         return True
 
@@ -144,7 +144,7 @@ class Sweep:
             max_bytes //= 2
         return max_bytes
 
-    def _add(self, collective: Collective, measurement: Measurement) -> None:
+    def _report_size(self, collective: Collective, measurement: Measurement) -> None:
         """Print and save one size."""
         setup = self._setup
         counts = measurement.counts

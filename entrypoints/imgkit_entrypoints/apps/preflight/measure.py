@@ -48,12 +48,12 @@ def measure(request: MeasureRequest) -> MeasureResult:
     if os.environ.get("IMGKIT_DEVICE") == "cuda":
         kind = "cuda"
     if len(request.group) > 1:
-        return MeasureResult(stage=request.stage, figures=(("bandwidth", exchange_GBps(request, kind)),))
+        return MeasureResult(stage=request.stage, figures=(("bandwidth", measure_pair_GBps(request, kind)),))
     host = facts.gather()
     failures, warnings = check_node(host, kind)
     return MeasureResult(
         stage=request.stage,
-        figures=(("matmul", matmul_TFLOPs(kind, host.cpus)),),
+        figures=(("matmul", measure_matmul_TFLOPs(kind, host.cpus)),),
         failed=tuple(failures),
         notes=tuple(warnings),
     )
@@ -72,7 +72,7 @@ def check_node(host: facts.HostFacts, kind: str) -> tuple[list[str], list[str]]:
     return texts["fail"][:MAX_TEXTS], texts["warn"][:MAX_TEXTS]
 
 
-def matmul_TFLOPs(kind: str, threads: int) -> float:
+def measure_matmul_TFLOPs(kind: str, threads: int) -> float:
     """Multiply matrices on all devices at once, and return the speed of the slowest one in TFLOP/s.
 
     A product of two matrices with n rows has 2 n^3 operations.
@@ -106,7 +106,7 @@ def _multiply(matrices: Sequence[torch.Tensor], results: Sequence[torch.Tensor],
             torch.cuda.synchronize(result.device)
 
 
-def exchange_GBps(request: MeasureRequest, kind: str) -> float:
+def measure_pair_GBps(request: MeasureRequest, kind: str) -> float:
     """Return the bandwidth of each direction between the two nodes of ``request.group``, in GB/s."""
     limit = datetime.timedelta(seconds=request.limit_s)
     store = dist.TCPStore(os.environ["MASTER_ADDR"], request.store, is_master=False, timeout=limit)

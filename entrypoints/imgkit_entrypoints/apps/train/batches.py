@@ -100,13 +100,13 @@ class Batches:
         loaded : the batches of samples that are loaded one by one; None: the data makes whole batches.
         """
         if loaded is not None:
-            return self._on_device(next(loaded))
+            return self._move_to_device(next(loaded))
         first = position.consumed + part.first
         end = position.consumed + part.end
         if self._is_small:
             return tuple(tensor[first:end] for tensor in self._shuffled(position.epoch))
         indices = self._permutation(position.epoch)[first:end]
-        return self._on_device(self._samples.batch(indices))
+        return self._move_to_device(self._samples.batch(indices))
 
     def _iterate_requests(self, start: Position, steps: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the epoch and the sample indices of each micro-batch."""
@@ -124,14 +124,14 @@ class Batches:
 
     def _shuffle_all(self, epoch: int) -> Any:
         """Return all samples on the device, in the order of an epoch."""
-        return self._on_device(self._samples.batch(self._draw_permutation(epoch)))
+        return self._move_to_device(self._samples.batch(self._draw_permutation(epoch)))
 
-    def _on_device(self, batch: Any) -> Any:
+    def _move_to_device(self, batch: Any) -> Any:
         """Return a batch, of which every tensor is on the device and has the type of the options."""
         if isinstance(batch, dict):
-            return {key: self._on_device(part) for key, part in batch.items()}
+            return {key: self._move_to_device(part) for key, part in batch.items()}
         if not isinstance(batch, torch.Tensor):
-            return tuple(self._on_device(part) for part in batch)
+            return tuple(self._move_to_device(part) for part in batch)
         if self._ranks.device.type == "cuda" and not batch.is_pinned():
             batch = batch.pin_memory()
         dtype = self._dtype if batch.is_floating_point() else batch.dtype

@@ -140,7 +140,7 @@ class RunLog:
         latest = parts[-1]
         seconds = sum(part.seconds for part in parts)
         steps = sum(part.steps for part in parts)
-        loss, numbers = self._average(parts)
+        loss, numbers = self._average_steps(parts)
         if loss is not None:
             self._last_loss = loss
         waited_s = workload.waited_s() - self._waited_s
@@ -171,7 +171,7 @@ class RunLog:
         left_s = step_s * (workload.steps - step)
         terminal.print_results(self._format_line(step, values, left_s))
 
-    def _average(self, parts: Sequence[LatestSteps]) -> tuple[float | None, dict[str, float | None]]:
+    def _average_steps(self, parts: Sequence[LatestSteps]) -> tuple[float | None, dict[str, float | None]]:
         """Return the mean loss of some steps, and the means of the user's numbers by name.
 
         Skipped steps do not count. Where all steps were skipped, each mean is None.

@@ -139,7 +139,7 @@ class Trainer:
             with NO_CONTEXT if micro_batch.last else self.model.no_sync():
                 losses.append(self._add_gradients(micro_batch))
         self._clock.end_step()
-        self._update(sum(losses[1:], losses[0]), measured=measured)
+        self._update_weights(sum(losses[1:], losses[0]), measured=measured)
         self._drop_gradients()
 
     def _add_gradients(self, micro_batch: MicroBatch) -> Tensor:
@@ -173,7 +173,7 @@ class Trainer:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def _update(self, loss: Tensor, *, measured: bool) -> None:
+    def _update_weights(self, loss: Tensor, *, measured: bool) -> None:
         """Update the weights, unless ``--on-nan skip`` is given and the gradient is not finite.
 
         Every rank has the sum of all gradients, which holds any NaN, so all decide alike without a message.
@@ -205,7 +205,7 @@ class Trainer:
         return norm
 
     @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def switch_to_evaluation(self) -> Iterator[None]:
         """Switch to evaluation; training continues afterwards as if nothing had happened."""
         state = random_state.capture()
         self.plain.eval()
@@ -288,7 +288,7 @@ class Evaluation:
         """
         total = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
         position = Position()
-        with self._trainer.evaluating():
+        with self._trainer.switch_to_evaluation():
             for next_position, micro_batches in self._feed.steps(position, self._order.steps_per_epoch):
                 # A micro-batch has the weight of its samples among those of one rank.
                 samples_per_rank = self._order.samples_at(position) / self._order.world_size
