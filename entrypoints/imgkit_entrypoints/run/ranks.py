@@ -56,12 +56,9 @@ class Ranks:
         """Return the values of all ranks on rank 0, and an empty list elsewhere; a collective call."""
         if self.world_size == 1:
             return [value]
-        if self.rank != 0:
-            dist.gather_object(value, None, dst=0, group=self.group)
-            return []
-        rows: list[Any] = [None] * self.world_size
-        dist.gather_object(value, rows, dst=0, group=self.group)
-        return rows
+        values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(value, values, dst=0, group=self.group)
+        return values or []
 
     def scatter(self, values: Sequence[Any]) -> Any:
         """Return this rank's item of the list that rank 0 gives; a collective call."""
