@@ -103,7 +103,9 @@ def time_round_trips(peer: int, host: str, ranks: Ranks) -> float | None:
             ranks.synchronize()
             latencies_s.append(time.perf_counter() - start_s)
             _refuse_wrong_answer(int(buffer.item()), number, peer, host)
-    return statistics.median(latencies_s[WARM_UP:]) / 2 if latencies_s else None
+    if not latencies_s:
+        return None
+    return statistics.median(latencies_s[WARM_UP:]) / 2
 
 
 def _refuse_wrong_answer(answer: int, number: int, peer: int, host: str) -> None:

@@ -52,7 +52,9 @@ def join_group(
     store, rank, world_size : the group to join if torchrun has not prepared one.
     """
     local_rank = int(os.environ["LOCAL_RANK"])
-    timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+    timeout = None
+    if timeout_s is not None:
+        timeout = datetime.timedelta(seconds=timeout_s)
     if device is None:
         device = _choose_device(local_rank)
     backend = "gloo"

@@ -90,7 +90,9 @@ class CallWatch:
                     state = latest_state
                     start_s = time.monotonic()
                 has_stayed = time.monotonic() - start_s >= LIMIT_S
-                text = json.dumps(state) if has_stayed else ""
+                text = ""
+                if has_stayed:
+                    text = json.dumps(state)
                 if text != published:
                     self._store.set(str(self._ranks.rank), text)
                     published = text
@@ -102,7 +104,9 @@ class CallWatch:
         frames = list(_iterate_frames(self._thread_id))
         library_frames = list(itertools.takewhile(_is_in_library, frames))
         program_frames = frames[len(library_frames) :]
-        line = format_line(program_frames[0]) if program_frames else ""
+        line = ""
+        if program_frames:
+            line = format_line(program_frames[0])
         position, signs = self._pulse.progress
         return RankState(_find_call(library_frames), line, position, signs)
 

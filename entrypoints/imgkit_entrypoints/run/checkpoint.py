@@ -140,7 +140,9 @@ class CheckpointWriter:
         rank_values = self._ranks.gather_on_rank_0(rank_value)
         self._finish_writing()  # the thread reads the copies, which change now
         shards = {key: tensor for key, tensor in tensors.items() if is_dtensor(tensor)}
-        writers = self._connect_all_ranks() if shards else self._rank_0
+        writers = self._rank_0
+        if shards:
+            writers = self._connect_all_ranks()
         if self._ranks.rank == 0:
             values = {INDEX: index}
             for rank, value in enumerate(rank_values):
@@ -471,8 +473,9 @@ def _report_newest(path: Path) -> _NodeReport:
         checkpoints = disk.checkpoints_at(path)
     except OSError as error:
         return _NodeReport("", host, f"{error.filename} cannot be listed: {error.strerror}")
-    newest_name = checkpoints[0].name if checkpoints else ""
-    return _NodeReport(newest_name, host, "")
+    if not checkpoints:
+        return _NodeReport("", host, "")
+    return _NodeReport(checkpoints[0].name, host, "")
 
 
 def _refuse_newer_elsewhere(path: Path, ranks: Ranks) -> None:

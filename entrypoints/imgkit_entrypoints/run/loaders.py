@@ -91,7 +91,9 @@ def _samplers(loader: Any) -> list[Any]:
 def custom_batch_sampler(loader: Any) -> Any:
     """Return the batch sampler that a program has given to a loader, or None if there is only torch's."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    return None if type(batch_sampler) is BatchSampler else batch_sampler
+    if type(batch_sampler) is BatchSampler:
+        return None
+    return batch_sampler
 
 
 def sampler_epoch(loader: Any) -> int | None:

@@ -56,7 +56,9 @@ class Ranks:
         """Return the values of all ranks on rank 0, and an empty list elsewhere; a collective call."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        values: list[Any] | None = None
+        if self.rank == 0:
+            values = [None] * self.world_size
         dist.gather_object(value, values, dst=0, group=self.group)
         return values or []
 
@@ -64,7 +66,9 @@ class Ranks:
         """Return this rank's item of the list that rank 0 gives; a collective call."""
         if self.world_size == 1:
             return values[0]
-        items = list(values) if self.rank == 0 else None
+        items = None
+        if self.rank == 0:
+            items = list(values)
         received: list[Any] = [None]
         dist.scatter_object_list(received, items, src=0, group=self.group)
         return received[0]

@@ -273,9 +273,12 @@ class RunCheckpoints:
         reason = connection.stop
         connection.wait_for_last_numbers(step)
         saved_step = self.wait().saved_step
-        saved = f"the state of step {saved_step} is saved" if saved_step >= 0 else "this start saved no state"
-        ending = f"; {saved}" if self.keep else ""
-        connection.report(f"stopped after step {step}: {reason}{ending}")
+        message = f"stopped after step {step}: {reason}"
+        if self.keep and saved_step >= 0:
+            message += f"; the state of step {saved_step} is saved"
+        elif self.keep:
+            message += "; this start saved no state"
+        connection.report(message)
         code = EXIT_NO
         if self.keep and saved_step == step:
             code = stop_requests.report_saved(

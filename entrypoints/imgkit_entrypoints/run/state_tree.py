@@ -64,7 +64,9 @@ def is_dtensor(value: object) -> bool:
 
 def local_part(tensor: Any) -> Tensor:
     """Return this rank's part of a DTensor, and any other tensor as it is."""
-    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+    local: Tensor = tensor
+    if is_dtensor(tensor):
+        local = tensor.to_local()
     return local
 
 

@@ -147,7 +147,9 @@ def _encode_leaf(leaf: Any, *, has_values: bool) -> bytes:
 
 def _sort_set(leaf: Any) -> Any:
     """Return a set as a list in an order that is the same in each process, and any other value as it is."""
-    return sorted(leaf, key=repr) if isinstance(leaf, set) else leaf
+    if isinstance(leaf, set):
+        return sorted(leaf, key=repr)
+    return leaf
 
 
 def _shorten(text: str) -> str:

@@ -456,7 +456,9 @@ def state_of(name: str, stateful: Any) -> Any:
             f"the state of {name}, a {type(stateful).__name__}, cannot be read: {error}",
             "docs/guides/resume.md shows how accelerate's own save_state is used",
         ) from error
-    return _unwrap_state(stateful, state) if isinstance(stateful, nn.Module) else state
+    if isinstance(stateful, nn.Module):
+        return _unwrap_state(stateful, state)
+    return state
 
 
 def _unwrap_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -108,7 +108,9 @@ def _draw_line(name: str, number: int, points: Points, x_axis: Axis, y_axis: Axi
     # With more lines than colours, the next ones have dashes.
     round_number, colour = divmod(number, len(COLOURS))
     dash = DASHES[round_number % len(DASHES)]
-    dash_attribute = f' stroke-dasharray="{dash}"' if dash else ""
+    dash_attribute = ""
+    if dash:
+        dash_attribute = f' stroke-dasharray="{dash}"'
     positions = [(x_axis.position(size), y_axis.position(value)) for size, value in points]
     corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in positions)
     yield f'<polyline class="s{colour}" fill="none" stroke-width="2"{dash_attribute} points="{corners}"/>'

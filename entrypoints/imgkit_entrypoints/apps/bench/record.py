@@ -83,7 +83,10 @@ class Result:
             "low": self.low_us,
             "high": self.high_us,
         }
-        is_separate = find_collective(self.collective).separate
+        out_of_place = None
+        in_place: dict[str, Any] | None = figures
+        if find_collective(self.collective).separate:
+            out_of_place, in_place = figures, None
         return {
             "experiment_name": self.collective,
             "size": self.size_bytes,
@@ -91,8 +94,8 @@ class Result:
             "type": self.type,
             "redop": self.redop,
             "root": self.root,
-            "out_of_place": figures if is_separate else None,
-            "in_place": None if is_separate else figures,
+            "out_of_place": out_of_place,
+            "in_place": in_place,
             "actual_iterations": self.iterations,
         }
 

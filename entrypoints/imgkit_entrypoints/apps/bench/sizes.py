@@ -109,15 +109,17 @@ def plan_counts(size_bytes: int, *, fitting: float, iters: int | None, previous:
     previous : counts of the previous size. From one size to the next they change little, so that one wrong
         estimate neither starves a size nor takes minutes.
     """
-    total = _plan_total(size_bytes, fitting, previous) if iters is None else float(iters)
+    total = _plan_total(size_bytes, fitting, iters, previous)
     # Short operations get long batches, since the clock and the wait cost time in each.
     batches = int(total // BATCH_LAUNCHES)
     batches = min(MAX_BATCHES, max(MIN_BATCHES, batches))
     return Counts(size_bytes=size_bytes, batches=batches, launches=math.ceil(int(total) / batches))
 
 
-def _plan_total(size_bytes: int, fitting: float, previous: Counts | None) -> float:
-    """Return the launches of all batches together that fit into the time budget; see `plan_counts`."""
+def _plan_total(size_bytes: int, fitting: float, iters: int | None, previous: Counts | None) -> float:
+    """Return the launches of all batches together; the parameters are those of `plan_counts`."""
+    if iters is not None:
+        return float(iters)
     total = max(fitting, MIN_BATCHES)
     if previous is not None:
         size_ratio = size_bytes / previous.size_bytes

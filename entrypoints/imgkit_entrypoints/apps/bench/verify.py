@@ -78,7 +78,10 @@ def make_table(dtype: Dtype, ranks: int) -> array.array[int]:
         bits = _hash(index + 1)
         # Whether the number is 0 depends on the upper half of the hash, and its value on all of it.
         upper_half = bits >> 16
-        values.append(bits % modulus if upper_half < nonzero else 0)
+        number = 0
+        if upper_half < nonzero:
+            number = bits % modulus
+        values.append(number)
     return values
 
 

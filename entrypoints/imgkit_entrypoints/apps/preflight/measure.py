@@ -62,7 +62,9 @@ def measure(request: MeasureRequest) -> MeasureResult:
 def check_node(host: facts.HostFacts, kind: str) -> tuple[list[str], list[str]]:
     """Run dist-doctor's checks, and return the failed checks and the warnings as texts."""
     # A problem that stops NCCL between nodes does not stop gloo, which CPUs use.
-    nnodes = 2 if kind == "cuda" else 1
+    nnodes = 1
+    if kind == "cuda":
+        nnodes = 2
     reader = facts.Reader(root=facts.root_of(os.environ))
     checks = examine(host, facts.system_facts(), os.environ, reader=reader, nnodes=nnodes)
     texts = collections.defaultdict[str, list[str]](list)

@@ -61,10 +61,13 @@ def main() -> None:
 
 def _start_run(config: Config) -> Run:
     """Open the run's folder, if the options name one."""
+    stop_after_s = math.inf
+    if config.stop_after_s is not None:
+        stop_after_s = config.stop_after_s
     return Run.start(
         config.run_dir,
         keep=config.keep if config.run_dir else 0,
-        stop_after_s=math.inf if config.stop_after_s is None else config.stop_after_s,
+        stop_after_s=stop_after_s,
         ignore_checkpoints=config.ignore_checkpoints,
         say=say,
     )
@@ -82,7 +85,9 @@ def _describe_refusal(error: ImgkitError) -> str:
 def _end_at_failure(error: CheckFailed) -> NoReturn:
     """End this worker after an error that was raised while training, on this rank alone."""
     text = f"dist-train: {error}"
-    trace = f"\n{error.trace}" if isinstance(error, BadSample) else ""
+    trace = ""
+    if isinstance(error, BadSample):
+        trace = f"\n{error.trace}"
     if not user_program.report(text + trace):
         terminal.print_messages(*text.split("\n"))
     sys.exit(error.exit_code)
@@ -208,8 +213,10 @@ def _write_summary(end: RunEnd, run: Run, report: RunLog | None, steps: int) -> 
         state = "this start saved no state"
         if writer.saved_step >= 0:
             state = f"the state of step {writer.saved_step} is saved"
-        hint = f"; {end.hint}" if end.hint else ""
-        say(f"{run.step} of {steps} steps are done: {end.reason}; {state}{hint}")
+        message = f"{run.step} of {steps} steps are done: {end.reason}; {state}"
+        if end.hint:
+            message += f"; {end.hint}"
+        say(message)
 
 
 def _peak_memory_MiB(ranks: Ranks) -> float:
@@ -220,7 +227,9 @@ def _peak_memory_MiB(ranks: Ranks) -> float:
 
 def _tokens_per_sample(batch: Any) -> int | None:
     """Return the length of the rows in the first tensor of a batch, or None if it has no rows of tokens."""
-    tensors = batch.values() if isinstance(batch, dict) else batch
+    tensors = batch
+    if isinstance(batch, dict):
+        tensors = batch.values()
     inputs, *_ = tensors
     if inputs.is_floating_point() or inputs.dim() != 2:
         return None

@@ -135,8 +135,9 @@ class Batches:
         if self._ranks.device.type == "cuda" and not batch.is_pinned():
             batch = batch.pin_memory()
         dtype = self._dtype if batch.is_floating_point() else batch.dtype
-        is_image = batch.dim() == 4
-        layout = self._format if is_image else torch.preserve_format
+        layout = torch.preserve_format
+        if batch.dim() == 4:  # images
+            layout = self._format
         return batch.to(self._ranks.device, dtype, non_blocking=True, memory_format=layout)
 
 
@@ -164,9 +165,10 @@ def load_samples(
     try:
         for batch in loader:
             if isinstance(batch, _Failure):
-                is_own_function = ":" in config.data
-                line = f" ({batch.line})" if batch.line and is_own_function else ""
-                raise BadSample(f"{batch.text}{line}", where=where, trace=batch.trace)
+                text = batch.text
+                if batch.line and ":" in config.data:  # data of the user's own function
+                    text += f" ({batch.line})"
+                raise BadSample(text, where=where, trace=batch.trace)
             yield batch
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
@@ -210,7 +212,9 @@ class _SeededSamples:
         """Return the batch of the samples with these pairs of an epoch and an index, or a `_Failure`."""
         worker = get_worker_info()
         # In this process, the model goes on with its own random numbers afterwards.
-        state = random_state.capture() if worker is None else None
+        state = None
+        if worker is None:
+            state = random_state.capture()
         samples = []
         for epoch, index in keys:
             random_state.seed_everything(seed_of(self._seed, "sample", epoch, index))

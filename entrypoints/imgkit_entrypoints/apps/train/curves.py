@@ -115,7 +115,9 @@ def _values_axis(low: float, high: float, *, from_zero: bool) -> Axis:
     bottom = TOP + PLOT_HEIGHT
     if from_zero or low == high:
         start = min(0.0, low)
-        end = high if high > start else start + 1  # an axis needs a length
+        end = high
+        if high <= start:  # an axis needs a length
+            end = start + 1
         return Axis(start, end, bottom, -PLOT_HEIGHT)
     if low > 0 and high >= 100 * low:
         return Axis(low / 1.2, high * 1.2, bottom, -PLOT_HEIGHT, is_logarithmic=True)

@@ -119,26 +119,29 @@ def read_config(argv: Sequence[str], env: Mapping[str, str]) -> Config:
         options.warmup_steps = warmup_steps
     if options.steps is None and options.epochs is None:
         options.steps = STEPS
-    missing = _missing_compiler(env) if options.compile else ""
-    if missing:
-        raise UsageError(f"--compile needs {missing}", hint="leave --compile out, or add it to the image")
+    if options.compile:
+        _refuse_missing_compiler(env)
     return Config(**vars(options))
 
 
-def _missing_compiler(env: Mapping[str, str]) -> str:
-    """Return what torch.compile lacks in this image, or an empty text if it lacks nothing.
+def _refuse_missing_compiler(env: Mapping[str, str]) -> None:
+    """Raise UsageError if torch.compile lacks something in this image.
 
     It writes C++ for the CPU, and for a GPU a loader in C for Triton.
     """
-    is_cuda = env.get("IMGKIT_DEVICE", "cpu") == "cuda"
-    if is_cuda and find_spec("triton") is None:
-        return "Triton, which this image does not have"
-    variable, names = ("CC", ["gcc", "clang", "cc"]) if is_cuda else ("CXX", ["g++", "clang++"])
+    hint = "leave --compile out, or add it to the image"
+    variable = "CXX"
+    names = ["g++", "clang++"]
+    if env.get("IMGKIT_DEVICE") == "cuda":
+        variable = "CC"
+        names = ["gcc", "clang", "cc"]
+        if find_spec("triton") is None:
+            raise UsageError("--compile needs Triton, which this image does not have", hint=hint)
     if env.get(variable):
         names = [env[variable]]
-    if any(map(shutil.which, names)):
-        return ""
-    return f"a compiler ({' or '.join(names)}), but PATH has none"
+    if not any(map(shutil.which, names)):
+        compilers = " or ".join(names)
+        raise UsageError(f"--compile needs a compiler ({compilers}), but PATH has none", hint=hint)
 
 
 def _read_file(path: Path, parser: Parser) -> tuple[str, ...]:

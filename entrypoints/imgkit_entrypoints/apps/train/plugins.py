@@ -70,7 +70,7 @@ def _refuse_missing_function(module: str, name: str, arguments: int) -> None:
     """Raise ValueError if the source text of `module` has no function `name` that takes `arguments`."""
     if not module or not name.isidentifier():
         raise ValueError("not of the form MOD:FN")
-    path = Path(module) if module.endswith(".py") else _find_source(module)
+    path = _find_source(module)
     if path is None:
         raise ValueError(f"no module {module} found")
     if path.suffix != ".py":  # a compiled module has no source text
@@ -109,7 +109,9 @@ def _accepts_arguments(arguments: ast.arguments, count: int) -> bool:
 
 
 def _find_source(module: str) -> Path | None:
-    """Return the file of a module, or None. Neither the module nor its parents are imported."""
+    """Return the file of ``package.module`` or ``file.py``, or None. Nothing is imported."""
+    if module.endswith(".py"):
+        return Path(module)
     search_path: list[str] = [*sys.path, str(Path.cwd())]
     parts = module.split(".")
     spec = None

@@ -262,7 +262,9 @@ def _finite(value: float) -> float | None:
 
 def _format_number(name: str, value: float | None, format_spec: str) -> str:
     """Return a number with its name: ``loss 0.123456``, or ``loss none``."""
-    return f"{name} none" if value is None else f"{name} {value:{format_spec}}"
+    if value is None:
+        return f"{name} none"
+    return f"{name} {value:{format_spec}}"
 
 
 def _drop_lines_after(path: Path, step: int) -> None:

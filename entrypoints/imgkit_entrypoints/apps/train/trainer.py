@@ -179,8 +179,9 @@ class Trainer:
         Every rank has the sum of all gradients, which holds any NaN, so all decide alike without a message.
         """
         is_skippable = self._config.on_nan == "skip"
-        needs_norm = self._config.clip is not None or measured or is_skippable
-        norm = self._clip_gradient() if needs_norm else None
+        norm: Tensor | None = None
+        if self._config.clip is not None or measured or is_skippable:
+            norm = self._clip_gradient()
         if measured:
             self.sums[1] = norm
         if not is_skippable:
@@ -338,6 +339,8 @@ class StepSums:
         world_size = self.ranks.world_size
         # The last values are the own work of each rank, and the others are equal parts of all ranks.
         own_s = exchange.sums[-world_size:]
+        if world_size == 1:
+            own_s = ()
         skipped, norm, *numbers, wait_s = (value / world_size for value in exchange.sums[:-world_size])
         self.on_sums(
             LatestSteps(
@@ -347,7 +350,7 @@ class StepSums:
                 seconds=exchange.seconds,
                 sums=tuple(numbers),
                 grad_norm=norm,
-                own_s=own_s if world_size > 1 else (),
+                own_s=own_s,
                 wait_s=wait_s,
             )
         )
