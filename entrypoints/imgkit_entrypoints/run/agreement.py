@@ -160,8 +160,9 @@ class Agreement:
         mark = (step + _mark_text(call, _STEP_MARKS)) % _STEP_MARKS
         answers = [float(answer) for answer in self._answers()]
         own_values = [seconds / max(1, steps), mark, mark * mark, *answers]
-        own_numbers = torch.tensor(own_values, dtype=numbers.dtype).to(numbers.device, non_blocking=True)
-        values = torch.cat([own_numbers, numbers])
+        own_numbers = torch.tensor(own_values, dtype=numbers.dtype)
+        own_numbers_on_device = own_numbers.to(numbers.device, non_blocking=True)
+        values = torch.cat([own_numbers_on_device, numbers])
         work = None
         if self._ranks.world_size > 1:
             work = dist.all_reduce(values, async_op=True, group=self._ranks.group)
@@ -310,7 +311,8 @@ class NumberLog:
                 f"the ranks log different numbers; this one logs {', '.join(self._names) or 'none'}",
                 hint="give run.log the same names in the same order on every rank, or call it on one rank",
             )
-        self._totals = [total + value for total, value in zip(self._totals, sums, strict=True)]
+        for index, value in enumerate(sums):
+            self._totals[index] += value
         self._steps += exchange.steps
         self._seconds += exchange.seconds
         if time.monotonic() - self._last_line_s >= LINE_S:

@@ -118,10 +118,17 @@ def _mark_for_removal(checkpoint: Path, suffix: str) -> None:
 
 def _old_checkpoints(folder: Path, newest: Path, keep: int) -> list[Path]:
     """Return this user's checkpoints but `newest` and those just before it, which are `keep` together."""
-    own_checkpoints = [path for path in newest_first(folder) if not files.foreign_owner(path, folder.parent)]
-    # The checkpoints of later steps are old ones too.
-    remaining = [path for path in own_checkpoints if path.name <= newest.name][:keep]
-    return [path for path in own_checkpoints if path not in remaining]
+    old_checkpoints = []
+    remaining = 0
+    for path in newest_first(folder):
+        if files.foreign_owner(path, folder.parent):
+            continue
+        is_later = path.name > newest.name
+        if is_later or remaining == keep:
+            old_checkpoints.append(path)
+        else:
+            remaining += 1
+    return old_checkpoints
 
 
 def set_aside(checkpoints: Iterable[Path]) -> None:
@@ -144,9 +151,10 @@ def describe_file(path: Path) -> FileEntry:
 
 def _remove_leftovers(folder: Path) -> list[str]:
     """Remove what an interrupted writer left, and checkpoints that are being removed; return the problems."""
-    leftovers = [path for path in folder.iterdir() if path.name.startswith((WRITING, LEAVING))]
     problems = []
-    for path in leftovers:
+    for path in list(folder.iterdir()):
+        if not path.name.startswith((WRITING, LEAVING)):
+            continue
         try:
             remove_checkpoint(path)
         except OSError as error:
@@ -216,7 +224,8 @@ def read_manifest(folder: Path) -> StoredCheckpoint:
 
 def _refuse_other_files(checkpoint: Path, entries: Mapping[str, FileEntry]) -> None:
     """Raise InvalidCheckpoint if the files have other names or sizes than in the manifest."""
-    sizes = {file.name: file.stat().st_size for file in checkpoint.iterdir() if file.name != MANIFEST}
+    sizes = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
+    sizes.pop(MANIFEST, None)
     for name in sorted(sizes.keys() | entries.keys()):
         path = checkpoint / name
         if name not in entries:

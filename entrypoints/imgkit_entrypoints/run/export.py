@@ -110,15 +110,18 @@ def find_weights(checkpoint: Checkpoint, part: str | None = None) -> dict[str, s
     tree = checkpoint.tree(name)
     if not isinstance(tree, dict) or any(isinstance(leaf, dict | list) for leaf in tree.values()):
         raise UsageError(f"{name} is not the state of a model", where=where, hint="name another: --part")
-    keys = {str(weight): leaf.key for weight, leaf in tree.items() if isinstance(leaf, TensorRef)}
-    for weight, key in keys.items():
-        type_name = _type_name(checkpoint, key)
+    keys = {}
+    for weight, leaf in tree.items():
+        if not isinstance(leaf, TensorRef):
+            continue
+        type_name = _type_name(checkpoint, leaf.key)
         if type_name not in TYPES:
             raise UsageError(
                 f"{weight} is of the type {type_name}, which a safetensors file cannot hold",
                 where=where,
                 hint=f"its types are {', '.join(sorted(TYPES))}",
             )
+        keys[str(weight)] = leaf.key
     return keys
 
 
@@ -185,5 +188,6 @@ def _tensor_bytes(tensor: Tensor) -> bytearray:
 
     content = bytearray(tensor.numel() * tensor.element_size())
     if content:  # torch.frombuffer refuses an empty one
-        torch.frombuffer(content, dtype=torch.uint8).copy_(tensor.reshape(-1).view(torch.uint8))
+        source = tensor.reshape(-1).view(torch.uint8)
+        torch.frombuffer(content, dtype=torch.uint8).copy_(source)
     return content

@@ -142,7 +142,8 @@ def describe_sampler(loader: Any) -> str:
 
 def _generators_in(owner: Any) -> list[torch.Generator]:
     """Return the generators that are attributes of an object."""
-    return [value for value in getattr(owner, "__dict__", {}).values() if isinstance(value, torch.Generator)]
+    attributes = getattr(owner, "__dict__", {})
+    return [value for value in attributes.values() if isinstance(value, torch.Generator)]
 
 
 def list_generators(loader: Any) -> list[torch.Generator]:

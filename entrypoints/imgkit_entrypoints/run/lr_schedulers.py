@@ -21,7 +21,10 @@ MAX_MEMBERS = 100
 
 def refuse_untracked_schedulers(objects: Mapping[str, Any]) -> None:
     """Raise UsageError if a tracked optimizer has a scheduler that no tracked object has in its state."""
-    optimizers = {name: value for name, value in objects.items() if isinstance(value, Optimizer)}
+    optimizers = {}
+    for name, value in objects.items():
+        if isinstance(value, Optimizer):
+            optimizers[name] = value
     _refuse_untracked_torch_schedulers(optimizers, objects)
     for name, optimizer in optimizers.items():
         if _has_foreign_scheduler(optimizer, objects):

@@ -224,16 +224,22 @@ class DataPosition:
         self.step = values["step"]
         self.batch = values["batch"]
         self._name = values["name"]
-        self.loops = {name: Loop(**loop) for name, loop in values["loops"].items()}
+        self.loops = {}
+        for name, loop_values in values["loops"].items():
+            self.loops[name] = Loop(**loop_values)
         self._pass_random = random["pass"]
-        self._generators = {name: _LoopGenerators(*states) for name, states in random["loops"].items()}
+        self._generators = {}
+        for name, states in random["loops"].items():
+            first, start, saved = states
+            self._generators[name] = _LoopGenerators(first, start, saved)
         random_state.restore(random["now"])
         has_same_ranks = world_size == ranks.world_size
         warning = ""
         if not has_same_ranks:
             warning = self._divide_batches(world_size, ranks.world_size)
             # All ranks have the state of rank 0, and must not draw the same numbers.
-            random_state.seed_everything(int(torch.randint(1 << 62, ()).item()) + ranks.rank)
+            seed = int(torch.randint(1 << 62, ()).item())
+            random_state.seed_everything(seed + ranks.rank)
         self._resume = _Resume(
             random=random_state.capture(), has_same_ranks=has_same_ranks, repeats_epoch=values["at_start"]
         )

@@ -85,7 +85,8 @@ class Ranks:
         """Overwrite a tensor in host memory with the tensor of rank 0; a collective call."""
         if self.world_size > 1 and tensor.numel():
             # As bytes, since gloo does not know every type.
-            dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=0, group=self.group)
+            content = tensor.reshape(-1).view(torch.uint8)
+            dist.broadcast(content, src=0, group=self.group)
 
 
 def refuse_different_calls(calls: Sequence[str]) -> None:
@@ -154,9 +155,9 @@ def ranks_by_value(values: Sequence[object]) -> str:
     ranks_of: dict[object, list[str]] = {}
     for rank, value in enumerate(values):
         ranks_of.setdefault(value, []).append(str(rank))
-    groups = sorted((len(ranks), str(value), ranks) for value, ranks in ranks_of.items())
     texts = []
-    for count, value_text, ranks in groups:
-        noun = "rank" if count == 1 else "ranks"
-        texts.append(f"{noun} {', '.join(ranks)}: {value_text}")
+    for value in sorted(ranks_of, key=lambda value: (len(ranks_of[value]), str(value))):
+        ranks = ranks_of[value]
+        noun = "rank" if len(ranks) == 1 else "ranks"
+        texts.append(f"{noun} {', '.join(ranks)}: {value}")
     return ", ".join(texts)
