@@ -314,7 +314,8 @@ def _examine_node() -> dict[str, Any]:
         reader = facts.Reader(root=facts.root_of(os.environ))
         checks = examine(host, facts.system_facts(), os.environ, reader=reader, nnodes=nnodes)
     except ImgkitError as error:
-        return {"checks": (Check(name="checks", verdict="fail", evidence=error.what, fix=error.hint or ""),)}
+        failure = Check(name="checks", verdict="fail", evidence=error.what, fix=error.hint or "")
+        return {"checks": (failure,)}
     return {"machine": host.boot_id, "nccl_host": _nccl_host(host), "checks": checks}
 
 
@@ -382,7 +383,8 @@ def _wrong_senders(rank: int, world_size: int, device: torch.device) -> tuple[in
     count = max(ELEMENTS, world_size)
     owner = torch.arange(count, device=device).remainder_(world_size)
     # Whole numbers up to 2^20, since float32 is exact only up to 2^24.
-    values = torch.arange(count, device=device).remainder_(1 << 20).add_(1).to(torch.float32)
+    numbers = torch.arange(count, device=device).remainder_(1 << 20).add_(1)
+    values = numbers.to(torch.float32)
     bad = torch.zeros(count, dtype=torch.bool, device=device)
     for _ in range(REPEATS):
         buffer = torch.where(owner == rank, values, 0.0)

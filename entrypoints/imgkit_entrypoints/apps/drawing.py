@@ -55,8 +55,10 @@ class Axis:
     def position(self, value: float) -> float:
         """Return the position of a value in the drawing."""
         if self.is_logarithmic:
-            return self.start + math.log(value / self.low) / math.log(self.high / self.low) * self.length
-        return self.start + (value - self.low) / (self.high - self.low) * self.length
+            share = math.log(value / self.low) / math.log(self.high / self.low)
+        else:
+            share = (value - self.low) / (self.high - self.low)
+        return self.start + share * self.length
 
 
 def document(body: str, width: int, height: int) -> str:

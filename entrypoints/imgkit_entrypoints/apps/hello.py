@@ -60,9 +60,12 @@ def main() -> None:
         device = f"{ranks.device}, {torch.get_num_threads()} threads"
         if ranks.device.type == "cuda":
             device = f"{ranks.device}, {torch.cuda.get_device_name(ranks.device)}"
+        rows = ranks.gather((platform.node(), device))
         peers = []
-        for rank, (peer_host, peer_device) in enumerate(ranks.gather((platform.node(), device))):
-            seconds = time_round_trips(rank, peer_host, ranks) if rank else None
+        for rank, (peer_host, peer_device) in enumerate(rows):
+            seconds = None
+            if rank != 0:
+                seconds = time_round_trips(rank, peer_host, ranks)
             peers.append(Peer(rank=rank, host=peer_host, device=peer_device, seconds=seconds))
         total = torch.ones(1, device=ranks.device)
         dist.all_reduce(total)

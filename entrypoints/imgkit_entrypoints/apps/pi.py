@@ -142,7 +142,8 @@ def timed_sum(first: int, end: int, intervals: int, ranks: Ranks) -> tuple[float
     start_s = time.perf_counter()
     value = partial_sum(first, end, intervals, ranks)
     seconds = time.perf_counter() - start_s
-    return value, Work(rank=ranks.rank, host=platform.node(), points=end - first, seconds=seconds)
+    work = Work(rank=ranks.rank, host=platform.node(), points=end - first, seconds=seconds)
+    return value, work
 
 
 def main() -> None:

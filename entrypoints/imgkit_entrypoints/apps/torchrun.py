@@ -326,8 +326,8 @@ def _run_own_module(module: str, argv: Sequence[str]) -> None:
 def _run_user_program(argv: Sequence[str]) -> None:
     """Run the user's own program."""
     # torchrun runs isolated (python3 -I), but the user's program expects its folder and PYTHONPATH.
-    folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-    sys.path[0:0] = ["", *folders]
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[0:0] = ["", *filter(None, folders)]
     runner = argv.index(user_program.__file__)  # the user's program and its arguments come after it
     user_program.main(list(argv[runner + 1 :]))
 

@@ -95,7 +95,9 @@ def value_ticks(low: float, high: float) -> list[float]:
     if math.log10(high / low) <= MAX_DECADES:
         digits = (1, 2, 5)
     ticks = []
-    for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1):
+    first_power = math.floor(math.log10(low))
+    last_power = math.ceil(math.log10(high))
+    for power in range(first_power, last_power + 1):
         for digit in digits:
             tick = float(f"{digit}e{power}")  # exact, as no multiplication is
             if low <= tick <= high:

@@ -35,7 +35,9 @@ class Chart:
 def _choose_ticks(axis: Axis) -> list[float]:
     """Return round numbers on an axis, at most six."""
     if axis.is_logarithmic:
-        powers = range(math.ceil(math.log10(axis.low)), math.floor(math.log10(axis.high)) + 1)
+        first_power = math.ceil(math.log10(axis.low))
+        last_power = math.floor(math.log10(axis.high))
+        powers = range(first_power, last_power + 1)
         stride = math.ceil(len(powers) / 6)
         return [10.0**power for power in powers[::stride]]
     step = _round_up((axis.high - axis.low) / 5)

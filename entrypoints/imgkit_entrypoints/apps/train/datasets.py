@@ -195,7 +195,10 @@ def list_classes(data: Path) -> list[str]:
     UsageError : there are fewer than two classes.
     """
     folder = find_split_folder(data, "train")
-    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    names = []
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.name.startswith("."):
+            names.append(path.name)
     if len(names) < 2:
         raise UsageError(
             f"{len(names)} classes, expected two or more",
@@ -254,7 +257,8 @@ class ImageFolder:
 def _normalize(image: Any) -> Tensor:
     """Return the pixels of an image in channels with the mean 0 and the standard deviation 1 of ImageNet."""
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-    colours = pixels.view(image.height, image.width, 3).permute(2, 0, 1).float() / 255
+    channels_last = pixels.view(image.height, image.width, 3)
+    colours = channels_last.permute(2, 0, 1).float() / 255
     mean = torch.tensor(MEAN)[:, None, None]
     deviation = torch.tensor(DEVIATION)[:, None, None]
     return (colours - mean) / deviation

@@ -24,7 +24,11 @@ def mlp(classes: int = CLASSES) -> nn.Module:
     """Return a multilayer perceptron with two hidden layers."""
     width = 256
     return nn.Sequential(
-        nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, classes)
+        nn.Linear(FEATURES, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, classes),
     )
 
 
@@ -83,7 +87,8 @@ def resnet(name: str, classes: int) -> nn.Module:
 
 def small_resnet(name: str, classes: int) -> nn.Module:
     """Return a ResNet for small images (He et al. 2015, section 4.2), which begins without pooling."""
-    blocks, bottleneck = {"resnet18": ((2, 2, 2, 2), False), "resnet50": ((3, 4, 6, 3), True)}[name]
+    blocks = {"resnet18": (2, 2, 2, 2), "resnet50": (3, 4, 6, 3)}[name]
+    bottleneck = name == "resnet50"
     layers: list[nn.Module] = [*_conv(3, 64, 3), nn.ReLU()]
     in_channels = 64
     for stage, count in enumerate(blocks):
