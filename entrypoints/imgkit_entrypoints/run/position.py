@@ -261,7 +261,7 @@ class DataPosition:
             return False
         return self.loops[name].passes > self.epoch
 
-    def note_repeat(self) -> None:
+    def note_repeated_pass(self) -> None:
         """Note that the program comes again to a pass that was finished before the checkpoint."""
         if self._resume is not None:
             self._resume.repeats_epoch = True
@@ -293,7 +293,7 @@ class DataPosition:
                 return name
         return default
 
-    def note_unnamed_pass(self, loader: Any, line: str, *, is_next_epoch: bool) -> None:
+    def compare_unnamed_pass(self, loader: Any, line: str, *, is_next_epoch: bool) -> None:
         """Note the pass of a loop without a name, and compare it with the latest such pass.
 
         Parameters

@@ -76,7 +76,7 @@ class StepLoop:
         self._refuse_different_passes(loader, name, save_every)
         position.end_last_pass(name)
         if position.was_finished(name):
-            position.note_repeat()
+            position.note_repeated_pass()
             return
         position.add_loop(name)
         self._prepare_pass(loader, save_every, line)
@@ -122,7 +122,7 @@ class StepLoop:
         """
         position = self._position
         if list(position.loops) == [""]:  # there is one loop, without a name
-            position.note_unnamed_pass(loader, line, is_next_epoch=self._has_read_epoch)
+            position.compare_unnamed_pass(loader, line, is_next_epoch=self._has_read_epoch)
         self._has_read_epoch = False
         self._warn_of_sampler(loader)
         if self._should_save:

@@ -131,7 +131,7 @@ class Tracked:
             error = own_error
         names = ", ".join(sorted(self.objects)) or "nothing"
         reports = ranks.gather(_RankReport(names, snapshot.digests, error), call=call)
-        _refuse_reports(reports, call)
+        _refuse_bad_reports(reports, call)
         for name in sorted(snapshot.digests):
             if len({report.digests[name] for report in reports}) > 1:
                 self._refuse_difference(name, ranks, call)
@@ -317,7 +317,7 @@ def _refuse_parameter(name: str, parameter: Any) -> None:
         raise _track_error(f"{name} is sharded over {mesh_size} of {world_size} ranks", hint)
 
 
-def _refuse_reports(reports: Sequence[_RankReport], call: str) -> None:
+def _refuse_bad_reports(reports: Sequence[_RankReport], call: str) -> None:
     """Raise UsageError if a rank cannot save a state, or tracks other objects than the others."""
     for rank, report in enumerate(reports):
         if report.error is not None:
