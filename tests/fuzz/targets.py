@@ -272,7 +272,7 @@ def _checkpoint(data: bytes, folder: Path) -> None:
     (folder / "weights.pt").write_bytes(b"x")
     (folder / disk.MANIFEST).write_bytes(data)
     with contextlib.suppress(disk.InvalidCheckpoint):
-        _, rows = disk.read_manifest(folder)
+        _, _, rows = disk.read_manifest(folder)
         disk.find_damage(folder, rows, sorted(rows))
 
 

@@ -78,7 +78,9 @@ class NodeVerdict:
     checks: tuple[Check, ...] = field(default=())
 
 
-def judge(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: int) -> tuple[NodeVerdict, ...]:
+def judge_nodes(
+    hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: int
+) -> tuple[NodeVerdict, ...]:
     """Return a verdict on every node, by which the bad one can be told from its victims.
 
     If the values of a rank arrive wrong at most others, that rank is at fault; otherwise the receiver is. A
@@ -90,38 +92,42 @@ def judge(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: int) -
     hosts : host of every rank; empty if the rank never reported one.
     answers : answers by rank; a rank that is missing never answered.
     """
-    blamed: dict[int, list[str]] = {}
-    complaints = Counter(sender for answer in answers.values() for sender in answer.wrong)
-    heard = sum(not answer.error for answer in answers.values())
-    # Ranks whose values arrived wrong at more than half of the ranks that got a result.
-    senders = {sender for sender, count in complaints.items() if 2 * count > heard}
+    blame = _find_blame(hosts, answers, timeout_s)
+    has_suspects = bool(blame) or not all(passed(answer.checks) for answer in answers.values())
     ranks_by_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         ranks_by_host.setdefault(host, []).append(rank)
-        answer = answers.get(rank)
-        if answer is None:
-            blamed.setdefault(rank, []).append(f"rank {rank} did not answer within {timeout_s} s")
-            continue
-        # Other ranks got the right values of these.
-        innocent_senders = sorted(set(answer.wrong) - senders)
-        if innocent_senders:
-            names = ", ".join(map(str, innocent_senders))
-            blamed.setdefault(rank, []).append(f"rank {rank} received wrong values from rank {names}")
-    for sender in sorted(senders):
-        reason = f"the values of rank {sender} arrived corrupted at {complaints[sender]} of {heard} ranks"
-        blamed.setdefault(sender, []).append(reason)
-    has_suspects = bool(blamed) or not all(passed(answer.checks) for answer in answers.values())
     verdicts = []
     for host, ranks in ranks_by_host.items():
-        verdicts.append(_judge_node(host, ranks, answers, blamed, has_suspects))
+        verdicts.append(_judge_node(host, ranks, answers, blame, has_suspects))
     return tuple(verdicts)
 
 
-def _compare(answer: Answer, answers: Mapping[int, Answer]) -> Iterator[Check]:
-    """Yield the warnings that need the answers of other nodes.
+def _find_blame(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: int) -> dict[int, list[str]]:
+    """Return the ranks that are at fault, each with the reasons."""
+    complaints = Counter(sender for answer in answers.values() for sender in answer.wrong)
+    receivers = sum(not answer.error for answer in answers.values())
+    # Ranks whose values arrived wrong at more than half of the ranks that got a result.
+    bad_senders = {sender for sender, count in complaints.items() if 2 * count > receivers}
+    blame: dict[int, list[str]] = {}
+    for rank in range(len(hosts)):
+        answer = answers.get(rank)
+        if answer is None:
+            blame[rank] = [f"rank {rank} did not answer within {timeout_s} s"]
+            continue
+        # Other ranks got the right values of these.
+        good_senders = sorted(set(answer.wrong) - bad_senders)
+        if good_senders:
+            senders = ", ".join(map(str, good_senders))
+            blame[rank] = [f"rank {rank} received wrong values from rank {senders}"]
+    for sender in sorted(bad_senders):
+        reason = f"the values of rank {sender} arrived corrupted at {complaints[sender]} of {receivers} ranks"
+        blame.setdefault(sender, []).append(reason)
+    return blame
 
-    They are about GPUs of one machine between which NCCL would use the network, and about a wrong clock.
-    """
+
+def _compare_machines(answer: Answer, answers: Mapping[int, Answer]) -> Iterator[Check]:
+    """Yield a warning if NCCL would use the network between GPUs of this rank's machine."""
     hosts = set()
     for peer in answers.values():
         is_same_machine = answer.machine != "" and peer.machine == answer.machine
@@ -135,6 +141,10 @@ def _compare(answer: Answer, answers: Mapping[int, Answer]) -> Iterator[Check]:
             f"host name or {SHM} differs: NCCL uses the network between GPUs of one machine",
             fix=f"use one container for all GPUs of a machine, or share {SHM} (hostIPC) and NCCL_HOSTID",
         )
+
+
+def _compare_clocks(answer: Answer, answers: Mapping[int, Answer]) -> Iterator[Check]:
+    """Yield a warning if the clock of this rank's node differs from the clocks of the others."""
     if not answer.time_s or not answer.checks:  # the first rank of a node speaks for its clock
         return
     remark = clock_remark(answer.time_s, [peer.time_s for peer in answers.values() if peer.time_s])
@@ -146,36 +156,38 @@ def _judge_node(
     host: str,
     ranks: Sequence[int],
     answers: Mapping[int, Answer],
-    blamed: Mapping[int, Sequence[str]],
+    blame: Mapping[int, Sequence[str]],
     has_suspects: bool,
 ) -> NodeVerdict:
     """Return the verdict on one node.
 
     Parameters
     ----------
-    blamed : reasons by the rank that is at fault.
+    blame : reasons by the rank that is at fault.
     has_suspects : some rank is at fault, or a check failed on some node.
     """
     checks: list[Check] = []
     reasons: list[str] = []
     errors: list[str] = []
     for rank in ranks:
-        reasons += blamed.get(rank, ())
+        reasons += blame.get(rank, ())
         answer = answers.get(rank)
         if answer is None:
             continue
         checks += answer.checks
-        checks += _compare(answer, answers)
+        checks += _compare_machines(answer, answers)
+        checks += _compare_clocks(answer, answers)
         if answer.error:
             errors.append(f"rank {rank} after {answer.seconds:.0f} s: {answer.error}")
     problems = tuple(check for check in checks if check.verdict != "ok")
+    is_at_fault = bool(reasons) or not passed(problems)
     verdict: Verdict = "ok"
-    if problems:
-        verdict = "warn"
-    if errors:
-        verdict = "unknown"
-    if reasons or not passed(problems) or (errors and not has_suspects):
+    if is_at_fault or (errors and not has_suspects):
         verdict = "fail"
+    elif errors:  # perhaps a victim of the node that is at fault
+        verdict = "unknown"
+    elif problems:
+        verdict = "warn"
     return NodeVerdict(
         host=host or "a host that never reported its name",
         ranks=tuple(ranks),
@@ -185,7 +197,7 @@ def _judge_node(
     )
 
 
-def table(nodes: Sequence[NodeVerdict]) -> Iterator[str]:
+def format_table(nodes: Sequence[NodeVerdict]) -> Iterator[str]:
     """Yield the lines of the report: one for each node, with its problems below."""
     width = max(len(node.host) for node in nodes)
     indent = " " * (7 + 2 + width)  # the columns of the verdict and of the host
@@ -243,14 +255,16 @@ def main() -> None:
     store.set(f"answer/{rank}", json.dumps(dataclasses.asdict(answer)))
     if rank == 0:
         # Every rank gets its full time, because a rank that hangs is a finding as well.
-        hosts, answers = _collect(store, world_size, options.timeout + LATE_S)
-        nodes = judge(hosts, answers, options.timeout)
+        hosts, answers = _collect_answers(store, world_size, options.timeout + LATE_S)
+        nodes = judge_nodes(hosts, answers, options.timeout)
         has_failed = bool(failed_hosts(nodes, strict=options.strict))
         if options.json:
             rows = [dataclasses.asdict(node) for node in nodes]
             print_json({"passed": not has_failed, "world_size": world_size, "nodes": rows})
         else:
-            terminal.print_results(*table(nodes), verdict_line(nodes, world_size, strict=options.strict))
+            terminal.print_results(
+                *format_table(nodes), verdict_line(nodes, world_size, strict=options.strict)
+            )
         store.set("code", str(int(has_failed)))
     # Rank 0 may need its timeout for the start, for the sum, and again for the others, so wait longer.
     store.wait(["code"], datetime.timedelta(seconds=4 * (options.timeout + LATE_S)))
@@ -300,7 +314,8 @@ def _examine_node() -> dict[str, Any]:
         reader = facts.Reader(root=facts.root_of(os.environ))
         checks = examine(host, facts.system_facts(), os.environ, reader=reader, nnodes=nnodes)
     except ImgkitError as error:
-        return {"checks": (Check(name="checks", verdict="fail", evidence=error.what, fix=error.hint or ""),)}
+        failure = Check(name="checks", verdict="fail", evidence=error.what, fix=error.hint or "")
+        return {"checks": (failure,)}
     return {"machine": host.boot_id, "nccl_host": _nccl_host(host), "checks": checks}
 
 
@@ -368,7 +383,8 @@ def _wrong_senders(rank: int, world_size: int, device: torch.device) -> tuple[in
     count = max(ELEMENTS, world_size)
     owner = torch.arange(count, device=device).remainder_(world_size)
     # Whole numbers up to 2^20, since float32 is exact only up to 2^24.
-    values = torch.arange(count, device=device).remainder_(1 << 20).add_(1).to(torch.float32)
+    numbers = torch.arange(count, device=device).remainder_(1 << 20).add_(1)
+    values = numbers.to(torch.float32)
     bad = torch.zeros(count, dtype=torch.bool, device=device)
     for _ in range(REPEATS):
         buffer = torch.where(owner == rank, values, 0.0)
@@ -377,7 +393,7 @@ def _wrong_senders(rank: int, world_size: int, device: torch.device) -> tuple[in
     return tuple(torch.unique(owner[bad]).tolist())
 
 
-def _collect(store: Any, world_size: int, wait_s: int) -> tuple[list[str], dict[int, Answer]]:
+def _collect_answers(store: Any, world_size: int, wait_s: int) -> tuple[list[str], dict[int, Answer]]:
     """Return the host of every rank, and the answers that arrive within `wait_s` seconds.
 
     The time is for all ranks together. A rank that did not answer may still have reported its host.

@@ -6,7 +6,9 @@ use only plain classes and attributes, because converters for papers do not supp
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import dataclass
 from html import escape
 
 # The palette of Okabe and Ito, which colour-blind readers can tell apart. Each colour is for light pages, and
@@ -37,6 +39,26 @@ STYLE = (
     + "}"
 )
 """The CSS for the page or file that has the drawings."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """An axis for values from `low` to `high`, which lie from `start` on in the drawing."""
+
+    low: float
+    high: float
+    start: float
+    length: float
+    """Length in the drawing. Negative means upwards."""
+    is_logarithmic: bool = False
+
+    def position(self, value: float) -> float:
+        """Return the position of a value in the drawing."""
+        if self.is_logarithmic:
+            share = math.log(value / self.low) / math.log(self.high / self.low)
+        else:
+            share = (value - self.low) / (self.high - self.low)
+        return self.start + share * self.length
 
 
 def document(body: str, width: int, height: int) -> str:

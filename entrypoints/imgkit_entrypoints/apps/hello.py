@@ -35,7 +35,7 @@ class Peer:
     """Half of the median round trip of 8 bytes; None for rank 0 itself."""
 
 
-def table(peers: Sequence[Peer]) -> list[str]:
+def format_table(peers: Sequence[Peer]) -> list[str]:
     """Return the lines of an aligned table with rank, host, device and latency."""
     rows = [("rank", "host", "device", "latency")]
     for peer in peers:
@@ -56,53 +56,66 @@ def main() -> None:
 
     from imgkit_entrypoints.apps import ranks as workers
 
-    with workers.opened() as ranks:
+    with workers.join_group() as ranks:
         device = f"{ranks.device}, {torch.get_num_threads()} threads"
         if ranks.device.type == "cuda":
             device = f"{ranks.device}, {torch.cuda.get_device_name(ranks.device)}"
         rows = ranks.gather((platform.node(), device))
         peers = []
-        for rank, (host, device) in enumerate(rows):
-            seconds = time_round_trips(rank, host, ranks) if rank else None
-            peers.append(Peer(rank=rank, host=host, device=device, seconds=seconds))
+        for rank, (peer_host, peer_device) in enumerate(rows):
+            seconds = None
+            if rank != 0:
+                seconds = time_round_trips(rank, peer_host, ranks)
+            peers.append(Peer(rank=rank, host=peer_host, device=peer_device, seconds=seconds))
         total = torch.ones(1, device=ranks.device)
         dist.all_reduce(total)
         if ranks.rank == 0:
             footer = f"latency: half the median of {ROUND_TRIPS} round trips of 8 bytes, {dist.get_backend()}"
-            terminal.print_results(*table(peers), footer, f"all_reduce of ones: {total.item():.0f}")
+            terminal.print_results(*format_table(peers), footer, f"all_reduce of ones: {total.item():.0f}")
     if total.item() != ranks.world_size:
         error = f"rank {ranks.rank}: all_reduce of {ranks.world_size} ones gave {total.item():.0f}"
         sys.exit(terminal.escape_controls(error))
 
 
 def time_round_trips(peer: int, host: str, ranks: Ranks) -> float | None:
-    """Send numbers from rank 0 to `peer` and back, and return half of the median time in seconds.
+    """Send numbers from rank 0 to rank `peer` and back, and return half of the median time in seconds.
 
-    All ranks call this function, and it returns None on every rank but 0. `peer` adds its rank to each
+    All ranks call this function, and it returns None on every rank but 0. The peer adds its rank to each
     number, so that rank 0 sees a wrong answer and ends the run.
+
+    Parameters
+    ----------
+    host : host of the peer, for the message about a wrong answer.
     """
     import torch
     import torch.distributed as dist
 
-    latencies = []
-    number = torch.zeros(1, dtype=torch.int64, device=ranks.device)
-    for turn in range(WARM_UP + ROUND_TRIPS):
+    latencies_s = []
+    buffer = torch.zeros(1, dtype=torch.int64, device=ranks.device)
+    for number in range(WARM_UP + ROUND_TRIPS):
         if ranks.rank == peer:
-            dist.recv(number, 0)
-            number += peer
-            dist.send(number, 0)
+            dist.recv(buffer, 0)
+            buffer += peer
+            dist.send(buffer, 0)
         elif ranks.rank == 0:
-            number.fill_(turn)
+            buffer.fill_(number)
             ranks.synchronize()
             start_s = time.perf_counter()
-            dist.send(number, peer)
-            dist.recv(number, peer)
+            dist.send(buffer, peer)
+            dist.recv(buffer, peer)
             ranks.synchronize()
-            latencies.append(time.perf_counter() - start_s)
-            if number.item() != turn + peer:
-                error = f"rank {peer} on {host} answered {number.item()} to {turn}; {turn + peer} is right"
-                sys.exit(terminal.escape_controls(error))
-    return statistics.median(latencies[WARM_UP:]) / 2 if latencies else None
+            latencies_s.append(time.perf_counter() - start_s)
+            _refuse_wrong_answer(int(buffer.item()), number, peer, host)
+    if not latencies_s:
+        return None
+    return statistics.median(latencies_s[WARM_UP:]) / 2
+
+
+def _refuse_wrong_answer(answer: int, number: int, peer: int, host: str) -> None:
+    """End this process if a peer has not answered a number with the number plus its rank."""
+    if answer != number + peer:
+        error = f"rank {peer} on {host} answered {answer} to {number}; {number + peer} is right"
+        sys.exit(terminal.escape_controls(error))
 
 
 if __name__ == "__main__":

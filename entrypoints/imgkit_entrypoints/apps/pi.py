@@ -52,7 +52,7 @@ class Work:
         return self.points / self.seconds if self.points else 0.0
 
 
-def end_points(first: int, end: int, intervals: int) -> float:
+def excess_of_ends(first: int, end: int, intervals: int) -> float:
     """Return how much the sum over ``range(first, end)`` is too large if every point has the weight 1.
 
     In the trapezoid rule, the two ends of [0, 1] have the weight 1/2. The integrand 4/(1+x^2) is 4 at 0 and 2
@@ -74,7 +74,9 @@ def tolerance(intervals: int) -> float:
     return 1.0 / (6.0 * intervals * intervals) + ROUNDING
 
 
-def report(value: float, intervals: int, results: Sequence[Work], seconds: float, alone: Work) -> list[str]:
+def format_report(
+    value: float, intervals: int, results: Sequence[Work], seconds: float, alone: Work
+) -> list[str]:
     """Return the lines that rank 0 prints.
 
     Parameters
@@ -84,30 +86,30 @@ def report(value: float, intervals: int, results: Sequence[Work], seconds: float
     """
     ordered = sorted(results, key=lambda work: work.points_per_s)
     slowest = ordered[0]
-    middle = ordered[len(ordered) // 2]
     fastest = ordered[-1]
     listed = results
     if len(results) > SHOWN:
-        listed = (slowest, middle, fastest)
+        listed = (slowest, ordered[len(ordered) // 2], fastest)
     total = sum(work.points for work in results) / seconds
     efficiency = math.nan
     if alone.points:
         efficiency = total / (len(results) * alone.points_per_s)
-    lines = [
-        f"pi = {value:.15f}, error {abs(value - math.pi):.1e}, {intervals} intervals, {len(results)} ranks, "
-        f"{seconds:.3f} s"
-    ]
-    for work in listed:
-        rate = f"{work.points} terms in {work.seconds:.3f} s, {work.points_per_s:.3e} terms/s"
-        lines.append(f"rank {work.rank} on {work.host}: {rate}")
     median = statistics.median(work.points_per_s for work in results)
     return [
-        *lines,
+        f"pi = {value:.15f}, error {abs(value - math.pi):.1e}, {intervals} intervals, {len(results)} ranks, "
+        f"{seconds:.3f} s",
+        *map(_format_work, listed),
         f"per process: {slowest.points_per_s:.3e} to {fastest.points_per_s:.3e} terms/s, "
         f"median {median:.3e}; together {total:.3e}",
         f"parallel efficiency {efficiency:.0%} of {len(results)} x {alone.points_per_s:.3e} terms/s "
         "(rank 0 while the others wait)",
     ]
+
+
+def _format_work(work: Work) -> str:
+    """Return the line of a process in the report."""
+    rate = f"{work.points} terms in {work.seconds:.3f} s, {work.points_per_s:.3e} terms/s"
+    return f"rank {work.rank} on {work.host}: {rate}"
 
 
 def partial_sum(first: int, end: int, intervals: int, ranks: Ranks) -> float:
@@ -117,8 +119,8 @@ def partial_sum(first: int, end: int, intervals: int, ranks: Ranks) -> float:
     """
     import torch
 
-    block = BLOCK_CUDA if ranks.device.type == "cuda" else BLOCK
-    block = max(1, min(block, end - first))
+    largest_block = BLOCK_CUDA if ranks.device.type == "cuda" else BLOCK
+    block = max(1, min(largest_block, end - first))
     # 4/(1+(i/n)^2) is computed as 4 n^2 * 1/(n^2+i^2). That has whole numbers until the division, and needs
     # one pass over the block less.
     square = float(intervals) ** 2
@@ -132,15 +134,16 @@ def partial_sum(first: int, end: int, intervals: int, ranks: Ranks) -> float:
         sums.append(values[: end - start].sum().item())
         points += block
     # fsum adds the sums of many blocks without a rounding error of its own.
-    return 4.0 * square * math.fsum(sums) - end_points(first, end, intervals)
+    return 4.0 * square * math.fsum(sums) - excess_of_ends(first, end, intervals)
 
 
 def timed_sum(first: int, end: int, intervals: int, ranks: Ranks) -> tuple[float, Work]:
-    """Return a `partial_sum`, and the work that it was."""
+    """Return a `partial_sum`, and the points and seconds that it took."""
     start_s = time.perf_counter()
     value = partial_sum(first, end, intervals, ranks)
     seconds = time.perf_counter() - start_s
-    return value, Work(rank=ranks.rank, host=platform.node(), points=end - first, seconds=seconds)
+    work = Work(rank=ranks.rank, host=platform.node(), points=end - first, seconds=seconds)
+    return value, work
 
 
 def main() -> None:
@@ -153,7 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     add_options(parser, OPTIONS)
     intervals: int = parser.parse_args().intervals
-    with workers.opened() as ranks:
+    with workers.join_group() as ranks:
         first, end = share(intervals + 1, ranks.rank, ranks.world_size)
         partial_sum(first, min(end, first + 2 * BLOCK), intervals, ranks)  # the first call sets things up
         dist.barrier()
@@ -170,7 +173,7 @@ def main() -> None:
         seconds = max(ranks.gather(time.perf_counter() - start_s))
         results = ranks.gather(work)
         if ranks.rank == 0:
-            terminal.print_results(*report(value, intervals, results, seconds, alone))
+            terminal.print_results(*format_report(value, intervals, results, seconds, alone))
     if abs(value - math.pi) > tolerance(intervals):
         error = (
             f"the error of pi is above {tolerance(intervals):.1e}: a node or the network gave wrong values"

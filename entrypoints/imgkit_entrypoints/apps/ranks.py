@@ -33,7 +33,7 @@ _alive: list[object] = []
 
 
 @contextlib.contextmanager
-def opened(
+def join_group(
     timeout_s: int | None = None,
     *,
     device: torch.device | None = None,
@@ -56,20 +56,18 @@ def opened(
     if timeout_s is not None:
         timeout = datetime.timedelta(seconds=timeout_s)
     if device is None:
-        device = torch.device("cpu")
-        if os.environ.get("IMGKIT_DEVICE") == "cuda":
-            device = torch.device("cuda", local_rank)
+        device = _choose_device(local_rank)
     backend = "gloo"
-    connected = {}
+    options = {}
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # With device_id, NCCL connects now and on the right GPU, instead of guessing the GPU at the first
         # collective.
         backend = "nccl"
-        connected = {"device_id": device}
+        options = {"device_id": device}
     with contextlib.nullcontext() if store else watchdog.connecting(os.environ):
         dist.init_process_group(
-            backend, timeout=timeout, store=store, rank=rank, world_size=world_size, **connected
+            backend, timeout=timeout, store=store, rank=rank, world_size=world_size, **options
         )
     try:
         yield Ranks(
@@ -83,6 +81,13 @@ def opened(
         else:
             time.sleep(RELEASE_S)
         dist.destroy_process_group()
+
+
+def _choose_device(local_rank: int) -> torch.device:
+    """Return the GPU of a local rank, or the CPU if the launch does not use GPUs."""
+    if os.environ.get("IMGKIT_DEVICE") == "cuda":
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
 
 
 def refuse(text: str, exit_code: int) -> NoReturn:
@@ -120,24 +125,12 @@ def run_worker(main: Callable[[], None], *, end: Callable[[], None] = lambda: No
     gc.freeze()
     gc.enable()
     sys.excepthook = user_program.excepthook
-    code: object = 0
+    code = 0
     try:
         main()
     except BaseException as error:
         uncaught = error  # keeps the objects of its frames alive until the process ends
-        if isinstance(uncaught, SystemExit):
-            code = uncaught.code
-            if code is None:  # as sys.exit() without an argument
-                code = 0
-        else:
-            try:
-                sys.excepthook(type(error), error, error.__traceback__)
-            except ValueError:  # torch 2.3 puts one of its own in front, which needs the group
-                user_program.excepthook(type(error), error, error.__traceback__)
-            code = EXIT_NO
-    if not isinstance(code, int):
-        terminal.print_messages(*str(code).split("\n"))
-        code = EXIT_NO
+        code = _report_error(uncaught)
     try:
         end()
     except BaseException:
@@ -145,3 +138,19 @@ def run_worker(main: Callable[[], None], *, end: Callable[[], None] = lambda: No
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _report_error(error: BaseException) -> int:
+    """Report an error that has ended the program of a worker, and return the exit code of the process."""
+    if not isinstance(error, SystemExit):
+        try:
+            sys.excepthook(type(error), error, error.__traceback__)
+        except ValueError:  # torch 2.3 puts an excepthook of its own in front, which needs the group
+            user_program.excepthook(type(error), error, error.__traceback__)
+        return EXIT_NO
+    if error.code is None:  # as sys.exit() without an argument
+        return 0
+    if isinstance(error.code, int):
+        return error.code
+    terminal.print_messages(*str(error.code).split("\n"))
+    return EXIT_NO

@@ -51,8 +51,8 @@ from imgkit_entrypoints.launch import cores, failures, start_up, stop_protocol, 
 
 # How the modules of imgkit's own programs begin, such as imgkit_entrypoints.apps.train.
 _OWN = "imgkit_entrypoints.apps."
-# Time between two looks for the node agent's note that this process may end.
-RELEASE_LOOK_S = 0.02
+# Time between two searches for the file by which the node agent lets this process end.
+RELEASE_POLL_S = 0.02
 LOGGERS = [
     logging.getLogger(name)
     for name in (
@@ -104,28 +104,12 @@ def run_torchrun(run: Callable[[], None], *, is_imgkits: bool) -> None:
     for logger in LOGGERS:
         logger.handlers = [LogHandler()]
         logger.propagate = False
-    name = "_terminate_process_handler"  # torch has no setting for this
-    by_torch = getattr(api, name, None)
-    if by_torch is not None:
-
-        def on_signal(number: int, frame: FrameType | None) -> None:
-            for logger in LOGGERS:
-                logger.setLevel(logging.CRITICAL)
-            by_torch(number, frame)
-
-        setattr(api, name, on_signal)
+    silence_at_signals()
     try:
         run()
     except ChildFailedError as error:
         user_program.print_to_log(traceback.format_exc().rstrip("\n"))
-        rank, first = error.get_first_failure()
-        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        codes.update(_codes_of_forks(first.local_rank, rank))
-        failures.note_codes(os.environ, codes, is_imgkits=is_imgkits)
-        code = EXIT_NO
-        if is_imgkits and first.exitcode > 0:  # a negative one is the signal that ended the worker
-            code = first.exitcode
-        sys.exit(code)
+        sys.exit(_note_failed_workers(error, is_imgkits=is_imgkits))
     except api.SignalException as error:
         sys.exit(128 + error.sigval)
     except Exception:
@@ -134,6 +118,32 @@ def run_torchrun(run: Callable[[], None], *, is_imgkits: bool) -> None:
             raise
         user_program.print_to_log(text)
         sys.exit(EXIT_NO)
+
+
+def silence_at_signals() -> None:
+    """Change torchrun so that it logs nothing about the workers that it ends because of a signal."""
+    name = "_terminate_process_handler"  # torch has no setting for this
+    original_handler = getattr(api, name, None)
+    if original_handler is None:
+        return
+
+    def handle_signal(number: int, frame: FrameType | None) -> None:
+        for logger in LOGGERS:
+            logger.setLevel(logging.CRITICAL)
+        original_handler(number, frame)
+
+    setattr(api, name, handle_signal)
+
+
+def _note_failed_workers(error: ChildFailedError, *, is_imgkits: bool) -> int:
+    """Note the exit codes of failed workers for the node agent, and return the exit code of torchrun."""
+    first_rank, first_failure = error.get_first_failure()
+    codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+    codes.update(_codes_of_forks(first_failure.local_rank, first_rank))
+    failures.note_codes(os.environ, codes, is_imgkits=is_imgkits)
+    if is_imgkits and first_failure.exitcode > 0:  # a negative one is the signal that ended the worker
+        return int(first_failure.exitcode)
+    return EXIT_NO
 
 
 _FORKS: list[api.MultiprocessContext] = []
@@ -150,43 +160,43 @@ def _codes_of_forks(local_rank: int, rank: int) -> dict[int, int]:
     codes: dict[int, int] = {}
     first_rank = rank - local_rank
     for group in _FORKS:
-        for number, process in enumerate(group._pc.processes):
+        for fork_rank, process in enumerate(group._pc.processes, first_rank):
             if process.exitcode:
-                codes[first_rank + number] = process.exitcode
+                codes[fork_rank] = process.exitcode
     return codes
 
 
 def note_the_rendezvous() -> None:
     """Change torchrun so that it notes for the node agent when its rendezvous begins and ends."""
-    by_torch = SimpleElasticAgent._rendezvous
+    original_rendezvous = SimpleElasticAgent._rendezvous
 
     def note_times(agent: SimpleElasticAgent, group: object) -> None:
         with start_up.rendezvous(os.environ):
-            by_torch(agent, group)
+            original_rendezvous(agent, group)
 
     SimpleElasticAgent._rendezvous = note_times
 
 
 def wait_for_the_other_nodes() -> None:
-    """Change torchrun so that it waits at its end for a note of the node agent, and only on the head.
+    """Change torchrun so that it waits at its end for a file of the node agent, and only on the head.
 
     The head's torchrun serves torch's store, so it must outlive the workers of all nodes. torchrun's own
     barrier for this is a counter in the store. Others on the network can write to that, and could hold up the
     barrier for five minutes.
     """
-    by_torch = SimpleElasticAgent._exit_barrier
+    original_barrier = SimpleElasticAgent._exit_barrier
 
-    def wait(agent: SimpleElasticAgent) -> None:
+    def wait_for_release(agent: SimpleElasticAgent) -> None:
         group = agent._worker_group
         folder = os.environ.get("IMGKIT_STOP_DIR")
         if not folder:
-            by_torch(agent)
+            original_barrier(agent)
         elif group.group_rank == 0 and group.group_world_size > 1:
-            # If a cleaner of /tmp has removed the folder, no note can come.
+            # If a cleaner of /tmp has removed the folder, no file can come.
             while Path(folder).exists() and not Path(folder, stop_protocol.RELEASE).exists():
-                time.sleep(RELEASE_LOOK_S)
+                time.sleep(RELEASE_POLL_S)
 
-    SimpleElasticAgent._exit_barrier = wait
+    SimpleElasticAgent._exit_barrier = wait_for_release
 
 
 def start_workers_on_their_cpus() -> None:
@@ -197,20 +207,20 @@ def start_workers_on_their_cpus() -> None:
     """
     if cores.VARIABLE not in os.environ:
         return
-    by_torch = api.get_subprocess_handler
+    original_start = api.get_subprocess_handler
 
     def start_worker(*, local_rank_id: int, **options: Any) -> object:
         own_cpus = os.sched_getaffinity(0)
         cores.bind_to_cpus(os.environ, local_rank_id)
         try:
-            return by_torch(local_rank_id=local_rank_id, **options)
+            return original_start(local_rank_id=local_rank_id, **options)
         finally:
             os.sched_setaffinity(0, own_cpus)
 
     api.get_subprocess_handler = start_worker
 
 
-def main_of_forks() -> None:
+def run_with_forks() -> None:
     """Run torchrun with workers that are forks of this process, which has imported torch for all of them.
 
     This is safe because nothing here has started a thread of torch or a CUDA context.
@@ -218,35 +228,48 @@ def main_of_forks() -> None:
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
-    try:
-        multiprocessing.get_context("fork").Event()
-        tempfile.gettempdir()
-    except OSError:
-        # The container has no writable /dev/shm or /tmp. torch needs both for forks, so start processes.
+    if not _can_fork_workers():
         main()
         return
     config, _, argv = config_from_args(parse_args(sys.argv[1:]))
     config.start_method = "fork"
-    module = _own_module(argv)
+    module = _find_own_module(argv)
     if module:
         importlib.import_module(module)
     # When one worker has failed, torch ends the others by TERM, which is blocked in them.
     popen_fork.Popen.terminate = _hang_up  # type: ignore[assignment, method-assign]
-    by_torch = api.MultiprocessContext._is_done
+    count_exited_forks()
+    elastic_launch(config, run_forked_worker)(*argv)
+
+
+def _can_fork_workers() -> bool:
+    """Return whether torch can fork workers: it needs /dev/shm and /tmp, which a container may lack."""
+    try:
+        multiprocessing.get_context("fork").Event()
+        tempfile.gettempdir()
+    except OSError:
+        return False
+    return True
+
+
+def count_exited_forks() -> None:
+    """Change torchrun so that the exit code 0 of a fork is success.
+
+    It would wait for ever for what the function of the fork returns.
+    """
+    original_is_done = api.MultiprocessContext._is_done
 
     def is_done(self: api.MultiprocessContext) -> bool:
-        """Count the exit code 0 as success. torch would wait for ever for what the function returns."""
         _FORKS[:] = [self]
         for rank, process in enumerate(self._pc.processes):
             if process.exitcode == 0:
                 self._return_values.setdefault(rank, None)
-        return bool(by_torch(self))
+        return bool(original_is_done(self))
 
     api.MultiprocessContext._is_done = is_done
-    elastic_launch(config, worker)(*argv)
 
 
-_TERMINATE = popen_fork.Popen.terminate
+_ORIGINAL_TERMINATE = popen_fork.Popen.terminate
 
 
 def _hang_up(process: popen_fork.Popen) -> None:
@@ -256,32 +279,36 @@ def _hang_up(process: popen_fork.Popen) -> None:
             os.kill(process.pid, signal.SIGHUP)
 
 
-def _own_module(argv: Sequence[str]) -> str:
-    """Return the module of the program in `argv`, or an empty text if it is not one of this package.
+def _find_own_module(argv: Sequence[str]) -> str:
+    """Return the module of imgkit's own program in `argv`, or "" if the program is the user's.
 
-    For a package it is the module ``__main__`` in it, which has the imports.
+    For a package such as ``imgkit_entrypoints.apps.train`` it is ``__main__`` in it, which has the imports.
     """
     for argument in argv:
-        if argument.startswith(_OWN):
-            spec = importlib.util.find_spec(argument)
-            is_package = spec is not None and bool(spec.submodule_search_locations)
-            return f"{argument}.__main__" if is_package else argument
+        if not argument.startswith(_OWN):
+            continue
+        spec = importlib.util.find_spec(argument)
+        if spec is not None and spec.submodule_search_locations:
+            return f"{argument}.__main__"
+        return argument
     return ""
 
 
-def worker(*argv: str) -> None:
-    """Run a worker in a forked process, as ``python3 ARGV`` would."""
-    popen_fork.Popen.terminate = _TERMINATE  # type: ignore[method-assign]
-    cores.bind_to_cpus(os.environ, int(os.environ["LOCAL_RANK"]))
+def run_forked_worker(*argv: str) -> None:
+    """Run a worker in a forked process, as ``python3 ARGV`` would, and end the process."""
+    # The fork has torchrun's own way to end processes and its signal handlers, which are not for the program.
+    popen_fork.Popen.terminate = _ORIGINAL_TERMINATE  # type: ignore[method-assign]
     for number in (signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_DFL)  # a fork inherits the handlers of torchrun
-    module = _own_module(argv)
+        signal.signal(number, signal.SIG_DFL)
+    cores.bind_to_cpus(os.environ, int(os.environ["LOCAL_RANK"]))
+    module = _find_own_module(argv)
     if module:
         run_worker(lambda: _run_own_module(module, argv))
-    run_worker(lambda: _run_user_program(argv), end=_end_of_interpreter)
+    else:
+        run_worker(lambda: _run_user_program(argv), end=_finish_interpreter)
 
 
-def _end_of_interpreter() -> None:
+def _finish_interpreter() -> None:
     """Wait for the program's threads and call its atexit functions, as Python does at the end."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -299,8 +326,8 @@ def _run_own_module(module: str, argv: Sequence[str]) -> None:
 def _run_user_program(argv: Sequence[str]) -> None:
     """Run the user's own program."""
     # torchrun runs isolated (python3 -I), but the user's program expects its folder and PYTHONPATH.
-    folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-    sys.path[0:0] = ["", *folders]
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[0:0] = ["", *filter(None, folders)]
     runner = argv.index(user_program.__file__)  # the user's program and its arguments come after it
     user_program.main(list(argv[runner + 1 :]))
 
@@ -319,6 +346,6 @@ if __name__ == "__main__":
     )
     start = main
     if os.environ.get("IMGKIT_START") == "fork":
-        start = main_of_forks
+        start = run_with_forks
     is_imgkits = any(argument.startswith(_OWN) for argument in sys.argv)
     run_worker(lambda: run_torchrun(start, is_imgkits=is_imgkits))

@@ -1,8 +1,8 @@
 """Agreement of all ranks without a wait in any step: they add up a few numbers, and read the sum later.
 
-Every few steps the ranks send their numbers, and read the sums at the next look. So all ranks learn of a
-request to stop at the same step, and no step waits for another rank. `NumberLog` has the numbers that a loop
-logs: added up on their device, averaged over steps and ranks.
+Every few steps the ranks send their numbers, and read the sums at the next such exchange. So all ranks learn
+of a request to stop at the same step, and no step waits for another rank. `NumberLog` has the numbers that a
+loop logs: added up on their device, averaged over steps and ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -24,21 +24,23 @@ from imgkit_entrypoints.run.metrics import MetricsFile, utc_timestamp
 from imgkit_entrypoints.run.ranks import Ranks, ranks_by_value, refuse_different_calls
 from imgkit_entrypoints.run.stop_requests import REASONS, first_reason
 
-# Approximate time between two looks if steps are slow. With fast steps, the log's interval limits it.
+# Approximate time between two exchanges if steps are slow. With fast steps, the log's interval limits it.
 LATENCY_S = 0.5
 # Calls at which ranks differ if they have taken different numbers of steps.
 STEP_END, PASS_END = "the end of a step", "the end of a pass"
-# Steps and calls are compared modulo this, so that the sum of the squares over a million ranks is exact.
-_MARKS = 4096
+# Marks are compared between ranks. They are below these numbers, so that the sum of their squares over a
+# million ranks is exact as a float.
+_STEP_MARKS = 1 << 12
+_NAME_MARKS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreed:
-    """The sums that arrived at a look."""
+    """An exchange of numbers between the ranks, with the sums that arrived."""
 
     step: int
     steps: int
-    """Steps since the look before."""
+    """Steps since the exchange before."""
     seconds: float
     """Their duration on this rank's clock."""
     sums: tuple[float, ...]
@@ -46,19 +48,19 @@ class Agreed:
 
 
 class AddedNumbers(Protocol):
-    """What the ranks add up at each look, beside their answers."""
+    """What the ranks add up at each exchange, beside their answers."""
 
     def take(self) -> Tensor:
         """Return this rank's numbers since the last call: float64, equally many on all ranks."""
 
-    def arrived(self, look: Agreed, /) -> None:
+    def arrived(self, exchange: Agreed, /) -> None:
         """Use the sums of all ranks. Every rank gets the same sums, so that all raise the same error."""
 
 
 class _SentNumbers(NamedTuple):
     """Numbers that are under way to all ranks."""
 
-    look: Agreed
+    exchange: Agreed
     """What `AddedNumbers.arrived` gets, still without the sums."""
     call: str
     """The call of the program in which they were sent."""
@@ -68,10 +70,19 @@ class _SentNumbers(NamedTuple):
     """This rank's numbers, and once the work is done, the sums of all ranks."""
 
 
-def _are_equal_marks(ranks: float, mark_sum: float, square_sum: float) -> bool:
-    """Return whether all ranks have sent the same mark, by the sums of their marks and of the squares.
+def _mark_text(text: str, marks: int) -> int:
+    """Return a hash of a text below `marks`, by which the ranks compare the text in a sum of numbers."""
+    return zlib.crc32(text.encode()) % marks
+
+
+def _are_marks_equal(ranks: float, mark_sum: float, square_sum: float) -> bool:
+    """Return whether all ranks have sent the same mark.
 
     The ranks have the same mark exactly where ``ranks * sum(m * m) == sum(m) ** 2`` (Cauchy-Schwarz).
+
+    Parameters
+    ----------
+    mark_sum, square_sum : the sums, over all ranks, of their marks and of the squares of these.
     """
     # The sums are exact as floats, but their products would not be.
     return int(ranks) * int(square_sum) == int(mark_sum) ** 2
@@ -91,34 +102,39 @@ class Agreement:
         self._answers = answers
         self.numbers = numbers
         self._sent: _SentNumbers | None = None
-        # Steps between two looks.
+        # Steps between two exchanges.
         self._interval = 1
         self._max_interval = 1
-        # Step and time of the last look, or of `start_clock`.
+        # Step and time of the last exchange, or of `start_clock`.
         self._clock_step = 0
         self._clock_start = time.perf_counter()
         self.stop = ""
         """Reason why all ranks stop after this step, or empty while they go on."""
 
     def start_clock(self, step: int, max_interval: int | None = None) -> None:
-        """Start the clock after `step` steps, and set the most steps between two looks."""
+        """Start the clock after `step` steps.
+
+        Parameters
+        ----------
+        max_interval : most steps between two exchanges from now on; None: as before.
+        """
         if max_interval is not None:
             self._max_interval = max_interval
         self._clock_step = step
         self._clock_start = time.perf_counter()
 
-    def is_look_due(self, step: int) -> bool:
+    def is_exchange_due(self, step: int) -> bool:
         """Return whether the ranks exchange their numbers after `step`."""
         return step // self._interval > self._clock_step // self._interval
 
-    def look_if_due(self, step: int) -> None:
-        """Receive the sums of the last look and send the numbers since then, if it is time.
+    def exchange_if_due(self, step: int) -> None:
+        """Receive the sums of the last exchange and send the numbers since then, if it is time.
 
         Raises
         ------
         CheckFailed : on every rank, if the ranks have taken different numbers of steps.
         """
-        if self.is_look_due(step):
+        if self.is_exchange_due(step):
             self._exchange(step, STEP_END)
             if self.stop:  # the ranks will save, and all numbers belong to that
                 self._receive()
@@ -138,18 +154,20 @@ class Agreement:
         self._receive()
         numbers = self.numbers.take().to(self._ranks.device)
         seconds = time.perf_counter() - self._clock_start
-        look = Agreed(step=step, steps=step - self._clock_step, seconds=seconds, sums=())
+        steps = step - self._clock_step
         self.start_clock(step)
-        mark = (step + zlib.crc32(call.encode())) % _MARKS
-        answers = [float(answer) for answer in self._answers()]
         # `_receive` reads these in the same order.
-        own_values = [seconds / max(1, look.steps), mark, mark * mark, *answers]
-        own_numbers = torch.tensor(own_values, dtype=numbers.dtype).to(numbers.device, non_blocking=True)
-        values = torch.cat([own_numbers, numbers])
+        mark = (step + _mark_text(call, _STEP_MARKS)) % _STEP_MARKS
+        answers = [float(answer) for answer in self._answers()]
+        own_values = [seconds / max(1, steps), mark, mark * mark, *answers]
+        own_numbers = torch.tensor(own_values, dtype=numbers.dtype)
+        own_numbers_on_device = own_numbers.to(numbers.device, non_blocking=True)
+        values = torch.cat([own_numbers_on_device, numbers])
         work = None
         if self._ranks.world_size > 1:
             work = dist.all_reduce(values, async_op=True, group=self._ranks.group)
-        self._sent = _SentNumbers(look, call, work, values)
+        exchange = Agreed(step=step, steps=steps, seconds=seconds, sums=())
+        self._sent = _SentNumbers(exchange, call, work, values)
 
     def _receive(self) -> None:
         """Wait for the sums that are under way, if there are any."""
@@ -159,44 +177,44 @@ class Agreement:
         self._sent = None
         if sent.work is not None:
             sent.work.wait()
-        # The work has replaced each value of this rank by the sum of those of all ranks.
+        # The work has replaced each value of this rank by the sum over all ranks.
         step_seconds, mark_sum, square_sum, *sums = sent.values.tolist()
         world_size = self._ranks.world_size
-        if not _are_equal_marks(world_size, mark_sum, square_sum):
+        if not _are_marks_equal(world_size, mark_sum, square_sum):
             self._refuse_difference(sent)
-        if sent.look.steps:
-            self._interval = look_interval(step_seconds / world_size, self._max_interval)
+        if sent.exchange.steps:
+            self._interval = choose_interval(step_seconds / world_size, self._max_interval)
         yes_counts = sums[: len(REASONS)]
         if not self.stop:
             self.stop = first_reason([count > 0 for count in yes_counts])
         program_sums = tuple(sums[len(REASONS) :])
-        self.numbers.arrived(replace(sent.look, sums=program_sums))
+        self.numbers.arrived(replace(sent.exchange, sums=program_sums))
 
     def _refuse_difference(self, sent: _SentNumbers) -> None:
         """Raise CheckFailed, on every rank, for different calls or different numbers of steps."""
         call = "a loop" if sent.call in (STEP_END, PASS_END) else sent.call
-        rows = self._ranks.gather((sent.look.step, sent.call), call=call)
-        steps = [step for step, _ in rows]
+        rows = self._ranks.gather((sent.exchange.step, sent.call), call=call)
+        steps, calls = zip(*rows, strict=True)
         if len(set(steps)) == 1:
-            refuse_different_calls([call for _, call in rows])
+            refuse_different_calls(calls)
         raise CheckFailed(
             f"the ranks have taken different numbers of steps: {ranks_by_value(steps)}",
             hint="give every rank the same number of batches, for example by DistributedSampler",
         )
 
 
-def look_interval(seconds_per_step: float, max_interval: int) -> int:
-    """Return the steps between two looks.
+def choose_interval(seconds_per_step: float, max_interval: int) -> int:
+    """Return the steps between two exchanges, so that they come about every `LATENCY_S` seconds.
 
-    It is a divisor of `max_interval`, so that looks come at lines of the log.
+    The result divides `max_interval`, at whose multiples the program saves or logs its numbers.
     """
-    limit: float = max_interval
-    if seconds_per_step > 0:
-        limit = LATENCY_S / seconds_per_step
+    if seconds_per_step <= 0:
+        return max_interval
+    steps_in_time = LATENCY_S / seconds_per_step
     interval = 1
-    for size in range(2, max_interval + 1):
-        if size <= limit and max_interval % size == 0:
-            interval = size
+    for divisor in range(2, max_interval + 1):
+        if divisor <= steps_in_time and max_interval % divisor == 0:
+            interval = divisor
     return interval
 
 
@@ -230,7 +248,7 @@ class NumberLog:
         self._start_line()
 
     def _start_line(self) -> None:
-        # Sums of all ranks since the last line: how often they logged, and the numbers.
+        # Since the last line, over all ranks: how often they logged, and the sum of each number.
         self._totals = [0.0] * (1 + MAX_NAMES)
         self._steps = 0
         self._seconds = 0.0
@@ -243,44 +261,35 @@ class NumberLog:
         UsageError : there are other names than at first, too many, or something else than a number.
         """
         if tuple(numbers) != self._names:
-            self._set_names(numbers)
+            self._refuse_names(numbers)
+            for name, value in numbers.items():
+                _refuse_no_number(name, value)
+            self._names = tuple(numbers)
         for name, value in numbers.items():
             number: Any = value.detach().double() if isinstance(value, Tensor) else float(value)
-            if self._count:
-                number = self._sums[name] + number
-            self._sums[name] = number
+            if self._count == 0:
+                self._sums[name] = number
+            else:  # not in place: the first number may share the memory of the program's tensor
+                self._sums[name] = self._sums[name] + number
         self._count += 1
 
-    def _set_names(self, numbers: Mapping[str, Any]) -> None:
-        """Set the names of the log at the first call of `add`; raise UsageError at another one."""
-        problem = f"run.log got the numbers {', '.join(numbers) or 'none'}"
+    def _refuse_names(self, names: Collection[str]) -> None:
+        """Raise UsageError if these names differ from the names of the first call, or cannot be used."""
+        problem = f"run.log got the numbers {', '.join(names) or 'none'}"
         if self._names:
             problem += f"; the first call gave {', '.join(self._names)}"
-        is_reserved = any(name in RESERVED_NAMES for name in numbers)
-        if self._names or len(numbers) > MAX_NAMES or is_reserved:
-            raise UsageError(
-                problem,
-                hint=f"give the same names at every call, at most {MAX_NAMES}, and none of "
-                f"{', '.join(RESERVED_NAMES)}",
-            )
-        for name, value in numbers.items():
-            if isinstance(value, Tensor) and value.shape:
-                kind = f"a tensor of shape {tuple(value.shape)}"
-            elif not isinstance(value, (Tensor, int, float)):
-                kind = f"a {type(value).__name__}"
-            else:
-                continue
-            hint = "give one number, for example loss.mean()"
-            raise UsageError(f"run.log got {kind} as {name}", hint=hint)
-        self._names = tuple(numbers)
+        elif len(names) <= MAX_NAMES and not set(names) & set(RESERVED_NAMES):
+            return
+        reserved = ", ".join(RESERVED_NAMES)
+        hint = f"give the same names at every call, at most {MAX_NAMES}, and none of {reserved}"
+        raise UsageError(problem, hint=hint)
 
     def take(self) -> Tensor:
         """Return this rank's sums since the last call in host memory, after a mark of their names."""
         # A rank that logs nothing does not count among those whose marks are compared.
         marks = [0, 0, 0]
         if self._names:
-            # 16 bits, so that the sum of the squares over a million ranks is exact.
-            mark = zlib.crc32("\0".join(self._names).encode()) & 0xFFFF
+            mark = _mark_text("\0".join(self._names), _NAME_MARKS)
             marks = [1, mark, mark * mark]
         sums = [float(value) for value in self._sums.values()]
         padding = [0.0] * (MAX_NAMES - len(sums))
@@ -289,44 +298,54 @@ class NumberLog:
         self._count = 0
         return numbers
 
-    def arrived(self, look: Agreed) -> None:
+    def arrived(self, exchange: Agreed) -> None:
         """Add the sums of all ranks to the next line, and write it when it is time.
 
         Raises
         ------
         CheckFailed : the ranks log different names.
         """
-        ranks, mark_sum, square_sum, *sums = look.sums
-        if not _are_equal_marks(ranks, mark_sum, square_sum):
+        ranks, mark_sum, square_sum, *sums = exchange.sums
+        if not _are_marks_equal(ranks, mark_sum, square_sum):
             raise CheckFailed(
                 f"the ranks log different numbers; this one logs {', '.join(self._names) or 'none'}",
                 hint="give run.log the same names in the same order on every rank, or call it on one rank",
             )
-        for index, value in enumerate(sums):  # how often they logged, and the numbers
+        for index, value in enumerate(sums):
             self._totals[index] += value
-        self._steps += look.steps
-        self._seconds += look.seconds
+        self._steps += exchange.steps
+        self._seconds += exchange.seconds
         if time.monotonic() - self._last_line_s >= LINE_S:
-            self.write_line(look.step)
+            self.write_line(exchange.step)
 
     def write_line(self, step: int) -> None:
         """Write the line of what was logged since the last one, if anything was."""
         count, *sums = self._totals
         if self._metrics is None or not self._names or not count:
             return
-        rate = self._steps / self._seconds if self._seconds else 0.0
+        steps_per_s = self._steps / self._seconds if self._seconds else 0.0
+        values: dict[str, Any] = {"time": utc_timestamp(), "step": step}
+        values["epoch"] = self._epochs()
+        values["steps_per_s"] = steps_per_s
         text = f"step {step}"
-        values: dict[str, Any] = {
-            "time": utc_timestamp(),
-            "step": step,
-            "epoch": self._epochs(),
-            "steps_per_s": rate,
-        }
-        for name, total in zip(self._names, sums, strict=False):
+        for name, total in zip(self._names, sums, strict=False):  # the sums after those of the names are 0
             mean = total / count
             text += f"  {name} {mean:.6g}"
             values[name] = mean if math.isfinite(mean) else None  # JSON has no NaN
-        terminal.print_results(f"{text}  {rate:.1f} steps/s")
+        terminal.print_results(f"{text}  {steps_per_s:.1f} steps/s")
         self._metrics.add(values)
         self._last_line_s = time.monotonic()
         self._start_line()
+
+
+def _refuse_no_number(name: str, value: object) -> None:
+    """Raise UsageError if a value cannot be logged as a number."""
+    if isinstance(value, Tensor):
+        if value.dim() > 0:
+            raise _number_error(name, f"a tensor of shape {tuple(value.shape)}")
+    elif not isinstance(value, int | float):
+        raise _number_error(name, f"a {type(value).__name__}")
+
+
+def _number_error(name: str, kind: str) -> UsageError:
+    return UsageError(f"run.log got {kind} as {name}", hint="give one number, for example loss.mean()")

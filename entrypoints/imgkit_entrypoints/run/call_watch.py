@@ -1,18 +1,19 @@
 """Ends a run whose ranks wait in different calls of it, such as a run.pause on one rank alone.
 
-gloo would end it after 30 minutes and NCCL after 10, and name no call. A thread of each rank looks at the
+gloo would end it after 30 minutes and NCCL after 10, and name no call. A thread of each rank reads the
 stack of the thread that trains. A rank that stays where it is says so in torch's store, and rank 0 compares.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -28,8 +29,8 @@ from imgkit_entrypoints.run.ranks import Ranks, ranks_by_value
 
 # Time for which the ranks must stay in different calls before the run ends.
 LIMIT_S = 600.0
-# Time between two looks at the stack.
-LOOK_S = 10.0
+# Time between two readings of the stack.
+POLL_S = 10.0
 _FOLDER = Path(__file__).parent
 # Files whose functions wait for other ranks.
 _WAITING_FILES = (str(_FOLDER / "ranks.py"), str(_FOLDER / "agreement.py"))
@@ -62,7 +63,7 @@ class RankState(NamedTuple):
 
 
 class CallWatch:
-    """Watches the thread that makes it, which is the one that trains."""
+    """Watches the thread that makes it, in which the program trains."""
 
     def __init__(self, ranks: Ranks, pulse: Pulse, say: Callable[[str], None]) -> None:
         self._ranks = ranks
@@ -78,40 +79,36 @@ class CallWatch:
         self._closed.set()
 
     def _watch(self) -> None:
-        state = self._look()
-        since_s = time.monotonic()
+        """Publish what the thread does once it has stayed there for `LIMIT_S`, and compare the ranks."""
+        state = self._read_state()
+        start_s = time.monotonic()
         published = None
         with contextlib.suppress(RuntimeError):  # the process that has the store is gone
-            while not self._closed.wait(LOOK_S):
-                latest_state = self._look()
+            while not self._closed.wait(POLL_S):
+                latest_state = self._read_state()
                 if latest_state != state:
                     state = latest_state
-                    since_s = time.monotonic()
+                    start_s = time.monotonic()
+                has_stayed = time.monotonic() - start_s >= LIMIT_S
                 text = ""
-                if time.monotonic() - since_s >= LIMIT_S:
+                if has_stayed:
                     text = json.dumps(state)
                 if text != published:
                     self._store.set(str(self._ranks.rank), text)
                     published = text
-                if text:
+                if has_stayed:
                     self._compare_ranks()
 
-    def _look(self) -> RankState:
-        """Return what the watched thread does, by walking its stack from the innermost frame outwards."""
-        frame: FrameType | None = sys._current_frames().get(self._thread_id)
-        while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
-            frame = frame.f_back
-        is_waiting = frame is not None and frame.f_code.co_filename in _WAITING_FILES
-        call = ""
-        while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-            # The outermost function is what the program has called.
-            if is_waiting and frame.f_code.co_filename in _CALL_FILES:
-                name = frame.f_code.co_name
-                call = _CALL_NAMES.get(name, f"run.{name}")
-            frame = frame.f_back
-        line = "" if frame is None else format_line(frame)
+    def _read_state(self) -> RankState:
+        """Return what the watched thread does, as its stack shows."""
+        frames = list(_iterate_frames(self._thread_id))
+        library_frames = list(itertools.takewhile(_is_in_library, frames))
+        program_frames = frames[len(library_frames) :]
+        line = ""
+        if program_frames:
+            line = format_line(program_frames[0])
         position, signs = self._pulse.progress
-        return RankState(call, line, position, signs)
+        return RankState(_find_call(library_frames), line, position, signs)
 
     def _compare_ranks(self) -> None:
         """Compare the ranks on rank 0. End this process if rank 0 has found that they are stuck."""
@@ -123,7 +120,7 @@ class CallWatch:
             self._end_process(self._store.get(_VERDICT).decode())
 
     def _published_states(self) -> list[RankState]:
-        """Return what all ranks do, or [] if one of them has moved within the last `LIMIT_S`."""
+        """Return what all ranks do, or [] if a rank has moved within the last `LIMIT_S`."""
         keys = [str(rank) for rank in range(self._ranks.world_size)]
         if not self._store.check(keys):  # to get one that is missing would block the store
             return []
@@ -133,6 +130,7 @@ class CallWatch:
         return [RankState(*json_text.parse(text)) for text in texts]
 
     def _end_process(self, verdict: str) -> None:
+        """End this process. The verdict is as ``rank 1: run.pause at t.py:9, step 4, rank 0: ...``."""
         error = CheckFailed(
             f"the ranks have waited in different calls for {LIMIT_S / 60:g} minutes: {verdict}",
             hint="call run.pause, run.save and the like on all ranks; let no rank leave a loop alone",
@@ -142,6 +140,37 @@ class CallWatch:
                 self._say(line)
         sys.stdout.flush()
         os._exit(EXIT_NO)  # the thread that trains waits in C, where no exception reaches it
+
+
+def _iterate_frames(thread_id: int) -> Iterator[FrameType]:
+    """Yield the stack of a thread, innermost frame first, from where it has called torch."""
+    frame: FrameType | None = sys._current_frames().get(thread_id)
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_in_library(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_LIBRARIES)
+
+
+def _find_call(frames: Sequence[FrameType]) -> str:
+    """Return the call of the run in which a thread waits for other ranks, such as ``run.pause``, or "".
+
+    Parameters
+    ----------
+    frames : the innermost frames of the thread, up to the program's own.
+    """
+    if not frames or frames[0].f_code.co_filename not in _WAITING_FILES:
+        return ""
+    call = ""
+    for frame in frames:  # the outermost function is what the program has called
+        if frame.f_code.co_filename in _CALL_FILES:
+            name = frame.f_code.co_name
+            call = _CALL_NAMES.get(name, f"run.{name}")
+    return call
 
 
 def format_line(frame: FrameType) -> str:
@@ -156,7 +185,7 @@ def are_stuck(states: Sequence[RankState]) -> bool:
         return False
     first_position = min(position for _, position in calls)
     busy_positions = [state.position for state in states if not state.call]
-    # A rank in a later step has passed the call in which another one waits, and will never come to it.
-    if any(position <= first_position for position in busy_positions):
+    # A busy rank that is not beyond this position may still come to the call. In a later step, it never will.
+    if busy_positions and min(busy_positions) <= first_position:
         return False
     return len(calls) + len(busy_positions) > 1

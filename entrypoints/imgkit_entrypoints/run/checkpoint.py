@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from imgkit_entrypoints.run.state_tree import (
 )
 
 Say = Callable[[str], None]
-# Key of the run's own values, such as its position, and of the trees of all objects.
+# Key of the position in the data and of the trees of all objects.
 INDEX = "imgkit"
 # Key of what each rank keeps for itself: random states, and objects of `track_per_rank`.
 RANK = "rank/{}"
@@ -63,7 +63,7 @@ class _CopiesPlanner(dcp.DefaultSavePlanner):  # type: ignore[misc]
 
 
 class _FileWriter(dcp.FileSystemWriter):  # type: ignore[misc]
-    """Raises an OSError where torch's serializer hides that of its file."""
+    """Raises the OSError of a file that cannot be written, which torch's serializer hides."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
@@ -132,59 +132,88 @@ class CheckpointWriter:
 
         Parameters
         ----------
-        index : the run's own values, and the trees of all objects.
-        tensors : what is equal on all ranks, and DTensors; the same keys on all ranks.
-        rank_value : what this rank keeps for itself.
+        index : the pickled position in the data and trees of all objects, which rank 0 saves.
+        tensors : tensors that are equal on all ranks, and DTensors; the same keys on all ranks.
+        rank_value : the pickled values that each rank saves for itself.
         """
         start_s = time.perf_counter()
         rank_values = self._ranks.gather_on_rank_0(rank_value)
-        # The thread reads the copies, which change now.
-        self._finish_writing()
+        self._finish_writing()  # the thread reads the copies, which change now
         shards = {key: tensor for key, tensor in tensors.items() if is_dtensor(tensor)}
         writers = self._rank_0
         if shards:
-            if self._all_ranks is None:
-                self._all_ranks = with_new_group(self._ranks)
-            writers = self._all_ranks
-        own_tensors = shards
-        state: dict[str, Any] = dict(shards)
+            writers = self._connect_all_ranks()
         if self._ranks.rank == 0:
-            own_tensors = dict(tensors)
-            state = {**tensors, INDEX: index}
+            values = {INDEX: index}
             for rank, value in enumerate(rank_values):
-                state[RANK.format(rank)] = value
-        if state:
-            parts = {key: local_part(tensor) for key, tensor in own_tensors.items()}
-            copies = self._copies.start_copy(parts)
-            self._thread = threading.Thread(target=self._write, args=(step, state, copies, writers))
-            self._thread.start()
+                values[RANK.format(rank)] = value
+            self._start_writing(step, tensors, values, writers)
+        elif shards:
+            self._start_writing(step, shards, {}, writers)
         stall_s = time.perf_counter() - start_s
         self.stalled_s += stall_s
         self.longest_stall_s = max(self.longest_stall_s, stall_s)
 
+    def _connect_all_ranks(self) -> Ranks:
+        """Return all ranks with a group for their threads; the first call is a collective one."""
+        if self._all_ranks is None:
+            self._all_ranks = with_new_group(self._ranks)
+        return self._all_ranks
+
+    def _start_writing(
+        self, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, bytes], writers: Ranks
+    ) -> None:
+        """Start to copy tensors to host memory, and the thread that writes them and `values`."""
+        parts = {key: local_part(tensor) for key, tensor in tensors.items()}
+        copies = self._copies.start_copy(parts)
+        state = {**tensors, **values}
+        self._thread = threading.Thread(target=self._write, args=(step, state, copies, writers))
+        self._thread.start()
+
     def _write(self, step: int, state: dict[str, Any], copies: Mapping[str, Tensor], writers: Ranks) -> None:
-        """Write a checkpoint together with the threads of the other `writers`."""
+        """Write a checkpoint together with the threads of the other `writers`.
+
+        An error is kept until `_finish_writing` reports it in the thread that trains.
+        """
         folder: Path | None = None
         try:
             self._copies.wait()
-            try:
-                if self._ranks.rank == 0:
-                    folder = disk.make_temporary_folder(self._folder, step)
-            finally:  # also after an error, since the other writers wait for it
-                folder = writers.broadcast(folder)
+            folder = self._make_folder(step, writers)
             if folder is None:
                 return
-            rows = _write_files(folder, state, copies, writers)
+            _save_state(folder, state, copies, writers)
+            entries = _describe_files(folder, writers)
             if self._ranks.rank == 0:
-                disk.set_aside(self._skipped)
-                self._skipped = ()
-                disk.commit(folder, step, rows, keep=self._keep, warn=self._warn_once)
-                self.saved_step = step
+                self._commit(folder, step, entries)
         except (OSError, RuntimeError) as error:  # RuntimeError: another rank has ended
             self._error = _find_os_error(error)
             if folder and self._ranks.rank == 0:
                 with contextlib.suppress(OSError):  # the next writer removes it
                     disk.remove_checkpoint(folder)
+
+    def _make_folder(self, step: int, writers: Ranks) -> Path | None:
+        """Make the folder of a checkpoint on rank 0, and return it to all `writers`.
+
+        On other ranks, None means that rank 0 could not make it.
+
+        Raises
+        ------
+        OSError : this is rank 0, and cannot make it.
+        """
+        folder: Path | None = None
+        try:
+            if self._ranks.rank == 0:
+                folder = disk.make_temporary_folder(self._folder, step)
+        finally:  # also after an error, since the other writers wait for an answer
+            folder = writers.broadcast(folder)
+        return folder
+
+    def _commit(self, folder: Path, step: int, entries: Mapping[str, disk.FileEntry]) -> None:
+        """Make a complete folder the newest checkpoint, and leave unreadable ones to the user."""
+        disk.set_aside(self._skipped)
+        self._skipped = ()
+        disk.commit(folder, step, entries, keep=self._keep, warn=self._warn_once)
+        self.saved_step = step
 
     def _warn_once(self, problem: str) -> None:
         if not self._has_warned:
@@ -217,10 +246,8 @@ class CheckpointWriter:
                 dist.destroy_process_group(ranks.group)
 
 
-def _write_files(
-    folder: Path, state: dict[str, Any], copies: Mapping[str, Tensor], writers: Ranks
-) -> dict[str, disk.Row]:
-    """Write this rank's files, and return the rows of those of all `writers`; a collective call of these.
+def _save_state(folder: Path, state: dict[str, Any], copies: Mapping[str, Tensor], writers: Ranks) -> None:
+    """Write this rank's part of a state; a collective call of all `writers`.
 
     Raises
     ------
@@ -232,21 +259,38 @@ def _write_files(
         dcp.save(state, storage_writer=storage, planner=planner, process_group=writers.group)
     except (Exception, CheckpointException) as error:  # torch wraps those of all ranks in a BaseException
         raise _find_os_error(error) from error
+
+
+def _describe_files(folder: Path, writers: Ranks) -> dict[str, disk.FileEntry]:
+    """Return the manifest's entries of the files of all `writers`; a collective call.
+
+    Raises
+    ------
+    OSError : a rank could not read its files.
+    """
     paths = list(folder.glob(f"__{writers.rank}_*"))
     if writers.rank == 0:
         paths.append(folder / ".metadata")
-    rows: dict[str, disk.Row] = {}
-    failure = None
+    own_entries: dict[str, disk.FileEntry] = {}
+    own_error: OSError | None = None
     try:
         for path in paths:
-            rows[path.name] = disk.file_row(path)
-    except OSError as error:
-        failure = error
-    for rank, (rank_rows, rank_failure) in enumerate(writers.gather((rows, failure))):
-        if rank_failure is not None:
-            raise OSError(rank_failure.errno, f"rank {rank}: {rank_failure.strerror}")
-        rows.update(rank_rows)
-    return rows
+            own_entries[path.name] = disk.describe_file(path)
+    except OSError as error:  # not raised here, since the other writers wait for the entries
+        own_error = error
+    entries: dict[str, disk.FileEntry] = {}
+    for rank, (rank_entries, rank_error) in enumerate(writers.gather((own_entries, own_error))):
+        if rank_error is not None:
+            raise OSError(rank_error.errno, f"rank {rank}: {rank_error.strerror}")
+        entries.update(rank_entries)
+    return entries
+
+
+class TensorInfo(NamedTuple):
+    """What a checkpoint says about a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 class Checkpoint:
@@ -266,31 +310,32 @@ class Checkpoint:
         self.step = step
         self._ranks = ranks
         self._metadata: Any = None
-        self.tensors: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        """Shape and type of each tensor by its key."""
+        self.tensors: dict[str, TensorInfo] = {}
+        """The shape and type of each tensor by its key."""
         self.world_size = 0
         """The number of ranks that have saved."""
-        index: Any = None
-        problem = ""
+        own_index = b""
+        own_problem = ""
         if ranks.rank == 0:
             try:
                 self._read_metadata()
-                index = self._load({INDEX: b""})[INDEX]
+                own_index = self._load({INDEX: b""})[INDEX]
             except Exception as error:  # pickle raises many kinds for classes of another release
-                problem = _describe_error(error)
+                own_problem = _describe_error(error)
         # The others get what rank 0 has read, or why it could not.
-        contents = ranks.broadcast((problem, self.tensors, self.world_size, index))
+        contents = ranks.broadcast((own_problem, self.tensors, self.world_size, own_index))
         problem, self.tensors, self.world_size, index = contents
         if problem:
             raise disk.InvalidCheckpoint(f"torch {torch.__version__} cannot read {folder}: {problem}")
-        self.run, self._trees = pickle.loads(index)  # noqa: S301 - SECURITY.md: it is trusted like code
-        """The run's own values, and the pickled tree of each object."""
+        self.position, self._trees = pickle.loads(index)  # noqa: S301 - SECURITY.md: it is trusted like code
+        """The position in the data (`DataPosition.values`), and the pickled tree of each object."""
 
     def _read_metadata(self) -> None:
+        """Read the shapes and types of the tensors, and count the ranks that have saved."""
         items = dcp.FileSystemReader(self.folder).read_metadata().state_dict_metadata
         for key, item in items.items():
             if isinstance(item, TensorStorageMetadata):
-                self.tensors[key] = item.size, item.properties.dtype
+                self.tensors[key] = TensorInfo(item.size, item.properties.dtype)
             elif key.startswith(RANK.format("")):
                 self.world_size += 1
 
@@ -304,34 +349,38 @@ class Checkpoint:
         return pickle.loads(self._trees[name])  # noqa: S301 - SECURITY.md: it is trusted like code
 
     def state(self, name: str, shards: Mapping[str, Tensor] | None = None) -> Any:
-        """Return the state of an object.
+        """Return the state of an object, with its tensors.
 
         Parameters
         ----------
         shards : DTensors by key, into which each rank reads its own part.
         """
-        values: dict[str, Any] = dict(shards or {})
-        if values:
-            self._load(values)
+        tensors: dict[str, Any] = dict(shards or {})
+        if tensors:
+            self._load(tensors)
         tree = self.tree(name)
         keys = {leaf.key for _, leaf in list_leaves(tree) if isinstance(leaf, TensorRef)}
-        values.update(self.read_tensors(sorted(keys - values.keys())))
-        return join_tensors(tree, values)
+        missing_keys = sorted(keys - tensors.keys())
+        tensors.update(self.read_tensors(missing_keys))
+        return join_tensors(tree, tensors)
 
     def read_tensors(self, keys: Sequence[str]) -> dict[str, Tensor]:
         """Return whole tensors, in host memory."""
         tensors = {}
         for key in keys:
-            size, dtype = self.tensors[key]
-            tensors[key] = torch.empty(size, dtype=dtype)
+            info = self.tensors[key]
+            tensors[key] = torch.empty(info.shape, dtype=info.dtype)
         if self._ranks.rank == 0 and tensors:
             self._load(tensors)
         for tensor in tensors.values():
             self._ranks.broadcast_tensor(tensor)
         return tensors
 
-    def rank_value(self) -> Any:
-        """Return what this rank kept for itself; what rank 0 kept if there were more or fewer ranks."""
+    def read_rank_value(self) -> Any:
+        """Return the value that this rank has saved for itself.
+
+        If more or fewer ranks have saved, every rank gets the value of rank 0.
+        """
         keys = [RANK.format(rank) for rank in range(self.world_size)]
         if self.world_size != self._ranks.world_size:
             keys = [RANK.format(0)] * self._ranks.world_size
@@ -342,10 +391,11 @@ class Checkpoint:
         return pickle.loads(data)  # noqa: S301 - SECURITY.md: it is trusted like code
 
     def _load(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Read into the tensors of `values`, of DTensors this rank's part, and replace its bytes.
+        """Read the values of these keys from the folder, and return `values`.
 
-        `dcp.load` would do it with collectives: torch 2.3's also with ranks outside of the group, and all of
-        them only to sort the keys.
+        Tensors are overwritten, of a DTensor this rank's part, and bytes are replaced. `dcp.load` would do it
+        with collectives: torch 2.3's also with ranks outside of the group, and all of them only to sort the
+        keys.
         """
         reader = dcp.FileSystemReader(self.folder)
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -362,93 +412,125 @@ def find_newest(
 ) -> tuple[Checkpoint | None, dict[Path, str]]:
     """Find the newest valid checkpoint at `path`, or None if there is none. A collective call.
 
-    Rank 0 looks for it. All ranks together compare the files of a sharded one with its manifest. The second
-    value, equal on all ranks, is why each newer one cannot be used.
+    The second value says, equally on all ranks, why each newer checkpoint cannot be used.
 
     Parameters
     ----------
+    path : a checkpoint, a folder of them, or a run folder.
     trusts_folder : whether to take checkpoints of the folder's owner, who may be another user.
 
     Raises
     ------
-    UsageError : on every rank, if another node has a newer one than that of rank 0, or a node cannot list the
+    UsageError : on every rank, if another node has a newer checkpoint than rank 0, or a node cannot list the
         folder.
     """
     _refuse_newer_elsewhere(path, ranks)
     problems: dict[Path, str] = {}
-    candidates: Iterator[tuple[Path, int, dict[str, disk.Row]]] = iter(())
+    newest = None
+    for candidate in _iterate_candidates(path, problems, ranks, trusts_folder=trusts_folder):
+        try:
+            _refuse_damaged(candidate, ranks)
+            newest = Checkpoint(candidate.folder, candidate.step, ranks)
+            break
+        except disk.InvalidCheckpoint as error:
+            problems[candidate.folder] = str(error)
+    return newest, ranks.broadcast(problems)
+
+
+def _iterate_candidates(
+    path: Path, problems: dict[Path, str], ranks: Ranks, *, trusts_folder: bool
+) -> Iterator[disk.StoredCheckpoint]:
+    """Yield on all ranks the checkpoints that rank 0 finds, newest first. Each is a collective call.
+
+    Parameters
+    ----------
+    problems : gets on rank 0 why another checkpoint cannot be used, by its path.
+    """
+    candidates: Iterator[disk.StoredCheckpoint] = iter(())
     if ranks.rank == 0:
         candidates = disk.iterate_valid(path, problems, trusts_folder=trusts_folder)
-    checkpoint = None
-    while checkpoint is None:
+    while True:
         candidate = ranks.broadcast(next(candidates, None))
-        if candidate is None:  # there are no more
-            break
-        folder, step, rows = candidate
-        try:
-            _refuse_damaged(folder, rows, ranks)
-            checkpoint = Checkpoint(folder, step, ranks)
-        except disk.InvalidCheckpoint as error:
-            problems[folder] = str(error)
-    return checkpoint, ranks.broadcast(problems)
+        if candidate is None:
+            return
+        yield candidate
+
+
+class _NodeReport(NamedTuple):
+    """What a rank sees at the path of the checkpoints."""
+
+    newest_name: str
+    """Name of the newest checkpoint, valid or not, or "" if there is none."""
+    host: str
+    problem: str
+    """Why the path cannot be listed, or ""."""
+
+
+def _report_newest(path: Path) -> _NodeReport:
+    """Return what this rank sees at the path of the checkpoints."""
+    host = socket.gethostname()
+    try:
+        checkpoints = disk.checkpoints_at(path)
+    except OSError as error:
+        return _NodeReport("", host, f"{error.filename} cannot be listed: {error.strerror}")
+    if not checkpoints:
+        return _NodeReport("", host, "")
+    return _NodeReport(checkpoints[0].name, host, "")
 
 
 def _refuse_newer_elsewhere(path: Path, ranks: Ranks) -> None:
     """Raise UsageError if a node cannot list `path`, or has a newer checkpoint than rank 0."""
-    newest_name = problem = ""
-    try:
-        checkpoints = disk.checkpoints_at(path)
-        if checkpoints:
-            newest_name = checkpoints[0].name
-    except OSError as error:
-        problem = f"{error.filename} cannot be listed: {error.strerror}"
-    nodes = ranks.gather((newest_name, socket.gethostname(), problem), call="run.restore")
-    for _, host, problem in nodes:
-        if problem:
-            raise UsageError(problem, where=host, hint="name a folder that you can read")
-    first_name, first_host, _ = nodes[0]
-    newest_name, newest_host, _ = max(nodes)  # names sort like steps
-    if newest_name > first_name:
+    reports = ranks.gather(_report_newest(path), call="run.restore")
+    for report in reports:
+        if report.problem:
+            raise UsageError(report.problem, where=report.host, hint="name a folder that you can read")
+    first = reports[0]
+    newest = max(reports)  # names sort like steps
+    if newest.newest_name > first.newest_name:
         raise UsageError(
-            f"{newest_host} has {newest_name}, and the newest checkpoint of rank 0 on {first_host} is "
-            f"{first_name or 'none'}",
+            f"{newest.host} has {newest.newest_name}, and the newest checkpoint of rank 0 on {first.host} is "
+            f"{first.newest_name or 'none'}",
             where=str(path),
             hint="start the head on that node, or put the folder on a file system that all nodes share",
         )
 
 
-def _refuse_damaged(folder: Path, rows: Mapping[str, disk.Row], ranks: Ranks) -> None:
-    """Raise InvalidCheckpoint, on every rank, if a file differs from its manifest; a collective call."""
-    names = sorted(rows)
-    if any(name.startswith("__1_") for name in names):  # sharded: rank 1 has written files too
+def _refuse_damaged(candidate: disk.StoredCheckpoint, ranks: Ranks) -> None:
+    """Raise InvalidCheckpoint, on every rank, if a file differs from its manifest; a collective call.
+
+    The ranks divide the files of a sharded checkpoint. The files of any other checkpoint are read by rank 0.
+    """
+    names: Sequence[str] = sorted(candidate.files)
+    is_sharded = any(name.startswith("__1_") for name in names)  # rank 1 has written files too
+    if is_sharded:
         names = names[ranks.rank :: ranks.world_size]
-    elif ranks.rank:
-        names = []
-    for problem in ranks.gather(disk.find_damage(folder, rows, names), call="run.restore"):
+    elif ranks.rank != 0:
+        names = ()
+    own_problem = disk.find_damage(candidate.folder, candidate.files, names)
+    for problem in ranks.gather(own_problem, call="run.restore"):
         if problem:
             raise disk.InvalidCheckpoint(problem)
 
 
 # Time in which a file of another node appears; NFS remembers for some seconds that a name was absent.
 PATIENCE_S = 10.0
-# Time between two looks for it.
-RETRY_S = 0.1
 
 
 def refuse_unshared_folder(folder: Path, ranks: Ranks) -> None:
-    """Raise UsageError, on every rank, if one does not see the same folder; names the hosts."""
+    """Raise UsageError, on every rank, if the ranks do not all see the same folder; a collective call."""
+    # Rank 0 makes a folder, which the other ranks have to see. The first call of `gather` waits until it is
+    # there, and the second until all ranks have looked for it.
     probe = folder / ranks.broadcast(f"{disk.WRITING}{secrets.token_hex(8)}")
     if ranks.rank == 0:
         probe.mkdir(parents=True)
-    # The others look for the probe once it is there, and rank 0 removes it once all have looked.
     ranks.gather(None, call="run.restore")
-    is_seen = _wait_for_path(probe)
+    is_seen = disk.wait_until(probe.exists, PATIENCE_S)
     rows = ranks.gather((socket.gethostname(), is_seen), call="run.restore")
     if ranks.rank == 0:
         probe.rmdir()
-    first_host, _ = rows[0]
-    missing_hosts = sorted({host for host, is_seen in rows if not is_seen})
+    missing_hosts = sorted({host for host, is_seen_there in rows if not is_seen_there})
     if missing_hosts:
+        first_host, _ = rows[0]
         raise UsageError(
             f"sharded state needs a folder that all ranks see, and rank 0 on {first_host} does not share "
             f"this one with {', '.join(missing_hosts)}",
@@ -456,13 +538,3 @@ def refuse_unshared_folder(folder: Path, ranks: Ranks) -> None:
             hint="name a folder on a file system that all nodes share: Run.start(FOLDER), --run-dir or "
             "IMGKIT_RUN_DIR",
         )
-
-
-def _wait_for_path(path: Path) -> bool:
-    """Return whether `path` appears within `PATIENCE_S`."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not path.exists():
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(RETRY_S)
-    return True

@@ -70,6 +70,7 @@ class RunConnection:
         return self._connected.agreement.stop if self._connected else ""
 
     def _connect(self) -> _ConnectedRanks:
+        """Meet the other ranks in a new gloo group, if the run has not met them yet."""
         if self._connected is None:
             ranks = connect_ranks(self.env, self._rank)
             self._own_group = ranks.group

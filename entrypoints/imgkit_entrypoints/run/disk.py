@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from imgkit_entrypoints import fence, files, json_text
 from imgkit_entrypoints.errors import UsageError
@@ -40,8 +40,8 @@ SKIPPED = "skipped-"
 # Bytes that are read at once for a sha256.
 CHUNK_BYTES = 4 << 20
 
-# ``size_bytes`` and ``sha256`` of a file, as a manifest has them.
-Row = dict[str, Any]
+FileEntry = dict[str, Any]
+"""What a manifest has about a file: ``{"size_bytes": 4096, "sha256": "9f86..."}``."""
 
 
 def checkpoint_name(step: int) -> str:
@@ -49,14 +49,14 @@ def checkpoint_name(step: int) -> str:
     return f"{STEP}{step:010d}"
 
 
-def make_temporary_folder(folder: Path, step: int, env: Mapping[str, str] = os.environ) -> Path:
+def make_temporary_folder(folder: Path, step: int) -> Path:
     """Make a temporary folder in `folder` for a step's checkpoint, which `commit` renames.
 
     Raises
     ------
     OSError : it cannot be made, or the attempt of this worker is over (fence.py).
     """
-    fence.check_fence(env)
+    fence.check_fence(os.environ)
     folder.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(folder)
     # Random: what an earlier run has left under the same name may be impossible to remove.
@@ -68,11 +68,10 @@ def make_temporary_folder(folder: Path, step: int, env: Mapping[str, str] = os.e
 def commit(
     temporary: Path,
     step: int,
-    rows: Mapping[str, Row],
+    entries: Mapping[str, FileEntry],
     *,
     keep: int,
     warn: Callable[[str], None] = print,
-    env: Mapping[str, str] = os.environ,
 ) -> Path:
     """Rename a folder whose files are complete and synced, and remove all checkpoints but the `keep` newest.
 
@@ -82,31 +81,29 @@ def commit(
 
     Parameters
     ----------
-    rows : the rows of all files for the manifest.
-    env : names this worker's attempt. If it is over, nothing is changed (fence.py).
+    entries : what the manifest has about each file, by name.
 
     Raises
     ------
-    OSError : the checkpoint could not be written, another user has one of this step, or the attempt is over;
-        older ones are unchanged.
+    OSError : the checkpoint could not be written, another user has one of this step, or the attempt of this
+        worker is over (fence.py); older ones are unchanged.
     """
     folder = temporary.parent
     target = folder / checkpoint_name(step)
-    token = temporary.suffix  # keeps the names of checkpoints that leave apart from those of earlier runs
-    manifest = json_text.seal({"schema": SCHEMA, "step": step, "files": dict(rows)})
+    suffix = temporary.suffix  # random, so it differs from the suffixes of earlier runs
+    manifest = json_text.seal({"schema": SCHEMA, "step": step, "files": dict(entries)})
     files.write_file(temporary / MANIFEST, json.dumps(manifest))
     # As late as possible: a later attempt may have begun while the files were written.
-    fence.check_fence(env)
+    fence.check_fence(os.environ)
     if os.path.lexists(target):
         owner = files.foreign_owner(target, folder.parent)
         if owner:
             raise OSError(errno.EPERM, f"{target.name} belongs to user {owner}")
-        target.rename(folder / f"{LEAVING}{target.name}{token}")
+        _mark_for_removal(target, suffix)
     files.publish_file(temporary, target)
     for path in _old_checkpoints(folder, target, keep):
-        # A rename first: a checkpoint that is removed halfway must not count.
         try:
-            path.rename(folder / f"{LEAVING}{path.name}{token}")
+            _mark_for_removal(path, suffix)
         except OSError as error:
             warn(f"{path} cannot be removed: {error.strerror}")
     for problem in _remove_leftovers(folder):
@@ -114,11 +111,24 @@ def commit(
     return target
 
 
+def _mark_for_removal(checkpoint: Path, suffix: str) -> None:
+    """Rename a checkpoint that `_remove_leftovers` removes. If it is removed halfway, it must not count."""
+    checkpoint.rename(checkpoint.with_name(f"{LEAVING}{checkpoint.name}{suffix}"))
+
+
 def _old_checkpoints(folder: Path, newest: Path, keep: int) -> list[Path]:
-    """Return this user's checkpoints but `newest` and the ones before it, `keep` in all."""
-    checkpoints = [path for path in newest_first(folder) if not files.foreign_owner(path, folder.parent)]
-    newest_checkpoints = [path for path in checkpoints if path.name <= newest.name][:keep]
-    return [path for path in checkpoints if path not in newest_checkpoints]
+    """Return this user's checkpoints but `newest` and those just before it, which are `keep` together."""
+    old_checkpoints = []
+    remaining = 0
+    for path in newest_first(folder):
+        if files.foreign_owner(path, folder.parent):
+            continue
+        is_later = path.name > newest.name
+        if is_later or remaining == keep:
+            old_checkpoints.append(path)
+        else:
+            remaining += 1
+    return old_checkpoints
 
 
 def set_aside(checkpoints: Iterable[Path]) -> None:
@@ -134,16 +144,17 @@ def set_aside(checkpoints: Iterable[Path]) -> None:
             path.rename(path.with_name(f"{SKIPPED}{path.name}.{secrets.token_hex(4)}"))
 
 
-def file_row(path: Path) -> Row:
-    """Return the row of a complete file for the manifest."""
+def describe_file(path: Path) -> FileEntry:
+    """Return what a manifest has about a complete file."""
     return {"size_bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def _remove_leftovers(folder: Path) -> list[str]:
     """Remove what an interrupted writer left, and checkpoints that are being removed; return the problems."""
-    leftovers = [path for path in folder.iterdir() if path.name.startswith((WRITING, LEAVING))]
     problems = []
-    for path in leftovers:
+    for path in list(folder.iterdir()):
+        if not path.name.startswith((WRITING, LEAVING)):
+            continue
         try:
             remove_checkpoint(path)
         except OSError as error:
@@ -177,57 +188,70 @@ class InvalidCheckpoint(Exception):
     """A checkpoint cannot be used. The message says why."""
 
 
-def read_manifest(checkpoint: Path) -> tuple[int, dict[str, Row]]:
-    """Return the step of a checkpoint and the rows of its files, which are all there with their sizes.
+class StoredCheckpoint(NamedTuple):
+    """A checkpoint whose manifest is valid. The contents of its files may still be damaged."""
+
+    folder: Path
+    step: int
+    files: dict[str, FileEntry]
+    """Entries of the manifest by the names of the files."""
+
+
+def read_manifest(folder: Path) -> StoredCheckpoint:
+    """Return the checkpoint in `folder`. All its files are there, and have the sizes of the manifest.
 
     Raises
     ------
     InvalidCheckpoint : it cannot be used.
     """
-    path = checkpoint / MANIFEST
+    path = folder / MANIFEST
     try:
         manifest = json_text.load(path)
         if manifest["schema"] != SCHEMA:
             raise InvalidCheckpoint(f"{path} has schema {manifest['schema']}; this imgkit reads {SCHEMA}")
         json_text.unseal(manifest)
-        step = int(manifest["step"])
-        rows = manifest["files"]
+        checkpoint = StoredCheckpoint(folder, int(manifest["step"]), manifest["files"])
         # Names sort like steps: an old checkpoint under a later name would count as the newest.
-        if checkpoint.name.startswith(STEP) and checkpoint.name != checkpoint_name(step):
-            raise InvalidCheckpoint(f"{checkpoint} contains the checkpoint of step {step}")
-        _refuse_other_files(checkpoint, rows)
+        if folder.name.startswith(STEP) and folder.name != checkpoint_name(checkpoint.step):
+            raise InvalidCheckpoint(f"{folder} contains the checkpoint of step {checkpoint.step}")
+        _refuse_other_files(folder, checkpoint.files)
     except OSError as error:
         raise InvalidCheckpoint(f"{error.filename or path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise InvalidCheckpoint(f"{path} is not a manifest, or damaged") from None
-    return step, rows
+    return checkpoint
 
 
-def _refuse_other_files(checkpoint: Path, rows: Mapping[str, Row]) -> None:
-    """Raise InvalidCheckpoint if the names or sizes of the files are not those of the manifest."""
-    sizes = {file.name: file.stat().st_size for file in checkpoint.iterdir() if file.name != MANIFEST}
-    for name in sorted(sizes.keys() | rows.keys()):
+def _refuse_other_files(checkpoint: Path, entries: Mapping[str, FileEntry]) -> None:
+    """Raise InvalidCheckpoint if the files have other names or sizes than in the manifest."""
+    sizes = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
+    sizes.pop(MANIFEST, None)
+    for name in sorted(sizes.keys() | entries.keys()):
         path = checkpoint / name
-        if name not in rows:
+        if name not in entries:
             raise InvalidCheckpoint(f"{path} is in the folder, but not in the manifest")
         if name not in sizes:
             raise InvalidCheckpoint(f"{path} is missing")
-        if sizes[name] != rows[name]["size_bytes"]:
-            raise InvalidCheckpoint(f"{path} has {sizes[name]} bytes, not {rows[name]['size_bytes']}")
+        size_bytes = entries[name]["size_bytes"]
+        if sizes[name] != size_bytes:
+            raise InvalidCheckpoint(f"{path} has {sizes[name]} bytes, not {size_bytes}")
 
 
-def find_damage(checkpoint: Path, rows: Mapping[str, Row], names: Collection[str]) -> str:
-    """Return a text on the first of these files that differs from its row in the manifest, or ""."""
+def find_damage(checkpoint: Path, entries: Mapping[str, FileEntry], names: Collection[str]) -> str:
+    """Return how a file of these `names` differs from its entry in the manifest, or "" if none does."""
     for name in names:
+        path = checkpoint / name
         try:
-            if _sha256(checkpoint / name) != rows[name]["sha256"]:
-                return f"{checkpoint / name} is damaged: its sha256 differs from the manifest"
+            digest = _sha256(path)
         except OSError as error:
-            return f"{checkpoint / name}: {error.strerror}"
+            return f"{path}: {error.strerror}"
+        if digest != entries[name]["sha256"]:
+            return f"{path} is damaged: its sha256 differs from the manifest"
     return ""
 
 
 def _sha256(path: Path) -> str:
+    """Return the sha256 of a file as hexadecimal digits."""
     digest = hashlib.sha256()
     with files.open_regular(path) as file:
         while True:
@@ -246,25 +270,25 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 def iterate_valid(
     path: Path, problems: dict[Path, str], *, trusts_folder: bool = False
-) -> Iterator[tuple[Path, int, dict[str, Row]]]:
-    """Yield checkpoints with a valid manifest, newest first, with their steps and rows.
+) -> Iterator[StoredCheckpoint]:
+    """Yield checkpoints with a valid manifest, newest first.
 
     Parameters
     ----------
-    path : as of `checkpoints_at`.
+    path : a checkpoint, a folder of them, or a run folder.
     problems : gets the reason why another one cannot be used, by its path.
     trusts_folder : whether checkpoints of the folder's owner count, who may be another user.
     """
     is_checkpoint = (path / MANIFEST).exists()
-    for checkpoint in checkpoints_at(path):
+    for folder in checkpoints_at(path):
         try:
             if not is_checkpoint:
-                _refuse_foreign(checkpoint, path, trusts_folder=trusts_folder)
-            step, rows = read_manifest(checkpoint)
+                _refuse_foreign(folder, path, trusts_folder=trusts_folder)
+            checkpoint = read_manifest(folder)
         except InvalidCheckpoint as error:
-            problems[checkpoint] = str(error)
+            problems[folder] = str(error)
         else:
-            yield checkpoint, step, rows
+            yield checkpoint
 
 
 def _refuse_foreign(checkpoint: Path, folder: Path, *, trusts_folder: bool) -> None:
@@ -277,9 +301,10 @@ def _refuse_foreign(checkpoint: Path, folder: Path, *, trusts_folder: bool) -> N
 
 
 LOCK = "run.lock"
+_OTHER_FOLDER = "name another folder: Run.start(FOLDER), --run-dir or IMGKIT_RUN_DIR"
 # Time for the processes of an earlier start to end.
 PATIENCE_S = 3.0
-# Time between two attempts to get the lock.
+# Time between two checks of `wait_until`.
 RETRY_S = 0.1
 # The locks of this process, also those that were closed. A child has none of its parent's.
 _LOCKS: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
@@ -298,38 +323,51 @@ def lock_folder(folder: Path, say: Callable[[str], None], env: Mapping[str, str]
     UsageError : another run holds it, also one of this process; or the folder cannot be written.
     """
     path = folder / LOCK
-    hint = "name another folder: Run.start(FOLDER), --run-dir or IMGKIT_RUN_DIR"
     if _is_locked_by_process(path):
         raise UsageError(
             "another run of this process writes into this folder",
             where=str(folder),
-            hint=f"end it first (with Run.start(...)), or {hint}",
+            hint=f"end it first (with Run.start(...)), or {_OTHER_FOLDER}",
         )
+    stream = _open_lock(path)
+    job_suffix = _job_suffix(env)
+    if wait_until(lambda: _try_lock(stream, path, say), PATIENCE_S):
+        holder = f"process {os.getpid()} on {socket.gethostname()}{job_suffix}\n"
+        stream.truncate()  # the line of the run before
+        stream.write(holder.encode())
+        stream.flush()
+        return stream
+    other_holder = stream.read(200).decode(errors="replace").strip()  # "process 4711 on gpu03 of 1234"
+    if job_suffix and other_holder.endswith(job_suffix):
+        say(f"warning: {path}: an earlier attempt still has the lock ({other_holder})")
+        return stream
+    stream.close()
+    problem = f"another run writes into this folder ({other_holder})"
+    raise UsageError(problem, where=str(folder), hint=f"stop that run, or {_OTHER_FOLDER}")
+
+
+def _open_lock(path: Path) -> BinaryIO:
+    """Open the file of a lock, and make it and its folder if they are absent."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         stream = files.open_own(path, os.O_RDWR | os.O_CREAT, "r+b")
-        _LOCKS.add(stream)
     except OSError as error:
         problem = f"the run folder cannot be written: {error.strerror}"
         where = str(error.filename or path)
-        raise UsageError(problem, where=where, hint=hint) from None  # its traceback would come below the hint
-    job = _job_suffix(env)
-    deadline = time.monotonic() + PATIENCE_S
-    while not _try_lock(stream, path, say):
-        if time.monotonic() <= deadline:
-            time.sleep(RETRY_S)
-            continue
-        holder = stream.read(200).decode(errors="replace").strip()
-        if job and holder.endswith(job):
-            say(f"warning: {path}: an earlier attempt still has the lock ({holder})")
-            return stream
-        stream.close()
-        problem = f"another run writes into this folder ({holder})"
-        raise UsageError(problem, where=str(folder), hint=f"stop that run, or {hint}")
-    stream.truncate()  # the line of the run before
-    stream.write(f"process {os.getpid()} on {socket.gethostname()}{job}\n".encode())
-    stream.flush()
+        # Without `from None`, the traceback of the cause would come below the hint.
+        raise UsageError(problem, where=where, hint=_OTHER_FOLDER) from None
+    _LOCKS.add(stream)
     return stream
+
+
+def wait_until(is_met: Callable[[], bool], patience_s: float) -> bool:
+    """Return whether a condition is met within some seconds; it is checked every `RETRY_S`."""
+    deadline = time.monotonic() + patience_s
+    while not is_met():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(RETRY_S)
+    return True
 
 
 def _is_locked_by_process(path: Path) -> bool:

@@ -110,15 +110,18 @@ def find_weights(checkpoint: Checkpoint, part: str | None = None) -> dict[str, s
     tree = checkpoint.tree(name)
     if not isinstance(tree, dict) or any(isinstance(leaf, dict | list) for leaf in tree.values()):
         raise UsageError(f"{name} is not the state of a model", where=where, hint="name another: --part")
-    keys = {str(weight): leaf.key for weight, leaf in tree.items() if isinstance(leaf, TensorRef)}
-    for weight, key in keys.items():
-        dtype = _type_name(checkpoint, key)
-        if dtype not in TYPES:
+    keys = {}
+    for weight, leaf in tree.items():
+        if not isinstance(leaf, TensorRef):
+            continue
+        type_name = _type_name(checkpoint, leaf.key)
+        if type_name not in TYPES:
             raise UsageError(
-                f"{weight} is of the type {dtype}, which a safetensors file cannot hold",
+                f"{weight} is of the type {type_name}, which a safetensors file cannot hold",
                 where=where,
                 hint=f"its types are {', '.join(sorted(TYPES))}",
             )
+        keys[str(weight)] = leaf.key
     return keys
 
 
@@ -139,12 +142,16 @@ def _find_model(checkpoint: Checkpoint, part: str | None) -> str:
 
 def _type_name(checkpoint: Checkpoint, key: str) -> str:
     """Return torch's name of a tensor's type, such as ``bfloat16``."""
-    _, dtype = checkpoint.tensors[key]
-    return str(dtype).removeprefix("torch.")
+    return str(checkpoint.tensors[key].dtype).removeprefix("torch.")
 
 
 def write_safetensors(checkpoint: Checkpoint, weights: Mapping[str, str], stream: BinaryIO) -> None:
-    """Write the tensors. Of tied ones, the first is written, and the header has the names of the others."""
+    """Write the tensors. Tied weights have one tensor, under the first of their names.
+
+    Parameters
+    ----------
+    weights : the key in the checkpoint of each weight.
+    """
     first_names: dict[str, str] = {}
     # Tied weights as safetensors.torch.save_model notes them; its load_model ties them again.
     metadata = {"format": "pt", "step": str(checkpoint.step)}
@@ -152,29 +159,27 @@ def write_safetensors(checkpoint: Checkpoint, weights: Mapping[str, str], stream
         first_name = first_names.setdefault(key, name)
         if first_name != name:
             metadata[name] = first_name
-
-    def rank_by_size(key: str) -> tuple[int, str]:
-        _, dtype = checkpoint.tensors[key]
-        return -dtype.itemsize, first_names[key]
-
     # The largest elements first, so that each tensor begins at a multiple of their size.
-    keys = sorted(first_names, key=rank_by_size)
+    keys = sorted(first_names, key=lambda key: (-checkpoint.tensors[key].dtype.itemsize, first_names[key]))
     header: dict[str, Any] = {"__metadata__": metadata}
-    position = 0
+    start = 0
     for key in keys:
-        shape, dtype = checkpoint.tensors[key]
-        end = position + math.prod(shape) * dtype.itemsize
-        header[first_names[key]] = {
-            "dtype": TYPES[_type_name(checkpoint, key)],
-            "shape": list(shape),
-            "data_offsets": [position, end],
-        }
-        position = end
+        entry = _describe_tensor(checkpoint, key, start)
+        header[first_names[key]] = entry
+        _, start = entry["data_offsets"]
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the format wants the tensors at a multiple of 8 bytes
     stream.write(len(text).to_bytes(8, "little") + text)
     for key in keys:
         stream.write(_tensor_bytes(checkpoint.read_tensors([key])[key]))
+
+
+def _describe_tensor(checkpoint: Checkpoint, key: str, start: int) -> dict[str, Any]:
+    """Return the entry in the header of a tensor whose bytes begin at `start`."""
+    shape, dtype = checkpoint.tensors[key]
+    end = start + math.prod(shape) * dtype.itemsize
+    type_name = TYPES[_type_name(checkpoint, key)]
+    return {"dtype": type_name, "shape": list(shape), "data_offsets": [start, end]}
 
 
 def _tensor_bytes(tensor: Tensor) -> bytearray:
@@ -183,5 +188,6 @@ def _tensor_bytes(tensor: Tensor) -> bytearray:
 
     content = bytearray(tensor.numel() * tensor.element_size())
     if content:  # torch.frombuffer refuses an empty one
-        torch.frombuffer(content, dtype=torch.uint8).copy_(tensor.reshape(-1).view(torch.uint8))
+        source = tensor.reshape(-1).view(torch.uint8)
+        torch.frombuffer(content, dtype=torch.uint8).copy_(source)
     return content

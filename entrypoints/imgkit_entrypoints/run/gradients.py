@@ -84,6 +84,7 @@ class PendingGradients:
         return ""
 
     def _has_unused_gradients(self, optimizer: Optimizer) -> bool:
+        """Return whether a backward pass has changed gradients since the last step of their optimizer."""
         if _optimizer_key(optimizer) in self._stepped:
             return False
         for gradient in _first_gradients(optimizer):
@@ -92,6 +93,7 @@ class PendingGradients:
         return False
 
     def _on_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Note that an optimizer has used its gradients, if it is tracked. torch calls this for all."""
         key = _optimizer_key(optimizer)
         if key not in map(_optimizer_key, self._tracked.optimizers):
             return
@@ -101,11 +103,12 @@ class PendingGradients:
 
 
 def _optimizer_key(optimizer: Optimizer) -> int:
-    """Return the id of the first weight, which an optimizer has in common with a wrapper around it."""
+    """Return the id of an optimizer's first weight, which a wrapper around the optimizer has too."""
     return id(next(iterate_parameters(optimizer), optimizer))
 
 
 def _first_gradients(optimizer: Optimizer) -> list[Tensor]:
+    """Return the first gradients of an optimizer, at most `MAX_GRADIENTS`."""
     gradients: list[Tensor] = []
     for parameter in iterate_parameters(optimizer):
         if parameter.grad is not None:
@@ -125,13 +128,17 @@ def holds_back_gradients(model: nn.Module) -> bool:
         for group in _fsdp_groups(module):
             if getattr(group, "_partial_reduce_output", None) is not None:
                 return True
-            for param in group.fsdp_params:
-                gathered = getattr(param, "_unsharded_param", None)
-                if param.unsharded_accumulated_grad is not None:
-                    return True
-                if getattr(gathered, "grad", None) is not None:
-                    return True
+            if any(map(_has_own_gradient, group.fsdp_params)):
+                return True
     return False
+
+
+def _has_own_gradient(fsdp_param: Any) -> bool:
+    """Return whether this rank has a gradient of a whole parameter that is not divided into shards yet."""
+    if fsdp_param.unsharded_accumulated_grad is not None:
+        return True
+    unsharded_param = getattr(fsdp_param, "_unsharded_param", None)
+    return getattr(unsharded_param, "grad", None) is not None
 
 
 def _fsdp_groups(module: nn.Module) -> list[Any]:

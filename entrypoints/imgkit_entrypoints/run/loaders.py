@@ -18,6 +18,8 @@ from imgkit_entrypoints.run import random_state
 from imgkit_entrypoints.run.random_state import GeneratorStates, restore_generators
 from imgkit_entrypoints.run.tracked import has_state
 
+# The length of a loader that does not tell it. Checkpoints have this value too.
+UNKNOWN_LENGTH = -1
 # Attributes of torch's samplers that decide about the order of samples.
 ORDER_OPTIONS = ("shuffle", "seed", "replacement")
 _RESUMABLE_LOADERS = (
@@ -42,19 +44,26 @@ def refuse_without_position(loader: Any) -> None:
     if not getattr(loader, "in_order", True) and loader.num_workers:
         problem = f"{name} with in_order=False gives batches as they come"
         raise _position_error(problem, f"{name}(..., in_order=True)")
-    if has_state(loader):
+    if has_state(loader) or _is_sequence(loader):
         return
     if not isinstance(loader, DataLoader):
-        is_sequence = hasattr(loader, "__getitem__") and hasattr(loader, "__len__")
-        if is_sequence and not isinstance(loader, Mapping):
-            return
         raise _position_error(name, _RESUMABLE_LOADERS)
+    _refuse_uncountable(loader)
+
+
+def _is_sequence(loader: Any) -> bool:
+    has_items = hasattr(loader, "__getitem__") and hasattr(loader, "__len__")
+    return has_items and not isinstance(loader, DataLoader | Mapping)
+
+
+def _refuse_uncountable(loader: DataLoader[Any]) -> None:
+    """Raise UsageError if the run cannot count and skip the batches of a DataLoader without a state."""
     if isinstance(loader.dataset, IterableDataset):
         kind = type(loader.dataset).__name__
         raise _position_error(f"a DataLoader over the IterableDataset {kind}", _RESUMABLE_LOADERS)
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise _position_error(
-            f"{name} has an __iter__ of its own, which hides its position",
+            f"{type(loader).__name__} has an __iter__ of its own, which hides its position",
             "use DataLoader itself, with persistent_workers=True to keep the workers, and change batches in "
             "collate_fn or in the loop",
         )
@@ -65,21 +74,30 @@ def _position_error(problem: str, hint: str) -> UsageError:
 
 
 def loader_length(loader: Any) -> int:
-    """Return the batches of a pass; -1: unknown."""
+    """Return the number of batches in a pass, or `UNKNOWN_LENGTH`."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
-        return -1
+        return UNKNOWN_LENGTH
 
 
 def _samplers(loader: Any) -> list[Any]:
-    """Return the sampler, the batch sampler and the sampler within that. Absent ones are None."""
+    """Return the sampler of a loader, its batch sampler, and the sampler within that, without absent ones."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    return [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+    samplers = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    return [sampler for sampler in samplers if sampler is not None]
+
+
+def custom_batch_sampler(loader: Any) -> Any:
+    """Return the batch sampler that a program has given to a loader, or None if there is only torch's."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    if type(batch_sampler) is BatchSampler:
+        return None
+    return batch_sampler
 
 
 def sampler_epoch(loader: Any) -> int | None:
-    """Return the epoch that a DistributedSampler, or one like it, has been told, or None if there is none."""
+    """Return the epoch that ``set_epoch`` has given to a sampler of the loader, or None if there is none."""
     for sampler in _samplers(loader):
         epoch = getattr(sampler, "epoch", None)
         if type(epoch) is int:
@@ -87,7 +105,7 @@ def sampler_epoch(loader: Any) -> int | None:
     return None
 
 
-def find_lazy_sampler(loader: Any) -> str:
+def find_unrepeatable_sampler(loader: Any) -> str:
     """Return the class of a sampler of the program whose random numbers no resume could repeat, or "".
 
     A sampler can repeat them if it is seeded by the epoch, or draws from a generator of its own.
@@ -96,10 +114,10 @@ def find_lazy_sampler(loader: Any) -> str:
         return ""
     for sampler in _samplers(loader):
         kind = type(sampler)
-        if kind.__module__.partition(".")[0] in ("builtins", "torch", "torchdata"):
+        package, _, _ = kind.__module__.partition(".")
+        if package in ("builtins", "torch", "torchdata"):
             continue
-        has_generator = bool(_generators_in(sampler))
-        if not has_generator and not hasattr(sampler, "set_epoch"):
+        if not _generators_in(sampler) and not hasattr(sampler, "set_epoch"):
             return kind.__name__
     return ""
 
@@ -109,8 +127,8 @@ def describe_sampler(loader: Any) -> str:
 
     An example is ``DistributedSampler(shuffle=True, seed=0)``. The text is empty if there is no sampler.
     """
-    sampler = getattr(loader, "batch_sampler", None)
-    if type(sampler) in (BatchSampler, type(None)):
+    sampler = custom_batch_sampler(loader)
+    if sampler is None:
         sampler = getattr(loader, "sampler", None)
     if sampler is None:
         return ""
@@ -123,19 +141,21 @@ def describe_sampler(loader: Any) -> str:
 
 
 def _generators_in(owner: Any) -> list[torch.Generator]:
-    return [value for value in getattr(owner, "__dict__", {}).values() if isinstance(value, torch.Generator)]
+    """Return the generators that are attributes of an object."""
+    attributes = getattr(owner, "__dict__", {})
+    return [value for value in attributes.values() if isinstance(value, torch.Generator)]
 
 
-def loader_generators(loader: Any) -> list[torch.Generator]:
-    """Return the generators that a pass uses in this process, each once: of loader, samplers and dataset."""
+def list_generators(loader: Any) -> list[torch.Generator]:
+    """Return the generators of a loader, its samplers and its dataset that a pass uses in this process."""
     owners = [loader, *_samplers(loader)]
     if isinstance(loader, DataLoader) and loader.num_workers == 0:  # workers draw from copies
         owners.append(loader.dataset)
-    generators: dict[int, torch.Generator] = {}
+    by_id: dict[int, torch.Generator] = {}  # loader and sampler may share one
     for owner in owners:
         for generator in _generators_in(owner):
-            generators[id(generator)] = generator
-    return list(generators.values())
+            by_id[id(generator)] = generator
+    return list(by_id.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,38 +177,49 @@ class PassRandom(NamedTuple):
     """The random numbers of a pass."""
 
     start: RandomNumbers
-    """At its start, from which samplers draw."""
+    """The numbers at the start of the pass, from which samplers draw."""
     latest: RandomNumbers
-    """Those with which the pass goes on."""
+    """The numbers with which the pass goes on after the batches that were done."""
 
 
-def iterate_from(loader: Any, skip: int, random: PassRandom, *, keeps_workers: bool) -> Iterator[Any]:
+def iterate_from(loader: Any, skip: int, random: PassRandom, *, is_first_pass: bool) -> Iterator[Any]:
     """Iterate over `loader` without its first `skip` batches.
+
+    Skipped batches get the random numbers at the start of the pass, and the rest then gets the latest ones.
 
     Parameters
     ----------
-    random : if batches are skipped, they are drawn from the numbers at the start of the pass, and the first
-        batch that is read gets the latest ones.
-    keeps_workers : in a run without a stop, this pass goes on with the workers of the one before.
+    is_first_pass : whether a run without a stop would start the loader's workers for this pass.
     """
     if isinstance(loader, DataLoader):
-        starts_workers = keeps_workers and loader.persistent_workers and loader._iterator is None
-        if skip or starts_workers:
-            return _iterate_without_reading(loader, skip, random, starts_workers=starts_workers)
+        # A run without a stop would still have the workers of the pass before.
+        lacks_workers = not is_first_pass and loader.persistent_workers and loader._iterator is None
+        if skip or lacks_workers:
+            return _iterate_without_reading(loader, skip, random, starts_workers=lacks_workers)
     if not skip:
         return iter(loader)
     random.start.restore()
     batches: Iterator[Any] = iter(loader)
-    for _ in itertools.islice(batches, skip):
-        pass
+    skip_items(batches, skip)
     random.latest.restore()
     return batches
+
+
+def skip_items(items: Iterator[Any], count: int) -> None:
+    """Drop the next `count` items of an iterator."""
+    for _ in itertools.islice(items, count):
+        pass
 
 
 def _iterate_without_reading(
     loader: DataLoader[Any], skip: int, random: PassRandom, *, starts_workers: bool
 ) -> Iterator[Any]:
-    """Let the loader take its indices from a sampler that skips, so that no skipped sample is read."""
+    """Iterate over a DataLoader without its first `skip` batches, whose samples are not read.
+
+    Parameters
+    ----------
+    starts_workers : whether persistent workers start before the pass.
+    """
     attribute = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = getattr(loader, attribute)
     items_ahead = (loader.prefetch_factor or 0) * loader.num_workers
@@ -222,18 +253,17 @@ class _SkippingSampler:
     items_ahead: int
     """Items that workers get before the first batch arrives.
 
-    As many more were drawn before the stop, so the latest random numbers are restored after them.
+    Before the stop, as many were drawn ahead too. So the latest random numbers are restored after them.
     """
     random: PassRandom
 
     def __iter__(self) -> Iterator[Any]:
         # Here, and not at the first item: a sampler may draw before the loader draws a seed for its workers.
-        return self._without_first(iter(self.sampler))
+        return self._iterate_rest(iter(self.sampler))
 
-    def _without_first(self, items: Iterator[Any]) -> Iterator[Any]:
-        for _ in itertools.islice(items, self.skip):
-            pass
+    def _iterate_rest(self, items: Iterator[Any]) -> Iterator[Any]:
         if self.skip:
+            skip_items(items, self.skip)
             items_ahead = list(itertools.islice(items, self.items_ahead))
             self.random.latest.restore()
             yield from items_ahead

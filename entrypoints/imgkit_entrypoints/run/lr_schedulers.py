@@ -41,7 +41,7 @@ class SchedulerSearch:
             return
         _refuse_untracked_torch_schedulers(optimizers, objects)
         for name, optimizer in optimizers.items():
-            if _has_unknown_scheduler(optimizer, objects):
+            if _has_foreign_scheduler(optimizer, objects):
                 raise _untracked_error(f"{name} has a learning rate scheduler that is not tracked")
         self._reference_counts = counts
 
@@ -49,10 +49,11 @@ class SchedulerSearch:
 def _refuse_untracked_torch_schedulers(
     optimizers: Mapping[str, Optimizer], objects: Mapping[str, Any]
 ) -> None:
+    """Raise UsageError if one of torch's schedulers has a tracked optimizer, and is not tracked itself."""
     tracked_ids = {id(value) for value in objects.values()}
     if not _find_untracked_schedulers(optimizers, tracked_ids):
         return
-    # A second, slower look: schedulers inside of tracked objects count, and dropped ones do not.
+    # A second, slower search: it knows the schedulers inside of tracked objects, and sees no dropped ones.
     for value in objects.values():
         tracked_ids.update(map(id, _iterate_parts(value, MAX_DEPTH)))
     gc.collect()  # a dropped scheduler may be part of a cycle
@@ -86,19 +87,23 @@ def _find_untracked_schedulers(
     return untracked
 
 
-def _has_unknown_scheduler(optimizer: Optimizer, objects: Mapping[str, Any]) -> bool:
-    """Return whether an optimizer has a scheduler of another library, such as timm's, that no object holds.
+def _has_foreign_scheduler(optimizer: Optimizer, objects: Mapping[str, Any]) -> bool:
+    """Return whether an optimizer has an untracked scheduler of another library, such as timm.
 
     Such a scheduler shows itself only by the ``initial_lr`` that it sets in the optimizer's groups.
     """
     if not any("initial_lr" in group for group in optimizer.param_groups):
         return False
     for value in objects.values():
-        if isinstance(value, Optimizer):  # a wrapper around the optimizer has it too
-            continue
-        if any(_has_optimizer(part, optimizer) for part in _iterate_parts(value, 1)):
+        # A wrapper around the optimizer has the same groups, but is no scheduler.
+        if not isinstance(value, Optimizer) and _is_scheduler_of(value, optimizer):
             return False
     return True
+
+
+def _is_scheduler_of(value: object, optimizer: Optimizer) -> bool:
+    """Return whether `value`, or one of its attributes or members, is a scheduler of an optimizer."""
+    return any(_has_optimizer(part, optimizer) for part in _iterate_parts(value, depth=1))
 
 
 def _has_optimizer(value: object, optimizer: Optimizer) -> bool:
@@ -112,12 +117,16 @@ def _iterate_parts(value: Any, depth: int) -> Iterator[Any]:
     yield value
     if depth == 0 or isinstance(value, (Optimizer, nn.Module, Tensor)):
         return
-    if isinstance(value, (list, tuple)):
-        members = list(value)
-    elif isinstance(value, Mapping):
-        members = list(value.values())
-    else:
-        members = list(getattr(value, "__dict__", {}).values())
+    members = _members_of(value)
     if len(members) <= MAX_MEMBERS:
         for member in members:
             yield from _iterate_parts(member, depth - 1)
+
+
+def _members_of(value: Any) -> list[Any]:
+    """Return the items of a list, the values of a mapping, or the attributes of another object."""
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return list(getattr(value, "__dict__", {}).values())

@@ -14,26 +14,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 
 from imgkit_entrypoints.run import random_state
 from imgkit_entrypoints.run.loaders import (
+    UNKNOWN_LENGTH,
     PassRandom,
     RandomNumbers,
+    custom_batch_sampler,
     describe_sampler,
     iterate_from,
-    loader_generators,
+    list_generators,
     loader_length,
     sampler_epoch,
     steps_error,
 )
 from imgkit_entrypoints.run.random_state import GeneratorStates, capture_generators, restore_generators
 from imgkit_entrypoints.run.ranks import Ranks
-from imgkit_entrypoints.run.stateful_loaders import has_unclear_state, iterate_stateful
+from imgkit_entrypoints.run.stateful_loaders import has_unusable_state, iterate_stateful
 from imgkit_entrypoints.run.tracked import has_state
-
-# A length that a loader does not tell.
-UNKNOWN = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +41,10 @@ class Loop:
 
     passes: int = 0
     """Number of finished passes."""
-    batches: int = UNKNOWN
-    """Length of the loader; also unknown where it is not the same in every pass."""
-    samples: int = UNKNOWN
-    """Samples of the data."""
+    batches: int = UNKNOWN_LENGTH
+    """Batches in a pass; also unknown where they are not as many in every pass."""
+    samples: int = UNKNOWN_LENGTH
+    """Samples in the data set, or in a sequence that is the loader itself."""
     batch_size: int | None = None
     """Samples in each batch of a rank. None means unknown."""
     sampler_epoch: int | None = None
@@ -55,14 +54,13 @@ class Loop:
     @classmethod
     def over(cls, loader: Any, passes: int = 0) -> Loop:
         """Describe a loop over `loader` after so many passes."""
-        samples = UNKNOWN
-        batches = UNKNOWN
+        samples = UNKNOWN_LENGTH
+        batches = UNKNOWN_LENGTH
         batch_size = 1
         if isinstance(loader, DataLoader):
             samples = loader_length(loader.dataset)
             batch_size = loader.batch_size
-            # A batch sampler of the program may give another number of batches in every pass.
-            if type(loader.batch_sampler) in (BatchSampler, type(None)):
+            if custom_batch_sampler(loader) is None:  # the program's may give other batches in every pass
                 batches = loader_length(loader)
         elif not has_state(loader):
             samples = loader_length(loader)
@@ -78,20 +76,20 @@ class Loop:
 
 @dataclass(slots=True)
 class _LoopGenerators:
-    """The states of the generators that the loader of a loop uses."""
+    """The generators that the loader of a loop uses, and their states."""
 
     first: GeneratorStates
-    """At the start of the first pass of all."""
+    """The states at the start of the first pass of all."""
     start: GeneratorStates
-    """At the start of the latest pass."""
+    """The states at the start of the latest pass."""
     saved: GeneratorStates = ()
-    """Those in the checkpoint, until the first pass after a restore."""
-    live: Sequence[torch.Generator] = ()
+    """The states in the checkpoint, until the first pass after a restore."""
+    generators: Sequence[torch.Generator] = ()
     """The generators of the loader of the latest pass."""
 
     def for_checkpoint(self) -> tuple[GeneratorStates, GeneratorStates, GeneratorStates]:
         """Return the states at the start of the first pass, at the start of the latest one, and now."""
-        return self.first, self.start, self.saved or capture_generators(self.live)
+        return self.first, self.start, self.saved or capture_generators(self.generators)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +103,10 @@ class _UnnamedPass:
     """Returns its loader, or None if the program has dropped it, and for a list or the like."""
 
     def may_be_over(self, loader: Any, loop: Loop) -> bool:
-        """Return whether the loader of this pass may be `loader`."""
-        has_known_length = UNKNOWN not in (self.loop.batches, loop.batches)
-        has_same_length = (self.loop.batches, self.loop.batch_size) == (loop.batches, loop.batch_size)
-        if has_known_length and not has_same_length:
+        """Return whether the loader of this pass may be `loader`, which the loop `loop` describes."""
+        has_known_length = UNKNOWN_LENGTH not in (self.loop.batches, loop.batches)
+        has_same_batches = (self.loop.batches, self.loop.batch_size) == (loop.batches, loop.batch_size)
+        if has_known_length and not has_same_batches:
             return False
         last_loader = self.loader()
         return last_loader is None or last_loader is loader
@@ -121,15 +119,15 @@ class _Resume:
     random: Mapping[str, Any]
     """The random numbers of this process when the checkpoint was taken."""
     has_same_ranks: bool
-    repeats: bool
+    repeats_epoch: bool
     """Whether the program does again what it had done in this epoch before the checkpoint."""
 
 
 class DataPosition:
     """Steps, passes and batches so far.
 
-    A checkpoint within a pass has the random numbers at its start, from which samplers draw, and those of
-    now. A resumed pass draws its order again, skips what was done, and goes on with the latter.
+    A checkpoint within a pass has the random numbers at the start of the pass, from which samplers draw, and
+    the present ones. A resumed pass draws its order again, skips what was done, and goes on with the latter.
     """
 
     def __init__(self) -> None:
@@ -144,7 +142,7 @@ class DataPosition:
         """Batches of the latest pass that are done. 0 means that it is finished."""
         # Loop and length of the latest pass.
         self._name = ""
-        self._length = UNKNOWN
+        self._length = UNKNOWN_LENGTH
         # The loader of the latest pass, if it has a state.
         self._loader: Any = None
         # The state of this loader when the pass began, until it is compared.
@@ -162,13 +160,13 @@ class DataPosition:
         return min((loop.passes for loop in self.loops.values()), default=0)
 
     @property
-    def repeats(self) -> bool:
+    def repeats_epoch(self) -> bool:
         """Whether the program does again what it had done in this epoch before the checkpoint."""
-        return self._resume is not None and self._resume.repeats
+        return self._resume is not None and self._resume.repeats_epoch
 
     @property
     def epochs(self) -> float:
-        """Epochs so far, with the part of the one that is under way."""
+        """Epochs so far, with the part of the present epoch that is done: ``2.25``."""
         part = self.batch / self._length if self._length > 0 else 0.0
         passes = sum(loop.passes for loop in self.loops.values())
         return (passes + part) / max(1, len(self.loops))
@@ -215,29 +213,47 @@ class DataPosition:
     def restore(
         self, values: Mapping[str, Any], random: Mapping[str, Any], world_size: int, ranks: Ranks
     ) -> str:
-        """Go on from what `values` and `rank_values` returned in a run of `world_size` ranks.
+        """Go on from a checkpoint. Return a warning if some samples of the epoch come again, or "".
 
-        Returns a warning if some samples of the epoch come again, and otherwise an empty text.
+        Parameters
+        ----------
+        values : the result of `values` when the checkpoint was taken.
+        random : the result of `rank_values` then.
+        world_size : number of ranks then.
         """
         self.step = values["step"]
         self.batch = values["batch"]
         self._name = values["name"]
-        self.loops = {name: Loop(**loop) for name, loop in values["loops"].items()}
+        self.loops = {}
+        for name, loop_values in values["loops"].items():
+            self.loops[name] = Loop(**loop_values)
         self._pass_random = random["pass"]
-        self._generators = {name: _LoopGenerators(*states) for name, states in random["loops"].items()}
+        self._generators = {}
+        for name, states in random["loops"].items():
+            first, start, saved = states
+            self._generators[name] = _LoopGenerators(first, start, saved)
         random_state.restore(random["now"])
         has_same_ranks = world_size == ranks.world_size
-        batches_of_all = self.batch * world_size
+        warning = ""
         if not has_same_ranks:
-            self.batch = batches_of_all // ranks.world_size
+            warning = self._divide_batches(world_size, ranks.world_size)
             # All ranks have the state of rank 0, and must not draw the same numbers.
-            random_state.seed_everything(int(torch.randint(1 << 62, ()).item()) + ranks.rank)
+            seed = int(torch.randint(1 << 62, ()).item())
+            random_state.seed_everything(seed + ranks.rank)
         self._resume = _Resume(
-            random=random_state.capture(), has_same_ranks=has_same_ranks, repeats=values["at_start"]
+            random=random_state.capture(), has_same_ranks=has_same_ranks, repeats_epoch=values["at_start"]
         )
-        if batches_of_all % ranks.world_size == 0:
+        return warning
+
+    def _divide_batches(self, saved_world_size: int, world_size: int) -> str:
+        """Divide the batches that the ranks of a checkpoint have done among more or fewer ranks.
+
+        Returns a warning if they are no whole number of batches for each rank, and otherwise "".
+        """
+        self.batch, remainder = divmod(self.batch * saved_world_size, world_size)
+        if remainder == 0:
             return ""
-        return f"{ranks.world_size} ranks instead of {world_size}: some samples of this epoch come again"
+        return f"{world_size} ranks instead of {saved_world_size}: some samples of this epoch come again"
 
     def was_finished(self, name: str) -> bool:
         """Return whether the next pass of a loop was finished before the checkpoint of a restore."""
@@ -245,10 +261,10 @@ class DataPosition:
             return False
         return self.loops[name].passes > self.epoch
 
-    def note_repeat(self) -> None:
+    def note_repeated_pass(self) -> None:
         """Note that the program comes again to a pass that was finished before the checkpoint."""
         if self._resume is not None:
-            self._resume.repeats = True
+            self._resume.repeats_epoch = True
 
     def add_loop(self, name: str) -> None:
         """Add the loop whose pass begins, if it is new.
@@ -258,27 +274,26 @@ class DataPosition:
         UsageError : another loop comes now in the epoch.
         """
         expected = self._next_loop(name)
-        is_first_epoch = not self._resume and all(loop.passes == 1 for loop in self.loops.values())
-        is_new_in_time = name not in self.loops and is_first_epoch
-        if name == expected or is_new_in_time:
-            self.loops.setdefault(name, Loop())
-            return
-        raise steps_error(
-            f"epoch {self.epoch} comes to the loop {_quote_loop(name)} before the loop "
-            f"{_quote_loop(expected)}",
-            "go through the same loops in every epoch, in the same order: run.steps(loader, name=...), with "
-            "an empty list as the loader where a loop is left out",
-        )
+        is_first_epoch = self._resume is None and all(loop.passes == 1 for loop in self.loops.values())
+        is_new = name not in self.loops and is_first_epoch
+        if name != expected and not is_new:
+            raise steps_error(
+                f"epoch {self.epoch} comes to the loop {_quote_loop(name)} before the loop "
+                f"{_quote_loop(expected)}",
+                "go through the same loops in every epoch, in the same order: run.steps(loader, name=...), "
+                "with an empty list as the loader where a loop is left out",
+            )
+        self.loops.setdefault(name, Loop())
 
     def _next_loop(self, default: str) -> str:
-        """Return the name of the first loop that is not finished in this epoch."""
+        """Return the name of the first loop that is not finished in this epoch, or `default`."""
         epoch = self.epoch
         for name, loop in self.loops.items():
             if loop.passes == epoch:
                 return name
         return default
 
-    def note_unnamed_pass(self, loader: Any, line: str, *, is_next_epoch: bool) -> None:
+    def compare_unnamed_pass(self, loader: Any, line: str, *, is_next_epoch: bool) -> None:
         """Note the pass of a loop without a name, and compare it with the latest such pass.
 
         Parameters
@@ -299,12 +314,11 @@ class DataPosition:
         if not last.may_be_over(loader, loop):
             gc.collect()  # the last loader may be part of a cycle that the program has dropped
         has_same_loader = last.may_be_over(loader, loop)
-        if line != last.line and not (has_same_loader and is_next_epoch):
-            problem = f"the loops at {last.line} and {line} have no names"
-        elif not has_same_loader:
-            problem = f"the loop at {line} has no name, and goes over several loaders"
-        else:
+        if has_same_loader and (line == last.line or is_next_epoch):
             return
+        problem = f"the loop at {line} has no name, and goes over several loaders"
+        if line != last.line:
+            problem = f"the loops at {last.line} and {line} have no names"
         raise steps_error(
             f"{problem}: a resume could not tell their passes from each other",
             "give each a name: run.steps(loader, name=...); one loop at two lines has the same name at both",
@@ -324,10 +338,10 @@ class DataPosition:
                 "let one loader give the batches of both, for example over a StackDataset; an evaluation "
                 "iterates over its loader without run.steps",
             )
-        if not self.batch or self._resume:
+        if self.batch == 0 or self._resume is not None:
             return
         if self.batch == self._length:
-            self.close()
+            self.close_pass()
             return
         size = f" of {self._length}" if self._length > 0 else ""
         raise steps_error(
@@ -337,7 +351,7 @@ class DataPosition:
             "only end the program",
         )
 
-    def open(self, loader: Any, name: str) -> Iterator[Any]:
+    def open_pass(self, loader: Any, name: str) -> Iterator[Any]:
         """Begin a pass over `loader`, or go on where the checkpoint was taken, and iterate over its batches.
 
         Raises
@@ -346,15 +360,12 @@ class DataPosition:
         """
         resume = self._resume
         self._resume = None
-        saved_loop = self.loops[name]
-        loop = Loop.over(loader, saved_loop.passes)
+        loop = Loop.over(loader, self.loops[name].passes)
         if resume is not None and self.batch > 0:
-            _refuse_other_loader(name, saved_loop, loop, self.batch, has_same_ranks=resume.has_same_ranks)
-            if saved_loop.batch_size and loop.batch_size:
-                self.batch = self.batch * saved_loop.batch_size // loop.batch_size
+            self._adjust_batch(name, loop, has_same_ranks=resume.has_same_ranks)
             random = self._continue_random(loader, name, resume.random)
         else:
-            if resume is not None and resume.repeats:
+            if resume is not None and resume.repeats_epoch:
                 # What the program did again has drawn random numbers that it had drawn before.
                 random_state.restore(resume.random)
             random = self._begin_random(loader, name)
@@ -365,63 +376,80 @@ class DataPosition:
         self.was_left = False
         self._loader = None
         self._loader_start = None
-        keeps_workers = loop.passes > 0
+        is_first_pass = loop.passes == 0
         if not has_state(loader):
-            return iterate_from(loader, self.batch, random, keeps_workers=keeps_workers)
-        batches = iterate_stateful(loader, self.batch, random, keeps_workers=keeps_workers)
+            return iterate_from(loader, self.batch, random, is_first_pass=is_first_pass)
+        batches = iterate_stateful(loader, self.batch, random, is_first_pass=is_first_pass)
         self._loader = loader
         self._loader_start = pickle.dumps(loader.state_dict())
         return batches
 
+    def _adjust_batch(self, name: str, loop: Loop, *, has_same_ranks: bool) -> None:
+        """Count the batches that were done in the batch size of the loader with which the pass goes on.
+
+        Raises
+        ------
+        UsageError : this loader has other samples.
+        """
+        saved_loop = self.loops[name]
+        _refuse_other_loader(name, saved_loop, loop, self.batch, has_same_ranks=has_same_ranks)
+        if saved_loop.batch_size and loop.batch_size:
+            self.batch = self.batch * saved_loop.batch_size // loop.batch_size
+
     def _begin_random(self, loader: Any, name: str) -> PassRandom:
-        """Note the random numbers at the start of a pass."""
-        generators = self._generators_of(name, loader)
-        live = generators.live
+        """Note and return the random numbers at the start of a pass."""
+        states = self._generators_of(name, loader)
+        generators = states.generators
         # A loader that was made for this pass has new generators, which are in their first states again.
-        if _are_equal(capture_generators(live), generators.first):
-            restore_generators(live, generators.saved)
-        generators.saved = ()
-        generators.start = capture_generators(live)
+        if _are_equal(capture_generators(generators), states.first):
+            restore_generators(generators, states.saved)
+        states.saved = ()
+        states.start = capture_generators(generators)
         self._pass_random = random_state.capture()
-        start = RandomNumbers(self._pass_random, live, generators.start)
+        start = RandomNumbers(self._pass_random, generators, states.start)
         return PassRandom(start, latest=start)
 
     def _continue_random(self, loader: Any, name: str, random: Mapping[str, Any]) -> PassRandom:
-        """Return the random numbers of a pass within which the checkpoint was taken."""
-        generators = self._generators_of(name, loader)
-        latest = RandomNumbers(random, generators.live, generators.saved)
-        generators.saved = ()
-        start = RandomNumbers(self._pass_random, generators.live, generators.start)
+        """Return the random numbers of a pass within which the checkpoint was taken.
+
+        Parameters
+        ----------
+        random : the random numbers of this process in the checkpoint.
+        """
+        states = self._generators_of(name, loader)
+        latest = RandomNumbers(random, states.generators, states.saved)
+        states.saved = ()
+        start = RandomNumbers(self._pass_random, states.generators, states.start)
         return PassRandom(start, latest)
 
     def _generators_of(self, name: str, loader: Any) -> _LoopGenerators:
         """Return the generators of a loop whose pass over `loader` begins."""
-        live = loader_generators(loader)
+        generators = list_generators(loader)
         if name not in self._generators:
-            self._generators[name] = _LoopGenerators(first=capture_generators(live), start=())
-        generators = self._generators[name]
-        generators.live = live
-        return generators
+            self._generators[name] = _LoopGenerators(first=capture_generators(generators), start=())
+        states = self._generators[name]
+        states.generators = generators
+        return states
 
-    def close(self) -> None:
+    def close_pass(self) -> None:
         """Note that the pass is finished."""
         loop = self.loops[self._name]
         self.loops[self._name] = dataclasses.replace(loop, passes=loop.passes + 1)
         self.batch = 0
         self.is_open = False
 
-    def has_unclear_loader(self) -> bool:
+    def has_unusable_loader_state(self) -> bool:
         """Return whether the pass is at the end of a loader that could not go on from its state."""
-        return self.is_open and self._loader is not None and has_unclear_state(self._loader)
+        return self.is_open and self._loader is not None and has_unusable_state(self._loader)
 
-    def refuse_static_loader(self) -> None:
-        """Raise UsageError if the state of a loader has not changed in its pass, so that it has no position.
+    def refuse_unchanged_loader_state(self) -> None:
+        """Raise UsageError if the state of the loader has not changed since its pass began.
 
-        The state is compared at the first checkpoint of a pass.
+        Such a state has no position. One comparison in each pass, at its first checkpoint, is enough.
         """
-        if self._loader_start is None or not self.is_open:
-            return
         start = self._loader_start
+        if start is None or not self.is_open:
+            return
         self._loader_start = None
         if pickle.dumps(self._loader.state_dict()) == start:
             raise steps_error(
@@ -436,35 +464,46 @@ def _quote_loop(name: str) -> str:
 
 
 def _weak_reference(loader: Any) -> Callable[[], Any]:
+    """Return a function that returns `loader` until the program drops it, and then None."""
     try:
         return weakref.ref(loader)
     except TypeError:  # a list or a range
         return lambda: None
 
 
-def _are_equal(states: GeneratorStates, saved: GeneratorStates) -> bool:
-    return len(states) == len(saved) and all(map(torch.equal, states, saved))
+def _are_equal(states: GeneratorStates, other_states: GeneratorStates) -> bool:
+    return len(states) == len(other_states) and all(map(torch.equal, states, other_states))
 
 
 def _refuse_other_loader(name: str, saved: Loop, loop: Loop, batch: int, *, has_same_ranks: bool) -> None:
-    """Raise UsageError if `loop` is not over the loader of the loop in the checkpoint."""
-    hint = "give it the same loader; where an epoch has several loops, name each: run.steps(loader, name=...)"
-    change = ""
+    """Raise UsageError if the loader of a pass is not the loader in the checkpoint.
+
+    Parameters
+    ----------
+    saved, loop : the loop in the checkpoint, and the loop that goes on.
+    batch : batches of the pass that were done.
+    """
+    saved_pass = f"the pass of the loop {_quote_loop(name)} in the checkpoint"
     if saved.sampler_epoch != loop.sampler_epoch:
-        change = f"had a sampler with the epoch {saved.sampler_epoch}, and this one has {loop.sampler_epoch}"
-        hint = "for epoch in range(run.epoch, EPOCHS), and sampler.set_epoch(epoch) before run.steps"
-    elif has_same_ranks:  # more or fewer ranks have other batches and samplers anyway
-        change = _describe_change(saved, loop, batch)
-    if change:
-        raise steps_error(f"the pass of the loop {_quote_loop(name)} in the checkpoint {change}", hint)
+        epochs = f"the epoch {saved.sampler_epoch}, and this one has {loop.sampler_epoch}"
+        raise steps_error(
+            f"{saved_pass} had a sampler with {epochs}",
+            "for epoch in range(run.epoch, EPOCHS), and sampler.set_epoch(epoch) before run.steps",
+        )
+    if not has_same_ranks:  # more or fewer ranks have other batches and samplers anyway
+        return
+    difference = _find_difference(saved, loop, batch)
+    if difference:
+        raise steps_error(
+            f"{saved_pass} {difference}",
+            "give it the same loader; where an epoch has several loops, name each: "
+            "run.steps(loader, name=...)",
+        )
 
 
-def _describe_change(saved: Loop, loop: Loop, batch: int) -> str:
-    """Return how a loader differs from that of the checkpoint, or "" if a resume finds the same samples."""
-    has_other_samples = saved.samples != loop.samples
-    if loop.batches == UNKNOWN:  # the data may have grown, but what was done must still be there
-        has_other_samples = loop.samples != UNKNOWN and loop.samples < max(batch, saved.samples)
-    if has_other_samples:
+def _find_difference(saved: Loop, loop: Loop, batch: int) -> str:
+    """Return how a loader differs from the loader in the checkpoint, or "" if it gives the same samples."""
+    if _has_other_samples(saved, loop, batch):
         return f"was over {saved.samples} samples, and this loader has {loop.samples}"
     if (saved.batches, saved.batch_size) != (loop.batches, loop.batch_size):
         sizes = f"{saved.batches} batches of {saved.batch_size}"
@@ -472,3 +511,11 @@ def _describe_change(saved: Loop, loop: Loop, batch: int) -> str:
     if saved.sampler != loop.sampler:
         return f"had the sampler {saved.sampler}, and this loader has {loop.sampler}"
     return ""
+
+
+def _has_other_samples(saved: Loop, loop: Loop, batch: int) -> bool:
+    """Return whether a loader cannot give the samples that a resumed pass needs."""
+    if loop.batches != UNKNOWN_LENGTH:
+        return saved.samples != loop.samples
+    # The data may have grown, but what was done must still be there.
+    return loop.samples != UNKNOWN_LENGTH and loop.samples < max(batch, saved.samples)

@@ -56,12 +56,11 @@ class Ranks:
         """Return the values of all ranks on rank 0, and an empty list elsewhere; a collective call."""
         if self.world_size == 1:
             return [value]
-        if self.rank != 0:
-            dist.gather_object(value, None, dst=0, group=self.group)
-            return []
-        rows: list[Any] = [None] * self.world_size
-        dist.gather_object(value, rows, dst=0, group=self.group)
-        return rows
+        values: list[Any] | None = None
+        if self.rank == 0:
+            values = [None] * self.world_size
+        dist.gather_object(value, values, dst=0, group=self.group)
+        return values or []
 
     def scatter(self, values: Sequence[Any]) -> Any:
         """Return this rank's item of the list that rank 0 gives; a collective call."""
@@ -83,10 +82,11 @@ class Ranks:
         return received[0]
 
     def broadcast_tensor(self, tensor: torch.Tensor) -> None:
-        """Overwrite a tensor in host memory with that of rank 0; a collective call."""
+        """Overwrite a tensor in host memory with the tensor of rank 0; a collective call."""
         if self.world_size > 1 and tensor.numel():
             # As bytes, since gloo does not know every type.
-            dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=0, group=self.group)
+            content = tensor.reshape(-1).view(torch.uint8)
+            dist.broadcast(content, src=0, group=self.group)
 
 
 def refuse_different_calls(calls: Sequence[str]) -> None:
@@ -152,11 +152,12 @@ def ranks_by_value(values: Sequence[object]) -> str:
 
     The values 4, 3, 4 of three ranks give ``rank 1: 3, ranks 0, 2: 4``.
     """
-    ranks: dict[object, list[str]] = {}
+    ranks_of: dict[object, list[str]] = {}
     for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(str(rank))
+        ranks_of.setdefault(value, []).append(str(rank))
     texts = []
-    for value in sorted(ranks, key=lambda value: (len(ranks[value]), str(value))):
-        noun = "ranks" if len(ranks[value]) > 1 else "rank"
-        texts.append(f"{noun} {', '.join(ranks[value])}: {value}")
+    for value in sorted(ranks_of, key=lambda value: (len(ranks_of[value]), str(value))):
+        ranks = ranks_of[value]
+        noun = "rank" if len(ranks) == 1 else "ranks"
+        texts.append(f"{noun} {', '.join(ranks)}: {value}")
     return ", ".join(texts)

@@ -176,18 +176,19 @@ class Run:
         self._track(objects, per_rank=True)
 
     def _track(self, objects: Mapping[str, Any], *, per_rank: bool) -> None:
+        """Track all objects but loaders whose batches `steps` counts."""
         if self._checkpoints.may_write or self._loop.is_started:
             raise UsageError("run.track comes too late", hint="call it before run.restore and run.steps")
         for name, value in objects.items():
             if not has_state(value) and hasattr(value, "__iter__"):
-                refuse_without_position(value)  # `steps` counts its batches
+                refuse_without_position(value)
             else:
                 self._checkpoints.tracked.add(name, value, per_rank=per_rank)
 
     def connect(self, ranks: Ranks) -> None:
-        """Use a process group of the program, not a gloo group of the run's own: fewer connections.
+        """Use a process group of the program. Otherwise the run opens a gloo group, with more connections.
 
-        Its calls and the program's must then come in the same order on all ranks.
+        The calls of the run and of the program must then come in the same order on all ranks.
         """
         self._connection.use_ranks(ranks)
 
@@ -229,8 +230,8 @@ class Run:
 
         Parameters
         ----------
-        name : of this loop, where an epoch has several; each epoch has the same ones, in the same order.
-            A resume passes over those that were done.
+        name : name of this loop, where an epoch has several loops. Each epoch has the same loops in the same
+            order, and a resume passes over the loops that were done.
         save_every : steps between two checkpoints; 0: save only at a stop and at the end of the run.
 
         Raises
@@ -240,14 +241,15 @@ class Run:
         CheckFailed : the ranks have taken different numbers of steps.
         """
         refuse_without_position(loader)
-        tracked_ids = map(id, self._checkpoints.tracked.objects.values())
-        if has_state(loader) and id(loader) not in tracked_ids:
+        is_tracked = any(loader is value for value in self._checkpoints.tracked.objects.values())
+        if has_state(loader) and not is_tracked:
             raise UsageError(
                 f"the state of this {type(loader).__name__} is not tracked",
                 where="run.steps",
                 hint="run.track(loader=loader, ...)",
             )
-        line = format_line(sys._getframe(1))  # of the program, which has called this
+        program_frame = sys._getframe(1)
+        line = format_line(program_frame)
         return Steps(self._loop, self._position, loader, name, save_every, line)
 
     def log(self, **numbers: Any) -> None:
@@ -265,7 +267,8 @@ class Run:
 
         Parameters
         ----------
-        every : most steps between two exchanges, which come at its multiples and at those of a divisor.
+        every : most steps between two exchanges. They come at multiples of this number, and with slow steps
+            at multiples of a divisor.
         """
         self._connection.agreement.numbers = numbers
         self._loop.max_interval = every
@@ -281,8 +284,11 @@ class Run:
         self._loop.begin_step()
 
     def looks(self) -> bool:
-        """Return whether the numbers of the step that begins are sent at its end: costly ones pay off."""
-        return self._connection.agreement.is_look_due(self._position.step + 1)
+        """Return whether the numbers of the step that begins are exchanged at its end.
+
+        Numbers that are costly to compute are of use only then.
+        """
+        return self._connection.agreement.is_exchange_due(self._position.step + 1)
 
     def due(self, *, save_every: int = 0) -> bool:
         """End a step of a loop that is not over `steps`, such as one of a library; a collective call.

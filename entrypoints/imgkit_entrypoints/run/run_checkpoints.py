@@ -80,24 +80,33 @@ class RunCheckpoints:
         """
         if path is None and not self.keep:
             return None
-        ranks = self._connection.ranks
+        is_own_folder = path is None
         folder = path or self._folder
-        newest, problems = checkpoint.find_newest(folder, ranks, trusts_folder=path is not None)
+        newest, problems = checkpoint.find_newest(
+            folder, self._connection.ranks, trusts_folder=not is_own_folder
+        )
         own_checkpoints = [skipped for skipped in problems if not files.foreign_owner(skipped, folder)]
         if newest is None and problems:
-            # Those of another user would be in the way of later ones, and cannot be set aside.
-            may_start_anew = ranks.broadcast(path is None and len(own_checkpoints) == len(problems))
-            self._refuse_unreadable(folder, problems, may_start_anew=may_start_anew)
+            # Checkpoints of another user would be in the way of later ones, and cannot be set aside.
+            can_set_aside = is_own_folder and len(own_checkpoints) == len(problems)
+            self._refuse_unreadable(folder, problems, can_set_aside=can_set_aside)
         for problem in problems.values():
             self._connection.report(f"checkpoint skipped: {problem}")
-        if path is None:
+        if is_own_folder:
             self._skipped = own_checkpoints
             self._is_new = newest is None
         return newest
 
-    def _refuse_unreadable(self, folder: Path, problems: Mapping[Path, str], *, may_start_anew: bool) -> None:
-        """Raise UsageError, on every rank, unless rank 0 starts anew beside unreadable checkpoints."""
-        if may_start_anew and self._connection.ranks.broadcast(self._ignore_unreadable):
+    def _refuse_unreadable(self, folder: Path, problems: Mapping[Path, str], *, can_set_aside: bool) -> None:
+        """Raise UsageError, on every rank, unless the run is to start anew beside unreadable checkpoints.
+
+        Parameters
+        ----------
+        can_set_aside : whether all these checkpoints can be renamed; rank 0 decides.
+        """
+        options = can_set_aside, self._ignore_unreadable
+        may_start_anew, starts_anew = self._connection.ranks.broadcast(options)
+        if may_start_anew and starts_anew:
             return
         hint = "name another folder"
         if may_start_anew:
@@ -136,17 +145,24 @@ class RunCheckpoints:
         return True
 
     def _load(self, newest: Checkpoint) -> None:
+        """Load the tracked objects, the position and the random numbers; a collective call.
+
+        Raises
+        ------
+        UsageError : a tracked object cannot get its state.
+        """
         ranks = self._connection.ranks
-        values = newest.rank_value()
-        if values["objects"] and newest.world_size != ranks.world_size:
+        rank_values = newest.read_rank_value()
+        per_rank_states = rank_values["objects"]
+        if per_rank_states and newest.world_size != ranks.world_size:
             raise UsageError(
-                f"{', '.join(sorted(values['objects']))} has a state for each of {newest.world_size} ranks, "
+                f"{', '.join(sorted(per_rank_states))} has a state for each of {newest.world_size} ranks, "
                 f"but there are {ranks.world_size}",
                 where=str(newest.folder),
                 hint=f"start {newest.world_size} ranks, or a new run in another folder",
             )
-        self.tracked.load(newest, values["objects"])
-        warning = self.position.restore(newest.run, values["random"], newest.world_size, ranks)
+        self.tracked.load(newest, per_rank_states)
+        warning = self.position.restore(newest.position, rank_values["random"], newest.world_size, ranks)
         if warning:
             self._connection.report(warning)
 
@@ -159,24 +175,22 @@ class RunCheckpoints:
         """
         restored_digests = self._restored_digests
         self._restored_digests = {}  # only the first pass after a restore is compared
-        if self.restored is not None and self.position.repeats:
+        if self.restored is not None and self.position.repeats_epoch:
             # What the program has done in this epoch was done before the checkpoint already.
-            self.tracked.load(self.restored, self.restored.rank_value()["objects"])
+            self.tracked.load(self.restored, self.restored.read_rank_value()["objects"])
         elif restored_digests:
             self._refuse_changes(restored_digests)
 
     def _warn_of_fresh_ddp(self) -> None:
-        """Warn if a DDP model is visible whose order of sums will change after its first backward pass."""
+        """Warn if a DDP model will change the order of its sums after its first backward pass."""
         if not self.keep or self._connection.ranks.world_size <= 2:  # the sum of two has one order
             return
-        for model in self.tracked.objects.values():
-            if isinstance(model, nn.Module) and any(map(_is_fresh_ddp, model.modules())):
-                self._connection.report(
-                    "warning: a DDP model has had no backward pass: on 3 ranks or more, the first step after "
-                    "a resume then adds up gradients in another order. Before run.restore(): "
-                    "loss_of(batch).backward(); optimizer.zero_grad()"
-                )
-                return
+        if any(map(_contains_fresh_ddp, self.tracked.objects.values())):
+            self._connection.report(
+                "warning: a DDP model has had no backward pass: on 3 ranks or more, the first step after "
+                "a resume then adds up gradients in another order. Before run.restore(): "
+                "loss_of(batch).backward(); optimizer.zero_grad()"
+            )
 
     def _refuse_unshared_folder(self) -> None:
         """Raise UsageError if ranks with sharded state do not see the same folder."""
@@ -191,9 +205,8 @@ class RunCheckpoints:
         """
         digests = self.tracked.digests()
         changes = [name for name, digest in digests.items() if digest != restored_digests[name]]
-        names: set[str] = set()
-        for rank_changes in self._connection.ranks.gather(changes, call="run.steps"):
-            names.update(rank_changes)
+        changes_of_ranks = self._connection.ranks.gather(changes, call="run.steps")
+        names = set[str]().union(*changes_of_ranks)
         if names:
             raise UsageError(
                 f"{list_first_names(sorted(names))} changed between run.restore and run.steps, where a pass "
@@ -228,7 +241,7 @@ class RunCheckpoints:
             self.refuse_older()
             self._refuse_unshared_folder()
             self.may_write = True
-        self.position.refuse_static_loader()
+        self.position.refuse_unchanged_loader_state()
         self.scheduler_search.refuse_untracked(self.tracked.objects)
         with self._progress.saving():
             snapshot = self.tracked.snapshot(self._connection.ranks, "run.save")
@@ -239,6 +252,7 @@ class RunCheckpoints:
             writer.save(self.position.step, index, snapshot.tensors, pickle.dumps(rank_value))
 
     def _open_writer(self) -> CheckpointWriter:
+        """Return the writer of checkpoints; the first call is a collective one."""
         if self._writer is None:
             connection = self._connection
             self._writer = CheckpointWriter(
@@ -303,6 +317,11 @@ class RunCheckpoints:
             if self._writer is not None:
                 self._writer.close_groups()
             self._connection.close_group()
+
+
+def _contains_fresh_ddp(stateful: object) -> bool:
+    """Return whether a tracked object is or contains a DDP model that has had no backward pass."""
+    return isinstance(stateful, nn.Module) and any(map(_is_fresh_ddp, stateful.modules()))
 
 
 def _is_fresh_ddp(module: nn.Module) -> bool:

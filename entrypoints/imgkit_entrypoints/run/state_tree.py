@@ -43,7 +43,7 @@ def map_leaves(value: Any, change: Callable[[Any, LeafPath], Any], *path: Any) -
 
 
 def list_leaves(value: Any) -> list[tuple[LeafPath, Any]]:
-    """Return the values within dicts, lists and tuples, with their paths."""
+    """Return the values within dicts, lists and tuples, each after its path: ``(("state", 0), 1.5)``."""
     leaves: list[tuple[LeafPath, Any]] = []
     map_leaves(value, lambda leaf, path: leaves.append((path, leaf)))
     return leaves
@@ -64,9 +64,9 @@ def is_dtensor(value: object) -> bool:
 
 def local_part(tensor: Any) -> Tensor:
     """Return this rank's part of a DTensor, and any other tensor as it is."""
-    if is_dtensor(tensor):
-        tensor = tensor.to_local()
     local: Tensor = tensor
+    if is_dtensor(tensor):
+        local = tensor.to_local()
     return local
 
 
@@ -82,23 +82,21 @@ class _TensorSplitter:
 
     def replace(self, value: Any, path: LeafPath) -> Any:
         """Return a reference for a tensor that torch can store by parts, and a copy of any other tensor."""
-        is_sharded = is_dtensor(value)
-        is_plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
-        if not (is_sharded or is_plain):
-            return value.detach().clone() if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            return value
+        if not _can_divide(value):
+            return value.detach().clone()
         key = self._free_key(path)
-        memory: tuple[object, ...] = (id(value),)
-        if is_plain and value.numel():
-            memory = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
-        first_key = self._keys.setdefault(memory, key)
+        first_key = self._keys.setdefault(_memory_of(value), key)
         if first_key == key:
             self.tensors[key] = value.detach()
-        if is_sharded or value.is_contiguous():
+        if is_dtensor(value) or value.is_contiguous():
             return TensorRef(first_key)
         # The strides of a dense tensor in this format. Those of a part of a larger tensor have gaps.
         return TensorRef(first_key, torch.empty_like(value, device="meta").stride())
 
     def _free_key(self, path: LeafPath) -> str:
+        """Return the key of a tensor at `path`, such as ``model.layer.weight``."""
         key = ".".join(map(str, (self._name, *path)))
         # {"a.b": x, "a": {"b": y}} has the key "a.b" twice, and {1: x, "1": y} the key "1". Any other key
         # will do, since the tree notes it.
@@ -107,11 +105,24 @@ class _TensorSplitter:
         return key
 
 
+def _can_divide(tensor: Tensor) -> bool:
+    """Return whether torch can store a tensor by parts: it is not sparse, and of one of torch's classes."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return is_plain or is_dtensor(tensor)
+
+
+def _memory_of(tensor: Tensor) -> tuple[object, ...]:
+    """Return a value that views of the same elements have in common."""
+    if is_dtensor(tensor) or tensor.numel() == 0:
+        return (id(tensor),)
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
 def split_tensors(name: str, state: Any, used_keys: Collection[str] = ()) -> tuple[Any, dict[str, Tensor]]:
     """Return the tree of a state with references for its tensors, and the tensors by key.
 
-    Views of the same memory get the same key. Tensors that torch cannot store by parts stay in the tree:
-    sparse ones, and those of subclasses.
+    Views of the same memory get the same key. Sparse tensors and subclasses of Tensor stay in the tree, since
+    torch cannot store them by parts.
 
     Parameters
     ----------
@@ -158,6 +169,7 @@ def find_unpicklable(name: str, state: Any) -> str:
 
 
 def _can_pickle(value: Any) -> bool:
+    """Return whether pickle can write a value, and read it again."""
     try:
         pickle.loads(pickle.dumps(value))  # noqa: S301 - it was made on the line itself
     except Exception:  # pickle and the classes of a program raise many kinds
@@ -190,19 +202,19 @@ class HostCopies:
 
     def start_copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Start to copy `tensors` over the previous copy, and return the buffers; `wait` completes them."""
-        copies = {}
-        devices = set()
-        for key, tensor in tensors.items():
-            is_on_gpu = tensor.device.type == "cuda"
-            buffer = self._buffers.get(key)
-            if buffer is None or (buffer.dtype, buffer.shape) != (tensor.dtype, tensor.shape):
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_on_gpu)
-            copies[key] = buffer.copy_(tensor, non_blocking=is_on_gpu)
-            if is_on_gpu:
-                devices.add(tensor.device)
+        copies = {key: self._copy(key, tensor) for key, tensor in tensors.items()}
         self._buffers = copies
+        devices = {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}
         self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
         return copies
+
+    def _copy(self, key: str, tensor: Tensor) -> Tensor:
+        """Start to copy a tensor into the buffer of its key, or into a new one if it does not fit."""
+        is_on_gpu = tensor.device.type == "cuda"
+        buffer = self._buffers.get(key)
+        if buffer is None or (buffer.dtype, buffer.shape) != (tensor.dtype, tensor.shape):
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_on_gpu)
+        return buffer.copy_(tensor, non_blocking=is_on_gpu)
 
     def wait(self) -> None:
         """Wait until the copies are complete."""

@@ -12,35 +12,34 @@ This is what torchdata 0.11 does over an IterableDataset:
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from imgkit_entrypoints.run.loaders import PassRandom, skip_items
 from imgkit_entrypoints.run.state_tree import list_leaves
-
-if TYPE_CHECKING:
-    from imgkit_entrypoints.run.loaders import PassRandom
 
 # Keys of the data set's own state in a state of StatefulDataLoader.
 DATASET_STATES = {"dataset_state", "dataset_iter_state"}
 
 
-def iterate_stateful(loader: Any, skip: int, random: PassRandom, *, keeps_workers: bool) -> Iterator[Any]:
-    """Iterate over a loader whose state a resume may have loaded; the parameters are as of `iterate_from`."""
+def iterate_stateful(loader: Any, skip: int, random: PassRandom, *, is_first_pass: bool) -> Iterator[Any]:
+    """Iterate over a loader whose state a resume may have loaded.
+
+    Parameters
+    ----------
+    skip : batches of this pass that were done before the checkpoint.
+    is_first_pass : whether a run without a stop would start the loader's workers for this pass.
+    """
     state = _unread_state(loader)
-    if state is None:
-        return _iterate_after_skip(loader, skip, random)
-    if _is_stream(loader) and not _has_dataset_state(state):
-        # The loader forgets its iterator and its count of batches, and the run skips them.
-        loader.load_state_dict({})
-        loader.next_iter_state = None
-        if skip:
-            random.start.restore()
+    if state is None:  # the loader goes on by itself
         batches: Iterator[Any] = iter(loader)
-        for _ in itertools.islice(batches, skip):
-            pass
+        if skip:
+            random.latest.restore()
+        return batches
+    if _is_stream(loader) and not _has_dataset_state(state):
+        batches = _iterate_from_start(loader, skip, random)
     elif state.get("_iterator_finished"):
         loader.state_dict()  # makes the iterator that has finished, which draws a random number
         random.latest.restore()
@@ -48,16 +47,20 @@ def iterate_stateful(loader: Any, skip: int, random: PassRandom, *, keeps_worker
     else:
         batches = iter(loader)
     # An undisturbed run keeps its workers. Workers that start anew draw a random number.
-    if skip or (keeps_workers and loader.persistent_workers):
+    starts_anew = not is_first_pass and loader.persistent_workers
+    if skip or starts_anew:
         random.latest.restore()
     return batches
 
 
-def _iterate_after_skip(loader: Any, skip: int, random: PassRandom) -> Iterator[Any]:
-    """Iterate over a loader that goes on by itself; the batches to skip are in its state."""
-    batches: Iterator[Any] = iter(loader)
+def _iterate_from_start(loader: Any, skip: int, random: PassRandom) -> Iterator[Any]:
+    """Let a loader forget its iterator and its count of batches, and skip the first batches of its pass."""
+    loader.load_state_dict({})
+    loader.next_iter_state = None
     if skip:
-        random.latest.restore()
+        random.start.restore()
+    batches: Iterator[Any] = iter(loader)
+    skip_items(batches, skip)
     return batches
 
 
@@ -73,6 +76,7 @@ def _unread_state(loader: Any) -> Mapping[str, Any] | None:
 
 
 def _iterate_again_if_empty(loader: Any, random: PassRandom) -> Iterator[Any]:
+    """Iterate over a loader, and once more if its first pass gives no batch."""
     is_empty = True
     for batch in loader:
         is_empty = False
@@ -82,8 +86,8 @@ def _iterate_again_if_empty(loader: Any, random: PassRandom) -> Iterator[Any]:
         yield from loader
 
 
-def has_unclear_state(loader: Any) -> bool:
-    """Return whether no pass could go on from a loader's state, because one of its workers is at its end."""
+def has_unusable_state(loader: Any) -> bool:
+    """Return whether no pass could go on from a loader's state, because a worker has no more batches."""
     if not _is_stream(loader):
         return False
     state = loader.state_dict()
@@ -91,13 +95,16 @@ def has_unclear_state(loader: Any) -> bool:
         return False
     if False in getattr(loader._iterator, "_workers_status", ()):  # a worker has no more batches
         return True
-    return any(path[-1:] == ("fetcher_ended",) and leaf for path, leaf in list_leaves(state))
+    ended_flags = [value for (*_, key), value in list_leaves(state) if key == "fetcher_ended"]
+    return any(ended_flags)
 
 
 def _is_stream(loader: Any) -> bool:
+    """Return whether a loader is a DataLoader over an IterableDataset."""
     return isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
 
 
 def _has_dataset_state(state: Any) -> bool:
-    paths = [path for path, leaf in list_leaves(state) if leaf is not None]
+    """Return whether the state of a loader has values of its data set's own state."""
+    paths = [path for path, value in list_leaves(state) if value is not None]
     return any(map(DATASET_STATES.intersection, paths))

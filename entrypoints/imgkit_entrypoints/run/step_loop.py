@@ -11,12 +11,12 @@ from imgkit_entrypoints.launch.watchdog import Pulse
 from imgkit_entrypoints.run.agreement import PASS_END, STEP_END
 from imgkit_entrypoints.run.connection import RunConnection
 from imgkit_entrypoints.run.gradients import PendingGradients
-from imgkit_entrypoints.run.loaders import find_lazy_sampler, loader_length
+from imgkit_entrypoints.run.loaders import find_unrepeatable_sampler, loader_length
 from imgkit_entrypoints.run.ranks import ranks_by_value
 from imgkit_entrypoints.run.run_checkpoints import RunCheckpoints
 from imgkit_entrypoints.run.tracked import has_state
 
-# Most steps between two looks where neither saves nor numbers of the program ask for fewer.
+# Most steps between two exchanges where neither saves nor numbers of the program ask for fewer.
 MAX_INTERVAL = 1000
 
 
@@ -33,7 +33,7 @@ class StepLoop:
         self._progress = progress
         self._gradients = PendingGradients(checkpoints.tracked, connection.report)
         self.max_interval = 0
-        """Most steps between two looks at the program's own numbers. 0 means that it has none."""
+        """Most steps between two exchanges of the program's own numbers. 0 means that it has none."""
         self.is_started = False
         """Whether the program has begun its first step."""
         self._is_in_step = False
@@ -59,7 +59,7 @@ class StepLoop:
         return self._position.epoch
 
     def restore(self) -> None:
-        """Go on at the position of a checkpoint that was loaded."""
+        """Note that a checkpoint was loaded, whose finished epochs the program must not begin again."""
         self._must_read_position = self._position.epoch != 0
 
     def close(self) -> None:
@@ -70,53 +70,67 @@ class StepLoop:
         """Iterate over a pass of `Run.steps`, which the program calls at `line`."""
         position = self._position
         agreement = self._connection.agreement
-        if self.is_started:  # as at the end of the run, where another rank may be
+        if self.is_started:  # another rank may be in another call, such as the end of the run
             agreement.wait_for_ranks(position.step, "run.steps")
         self._refuse_different_passes(loader, name, save_every)
         position.end_last_pass(name)
         if position.was_finished(name):
-            position.note_repeat()
+            position.note_repeated_pass()
             return
         position.add_loop(name)
         self._prepare_pass(loader, save_every, line)
         try:
-            batches = position.open(loader, name)
+            batches = position.open_pass(loader, name)
             self.start(save_every)
             for batch in batches:
-                self._refuse_step_after_break()
-                self._checkpoints.restored = None
-                self._is_in_step = True
-                self.begin_step()
-                self._gradients.begin_step()
+                self._open_step()
                 yield position.step + 1, batch
                 self.end_open_step()
                 self._save_if_due(save_every)
-            agreement.wait_for_ranks(position.step, PASS_END)
-            # The state of a loader could not end this pass again, so it is saved in the next one.
-            if self._connection.stop and not has_state(loader) and not self._must_wait():
-                self.save_now()
-            position.close()
-        except GeneratorExit:
+            self._end_pass(loader)
+        except GeneratorExit:  # the program has left the loop by a ``break``
             self.end_open_step()
             position.was_left = True
             raise
         finally:
             position.is_open = False
 
+    def _open_step(self) -> None:
+        """Begin a step of a loop over `steps`, which `end_open_step` counts."""
+        self._refuse_step_after_break()
+        self._checkpoints.restored = None
+        self._is_in_step = True
+        self.begin_step()
+        self._gradients.begin_step()
+
+    def _end_pass(self, loader: Any) -> None:
+        """Meet the other ranks at the end of a pass, and save if the run stops; then the pass is finished."""
+        self._connection.agreement.wait_for_ranks(self._position.step, PASS_END)
+        # The state of a loader could not end this pass again, so it is saved in the next one.
+        should_save = self._connection.stop and not has_state(loader)
+        if should_save and not self._agree_to_wait():
+            self.save_now()
+        self._position.close_pass()
+
     def _prepare_pass(self, loader: Any, save_every: int, line: str) -> None:
-        """Refuse a pass that could not resume, and save what waited for it."""
+        """Check that a resume could tell the pass that begins from others, and take a save that waits for it.
+
+        Parameters
+        ----------
+        line : where the program calls `Run.steps`, as FILE:LINE.
+        """
         position = self._position
-        has_unnamed_loop = list(position.loops) == [""]
-        if has_unnamed_loop:
-            position.note_unnamed_pass(loader, line, is_next_epoch=self._has_read_epoch)
+        if list(position.loops) == [""]:  # there is one loop, without a name
+            position.compare_unnamed_pass(loader, line, is_next_epoch=self._has_read_epoch)
         self._has_read_epoch = False
-        self._warn_of_lazy_sampler(loader)
+        self._warn_of_sampler(loader)
         if self._should_save:
             self._save_if_due(save_every, at_start=True)
         self._checkpoints.prepare_pass()
 
-    def _warn_of_lazy_sampler(self, loader: Any) -> None:
-        sampler = find_lazy_sampler(loader)
+    def _warn_of_sampler(self, loader: Any) -> None:
+        """Warn once of a sampler whose random numbers a resume may not repeat."""
+        sampler = find_unrepeatable_sampler(loader)
         if not sampler or self._has_warned_of_sampler:
             return
         self._has_warned_of_sampler = True
@@ -126,11 +140,12 @@ class StepLoop:
         )
 
     def _refuse_different_passes(self, loader: Any, name: str, save_every: int) -> None:
-        """Raise UsageError, on every rank, if the ranks begin different passes."""
+        """Raise UsageError, on every rank, if the ranks begin different passes; a collective call."""
         loop = f"loop {name}, " if name else ""
+        tracked = ", ".join(sorted(self._checkpoints.tracked.objects))
         own_pass = (
             f"{loop}{loader_length(loader)} batches after step {self._position.step}, "
-            f"save_every={save_every}, tracking {', '.join(sorted(self._checkpoints.tracked.objects))}"
+            f"save_every={save_every}, tracking {tracked}"
         )
         passes = self._connection.ranks.gather(own_pass, call="run.steps")
         if len(set(passes)) > 1:
@@ -160,7 +175,7 @@ class StepLoop:
         A program that compares the number of steps only at the end of its body would train one more.
         """
         restored = self._checkpoints.restored
-        if restored is None or self._has_read_step or not restored.run.get("was_left"):
+        if restored is None or self._has_read_step or not restored.position.get("was_left"):
             return
         raise UsageError(
             f"this run ended by a break after step {self._position.step}, and the program never read "
@@ -196,43 +211,43 @@ class StepLoop:
             self.start(save_every)
         self._count_step()
         self._checkpoints.restored = None
-        is_due = self._is_save_due(save_every)
-        if is_due:
+        saves_now = self._agree_on_save(save_every)
+        if saves_now:
             self._meet_before_save()
         self._gradients.begin_step()
-        return is_due
+        return saves_now
 
     def _save_if_due(self, save_every: int, *, at_start: bool = False) -> None:
         """Save the state if all ranks agree that it is time; a collective call."""
-        if self._is_save_due(save_every):
+        if self._agree_on_save(save_every):
             self._meet_before_save()
             self.save_now(at_start=at_start)
 
-    def _is_save_due(self, save_every: int) -> bool:
-        """Agree with the other ranks whether all save after this step."""
+    def _agree_on_save(self, save_every: int) -> bool:
+        """Exchange numbers with the other ranks if it is time; return whether all save after this step."""
         step = self._position.step
-        checkpoints = self._checkpoints
         agreement = self._connection.agreement
-        agreement.look_if_due(step)
+        agreement.exchange_if_due(step)
         is_due = bool(agreement.stop) or self._should_save
-        if checkpoints.keep and save_every:
+        if self._checkpoints.keep and save_every:
             # By multiples, since a save that waits comes at a later step.
-            is_due = is_due or step // save_every > checkpoints.saved_step // save_every
-        return is_due and not self._must_wait()
+            is_due = is_due or step // save_every > self._checkpoints.saved_step // save_every
+        return is_due and not self._agree_to_wait()
 
     def _meet_before_save(self) -> None:
-        """Wait for the other ranks, so that all numbers of the steps before have arrived."""
+        """Note the step of a save, and wait until the numbers of all ranks up to it have arrived."""
         step = self._position.step
         self._connection.agreement.wait_for_ranks(step, "run.save")
         self._checkpoints.saved_step = step
 
-    def _must_wait(self) -> bool:
-        """Return whether no checkpoint can be taken now on a rank; a collective call.
+    def _agree_to_wait(self) -> bool:
+        """Return whether a save that is due has to wait for any rank; a collective call.
 
-        Gradients wait for their optimizer, or a pass is at the end of a loader that could not go on from it.
+        A rank has gradients that wait for their optimizer, or is at the end of a loader that could not go on
+        from its state.
         """
         self._gradients.count_waiting()
-        must_wait = self._gradients.is_waiting or self._position.has_unclear_loader()
+        must_wait = self._gradients.is_waiting or self._position.has_unusable_loader_state()
         return any(self._connection.ranks.gather(must_wait, call=STEP_END))
 
     def request_save(self) -> None:
@@ -243,15 +258,16 @@ class StepLoop:
         UsageError : weights were updated in a step that no call of `Run.due` has ended.
         """
         position = self._position
-        if self._gradients.has_stepped and not position.loops:
+        uses_steps = bool(position.loops)
+        if self._gradients.has_stepped and not uses_steps:
             raise UsageError(
                 "run.save comes after an optimizer.step() that the run has not counted",
                 where="run.save",
                 hint="call run.due() at the end of each step and run.save() after it, or loop over run.steps",
             )
-        if position.repeats:  # the checkpoint holds this already
+        if position.repeats_epoch:  # the checkpoint holds this state already
             return
-        if self._is_in_step or position.loops or self._must_wait():
+        if self._is_in_step or uses_steps or self._agree_to_wait():
             self._should_save = True
         else:
             self.save_now()

@@ -72,22 +72,23 @@ class StopRequests:
 
     def answers(self) -> tuple[bool, ...]:
         """Return this rank's answer to each of `REASONS`."""
-        is_file = is_flag = False
+        has_stop_file = False
+        has_agent_request = self._agent_flag is not None and self._agent_flag.exists()
         request = self._folder.request() if self._folder else None
-        if request is not None:
-            is_file = not request.requeue
-            is_flag = request.requeue
-        if self._agent_flag is not None and self._agent_flag.exists():
-            is_flag = True
-        return is_file, is_flag, time.monotonic() >= self._until, bool(self._signal_times)
+        if request is not None and request.requeue:
+            has_agent_request = True
+        elif request is not None:
+            has_stop_file = True
+        is_time_over = time.monotonic() >= self._until
+        return has_stop_file, has_agent_request, is_time_over, bool(self._signal_times)
 
     def listen(self) -> None:
         """Note signals that request a stop, until `stop_listening` restores the previous handlers.
 
         Under dist-run these signals have no effect without this. A second Ctrl-C ends the process at once.
         """
-        if threading.current_thread() is not threading.main_thread():
-            return  # Python allows no handlers in other threads
+        if threading.current_thread() is not threading.main_thread():  # Python allows handlers only there
+            return
         for number in STOP_SIGNALS:
             self._previous_handlers[number] = signal.signal(number, self._on_signal)
         os.register_at_fork(after_in_child=self._restore_sigterm)
@@ -104,6 +105,7 @@ class StopRequests:
         self._previous_handlers = {}
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        """Note a request to stop; at a second Ctrl-C, end the process."""
         now = time.monotonic()
         first_time = self._signal_times.setdefault(number, now)
         # A repeat within REPEAT_S is the same Ctrl-C: launchers forward what the terminal sends to all.
@@ -115,11 +117,16 @@ class StopRequests:
 def report_saved(
     reason: str, step: int, ranks: Ranks, folder: Path, env: Mapping[str, str], say: Callable[[str], None]
 ) -> int:
-    """Report a saved state to whoever decides about a requeue, and return the exit code that fits.
+    """Report a saved state to the process that decides about a requeue, and return this process's exit code.
 
-    Under dist-run the node agent reads a mark, decides, and exits with 85. Plain torchrun turns every code
-    but 0 into 1, so rank 0 decides, and leaves the code in the run's `folder` for the job script. Elsewhere
-    the code 85 says that the state is saved.
+    Under dist-run the node agent reads a file, decides, and exits with 85. Plain torchrun turns every code
+    but 0 into 1, so rank 0 decides, and leaves the code in the run's folder for the job script. Elsewhere the
+    code 85 says that the state is saved.
+
+    Parameters
+    ----------
+    reason : why the run stops, one of `REASONS`.
+    folder : the run's folder.
 
     Raises
     ------
@@ -128,17 +135,18 @@ def report_saved(
     if reason == STOP_FILE:
         return 0
     job_id = env.get("IMGKIT_JOB_ID", stop_protocol.LOCAL_JOB)
+    saved_state = f"{job_id} {step}"
     agent_folder = env.get("IMGKIT_STOP_DIR")
     if agent_folder:
         if ranks.local_rank == 0:
             fence.check_fence(env)
-            files.write_file(Path(agent_folder) / stop_protocol.SAVED, f"{job_id} {step}\n")
+            files.write_file(Path(agent_folder) / stop_protocol.SAVED, f"{saved_state}\n")
         return 0
     if "TORCHELASTIC_RUN_ID" not in env:  # neither dist-run nor torchrun has started this process
         return EXIT_SAVED
     if ranks.rank == 0:
         fence.check_fence(env)
         run_folder = RunFolder(path=folder, log=say)
-        code = run_folder.request_requeue(f"{job_id} {step}")
+        code = run_folder.request_requeue(saved_state)
         run_folder.write(stop_protocol.RESULT, f"{job_id} {code}\n")
     return 0

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import pickle
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,8 @@ from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.run import state_tree
 from imgkit_entrypoints.run.checkpoint import INDEX, Checkpoint
 from imgkit_entrypoints.run.ranks import Ranks, list_first_names, ranks_by_value
-from imgkit_entrypoints.run.state_tree import TensorRef, format_path, is_dtensor, list_leaves
+from imgkit_entrypoints.run.state_tree import TensorRef, is_dtensor, list_leaves
+from imgkit_entrypoints.run.state_values import describe_values, digest_state, digest_text, has_weights
 
 # Names of a checkpoint's own keys.
 RESERVED = (INDEX, "rank")
@@ -24,28 +24,33 @@ RESERVED = (INDEX, "rank")
 SHARDED_BY_OTHERS = ("FullyShardedDataParallel", "DeepSpeedEngine", "ZeroRedundancyOptimizer")
 # Classes around a model, of DDP and of torch.compile, and the attribute that holds the model.
 WRAPPERS = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
-# The first one whose `fully_shard` and DTensor are public.
+# The first release of torch whose `fully_shard` and DTensor are public.
 OLDEST_TORCH = (2, 6)
-# Values of one object up to which the ranks compare each of them. Of more, they compare one digest.
-MAX_COMPARED = 2048
-# Elements of a tensor of whole numbers up to which the ranks compare it.
-MAX_ELEMENTS = 8192
-# Size of the tensors of one object up to which a digest of its state has their values.
-MAX_DIGESTED_BYTES = 1 << 20
-# Length of a value in a message; a longer one is replaced by its beginning and a digest.
-MAX_TEXT = 40
-WORD_BYTES = 8
-# Types of whole numbers by their bytes.
-_INTEGER_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(slots=True)
 class Snapshot:
-    """What a checkpoint keeps of the tracked objects: trees and tensors by key, and states of this rank."""
+    """The states of the tracked objects as a checkpoint keeps them, by the names of the objects."""
 
     trees: dict[str, bytes] = field(default_factory=dict)
+    """Pickled trees with a `TensorRef` for each tensor."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    """These tensors by their keys."""
     rank_values: dict[str, bytes] = field(default_factory=dict)
+    """Pickled states of the objects that were tracked per rank."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Digests of the values that must not differ between ranks."""
+
+
+class _RankReport(NamedTuple):
+    """What the ranks compare before a checkpoint is taken."""
+
+    names: str
+    """The tracked objects, as ``model, optimizer``."""
+    digests: dict[str, str]
+    """As of `Snapshot`."""
+    error: UsageError | None
+    """Why this rank cannot save a state. None means that it can."""
 
 
 class Tracked:
@@ -54,22 +59,26 @@ class Tracked:
     def __init__(self) -> None:
         self.objects: dict[str, Any] = {}
         # Names of the objects of which each rank keeps its own state.
-        self._per_rank: set[str] = set()
-        # Values that must not differ between ranks, by object and path, when the run began.
+        self._per_rank_names: set[str] = set()
+        # The values that must not differ between ranks, by object and path, when the object was added.
         self._first_values: dict[str, dict[str, str]] = {}
 
     @property
     def optimizers(self) -> list[Optimizer]:
         """The tracked optimizers."""
-        return [value for value in self.objects.values() if isinstance(value, Optimizer)]
+        return [stateful for stateful in self.objects.values() if isinstance(stateful, Optimizer)]
 
     @property
     def has_shards(self) -> bool:
         """Whether a model or an optimizer is divided among the ranks."""
         return any(map(is_sharded, self.objects.values()))
 
-    def add(self, name: str, value: Any, *, per_rank: bool) -> None:
-        """Add an object; a loader has a state for each rank anyway.
+    def add(self, name: str, stateful: Any, *, per_rank: bool) -> None:
+        """Add an object with `state_dict` and `load_state_dict`.
+
+        Parameters
+        ----------
+        per_rank : whether each rank keeps its own state of it, as it does of every loader.
 
         Raises
         ------
@@ -79,195 +88,158 @@ class Tracked:
             raise _track_error(f"the name {name} is already tracked", "choose another name")
         if name in RESERVED or "/" in name:
             raise _track_error(f"the name {name} is reserved", "choose another name")
-        if not has_state(value):
-            problem = f"{name} is a {type(value).__name__} without a state"
+        if not has_state(stateful):
+            problem = f"{name} is a {type(stateful).__name__} without a state"
             raise _track_error(problem, "track objects with state_dict and load_state_dict")
-        _refuse_shards(name, value)
-        state = state_of(name, value)
+        _refuse_unsupported_shards(name, stateful)
+        state = state_of(name, stateful)
         problem = state_tree.find_unpicklable(name, state)
         if problem:
             raise _unloadable_error(problem)
-        self.objects[name] = value
-        if per_rank or _is_loader(value):
-            self._per_rank.add(name)
+        self.objects[name] = stateful
+        if per_rank or _is_loader(stateful):
+            self._per_rank_names.add(name)
         else:
-            self._first_values[name] = _describe_values(value, state)
+            self._first_values[name] = describe_values(stateful, state)
 
     def digests(self) -> dict[str, str]:
         """Return a digest of the state of each object but loaders, to find changes in this process."""
         digests = {}
-        for name, value in self.objects.items():
-            if not _is_loader(value):
-                digests[name] = _digest_state(state_of(name, value))
+        for name, stateful in self.objects.items():
+            if not _is_loader(stateful):
+                digests[name] = digest_state(state_of(name, stateful))
         return digests
 
     def snapshot(self, ranks: Ranks, call: str) -> Snapshot:
         """Return the states as a checkpoint has them; a collective call.
+
+        Parameters
+        ----------
+        call : the call of the program, such as ``run.save``, for messages.
 
         Raises
         ------
         UsageError : on every rank, if a rank cannot keep a state, or if rank 0's cannot count for all.
         """
         snapshot = Snapshot()
-        digests = {}
-        failure = None
+        error: UsageError | None = None
         try:
-            for name, value in sorted(self.objects.items()):  # all ranks give the same keys to shards
-                state = state_of(name, value)
-                self._add_state(snapshot, name, state)
-                # Before the run begins, DDP may not have made the weights equal yet.
-                is_early = isinstance(value, nn.Module | Optimizer) and call != "run.save"
-                if name not in self._per_rank and ranks.world_size > 1 and not is_early:
-                    digests[name] = _digest_text(repr(_describe_values(value, state)))
-        except UsageError as error:
-            failure = error.what, error.hint
+            for name in sorted(self.objects):  # all ranks give the same keys to shards
+                is_compared = ranks.world_size > 1 and self._must_be_equal(name, call)
+                self._add_state(snapshot, name, is_compared=is_compared)
+        except UsageError as own_error:  # not raised here, since the other ranks wait for the report
+            error = own_error
         names = ", ".join(sorted(self.objects)) or "nothing"
-        rows = ranks.gather((failure, names, digests), call=call)
-        failures, names_of_ranks, digests_of_ranks = zip(*rows, strict=True)
-        for rank, failure in enumerate(failures):
-            if failure is not None:
-                problem, hint = failure
-                raise UsageError(f"rank {rank}: {problem}", where=call, hint=hint)
-        if len(set(names_of_ranks)) > 1:
-            raise UsageError(
-                f"the ranks track different objects: {ranks_by_value(names_of_ranks)}",
-                where=call,
-                hint="all ranks must track the same names",
-            )
-        for name in sorted(digests):
-            if len({rank_digests[name] for rank_digests in digests_of_ranks}) > 1:
+        reports = ranks.gather(_RankReport(names, snapshot.digests, error), call=call)
+        _refuse_bad_reports(reports, call)
+        for name in sorted(snapshot.digests):
+            if len({report.digests[name] for report in reports}) > 1:
                 self._refuse_difference(name, ranks, call)
         return snapshot
 
-    def _add_state(self, snapshot: Snapshot, name: str, state: Any) -> None:
+    def _must_be_equal(self, name: str, call: str) -> bool:
+        """Return whether an object must have the same values on all ranks in this call of the program."""
+        if name in self._per_rank_names:
+            return False
+        # Before the run begins, DDP may not have made the weights equal yet.
+        return call == "run.save" or not has_weights(self.objects[name])
+
+    def _add_state(self, snapshot: Snapshot, name: str, *, is_compared: bool) -> None:
         """Add the state of an object to `snapshot`; raise UsageError if pickle cannot write it."""
+        state = state_of(name, self.objects[name])
         try:
-            if name in self._per_rank:
+            if name in self._per_rank_names:
                 snapshot.rank_values[name] = pickle.dumps(state_tree.copy_to_host(state))
-                return
-            tree, tensors = state_tree.split_tensors(name, state, snapshot.tensors)
-            snapshot.trees[name] = pickle.dumps(tree)
-            snapshot.tensors.update(tensors)
+            else:
+                tree, tensors = state_tree.split_tensors(name, state, snapshot.tensors)
+                snapshot.trees[name] = pickle.dumps(tree)
+                snapshot.tensors.update(tensors)
         except Exception as error:  # pickle and the classes of a program raise many kinds
             problem = state_tree.find_unpicklable(name, state) or f"{name}: {error}"
             raise _unloadable_error(problem) from error
+        if is_compared:
+            values = describe_values(self.objects[name], state)
+            snapshot.digests[name] = digest_text(repr(values))
 
     def _refuse_difference(self, name: str, ranks: Ranks, call: str) -> None:
-        """Raise UsageError, on every rank, for a value that ranks other than rank 0 have set."""
-        value = self.objects[name]
-        values = _describe_values(value, state_of(name, value))
+        """Raise UsageError, on every rank, if the value of rank 0 cannot count for all ranks."""
+        stateful = self.objects[name]
+        values = describe_values(stateful, state_of(name, stateful))
         rows = ranks.gather((self._first_values[name], values), call=call)
-        has_weights = isinstance(value, nn.Module | Optimizer)
-        paths: set[str] = set()
-        for first_values, latest_values in rows:
-            paths.update(first_values, latest_values)
-        for path in sorted(paths):
-            first = [first_values.get(path, "") for first_values, _ in rows]
-            latest = [latest_values.get(path, "") for _, latest_values in rows]
-            # Only rank 0 has set the value, as the best loss that only rank 0 sees.
-            had_same_value = has_weights or len(set(first)) == 1
-            is_set_by_rank_0 = latest[1:] == first[1:] and had_same_value
-            if len(set(latest)) == 1 or is_set_by_rank_0:
-                continue
-            hint = f"run.track_per_rank({name}={name}) in place of run.track: one for each rank"
-            if has_weights:
-                hint = f"wrap the model in DDP; or {hint}"
-            raise UsageError(
-                f"{name}{path} differs between the ranks, and a resume would give that of rank 0 to all: "
-                f"{ranks_by_value(latest)}",
-                where=call,
-                hint=hint,
-            )
+        first_values, latest_values = zip(*rows, strict=True)
+        for path in sorted(set[str]().union(*first_values, *latest_values)):
+            first = [rank_values.get(path, "") for rank_values in first_values]
+            latest = [rank_values.get(path, "") for rank_values in latest_values]
+            if not _can_rank_0_count(first, latest, may_begin_different=has_weights(stateful)):
+                raise _difference_error(stateful, name, path, latest, call)
 
     def load(self, checkpoint: Checkpoint, rank_values: Mapping[str, bytes]) -> None:
         """Give every object its state from a checkpoint, one after the other; a collective call.
+
+        Parameters
+        ----------
+        rank_values : pickled states of the objects that were tracked per rank.
 
         Raises
         ------
         UsageError : it holds other objects or another model, and nothing is loaded; or a state does not fit.
         """
-        where = str(checkpoint.folder)
-        self._refuse_other_names(checkpoint, rank_values)
+        self._refuse_other_names(checkpoint, rank_values.keys())
         trees = {name: checkpoint.tree(name) for name in checkpoint.names}
         for name, tree in trees.items():
-            problem = self._find_difference(name, tree, checkpoint)
-            if problem:
-                raise UsageError(
-                    f"the checkpoint contains a different {name}: {problem}",
-                    where=where,
-                    hint="build the same objects, or start a new run in another folder; nothing was loaded",
-                )
+            self._refuse_other_object(name, tree, checkpoint)
         for name, tree in trees.items():
-            self._load_object(name, checkpoint.state(name, self._shards_of(name, tree, checkpoint)), where)
+            shards = _tensors_for_shards(self.objects[name], name, tree, checkpoint)
+            self._load_object(name, checkpoint.state(name, shards), checkpoint)
         for name, data in rank_values.items():
             state = pickle.loads(data)  # noqa: S301 - SECURITY.md: it is trusted like code
-            self._load_object(name, state, where)
+            self._load_object(name, state, checkpoint)
 
-    def _refuse_other_names(self, checkpoint: Checkpoint, rank_values: Mapping[str, bytes]) -> None:
-        """Raise UsageError if a checkpoint has other objects than those that are tracked."""
-        shared = self.objects.keys() - self._per_rank
-        if set(checkpoint.names) == shared and rank_values.keys() == self._per_rank:
+    def _refuse_other_names(self, checkpoint: Checkpoint, saved_per_rank: Collection[str]) -> None:
+        """Raise UsageError if a checkpoint has other objects than the program tracks."""
+        shared_names = self.objects.keys() - self._per_rank_names
+        if set(checkpoint.names) == shared_names and set(saved_per_rank) == self._per_rank_names:
             return
-        saved = [*checkpoint.names, *(f"{name} of each rank" for name in rank_values)]
-        live = [*shared, *(f"{name} of each rank" for name in self._per_rank)]
+        saved = _list_names(checkpoint.names, saved_per_rank)
+        tracked = _list_names(shared_names, self._per_rank_names)
         raise UsageError(
-            f"the checkpoint contains {', '.join(sorted(saved)) or 'nothing'}, and this program tracks "
-            f"{', '.join(sorted(live)) or 'nothing'}",
+            f"the checkpoint contains {saved}, and this program tracks {tracked}",
             where=str(checkpoint.folder),
             hint="track the same objects under the same names, or start a new run in another folder",
         )
 
-    def _find_difference(self, name: str, tree: Any, checkpoint: Checkpoint) -> str:
-        """Return how a saved model or optimizer differs from the tracked one, or "" if it does not."""
-        value = self.objects[name]
-        if isinstance(value, Optimizer):
-            saved_sizes = [len(group["params"]) for group in tree["param_groups"]]
-            sizes = [len(group["params"]) for group in value.param_groups]
-            if saved_sizes != sizes:
-                return f"groups of {saved_sizes} weights in the checkpoint, and of {sizes} now"
-        if isinstance(value, nn.Module):
-            return _find_model_difference(tree, state_of(name, value), checkpoint)
-        return ""
+    def _refuse_other_object(self, name: str, tree: Any, checkpoint: Checkpoint) -> None:
+        """Raise UsageError if a saved model or optimizer has other weights than the tracked one."""
+        stateful = self.objects[name]
+        difference = ""
+        if isinstance(stateful, Optimizer):
+            difference = _find_group_difference(tree, stateful)
+        elif isinstance(stateful, nn.Module):
+            difference = _find_model_difference(tree, state_of(name, stateful), checkpoint)
+        if difference:
+            raise UsageError(
+                f"the checkpoint contains a different {name}: {difference}",
+                where=str(checkpoint.folder),
+                hint="build the same objects, or start a new run in another folder; nothing was loaded",
+            )
 
-    def _shards_of(self, name: str, tree: Any, checkpoint: Checkpoint) -> dict[str, Tensor]:
-        """Return the DTensors, by key, into which each rank reads its part of a sharded object."""
-        value = self.objects[name]
-        if not is_sharded(value):
-            return {}
-        shards = {}
-        if isinstance(value, nn.Module):
-            for key, tensor in state_of(name, value).items():
-                if is_dtensor(tensor):
-                    shards[tree[key].key] = tensor
-            return shards
-        # A fresh optimizer has no state to read into, so its state gets tensors like its parameters.
-        params = list(iterate_parameters(value))
-        for path, leaf in list_leaves(tree["state"]):
-            param = params[path[0]]  # as (0, "exp_avg"), for the first parameter
-            if not isinstance(leaf, TensorRef) or not is_dtensor(param):
-                continue
-            shape, dtype = checkpoint.tensors[leaf.key]
-            if shape == param.shape:
-                shards[leaf.key] = torch.empty_like(param, dtype=dtype, requires_grad=False)
-        return shards
-
-    def _load_object(self, name: str, state: Any, where: str) -> None:
-        value = self.objects[name]
+    def _load_object(self, name: str, state: Any, checkpoint: Checkpoint) -> None:
+        """Load the state of an object; raise UsageError if it does not fit."""
+        stateful = self.objects[name]
         try:
-            if isinstance(value, nn.Module):
-                keys = _keys_without_wrappers(value, value.state_dict())
-                value.load_state_dict({key: state[plain_key] for key, plain_key in keys.items()})
-            else:
-                value.load_state_dict(state)
+            if isinstance(stateful, nn.Module):
+                plain_keys = _map_to_plain_keys(stateful, stateful.state_dict())
+                state = {key: state[plain_key] for key, plain_key in plain_keys.items()}
+            stateful.load_state_dict(state)
         except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
             first_line, _, _ = str(error).partition("\n")
             raise UsageError(
                 f"the state of {name} does not fit: {first_line}",
-                where=where,
+                where=str(checkpoint.folder),
                 hint="build the same objects, or start a new run in another folder",
             ) from error
         if name in self._first_values:
-            self._first_values[name] = _describe_values(value, state_of(name, value))
+            self._first_values[name] = describe_values(stateful, state_of(name, stateful))
 
 
 def has_state(value: object) -> bool:
@@ -276,7 +248,7 @@ def has_state(value: object) -> bool:
 
 
 def _is_loader(value: object) -> bool:
-    return hasattr(value, "__iter__") and not isinstance(value, nn.Module | Optimizer)
+    return hasattr(value, "__iter__") and not has_weights(value)
 
 
 def iterate_parameters(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -285,15 +257,18 @@ def iterate_parameters(optimizer: Optimizer) -> Iterator[Tensor]:
         yield from group["params"]
 
 
-def is_sharded(value: Any) -> bool:
+def is_sharded(stateful: Any) -> bool:
     """Return whether parameters of a model or an optimizer are DTensors."""
-    if isinstance(value, nn.Module):
-        return any(map(is_dtensor, value.parameters()))
-    return isinstance(value, Optimizer) and any(map(is_dtensor, iterate_parameters(value)))
+    if isinstance(stateful, nn.Module):
+        return any(map(is_dtensor, stateful.parameters()))
+    return isinstance(stateful, Optimizer) and any(map(is_dtensor, iterate_parameters(stateful)))
 
 
-def _is_instance(value: object, names: Collection[str]) -> bool:
-    """Return whether the class of `value` has one of these names; their modules need not be imported."""
+def _has_class(value: object, names: Collection[str]) -> bool:
+    """Return whether the class of `value`, or a base class, has one of these names.
+
+    Names are compared, so that the modules of the classes need not be imported.
+    """
     return any(kind.__name__ in names for kind in type(value).__mro__)
 
 
@@ -306,25 +281,26 @@ def _unloadable_error(problem: str) -> UsageError:
     return _track_error(f"{problem}, and no resume could load it again", hint)
 
 
-def _refuse_shards(name: str, value: Any) -> None:
+def _refuse_unsupported_shards(name: str, stateful: Any) -> None:
     """Raise UsageError if an object is sharded in a way that no checkpoint can keep."""
-    parts = value.modules() if isinstance(value, nn.Module) else [value]
+    parts = stateful.modules() if isinstance(stateful, nn.Module) else [stateful]
     for part in parts:
-        if _is_instance(part, SHARDED_BY_OTHERS):
+        if _has_class(part, SHARDED_BY_OTHERS):
             raise _track_error(
                 f"{name} is a {type(part).__name__}, whose state no rank has as a whole",
                 "shard models by fully_shard (FSDP2); or let its library save to the next_path() of a "
                 "LibraryCheckpoint(run): docs/guides/resume.md",
             )
-    if not is_sharded(value):
+    if not is_sharded(stateful):
         return
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
+    major, minor, *_ = torch.__version__.split(".")
+    if (int(major), int(minor)) < OLDEST_TORCH:
         raise _track_error(
             f"{name} is sharded, and this is torch {torch.__version__}",
             "use an image with torch 2.6 or newer (NGC 25.01), or wrap the model in DDP",
         )
-    if isinstance(value, nn.Module):
-        for key, parameter in value.named_parameters():
+    if isinstance(stateful, nn.Module):
+        for key, parameter in stateful.named_parameters():
             _refuse_parameter(f"{name}.{key}", parameter)
 
 
@@ -332,22 +308,81 @@ def _refuse_parameter(name: str, parameter: Any) -> None:
     """Raise UsageError if a parameter of a sharded model has no values yet, or is not shared by all ranks."""
     if parameter.is_meta:
         raise _track_error(f"{name} is on the meta device", "call run.track after model.to_empty()")
+    if not is_dtensor(parameter):
+        return
     world_size = torch.distributed.get_world_size()
-    if is_dtensor(parameter) and parameter.device_mesh.size() != world_size:
+    mesh_size = parameter.device_mesh.size()
+    if mesh_size != world_size:
         hint = "use a mesh of all ranks, init_device_mesh(device, (REPLICAS, SHARDS))"
-        size = parameter.device_mesh.size()
-        raise _track_error(f"{name} is sharded over {size} of {world_size} ranks", hint)
+        raise _track_error(f"{name} is sharded over {mesh_size} of {world_size} ranks", hint)
+
+
+def _refuse_bad_reports(reports: Sequence[_RankReport], call: str) -> None:
+    """Raise UsageError if a rank cannot save a state, or tracks other objects than the others."""
+    for rank, report in enumerate(reports):
+        if report.error is not None:
+            raise UsageError(f"rank {rank}: {report.error.what}", where=call, hint=report.error.hint)
+    names = [report.names for report in reports]
+    if len(set(names)) > 1:
+        raise UsageError(
+            f"the ranks track different objects: {ranks_by_value(names)}",
+            where=call,
+            hint="all ranks must track the same names",
+        )
+
+
+def _can_rank_0_count(first: Sequence[str], latest: Sequence[str], *, may_begin_different: bool) -> bool:
+    """Return whether a resume may give rank 0's value to all ranks.
+
+    It may where the ranks have the same value now, or where rank 0 alone has set it, such as the best loss.
+
+    Parameters
+    ----------
+    first : the value on each rank when the object was tracked.
+    latest : the value on each rank now.
+    may_begin_different : as the weights of a model, which DDP makes equal after they were tracked.
+    """
+    if len(set(latest)) == 1:
+        return True
+    began_equal = may_begin_different or len(set(first)) == 1
+    is_set_by_rank_0 = latest[1:] == first[1:]
+    return began_equal and is_set_by_rank_0
+
+
+def _difference_error(stateful: Any, name: str, path: str, values: Sequence[str], call: str) -> UsageError:
+    """Return the error for an object that has different values on the ranks at `path`."""
+    hint = f"run.track_per_rank({name}={name}) in place of run.track: one for each rank"
+    if has_weights(stateful):
+        hint = f"wrap the model in DDP; or {hint}"
+    return UsageError(
+        f"{name}{path} differs between the ranks, and a resume would give that of rank 0 to all: "
+        f"{ranks_by_value(values)}",
+        where=call,
+        hint=hint,
+    )
+
+
+def _list_names(shared: Collection[str], per_rank: Collection[str]) -> str:
+    """Return the names of objects for a message: ``loader of each rank, model``."""
+    names = [*shared, *(f"{name} of each rank" for name in per_rank)]
+    return ", ".join(sorted(names)) or "nothing"
+
+
+def _find_group_difference(tree: Any, optimizer: Optimizer) -> str:
+    """Return how the parameter groups of a saved optimizer differ from the live ones, or ""."""
+    saved_sizes = [len(group["params"]) for group in tree["param_groups"]]
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if saved_sizes == sizes:
+        return ""
+    return f"groups of {saved_sizes} weights in the checkpoint, and of {sizes} now"
 
 
 def _find_model_difference(saved: Any, live: Mapping[str, Any], checkpoint: Checkpoint) -> str:
     """Return how the saved state of a model differs from its live state, or "" if it does not."""
-    lost = [key for key in saved if key not in live]
-    new = [key for key in live if key not in saved]
-    if lost or new:
-        return (
-            f"{list_first_names(lost) or 'nothing'} only in the checkpoint, "
-            f"{list_first_names(new) or 'nothing'} only in the model"
-        )
+    saved_only = list_first_names([key for key in saved if key not in live])
+    live_only = list_first_names([key for key in live if key not in saved])
+    if saved_only or live_only:
+        return f"{saved_only or 'nothing'} only in the checkpoint, {live_only or 'nothing'} only in the model"
     for key, leaf in saved.items():
         if isinstance(leaf, TensorRef):
             saved_shape, saved_dtype = checkpoint.tensors[leaf.key]
@@ -370,137 +405,102 @@ def _format_shape(shape: torch.Size | None) -> str:
     return "no tensor" if shape is None else str(tuple(shape))
 
 
-def state_of(name: str, value: Any) -> Any:
+def _tensors_for_shards(stateful: Any, name: str, tree: Any, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Return the DTensors, by key, into which each rank reads its part of a sharded model or optimizer.
+
+    Parameters
+    ----------
+    tree : the saved state, with a `TensorRef` for each tensor.
+    """
+    if not is_sharded(stateful):
+        return {}
+    if isinstance(stateful, nn.Module):
+        state = state_of(name, stateful)
+        return {tree[key].key: tensor for key, tensor in state.items() if is_dtensor(tensor)}
+    return _make_optimizer_shards(stateful, tree, checkpoint)
+
+
+def _make_optimizer_shards(optimizer: Optimizer, tree: Any, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Return a DTensor like its parameter for each tensor in the saved state of an optimizer, by key.
+
+    A fresh optimizer has no state to read into.
+    """
+    tensors = {}
+    parameters = list(iterate_parameters(optimizer))
+    for path, leaf in list_leaves(tree["state"]):
+        parameter_number, *_ = path  # as (0, "exp_avg"), for the first parameter
+        parameter = parameters[parameter_number]
+        if not isinstance(leaf, TensorRef) or not is_dtensor(parameter):
+            continue
+        shape, dtype = checkpoint.tensors[leaf.key]
+        if shape == parameter.shape:  # other tensors, such as a count of steps, are not sharded
+            tensors[leaf.key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    return tensors
+
+
+def state_of(name: str, stateful: Any) -> Any:
     """Return the state of an object. A model has the same keys whatever is wrapped around which part of it.
+
+    Parameters
+    ----------
+    name : names the object in the message of an error.
 
     Raises
     ------
     UsageError : it cannot be read.
     """
     try:
-        state = value.state_dict()
+        state = stateful.state_dict()
     except Exception as error:  # the object is not ours
         raise _track_error(
-            f"the state of {name}, a {type(value).__name__}, cannot be read: {error}",
+            f"the state of {name}, a {type(stateful).__name__}, cannot be read: {error}",
             "docs/guides/resume.md shows how accelerate's own save_state is used",
         ) from error
-    if not isinstance(value, nn.Module):
-        return state
-    plain_state = {}
+    if isinstance(stateful, nn.Module):
+        return _unwrap_state(stateful, state)
+    return state
+
+
+def _unwrap_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a model under keys without wrappers, and with one tensor for tied parameters."""
     # torch makes new tensors for the state, also of a parameter that two modules share.
-    parameters = dict(value.named_parameters(remove_duplicate=False))
-    tied_leaves: dict[int, Any] = {}
-    for key, plain_key in _keys_without_wrappers(value, state).items():
-        leaf = state[key]
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    tied_tensors: dict[int, Any] = {}
+    plain_state = {}
+    for key, plain_key in _map_to_plain_keys(model, state).items():
+        tensor = state[key]
         if key in parameters:
-            leaf = tied_leaves.setdefault(id(parameters[key]), leaf)
-        plain_state[plain_key] = leaf
+            tensor = tied_tensors.setdefault(id(parameters[key]), tensor)
+        plain_state[plain_key] = tensor
     return plain_state
 
 
-def _keys_without_wrappers(model: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
+def _map_to_plain_keys(model: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
     """Return the keys of a model's state, each with the key that it would have without wrappers.
 
     The key ``module.weight`` of a model in DDP gives ``weight``.
     """
-    wrapped = []
+    prefixes = _wrapper_prefixes(model)
+    plain_keys = {}
+    for key in state:
+        plain_key = key
+        for prefix, plain_prefix in prefixes:
+            if plain_key.startswith(prefix):
+                plain_key = plain_prefix + plain_key.removeprefix(prefix)
+        plain_keys[key] = plain_key
+    return plain_keys
+
+
+def _wrapper_prefixes(model: nn.Module) -> list[tuple[str, str]]:
+    """Return the prefixes of keys within wrappers, innermost first, each with the prefix without the wrapper.
+
+    A compiled layer of a model gives ``("layer._orig_mod.", "layer.")``.
+    """
+    prefixes = []
     for name, module in model.named_modules(remove_duplicate=False):
         prefix = f"{name}." if name else ""
         for kind, attribute in WRAPPERS.items():
-            if _is_instance(module, (kind,)):
-                wrapped.append((prefix, f"{prefix}{attribute}."))
-    wrapped.reverse()  # the innermost comes first
-    keys = {}
-    for key in state:
-        plain_key = key
-        for prefix, wrapper_prefix in wrapped:
-            if plain_key.startswith(wrapper_prefix):
-                plain_key = prefix + plain_key.removeprefix(wrapper_prefix)
-        keys[key] = plain_key
-    return keys
-
-
-def _describe_values(value: Any, state: Any) -> dict[str, str]:
-    """Return what of an object must not differ between ranks, as short texts by path.
-
-    Of a model these are the bits of its parameters, since buffers may differ, and of an optimizer all values.
-    Of others they are all but tensors of fractions and large ones. Shards differ by their nature, so only
-    their shapes and placements count.
-    """
-    texts: dict[str, str] = {}
-    # Sums of bits by path, on each device.
-    sums: dict[torch.device, dict[str, Tensor]] = {}
-    has_weights = isinstance(value, nn.Module | Optimizer)
-    for path, leaf in _compared_leaves(value, state):
-        if not isinstance(leaf, Tensor):
-            texts[path] = _shorten(repr(_in_order(leaf)))
-        elif is_dtensor(leaf):
-            texts[path] = f"{tuple(leaf.shape)} {leaf.placements}"
-        elif has_weights and leaf.layout == torch.strided and not leaf.is_meta:
-            sums.setdefault(leaf.device, {})[path] = _sum_of_bits(leaf)
-        elif not (leaf.is_floating_point() or leaf.is_complex()) and leaf.numel() <= MAX_ELEMENTS:
-            texts[path] = _shorten(repr(leaf.tolist()))
-    for device_sums in sums.values():
-        # One copy from each device, since every copy from a GPU waits for it.
-        numbers = torch.stack([*device_sums.values()]).tolist()
-        for path, number in zip(device_sums, numbers, strict=True):
-            texts[path] = f"bits {number:x}"
-    if len(texts) > MAX_COMPARED:
-        return {"": _digest_text(repr(texts))}
-    return texts
-
-
-def _compared_leaves(value: Any, state: Any) -> list[tuple[str, Any]]:
-    if isinstance(value, nn.Module):
-        return [(f".{name}", parameter) for name, parameter in value.named_parameters()]
-    return [(format_path("", path), leaf) for path, leaf in list_leaves(state)]
-
-
-def _in_order(leaf: Any) -> Any:
-    """Return the members of a set in an order that is the same in each process; other values as they are."""
-    return sorted(leaf, key=repr) if isinstance(leaf, set) else leaf
-
-
-def _digest_state(state: Any) -> str:
-    """Return a digest of a state. Of large tensors and of tensor subclasses it has only shapes and types."""
-    leaves = list_leaves(state)
-    size_bytes = sum(leaf.nbytes for _, leaf in leaves if isinstance(leaf, Tensor))
-    digest = hashlib.sha256()
-    for path, leaf in leaves:
-        if not isinstance(leaf, Tensor):
-            content = pickle.dumps(_in_order(leaf))
-        elif size_bytes > MAX_DIGESTED_BYTES or type(leaf) not in (Tensor, nn.Parameter) or leaf.is_meta:
-            content = f"{leaf.shape} {leaf.dtype}".encode()
-        else:
-            content = f"{leaf.dtype} {leaf.tolist()}".encode()
-        digest.update(repr(path).encode() + content)
-    return digest.hexdigest()
-
-
-def _sum_of_bits(value: Tensor) -> Tensor:
-    """Return the sum over the bits of a tensor, read as whole numbers, on its device."""
-    values = value.detach()
-    if value.is_complex():
-        values = torch.view_as_real(values)
-    bits = values.view(_INTEGER_TYPES[values.element_size()])
-    if not bits.is_contiguous():
-        return bits.sum(dtype=torch.int64)
-    bits = bits.reshape(-1)
-    elements_per_word = WORD_BYTES // bits.element_size()
-    end_of_words = bits.numel() - bits.numel() % elements_per_word
-    if bits.data_ptr() % WORD_BYTES or not end_of_words:
-        return bits.sum(dtype=torch.int64)
-    # Measured on a CPU: 25 times as fast as the sum of 32-bit integers, which torch widens one by one.
-    whole_words = bits[:end_of_words].view(torch.int64)
-    return whole_words.sum() + bits[end_of_words:].sum(dtype=torch.int64)
-
-
-def _shorten(text: str) -> str:
-    if len(text) <= MAX_TEXT:
-        return text
-    return f"{text[:20]}… {_digest_text(text)}"
-
-
-def _digest_text(text: str) -> str:
-    """Return 16 hexadecimal digits of the sha256 of a text."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+            if _has_class(module, (kind,)):
+                prefixes.append((f"{prefix}{attribute}.", prefix))
+    prefixes.reverse()
+    return prefixes

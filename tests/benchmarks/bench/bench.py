@@ -128,7 +128,7 @@ def memory(own_ranks: Ranks, size_bytes: int) -> None:
 
 def worker(rounds: int, size_bytes: int) -> None:
     """One rank; rank 0 prints."""
-    with ranks.opened() as own_ranks:
+    with ranks.join_group() as own_ranks:
         processor_time(own_ranks, rounds, size_bytes)
         memory(own_ranks, size_bytes)
 

@@ -103,7 +103,7 @@ def all_reduce(tensor, *args, **kwargs):
         seen.append((tensor.data_ptr(), len(tensor.unique())))
     return right(tensor, *args, **kwargs)
 dist.all_reduce = all_reduce
-with ranks.opened() as here:
+with ranks.join_group() as here:
     words = ["--size", "4K", "--iters", "50", "--warmup-iters", "0", "--no-verify"]
     all_reduce_record = collectives.find_collective("all_reduce")
     setup.set_up(options.read_options(words), here).measurer.measure(all_reduce_record, 4096)

@@ -27,7 +27,7 @@ def start(count, main):
             place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=count, MASTER_PORT=port)
             os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
             def worker():
-                with ranks.opened() as here:
+                with ranks.join_group() as here:
                     main(here)
             ranks.run_worker(worker)
         children.append(child)

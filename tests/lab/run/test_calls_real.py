@@ -14,7 +14,7 @@ TRAINING = """
 from torch.nn.parallel import DistributedDataParallel
 from imgkit_entrypoints.run import agreement, call_watch
 
-call_watch.LIMIT_S, call_watch.LOOK_S = 2.0, 0.1
+call_watch.LIMIT_S, call_watch.POLL_S = 2.0, 0.1
 agreement.LATENCY_S = 1e9  # between two steps, the ranks exchange nothing but gradients
 data = TensorDataset(torch.arange(24.0)[:, None])
 

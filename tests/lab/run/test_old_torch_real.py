@@ -71,7 +71,7 @@ from imgkit_entrypoints.apps import ranks
 def worker(turn, rank):
     store = dist.FileStore(f"store{turn}", 2) if turn % 2 else None
     more = {"store": store, "rank": rank, "world_size": 2} if store else {}
-    with ranks.opened(device=torch.device("cpu"), **more) as here:
+    with ranks.join_group(device=torch.device("cpu"), **more) as here:
         here.gather("x")
         if turn == 20:
             raise KeyError("mine")

@@ -498,7 +498,7 @@ def rewrite_index(path):
     (path / ".metadata").write_bytes(b"newer")
     manifest = json.loads((path / "manifest.json").read_text())
     json_text.unseal(manifest)
-    manifest["files"][".metadata"] = disk.file_row(path / ".metadata")
+    manifest["files"][".metadata"] = disk.describe_file(path / ".metadata")
     (path / "manifest.json").write_text(json.dumps(json_text.seal(manifest)))
 """
 

@@ -53,13 +53,15 @@ def test_fence_that_cannot_move_is_taken_down(tmp_path: Path, monkeypatch: pytes
     fence.check_fence(env(tmp_path, 2))
 
 
-def test_late_checkpoint_changes_nothing(tmp_path: Path) -> None:
+def test_late_checkpoint_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def save(step: int, attempt: int, late: bool = False) -> None:
-        temporary = disk.make_temporary_folder(tmp_path, step, env(tmp_path, attempt))
+        for name, value in env(tmp_path, attempt).items():
+            monkeypatch.setenv(name, value)
+        temporary = disk.make_temporary_folder(tmp_path, step)
         if late:
             fence.admit_attempt(tmp_path, "4711", attempt + 1, "a1")
             (tmp_path / ".writing-of-the-next-attempt").mkdir()
-        disk.commit(temporary, step, {}, keep=2, env=env(tmp_path, attempt))
+        disk.commit(temporary, step, {}, keep=2)
 
     fence.admit_attempt(tmp_path, "4711", 1, "a1")
     save(5, 1)

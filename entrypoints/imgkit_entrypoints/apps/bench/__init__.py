@@ -3,5 +3,5 @@
 A run, from the top down: ``sweep`` (all collectives and sizes in order) on what ``setup`` prepares;
 ``measurement`` (one collective at one size), ``collectives`` (the record of each collective) and ``verify``
 (its expected values); ``table``, ``record`` and ``chart`` (what is printed and saved), ``verdict`` (the
-comparison with the expected busbw). ``compute`` and ``exchange`` are measurements of the preflight.
+comparison with the expected busbw). ``exchange`` is a measurement of the preflight.
 """

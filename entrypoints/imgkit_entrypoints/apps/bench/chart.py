@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from imgkit_entrypoints.apps import drawing
 from imgkit_entrypoints.apps.bench import sizes
 from imgkit_entrypoints.apps.bench.record import Result
-from imgkit_entrypoints.apps.drawing import COLOURS, DASHES, escaped
+from imgkit_entrypoints.apps.drawing import COLOURS, DASHES, Axis, escaped
 
 WIDTH, HEIGHT = 860, 520
 # Margins of the plot; text has 12 px. The right one holds the names of the lines.
@@ -26,23 +27,7 @@ MAX_DECADES = 3.5
 Points = Sequence[tuple[int, float]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Scale:
-    """A logarithmic axis."""
-
-    low: float
-    high: float
-    start: float
-    length: float
-    """Length in the drawing. Negative means upwards."""
-
-    def position(self, value: float) -> float:
-        """Return the position of a value in the drawing."""
-        share = math.log(value / self.low) / math.log(self.high / self.low)
-        return self.start + share * self.length
-
-
-def draw(title: str, results: Sequence[Result]) -> str:
+def draw_chart(title: str, results: Sequence[Result]) -> str:
     """Return the SVG file with one line for each collective."""
     lines: dict[str, list[tuple[int, float]]] = {}
     for result in results:
@@ -61,23 +46,22 @@ def draw(title: str, results: Sequence[Result]) -> str:
 
 
 def _draw_plot(lines: Mapping[str, Points]) -> Iterator[str]:
-    all_sizes: list[int] = []
-    values: list[float] = []
-    for points in lines.values():
-        all_sizes += [size for size, _ in points]
-        values += [value for _, value in points]
+    """Yield the elements of the plot: axes, lines with their markers, and the names beside them."""
+    all_points = list(itertools.chain(*lines.values()))
+    all_sizes, all_values = zip(*all_points, strict=True)
     # The factors leave room between the lines and the frame.
-    x_axis = _Scale(low=min(all_sizes) / 1.6, high=max(all_sizes) * 1.6, start=LEFT, length=PLOT_WIDTH)
-    y_axis = _Scale(
-        low=min(values) / 1.6, high=max(values) * 1.8, start=TOP + PLOT_HEIGHT, length=-PLOT_HEIGHT
-    )
+    x_axis = Axis(min(all_sizes) / 1.6, max(all_sizes) * 1.6, LEFT, PLOT_WIDTH, is_logarithmic=True)
+    low = min(all_values) / 1.6
+    high = max(all_values) * 1.8
+    y_axis = Axis(low, high, TOP + PLOT_HEIGHT, -PLOT_HEIGHT, is_logarithmic=True)
     yield from _draw_axes(x_axis, y_axis)
     for number, (name, points) in enumerate(lines.items()):
         yield from _draw_line(name, number, points, x_axis, y_axis)
     yield from _draw_labels(lines, x_axis, y_axis)
 
 
-def _draw_axes(x_axis: _Scale, y_axis: _Scale) -> Iterator[str]:
+def _draw_axes(x_axis: Axis, y_axis: Axis) -> Iterator[str]:
+    """Yield the grid with its numbers, the frame and the names of the axes."""
     bottom = TOP + PLOT_HEIGHT
     right = LEFT + PLOT_WIDTH
     for size in size_ticks(x_axis.low, x_axis.high):
@@ -96,42 +80,45 @@ def _draw_axes(x_axis: _Scale, y_axis: _Scale) -> Iterator[str]:
 
 def size_ticks(low: float, high: float) -> list[int]:
     """Return evenly spaced powers of two, about `MAX_SIZE_TICKS` at most."""
-    first = math.ceil(math.log2(max(low, 1)))
-    last = math.floor(math.log2(high))
-    step = 20
-    for smaller_step in (10, 5, 2, 1):
-        if (last - first) / smaller_step <= MAX_SIZE_TICKS:
-            step = smaller_step
-    first_power = math.ceil(first / step) * step
-    return [1 << power for power in range(first_power, last + 1, step)]
+    first_power = math.ceil(math.log2(max(low, 1)))
+    last_power = math.floor(math.log2(high))
+    for step in (1, 2, 5, 10, 20):
+        if (last_power - first_power) / step <= MAX_SIZE_TICKS:
+            break
+    first_tick = math.ceil(first_power / step) * step
+    return [1 << power for power in range(first_tick, last_power + 1, step)]
 
 
 def value_ticks(low: float, high: float) -> list[float]:
     """Return 1, 2 and 5 of each decade, or only the decades if there are many."""
-    first = math.floor(math.log10(low))
-    last = math.ceil(math.log10(high))
     digits: tuple[int, ...] = (1,)
     if math.log10(high / low) <= MAX_DECADES:
         digits = (1, 2, 5)
     ticks = []
-    for power in range(first, last + 1):
-        ticks += [float(f"{digit}e{power}") for digit in digits]  # exact, as no multiplication is
-    return [tick for tick in ticks if low <= tick <= high]
+    first_power = math.floor(math.log10(low))
+    last_power = math.ceil(math.log10(high))
+    for power in range(first_power, last_power + 1):
+        for digit in digits:
+            tick = float(f"{digit}e{power}")  # exact, as no multiplication is
+            if low <= tick <= high:
+                ticks.append(tick)
+    return ticks
 
 
-def _draw_line(name: str, number: int, points: Points, x_axis: _Scale, y_axis: _Scale) -> Iterator[str]:
+def _draw_line(name: str, number: int, points: Points, x_axis: Axis, y_axis: Axis) -> Iterator[str]:
+    """Yield a line through the points, and a marker with a tooltip on each."""
     # With more lines than colours, the next ones have dashes.
     round_number, colour = divmod(number, len(COLOURS))
-    dashes = ""
     dash = DASHES[round_number % len(DASHES)]
+    dash_attribute = ""
     if dash:
-        dashes = f' stroke-dasharray="{dash}"'
+        dash_attribute = f' stroke-dasharray="{dash}"'
     positions = [(x_axis.position(size), y_axis.position(value)) for size, value in points]
     corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in positions)
-    yield f'<polyline class="s{colour}" fill="none" stroke-width="2"{dashes} points="{corners}"/>'
+    yield f'<polyline class="s{colour}" fill="none" stroke-width="2"{dash_attribute} points="{corners}"/>'
     for (size, value), (x, y) in zip(points, positions, strict=True):
-        tip = escaped(f"{name}: {value:.4g} GBps at {sizes.format_size(size)}")
-        yield f'<g class="f{colour}">{_draw_marker(number, x, y)}<title>{tip}</title></g>'
+        tooltip = escaped(f"{name}: {value:.4g} GBps at {sizes.format_size(size)}")
+        yield f'<g class="f{colour}">{_draw_marker(number, x, y)}<title>{tooltip}</title></g>'
 
 
 def _draw_marker(number: int, x: float, y: float) -> str:
@@ -146,33 +133,48 @@ def _draw_marker(number: int, x: float, y: float) -> str:
     return forms[number % len(forms)]
 
 
-def _draw_labels(lines: Mapping[str, Points], x_axis: _Scale, y_axis: _Scale) -> Iterator[str]:
-    """Draw the names beside the plot, each with a thin line to the end of its own line."""
-    column = LEFT + PLOT_WIDTH + 30
+class _LineEnd(NamedTuple):
+    """The last point of a line in the drawing. Line ends sort from the top downwards."""
+
+    y: float
+    x: float
+    number: int
+    name: str
+
+
+def _draw_labels(lines: Mapping[str, Points], x_axis: Axis, y_axis: Axis) -> Iterator[str]:
+    """Draw the names beside the plot, each connected to the end of its line."""
     ends = []
     for number, (name, points) in enumerate(lines.items()):
         size, value = points[-1]
-        ends.append((y_axis.position(value), x_axis.position(size), number, name))
+        ends.append(_LineEnd(y_axis.position(value), x_axis.position(size), number, name))
     ends.sort()
-    heights = spread_apart([y for y, *_ in ends], LABEL_STEP, TOP + 4, TOP + PLOT_HEIGHT)
-    for (y, x, number, name), label_y in zip(ends, heights, strict=True):
-        colour = number % len(COLOURS)
-        thread = f"M{x + 7:.1f} {y:.1f}L{column - 24} {label_y:.1f}H{column - 14}"
-        yield f'<path class="s{colour}" fill="none" stroke-width="1" stroke-opacity="0.55" d="{thread}"/>'
-        yield f'<g class="f{colour}">{_draw_marker(number, column - 6, label_y)}</g>'
-        yield f'<text x="{column + 4}" y="{label_y + 4:.1f}">{escaped(name)}</text>'
+    heights = spread_apart([end.y for end in ends], LABEL_STEP, TOP + 4, TOP + PLOT_HEIGHT)
+    for end, label_y in zip(ends, heights, strict=True):
+        yield from _draw_label(end, label_y)
+
+
+def _draw_label(end: _LineEnd, y: float) -> Iterator[str]:
+    """Draw the name and the marker of a line at the height `y`, and a thin connector to its end."""
+    x = LEFT + PLOT_WIDTH + 30
+    colour = end.number % len(COLOURS)
+    connector = f"M{end.x + 7:.1f} {end.y:.1f}L{x - 24} {y:.1f}H{x - 14}"
+    yield f'<path class="s{colour}" fill="none" stroke-width="1" stroke-opacity="0.55" d="{connector}"/>'
+    yield f'<g class="f{colour}">{_draw_marker(end.number, x - 6, y)}</g>'
+    yield f'<text x="{x + 4}" y="{y + 4:.1f}">{escaped(end.name)}</text>'
 
 
 def spread_apart(positions: Sequence[float], step: float, low: float, high: float) -> list[float]:
     """Return ascending positions that are at least `step` apart, within `low` and `high`."""
-    # First from the top downwards, and then back from the bottom, for those that this pushes out.
-    moved: list[float] = []
-    limit = low
+    pushed_up: list[float] = []
+    lower_limit = low
     for position in positions:
-        moved.append(max(position, limit))
-        limit = moved[-1] + step
-    limit = high
-    for index in reversed(range(len(moved))):
-        moved[index] = min(moved[index], limit)
-        limit = moved[index] - step
-    return moved
+        pushed_up.append(max(position, lower_limit))
+        lower_limit = pushed_up[-1] + step
+    # Some may be beyond `high` now, so push them back, beginning with the last.
+    pushed_back: list[float] = []
+    upper_limit = high
+    for position in reversed(pushed_up):
+        pushed_back.append(min(position, upper_limit))
+        upper_limit = pushed_back[-1] - step
+    return pushed_back[::-1]

@@ -110,7 +110,7 @@ class Collective:
     traffic: Callable[[int, int], Fraction] = lambda _nodes, _ranks_per_node: Fraction(1)
     """Bytes that leave (or enter) the busiest node for each byte, from the nodes and the ranks of each.
 
-    For what runs as a ring, that of one flat ring over all ranks.
+    What runs as a ring counts as one flat ring over all ranks.
     """
     fills_network: bool = False
     """All nodes send and receive all the time, so that a low share of the line rate means a problem."""
@@ -199,17 +199,12 @@ def _sendrecv(call: CollectiveCall) -> Launch:
         call.dist.P2POp(call.dist.irecv, call.output, (call.rank - 1) % call.ranks),
         call.dist.P2POp(call.dist.isend, call.input, (call.rank + 1) % call.ranks),
     ]
-    return exchange(call.dist, pair)
 
-
-def exchange(dist: Any, operations: Sequence[Any]) -> Launch:
-    """Return the function that runs these sends and receives at once and waits for them."""
-
-    def launch() -> None:
-        for work in dist.batch_isend_irecv(list(operations)):
+    def exchange() -> None:
+        for work in call.dist.batch_isend_irecv(pair):
             work.wait()
 
-    return launch
+    return exchange
 
 
 def _sum_of_all(shape: Shape) -> tuple[Segment, ...]:
@@ -356,23 +351,25 @@ def allocate(
     All memory is written once, because untouched memory is not mapped yet.
     """
     shape = Shape(count=count, ranks=ranks.world_size, rank=ranks.rank)
-    inputs = _tensors(collective.input(shape), dtype, ranks.device, copies)
+    inputs = _allocate_tensors(collective.input(shape), dtype, ranks.device, copies)
     outputs = inputs
     if collective.separate:
-        outputs = _tensors(collective.output_elements(shape), dtype, ranks.device, copies)
-    return tuple(Buffers(input=first, output=second) for first, second in zip(inputs, outputs, strict=True))
+        outputs = _allocate_tensors(collective.output_elements(shape), dtype, ranks.device, copies)
+    return tuple(Buffers(input=source, output=target) for source, target in zip(inputs, outputs, strict=True))
 
 
-def _tensors(elements: int, dtype: torch.dtype, device: torch.device, copies: int) -> list[torch.Tensor]:
+def _allocate_tensors(
+    elements: int, dtype: torch.dtype, device: torch.device, copies: int
+) -> list[torch.Tensor]:
     """Return `copies` tensors that lie one behind the other in one block of zeros."""
     import torch
 
-    step = elements
+    stride = elements
     if copies > 1:
         aligned_elements = ALIGNED_BYTES // torch.empty(0, dtype=dtype).element_size()
-        step = math.ceil(elements / aligned_elements) * aligned_elements
-    block = torch.empty(step * copies, dtype=dtype, device=device).zero_()
-    starts = [step * number for number in range(copies)]
+        stride = math.ceil(elements / aligned_elements) * aligned_elements
+    block = torch.empty(stride * copies, dtype=dtype, device=device).zero_()
+    starts = [stride * number for number in range(copies)]
     return [block[start : start + elements] for start in starts]
 
 

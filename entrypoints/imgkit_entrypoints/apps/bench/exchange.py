@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,9 +10,7 @@ import torch.distributed as dist
 from imgkit_entrypoints.apps.bench import collectives, measurement
 from imgkit_entrypoints.apps.bench.measurement import Measurer
 from imgkit_entrypoints.apps.bench.sizes import MIN_BATCHES
-
-if TYPE_CHECKING:
-    from imgkit_entrypoints.run.ranks import Ranks
+from imgkit_entrypoints.run.ranks import Ranks
 
 # Launches of all batches together. The preflight of a whole run waits for them.
 _MAX_LAUNCHES = 200
@@ -29,17 +26,21 @@ def measure_exchange_GBps(measurer: Measurer, size_bytes: int) -> float:
     (buffers,) = collectives.allocate(sendrecv, count, dtype, ranks)
     measurer.noise.fill(buffers.input, ranks.rank, 0)
     launch = collectives.bind(sendrecv, buffers, ranks)
-    # The first exchange sets up the connection.
-    launch()
+    launch()  # sets up the connection
     single_s = _slowest(measurement.time_batch(launch, 1, ranks), ranks)
-    iterations = measurer.options.iters
-    if iterations is None:
-        fitting = int(measurer.options.seconds / max(single_s, 1e-7))
-        iterations = min(_MAX_LAUNCHES, fitting)
-    launches = max(1, iterations // MIN_BATCHES)
+    launches = _plan_launches(measurer, single_s)
     batches = [measurement.time_batch(launch, launches, ranks) for _ in range(MIN_BATCHES)]
     seconds = _slowest(statistics.median(batches) / launches, ranks)
     return count * item_bytes / seconds / 1e9
+
+
+def _plan_launches(measurer: Measurer, single_s: float) -> int:
+    """Return the launches of each batch, for the options and the seconds of one launch."""
+    iterations = measurer.options.iters
+    if iterations is None:
+        fitting = int(measurer.options.seconds / max(single_s, 1e-7))  # a clock may show no time at all
+        iterations = min(_MAX_LAUNCHES, fitting)
+    return max(1, iterations // MIN_BATCHES)
 
 
 def _slowest(seconds: float, ranks: Ranks) -> float:

@@ -12,21 +12,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from imgkit_entrypoints.apps.bench import collectives
-from imgkit_entrypoints.apps.bench.collectives import Buffers, Collective, Shape
+from imgkit_entrypoints.apps.bench.collectives import Buffers, Collective, Launch, Shape
 from imgkit_entrypoints.apps.bench.options import BenchOptions
 from imgkit_entrypoints.apps.bench.sizes import Counts, plan_counts
 from imgkit_entrypoints.apps.bench.verify import Dtype, ExpectedValues, Noise, WrongElement
 from imgkit_entrypoints.launch import stop_protocol
-
-if TYPE_CHECKING:
-    from imgkit_entrypoints.apps.bench.collectives import Launch
-    from imgkit_entrypoints.run.ranks import Ranks
+from imgkit_entrypoints.run.ranks import Ranks
 
 # Memory through which batches rotate: more than most caches hold.
 ROTATED_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
@@ -53,11 +49,6 @@ class Measurement:
     """Elements that differ from the expected ones, on all ranks. None means that values were not verified."""
     first_wrong: tuple[WrongElement, ...]
     """The first wrong element of every rank that has one."""
-
-    @property
-    def size_bytes(self) -> int:
-        """The size that was measured."""
-        return self.counts.size_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,15 +81,15 @@ class Measurer:
         OutOfMemory : on all ranks, if one of them has too little memory.
         """
         buffers: tuple[Buffers, ...] = ()
-        failed = torch.zeros(1, device=self.ranks.device)
+        failures = torch.zeros(1, device=self.ranks.device)
         count = size_bytes // self.dtype.item_bytes
         dtype = getattr(torch, self.dtype.torch)
         try:
             buffers = collectives.allocate(collective, count, dtype, self.ranks, copies)
         except (RuntimeError, MemoryError):  # the errors of CUDA and of the CPU allocator are RuntimeErrors
-            failed += 1
-        dist.all_reduce(failed)
-        if not buffers or failed.item():
+            failures += 1
+        dist.all_reduce(failures)  # now every rank has the number of ranks that failed
+        if failures.item():
             raise OutOfMemory
         return buffers
 
@@ -129,7 +120,9 @@ class Measurer:
         wrong = 0
         first_wrong = None
         if self.expected:
-            wrong, first_wrong = self._verify(self.expected, collective, buffers[0], counts, is_slow)
+            wrong, first_wrong = self._verify_iterations(
+                self.expected, collective, buffers[0], counts, is_slow
+            )
         # One exchange for both: the number of wrong elements, and the times.
         rows = self.gather_rows([float(wrong), *batches])
         wrong_counts, *batch_times = zip(*rows, strict=True)
@@ -174,10 +167,11 @@ class Measurer:
         self, collective: Collective, buffers: Sequence[Buffers], counts: Counts, is_slow: bool
     ) -> list[float]:
         """Return the seconds of each batch, whose launches rotate through buffers of random data."""
+        # Sums in place would grow to infinity, so their buffers are filled again for each batch.
+        sums_in_place = collective.sums and not collective.separate
         seconds = []
         for batch in range(counts.batches):
             self._check_stop(is_slow)
-            sums_in_place = collective.sums and not collective.separate  # they grow to infinity
             if batch == 0 or sums_in_place:
                 for number, copy in enumerate(buffers):
                     self.noise.fill(copy.input, self.ranks.rank, number)
@@ -186,7 +180,7 @@ class Measurer:
             seconds.append(time_batch(launch, counts.launches, self.ranks))
         return seconds
 
-    def _verify(
+    def _verify_iterations(
         self,
         expected: ExpectedValues,
         collective: Collective,
@@ -206,18 +200,17 @@ class Measurer:
             expected.fill(buffers.input, rank, iteration)
             launch()
             self.ranks.synchronize()
-            wrong, first = expected.count_wrong(buffers.output, result, iteration)
+            wrong, difference = expected.count_wrong(buffers.output, result, iteration)
             total += wrong
-            if first and first_wrong is None:
-                index, expected_value, actual_value = first
+            if difference is not None and first_wrong is None:
                 first_wrong = WrongElement(
                     collective=collective.name,
                     size_bytes=counts.size_bytes,
                     iteration=iteration,
                     rank=rank,
-                    index=index,
-                    expected=f"{expected_value:g}",
-                    actual=f"{actual_value:g}",
+                    index=difference.element,
+                    expected=f"{difference.expected:g}",
+                    actual=f"{difference.actual:g}",
                 )
         return total, first_wrong
 
@@ -253,19 +246,20 @@ def wait_for_ranks(ranks: Ranks) -> None:
 def time_batch(launch: Launch, count: int, ranks: Ranks) -> float:
     """Return the seconds of `count` launches and one wait for all of them, after all ranks have met."""
     wait_for_ranks(ranks)
-    if ranks.device.type == "cuda":
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        start.record()
+    if ranks.device.type != "cuda":
+        start_s = time.perf_counter()
         for _ in range(count):
             launch()
-        end.record()
-        ranks.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
-    start_s = time.perf_counter()
+        return time.perf_counter() - start_s
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    start.record()
     for _ in range(count):
         launch()
-    return time.perf_counter() - start_s
+    end.record()
+    ranks.synchronize()
+    elapsed_ms = float(start.elapsed_time(end))
+    return elapsed_ms / 1e3
 
 
 def broadcast_numbers(values: Sequence[float], ranks: Ranks) -> tuple[float, ...]:

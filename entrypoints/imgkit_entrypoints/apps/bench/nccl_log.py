@@ -55,7 +55,7 @@ def read_transports(folder: Path | None) -> frozenset[str]:
 
 
 def find_transports(lines: Iterable[str]) -> frozenset[str]:
-    """Return the transports in the lines of a log, as short texts."""
+    """Return the transports in the lines of a log, such as ``network IB`` and ``2 channels``."""
     names = set()
     for line in lines:
         network = _NETWORK.search(line)

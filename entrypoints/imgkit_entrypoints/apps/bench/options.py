@@ -32,14 +32,15 @@ EXAMPLES = """examples:
 Meaning of the figures, and fields of the saved file: docs/guides/bench.md."""
 
 
-def _factor(text: str) -> int:
+def _parse_factor(text: str) -> int:
     value = parse_positive(text)
     if value < 2:
         raise argparse.ArgumentTypeError("a factor of 1 would never reach --max: 2 or more")
     return value
 
 
-def _positive_number(text: str) -> float:
+def _parse_positive_number(text: str) -> float:
+    """Parse a number above 0, such as a line rate."""
     try:
         value = float(text)
     except ValueError:
@@ -113,7 +114,7 @@ class BenchOptions:
         unset="64M with gloo, 4G with NCCL, or less if memory is short",
     )
     """None: the backend and the free memory decide."""
-    factor: int = option("--factor", "factor between sizes", _factor, "N", default=2)
+    factor: int = option("--factor", "factor between sizes", _parse_factor, "N", default=2)
     size_bytes: int | None = option("--size", "measure only this size", sizes.parse_size, "SIZE")
     """It is the smallest size and the largest, too."""
     dtype: str = option("--dtype", "element type", _DTYPES, default="fp32")
@@ -130,7 +131,7 @@ class BenchOptions:
     seconds: float = option(
         "--seconds",
         "time budget of each size; at least 5 iterations",
-        _positive_number,
+        _parse_positive_number,
         "S",
         default=0.25,
         one_of="amount",
@@ -148,7 +149,7 @@ class BenchOptions:
     line_rate_Gbps: float | None = option(
         "--line-rate",
         "line rate of one node's network",
-        _positive_number,
+        _parse_positive_number,
         "Gbps",
         unset="the sum of its active ports",
         heading="verdict and output",

@@ -84,11 +84,9 @@ class Result:
             "high": self.high_us,
         }
         out_of_place = None
-        in_place = None
+        in_place: dict[str, Any] | None = figures
         if find_collective(self.collective).separate:
-            out_of_place = figures
-        else:
-            in_place = figures
+            out_of_place, in_place = figures, None
         return {
             "experiment_name": self.collective,
             "size": self.size_bytes,
@@ -210,7 +208,11 @@ def save(path: Path, text: str, usage: str) -> None:
 
 
 def refuse_unwritable(path: Path, usage: str) -> None:
-    """Refuse a path at which no file can be written. `usage` is that of `save`.
+    """Refuse a path at which no file can be written.
+
+    Parameters
+    ----------
+    usage : what chooses the file: ``--save FILE``.
 
     Raises
     ------

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,9 +20,7 @@ from imgkit_entrypoints.apps.bench.options import BenchOptions
 from imgkit_entrypoints.apps.bench.record import RunRecord, World
 from imgkit_entrypoints.apps.bench.verify import ExpectedValues, Noise
 from imgkit_entrypoints.errors import ImgkitError, UsageError
-
-if TYPE_CHECKING:
-    from imgkit_entrypoints.run.ranks import Ranks
+from imgkit_entrypoints.run.ranks import Ranks
 
 # Name of the file in the run's folder with all figures, which ``imgkit scaling`` reads.
 RUN_FILE = "bench.json"

@@ -23,14 +23,12 @@ def parse_size(text: str) -> int:
     ------
     argparse.ArgumentTypeError : the text is not a size above zero.
     """
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)(|IB|B)", text.strip().upper())
-    if match:
-        number, prefix, suffix = match.groups()
-        units = _DECIMAL if suffix == "B" else _BINARY
-        value = float(number) * units[prefix]
-        is_whole = value >= 1 and value.is_integer()
-        has_unit = prefix != "" or suffix != "IB"  # "64iB" has none
-        if is_whole and has_unit:
+    # "64", "64B", "64M", "64MiB" or "64MB", but not "64iB"
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(?:([KMGT])(IB)?|([KMGT]?)B)?", text.strip().upper())
+    if match is not None:
+        number, binary_prefix, _, decimal_prefix = match.groups()
+        value = float(number) * _BINARY[binary_prefix or ""] * _DECIMAL[decimal_prefix or ""]
+        if value >= 1 and value.is_integer():
             return int(value)
     raise argparse.ArgumentTypeError(f"{text!r} is not a size: 64M is 64 x 1024 x 1024 bytes, 64MB is 64e6")
 
@@ -50,6 +48,7 @@ def format_size(size_bytes: int) -> str:
 
 
 def _format(size_bytes: int, step: int, units: tuple[str, ...]) -> str:
+    """Return a size in the largest of `units`, each `step` times the one before, that it reaches."""
     value = float(size_bytes)
     power = 0
     while value >= step and power < len(units) - 1:
@@ -110,16 +109,20 @@ def plan_counts(size_bytes: int, *, fitting: float, iters: int | None, previous:
     previous : counts of the previous size. From one size to the next they change little, so that one wrong
         estimate neither starves a size nor takes minutes.
     """
-    if iters is not None:
-        total = float(iters)
-    else:
-        total = max(fitting, MIN_BATCHES)
-        if previous is not None:
-            step = max(MAX_STEP, size_bytes / previous.size_bytes)
-            total = max(total, previous.total / step)
-            total = min(total, previous.total * MAX_STEP)
-        total = min(total, MAX_LAUNCHES)
+    total = _plan_total(size_bytes, fitting, iters, previous)
     # Short operations get long batches, since the clock and the wait cost time in each.
     batches = int(total // BATCH_LAUNCHES)
     batches = min(MAX_BATCHES, max(MIN_BATCHES, batches))
     return Counts(size_bytes=size_bytes, batches=batches, launches=math.ceil(int(total) / batches))
+
+
+def _plan_total(size_bytes: int, fitting: float, iters: int | None, previous: Counts | None) -> float:
+    """Return the launches of all batches together; the parameters are those of `plan_counts`."""
+    if iters is not None:
+        return float(iters)
+    total = max(fitting, MIN_BATCHES)
+    if previous is not None:
+        size_ratio = size_bytes / previous.size_bytes
+        total = max(total, previous.total / max(MAX_STEP, size_ratio))
+        total = min(total, previous.total * MAX_STEP)
+    return min(total, MAX_LAUNCHES)

@@ -52,12 +52,12 @@ class Sweep:
 
     def _gather_transports(self) -> tuple[str, ...]:
         """Return the transports in NCCL's logs on all ranks; a collective call."""
-        transports: set[str] = set()
-        for rank_transports in self._setup.ranks.gather(nccl_log.read_transports(self._log_folder)):
-            transports.update(rank_transports)
+        own_transports = nccl_log.read_transports(self._log_folder)
+        transports = set[str]().union(*self._setup.ranks.gather(own_transports))
         return tuple(sorted(transports))
 
     def _measure_all(self) -> None:
+        """Measure all collectives, or those before a request to stop."""
         # A collective that runs out of memory does not keep the next one from its smaller sizes.
         try:
             completed = [self._measure_sizes(name) for name in self._setup.options.collectives]
@@ -67,7 +67,7 @@ class Sweep:
         self._record.complete = all(completed)
 
     def _measure_sizes(self, name: str) -> bool:
-        """Measure all sizes of one collective; return False if memory was too short for one of them."""
+        """Measure all sizes of one collective; return False if memory was too short for a size."""
         collective = find_collective(name)
         planned = self._plan_sizes(collective)
         self._print(table.format_title(collective, self._setup.options.dtype, self._setup.world))
@@ -79,32 +79,40 @@ class Sweep:
         self._print(*table.HEADER)
         previous: Counts | None = None
         for size_bytes in planned:
-            needed_bytes = self._measurer.needed_bytes(collective, size_bytes)
             try:
-                if needed_bytes > machine.MAX_SHARE * self._setup.free_bytes:
-                    raise OutOfMemory
-                measurement = self._measurer.measure(collective, size_bytes, previous)
+                measurement = self._measure_size(collective, size_bytes, previous)
             except OutOfMemory:
-                needed = sizes.format_size(needed_bytes)
-                free = sizes.format_size(int(self._setup.free_bytes))
-                self._note(
-                    f"OUT OF MEMORY: {name} of {sizes.format_size(size_bytes)} needs {needed} per rank, and "
-                    f"{free} were free. Larger sizes are left out."
-                )
+                self._note(self._describe_memory(collective, size_bytes))
                 return False
-            self._add(collective, measurement)
+            self._report_size(collective, measurement)
             previous = measurement.counts
         return True
+
+    def _measure_size(self, collective: Collective, size_bytes: int, previous: Counts | None) -> Measurement:
+        """Measure one size; raise OutOfMemory if memory is too short for it."""
+        needed_bytes = self._measurer.needed_bytes(collective, size_bytes)
+        if needed_bytes > machine.MAX_SHARE * self._setup.free_bytes:
+            raise OutOfMemory
+        return self._measurer.measure(collective, size_bytes, previous)
+
+    def _describe_memory(self, collective: Collective, size_bytes: int) -> str:
+        """Return a sentence on a size for which memory is too short."""
+        size = sizes.format_size(size_bytes)
+        needed = sizes.format_size(self._measurer.needed_bytes(collective, size_bytes))
+        free = sizes.format_size(int(self._setup.free_bytes))
+        return (
+            f"OUT OF MEMORY: {collective.name} of {size} needs {needed} per rank, and "
+            f"{free} were free. Larger sizes are left out."
+        )
 
     def _plan_sizes(self, collective: Collective) -> list[int]:
         """Return the sizes to measure, each once. Small ones grow to an element, or a chunk for each rank."""
         options = self._setup.options
-        max_bytes = options.max_bytes
-        if max_bytes is None:
-            max_bytes = self._choose_max_bytes(collective)
-        max_bytes = max(max_bytes, options.min_bytes)
+        limit = options.max_bytes
+        if limit is None:
+            limit = self._choose_max_bytes(collective)
         planned: list[int] = []
-        for size in sizes.iterate_sizes(options.min_bytes, max_bytes, options.factor):
+        for size in sizes.iterate_sizes(options.min_bytes, max(limit, options.min_bytes), options.factor):
             size_bytes = self._measurer.size_bytes(collective, size)
             if size_bytes not in planned:
                 planned.append(size_bytes)
@@ -119,11 +127,11 @@ class Sweep:
         try:
             self._measurer.run_once(collective, smallest)
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-            first_line = _first_line(error) or type(error).__name__
-            is_unsupported = any(text in first_line.lower() for text in _UNSUPPORTED)
-            if isinstance(error, RuntimeError) and not is_unsupported:
+            message = _first_line(error) or type(error).__name__
+            is_unsupported = any(text in message.lower() for text in _UNSUPPORTED)
+            if isinstance(error, RuntimeError) and not is_unsupported:  # a lost peer, for example
                 raise
-            return first_line
+            return message
         return ""
 
     def _choose_max_bytes(self, collective: Collective) -> int:
@@ -136,14 +144,14 @@ class Sweep:
             max_bytes //= 2
         return max_bytes
 
-    def _add(self, collective: Collective, measurement: Measurement) -> None:
+    def _report_size(self, collective: Collective, measurement: Measurement) -> None:
         """Print and save one size."""
         setup = self._setup
         counts = measurement.counts
         result = record.new_result(
             collective,
             self._measurer.dtype,
-            size_bytes=measurement.size_bytes,
+            size_bytes=counts.size_bytes,
             iterations=counts.total,
             seconds=[batch_s / counts.launches for batch_s in measurement.batches],
             ranks=setup.world.ranks,
@@ -164,7 +172,7 @@ class Sweep:
         if self._record.wrong:
             reasons.append(f"{self._record.wrong} elements were wrong, so run dist-doctor before you train")
         if self._record.complete:
-            reasons += verdict.shortfalls(self._setup.options.requirement, self._verdicts())
+            reasons += verdict.find_shortfalls(self._setup.options.requirement, self._verdicts())
         if reasons:
             self._note(f"FAILED: {'; '.join(reasons)}.")
         self._save()
@@ -189,24 +197,28 @@ class Sweep:
         self._print(text)
 
     def _save(self, more_notes: tuple[str, ...] = ()) -> None:
-        """Write the files of the options and that of the run's folder, as far as the run has come."""
-        options = self._setup.options
-        run_file = self._setup.run_file
+        """Write the files of the options and of the run's folder, as far as the run has come."""
         if self._setup.ranks.rank != 0:
             return
-        if options.json_path or run_file:
+        options = self._setup.options
+        if options.json_path or self._setup.run_file:
             text = self._record.to_json(self._verdict_values(more_notes))
             if options.json_path:
                 record.save(Path(options.json_path), text, "--save FILE")
-            if run_file:
-                record.save(run_file, text, "IMGKIT_RUN_DIR=FOLDER")
+            if self._setup.run_file:
+                record.save(self._setup.run_file, text, "IMGKIT_RUN_DIR=FOLDER")
         if options.csv_path:
             record.save(Path(options.csv_path), self._record.to_csv(), "--csv FILE")
         if options.plot_path:
-            world = self._setup.world
-            nodes = "1 node" if world.nodes == 1 else f"{world.nodes} nodes"
-            title = f"Bus bandwidth, {options.dtype}, {world.ranks} ranks on {nodes}, {world.backend}"
-            record.save(Path(options.plot_path), chart.draw(title, self._record.results), "--plot FILE")
+            record.save(Path(options.plot_path), self._draw_chart(), "--plot FILE")
+
+    def _draw_chart(self) -> str:
+        """Return the chart of the results so far."""
+        world = self._setup.world
+        nodes = "1 node" if world.nodes == 1 else f"{world.nodes} nodes"
+        dtype = self._setup.options.dtype
+        title = f"Bus bandwidth, {dtype}, {world.ranks} ranks on {nodes}, {world.backend}"
+        return chart.draw_chart(title, self._record.results)
 
     def _verdict_values(self, more_notes: tuple[str, ...]) -> dict[str, Any]:
         """Return the verdict as the JSON file has it."""
@@ -240,7 +252,7 @@ def main() -> int:
     try:
         with (
             nccl_log.collect_log(os.environ) as log_folder,
-            ranks.opened(bench_options.timeout_s) as bench_ranks,
+            ranks.join_group(bench_options.timeout_s) as bench_ranks,
         ):
             return Sweep(set_up(bench_options, bench_ranks), log_folder).run()
     except ImgkitError as error:

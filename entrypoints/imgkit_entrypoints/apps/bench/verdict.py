@@ -68,15 +68,20 @@ def describe_verdicts(
     lines = []
     for verdict in verdicts:
         percent = verdict.percent or 0.0
-        size = sizes.format_size(verdict.size_bytes)
-        lines.append(
-            f"{verdict.collective} of {size}: {verdict.busbw_GBps:.4g} GBps of "
-            f"busbw, {percent:.0f} % of the {verdict.expected_busbw_GBps:.4g} GBps that "
-            f"{line_rate_Gbps:g} Gbps per node let expect."
-        )
+        lines.append(_describe_verdict(verdict, percent, line_rate_Gbps))
         if percent < LOW_PERCENT and find_collective(verdict.collective).fills_network:
             lines.append(f"{verdict.collective} is slow on this network. Run dist-doctor to see why.")
     return lines
+
+
+def _describe_verdict(verdict: BusbwVerdict, percent: float, line_rate_Gbps: float) -> str:
+    """Return a sentence that compares the busbw of a collective with the expected one."""
+    size = sizes.format_size(verdict.size_bytes)
+    return (
+        f"{verdict.collective} of {size}: {verdict.busbw_GBps:.4g} GBps of "
+        f"busbw, {percent:.0f} % of the {verdict.expected_busbw_GBps:.4g} GBps that "
+        f"{line_rate_Gbps:g} Gbps per node let expect."
+    )
 
 
 def refuse_requirement(requirement: Requirement | None, nodes: int, line_rate_Gbps: float | None) -> None:
@@ -99,16 +104,16 @@ def refuse_requirement(requirement: Requirement | None, nodes: int, line_rate_Gb
         )
 
 
-def shortfalls(requirement: Requirement | None, verdicts: Sequence[BusbwVerdict]) -> Iterator[str]:
+def find_shortfalls(requirement: Requirement | None, verdicts: Sequence[BusbwVerdict]) -> Iterator[str]:
     """Yield a reason for each collective that misses `requirement`."""
     if requirement is None:
         return
     if not verdicts:
         yield f"nothing was measured that could reach the {requirement} of --require"
     for verdict in verdicts:
-        reached = f"{verdict.collective} of {sizes.format_size(verdict.size_bytes)} reached"
+        subject = f"{verdict.collective} of {sizes.format_size(verdict.size_bytes)} reached"
+        percent = verdict.percent or 0.0
         if requirement.GBps is not None and verdict.busbw_GBps < requirement.GBps:
-            yield f"{reached} {verdict.busbw_GBps:.4g} GBps of busbw, --require asks for {requirement}"
-        if requirement.percent is not None and (verdict.percent or 0.0) < requirement.percent:
-            percent = verdict.percent or 0.0
-            yield f"{reached} {percent:.3g} % of the expected busbw, --require asks for {requirement}"
+            yield f"{subject} {verdict.busbw_GBps:.4g} GBps of busbw, --require asks for {requirement}"
+        if requirement.percent is not None and percent < requirement.percent:
+            yield f"{subject} {percent:.3g} % of the expected busbw, --require asks for {requirement}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from imgkit_entrypoints.apps.bench.collectives import Segment
 
@@ -54,7 +54,13 @@ def table_position(rank: int, iteration: int) -> int:
 
 
 def iterate_blocks(count: int, first: int, length: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, position in the table, length) of each block of `count` elements from `first` on."""
+    """Yield the start, the position in the table and the length of each block of `count` elements.
+
+    Parameters
+    ----------
+    first : position of the first element in the table, or a whole number of periods beyond it.
+    length : elements in a block; the last block may be shorter.
+    """
     for start in range(0, count, length):
         yield start, (first + start) % PERIOD, min(length, count - start)
 
@@ -62,7 +68,8 @@ def iterate_blocks(count: int, first: int, length: int) -> Iterator[tuple[int, i
 def make_table(dtype: Dtype, ranks: int) -> array.array[int]:
     """Return one period of the table: whole numbers whose sum over `ranks` is exact in `dtype`."""
     modulus = min(max(2, dtype.exact // ranks + 1), _MAX_NUMBER)
-    # With more ranks than the type can count, most numbers are 0; half of the range is left for chance.
+    # How many of 2 ** 16 numbers are not 0. With more ranks than the type can count, these are few, so that
+    # the expected sum is half of what is exact.
     nonzero = 1 << 16
     if ranks > dtype.exact:
         nonzero = (dtype.exact << 15) // ranks
@@ -108,6 +115,24 @@ class Noise:
         fill_from_table(buffer, self._table, table_position(rank, number), self._block)
 
 
+class Difference(NamedTuple):
+    """An element of a buffer that is not as expected."""
+
+    element: int
+    """Index in the buffer."""
+    expected: float
+    actual: float
+
+
+class _Block(NamedTuple):
+    """Consecutive elements of a buffer, and their expected values."""
+
+    start: int
+    """Index of the first element in the buffer."""
+    expected: torch.Tensor
+    actual: torch.Tensor
+
+
 class ExpectedValues:
     """The tables for one type and number of ranks, on one device."""
 
@@ -132,28 +157,31 @@ class ExpectedValues:
 
     def count_wrong(
         self, buffer: torch.Tensor, result: Sequence[Segment], iteration: int
-    ) -> tuple[int, tuple[int, float, float] | None]:
-        """Return how many elements differ from `result`, and (index, expected, actual) of the first."""
+    ) -> tuple[int, Difference | None]:
+        """Return how many elements of `buffer` differ from the expected `result`, and the first of them."""
         import torch
 
         # Counted on the device, with one wait for the whole buffer. Only a wrong one is searched again.
         count = torch.zeros((), dtype=torch.int64, device=buffer.device)
-        for _, expected, actual in self._pairs(buffer, result, iteration):
-            count += torch.count_nonzero(expected.view(self._bits) != actual.view(self._bits))
+        for block in self._blocks(buffer, result, iteration):
+            count += torch.count_nonzero(self._compare_bits(block))
         if not count.item():
             return 0, None
-        for start, expected, actual in self._pairs(buffer, result, iteration):
-            positions = torch.nonzero(expected.view(self._bits) != actual.view(self._bits))
+        for block in self._blocks(buffer, result, iteration):
+            positions = torch.nonzero(self._compare_bits(block))
             if len(positions):
                 index = int(positions[0].item())
-                first = start + index, float(expected[index].item()), float(actual[index].item())
-                return int(count.item()), first
+                expected = float(block.expected[index].item())
+                actual = float(block.actual[index].item())
+                return int(count.item()), Difference(block.start + index, expected, actual)
         raise AssertionError("unreachable: counted above")
 
-    def _pairs(
-        self, buffer: torch.Tensor, result: Sequence[Segment], iteration: int
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Yield the start, the expected and the actual values of each block."""
+    def _compare_bits(self, block: _Block) -> torch.Tensor:
+        """Return for each element of a block whether its bits differ."""
+        return block.expected.view(self._bits) != block.actual.view(self._bits)
+
+    def _blocks(self, buffer: torch.Tensor, result: Sequence[Segment], iteration: int) -> Iterator[_Block]:
+        """Yield the blocks of a buffer, which the `result` of a collective describes."""
         for segment in result:
             table = self._single
             source = segment.source
@@ -163,12 +191,13 @@ class ExpectedValues:
             first = table_position(source, iteration) + segment.offset
             for offset, position, length in iterate_blocks(segment.count, first, self._block):
                 start = segment.start + offset
-                yield start, table[position : position + length], buffer[start : start + length]
+                expected = table[position : position + length]
+                yield _Block(start, expected, buffer[start : start + length])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dtype:
-    """One element type; `torch` is its name in torch, and `nccl` that of nccl-tests."""
+    """One element type. `torch` is its name in torch, and `nccl` its name in nccl-tests."""
 
     name: str
     torch: str

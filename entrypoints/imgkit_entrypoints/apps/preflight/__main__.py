@@ -21,11 +21,11 @@ EARLIER_S = 1.5
 MAX_ERROR_CHARACTERS = 300
 
 
-def give_up(connection: socket.socket, order: MeasureRequest) -> None:
+def give_up(connection: socket.socket, request: MeasureRequest) -> None:
     """Answer that a stage was not done in time, and end the process."""
-    culprit = "it hangs" if len(order.group) == 1 else "this node or a partner hangs"
-    error = f"not done within {order.limit_s - EARLIER_S:g} s: {culprit}"
-    send(connection, MeasureResult(stage=order.stage, error=error))
+    culprit = "it hangs" if len(request.group) == 1 else "this node or a partner hangs"
+    error = f"not done within {request.limit_s - EARLIER_S:g} s: {culprit}"
+    send(connection, MeasureResult(stage=request.stage, error=error))
     os._exit(0)
 
 
@@ -35,26 +35,28 @@ def send(connection: socket.socket, answer: MeasureResult) -> None:
 
 
 def measure_all(connection: socket.socket) -> None:
-    """Answer each order of the node agent before its time limit, until the node agent closes the socket.
-
-    The limit counts from the arrival of an order, so that of the first one includes the import of torch.
-    """
+    """Answer each request of the node agent before its time limit, until the node agent closes the socket."""
     for line in connection.makefile("rb"):
-        order = messages.decode(line)
-        assert isinstance(order, MeasureRequest)
+        request = messages.decode(line)
+        assert isinstance(request, MeasureRequest)
         # A collective that hangs cannot be interrupted, so a thread answers and ends the process.
-        timer = threading.Timer(max(0.5, order.limit_s - EARLIER_S), give_up, (connection, order))
+        timer = threading.Timer(max(0.5, request.limit_s - EARLIER_S), give_up, (connection, request))
         timer.daemon = True
         timer.start()
-        try:
-            from imgkit_entrypoints.apps.preflight.measure import measure
-
-            answer = measure(order)
-        except Exception as error:  # whatever a backend raises is a finding
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            answer = MeasureResult(stage=order.stage, error=lines[0][:MAX_ERROR_CHARACTERS])
-        send(connection, answer)
+        send(connection, answer_request(request))
         timer.cancel()
+
+
+def answer_request(request: MeasureRequest) -> MeasureResult:
+    """Return the figures of a stage, or the first line of the error with which it failed."""
+    try:
+        # Imports torch, which counts in the time limit of the first request.
+        from imgkit_entrypoints.apps.preflight.measure import measure
+
+        return measure(request)
+    except Exception as error:  # whatever a backend raises is a finding
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return MeasureResult(stage=request.stage, error=lines[0][:MAX_ERROR_CHARACTERS])
 
 
 def serve(connection: socket.socket) -> None:

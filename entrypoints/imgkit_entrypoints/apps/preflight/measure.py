@@ -6,9 +6,11 @@ nodes has the bandwidth between them.
 
 from __future__ import annotations
 
+import collections
 import datetime
 import os
 import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -33,40 +35,46 @@ MAX_TEXTS, MAX_CHARACTERS = 16, 500
 """How many failed checks, and how many warnings, a message has, and how many characters of each."""
 
 
-def measure(order: MeasureRequest) -> MeasureResult:
+def measure(request: MeasureRequest) -> MeasureResult:
     """Measure one stage, and return its figures and the findings of dist-doctor.
 
-    All nodes in ``order.group`` call this function at the same time.
+    All nodes in ``request.group`` call this function at the same time.
 
     Raises
     ------
     Exception : of any type, since torch's backends and devices fail with different ones.
     """
     kind = "cpu"
-    nnodes = 1
     if os.environ.get("IMGKIT_DEVICE") == "cuda":
         kind = "cuda"
-        nnodes = 2  # a problem that stops NCCL between nodes does not stop gloo, which CPUs use
-    if len(order.group) > 1:
-        return MeasureResult(stage=order.stage, figures=(("bandwidth", exchange_GBps(order, kind)),))
+    if len(request.group) > 1:
+        return MeasureResult(stage=request.stage, figures=(("bandwidth", measure_pair_GBps(request, kind)),))
     host = facts.gather()
-    reader = facts.Reader(root=facts.root_of(os.environ))
-    checks = examine(host, facts.system_facts(), os.environ, reader=reader, nnodes=nnodes)
-
-    texts: dict[str, list[str]] = {"fail": [], "warn": []}
-    for check in checks:
-        remarks = texts.get(check.verdict)
-        if remarks is not None and len(remarks) < MAX_TEXTS:
-            remarks.append(f"{check.name}: {check.evidence}"[:MAX_CHARACTERS])
+    failures, warnings = check_node(host, kind)
     return MeasureResult(
-        stage=order.stage,
-        figures=(("matmul", matmul_TFLOPs(kind, host.cpus)),),
-        failed=tuple(texts["fail"]),
-        notes=tuple(texts["warn"]),
+        stage=request.stage,
+        figures=(("matmul", measure_matmul_TFLOPs(kind, host.cpus)),),
+        failed=tuple(failures),
+        notes=tuple(warnings),
     )
 
 
-def matmul_TFLOPs(kind: str, threads: int) -> float:
+def check_node(host: facts.HostFacts, kind: str) -> tuple[list[str], list[str]]:
+    """Run dist-doctor's checks, and return the failed checks and the warnings as texts."""
+    # A problem that stops NCCL between nodes does not stop gloo, which CPUs use.
+    nnodes = 1
+    if kind == "cuda":
+        nnodes = 2
+    reader = facts.Reader(root=facts.root_of(os.environ))
+    checks = examine(host, facts.system_facts(), os.environ, reader=reader, nnodes=nnodes)
+    texts = collections.defaultdict[str, list[str]](list)
+    for check in checks:
+        text = f"{check.name}: {check.evidence}"
+        texts[check.verdict].append(text[:MAX_CHARACTERS])
+    return texts["fail"][:MAX_TEXTS], texts["warn"][:MAX_TEXTS]
+
+
+def measure_matmul_TFLOPs(kind: str, threads: int) -> float:
     """Multiply matrices on all devices at once, and return the speed of the slowest one in TFLOP/s.
 
     A product of two matrices with n rows has 2 n^3 operations.
@@ -84,32 +92,36 @@ def matmul_TFLOPs(kind: str, threads: int) -> float:
     elapsed_s = 0.0
     start_s = time.monotonic()
     while elapsed_s < MATMUL_S:
-        for matrix, result in zip(matrices, results, strict=True):
-            for _ in range(PRODUCTS[kind]):
-                torch.mm(matrix, matrix, out=result)
-        # CUDA only queues the products, so the clock is read after all devices are done.
-        if kind == "cuda":
-            for device in devices:
-                torch.cuda.synchronize(device)
+        _multiply(matrices, results, PRODUCTS[kind])
         products += PRODUCTS[kind]
         elapsed_s = time.monotonic() - start_s
     return 2 * width**3 * products / elapsed_s / 1e12
 
 
-def exchange_GBps(order: MeasureRequest, kind: str) -> float:
-    """Return the bandwidth of each direction between the two nodes of ``order.group``, in GB/s."""
-    limit = datetime.timedelta(seconds=order.limit_s)
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], order.store, is_master=False, timeout=limit)
+def _multiply(matrices: Sequence[torch.Tensor], results: Sequence[torch.Tensor], count: int) -> None:
+    """Multiply each matrix by itself `count` times, and wait until all devices are done."""
+    for matrix, result in zip(matrices, results, strict=True):
+        for _ in range(count):
+            torch.mm(matrix, matrix, out=result)
+    for result in results:
+        if result.is_cuda:  # CUDA only queues the products
+            torch.cuda.synchronize(result.device)
+
+
+def measure_pair_GBps(request: MeasureRequest, kind: str) -> float:
+    """Return the bandwidth of each direction between the two nodes of ``request.group``, in GB/s."""
+    limit = datetime.timedelta(seconds=request.limit_s)
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], request.store, is_master=False, timeout=limit)
     device = torch.device("cpu")
     if kind == "cuda":
         device = torch.device("cuda", 0)
-    with ranks.opened(
-        order.limit_s,
+    with ranks.join_group(
+        request.limit_s,
         device=device,
-        store=dist.PrefixStore(f"{order.stage}/{order.group[0]}", store),
-        rank=order.group.index(int(os.environ["GROUP_RANK"])),
-        world_size=len(order.group),
+        store=dist.PrefixStore(f"{request.stage}/{request.group[0]}", store),
+        rank=request.group.index(int(os.environ["GROUP_RANK"])),
+        world_size=len(request.group),
     ) as group:
-        argv = ["--timeout", str(order.limit_s), "--seconds", str(EXCHANGE_S), "--no-verify"]
+        argv = ["--timeout", str(request.limit_s), "--seconds", str(EXCHANGE_S), "--no-verify"]
         measurer = setup.set_up(options.read_options(argv), group).measurer
         return exchange.measure_exchange_GBps(measurer, EXCHANGED_BYTES[kind])

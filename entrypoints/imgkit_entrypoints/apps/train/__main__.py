@@ -41,50 +41,59 @@ PER_RANK = ("run_dir", "stop_after_s", "log_to")
 
 def main() -> None:
     """Train to the last step, or until a stop request; the state is saved in both cases."""
-    started = StartUp.from_env(os.environ)
-    started.record("imports")
+    start_up = StartUp.from_env(os.environ)
+    start_up.record("imports")
     try:
         config = options.read_config(sys.argv[1:], os.environ)
-        stop_after_s = math.inf
-        if config.stop_after_s is not None:
-            stop_after_s = config.stop_after_s
-        run = Run.start(
-            config.run_dir,
-            keep=config.keep if config.run_dir else 0,
-            stop_after_s=stop_after_s,
-            ignore_checkpoints=config.ignore_checkpoints,
-            say=say,
-        )
+        run = _start_run(config)
         torch.use_deterministic_algorithms(config.deterministic)
         # Mistakes in user code end the run here, before ranks wait for each other.
         for name, contract, _ in plugin_table(config).values():
             _load_function(name, contract, None)
-        with workers.opened() as ranks:
-            started.record("process_group")
-            sys.exit(train(config, run, ranks, started))
+        with workers.join_group() as ranks:
+            start_up.record("process_group")
+            sys.exit(train(config, run, ranks, start_up))
+    except CheckFailed as error:
+        _end_at_failure(error)
     except ImgkitError as error:
-        if isinstance(error, CheckFailed):
-            _end_at_failure(error)
-        text = f"dist-train: {error}"
-        cause = error.__cause__
-        # A function of the user that cannot be imported: its own lines show why.
-        if cause is not None and user_program.user_frames(cause.__traceback__):
-            text += f"\n{user_program.format_error(cause, cause.__traceback__)}"
-        workers.refuse(text, error.exit_code)
+        workers.refuse(_describe_refusal(error), error.exit_code)
+
+
+def _start_run(config: Config) -> Run:
+    """Open the run's folder, if the options name one."""
+    stop_after_s = math.inf
+    if config.stop_after_s is not None:
+        stop_after_s = config.stop_after_s
+    return Run.start(
+        config.run_dir,
+        keep=config.keep if config.run_dir else 0,
+        stop_after_s=stop_after_s,
+        ignore_checkpoints=config.ignore_checkpoints,
+        say=say,
+    )
+
+
+def _describe_refusal(error: ImgkitError) -> str:
+    """Return the message for an error, with the user's own lines if a function cannot be imported."""
+    text = f"dist-train: {error}"
+    cause = error.__cause__
+    if cause is not None and user_program.user_frames(cause.__traceback__):
+        text += f"\n{user_program.format_error(cause, cause.__traceback__)}"
+    return text
 
 
 def _end_at_failure(error: CheckFailed) -> NoReturn:
     """End this worker after an error that was raised while training, on this rank alone."""
     text = f"dist-train: {error}"
-    report = text
+    trace = ""
     if isinstance(error, BadSample):
-        report += f"\n{error.trace}"
-    if not user_program.report(report):
+        trace = f"\n{error.trace}"
+    if not user_program.report(text + trace):
         terminal.print_messages(*text.split("\n"))
     sys.exit(error.exit_code)
 
 
-def train(config: Config, run: Run, ranks: Ranks, started: StartUp) -> int:
+def train(config: Config, run: Run, ranks: Ranks, start_up: StartUp) -> int:
     """Run the training, and return the exit code."""
     run.connect(ranks)
     _refuse_other_options(config, ranks)
@@ -117,23 +126,23 @@ def train(config: Config, run: Run, ranks: Ranks, started: StartUp) -> int:
     held_out = None
     if parse_interval(config.eval_every, 1):
         held_out = load_data(config, "eval")
-    started.record("data")
+    start_up.record("data")
     clock = WorkClock(ranks)
     loss = _load_function(*plugin_table(config)["step"])
     trainer = Trainer(config, create_model(config), loss, steps, ranks, clock)
-    started.record("model")
+    start_up.record("model")
     feed = Batches(samples, order, config, ranks, channels_last=trainer.channels_last)
     batches = feed.steps(start, steps)
     # The warm-up needs a batch. `all_steps` below begins with the same one.
     first_step = next(batches)
     _, first_micro_batches = first_step
-    started.record("data")
+    start_up.record("data")
     trainer.warm_up(first_micro_batches[0])
-    started.record("first_step")
+    start_up.record("first_step")
     run.track(weights=trainer.plain, optimizer=trainer, course=course)
     if checkpoint is not None:
         run.restore(checkpoint)
-    started.record("model")
+    start_up.record("model")
     workload = Workload(
         start=start.step,
         steps=steps,
@@ -147,10 +156,10 @@ def train(config: Config, run: Run, ranks: Ranks, started: StartUp) -> int:
     report = None
     evaluation = None
     if ranks.rank == 0:
-        report = RunLog(config, workload, started, say, course.first_loss)
+        report = RunLog(config, workload, start_up, say, course.first_loss)
     if held_out is not None:
         evaluation = Evaluation(held_out, order, config, trainer, ranks)
-    loop = MainLoop(run, trainer, course, report, evaluation, started)
+    loop = MainLoop(run, trainer, course, report, evaluation, start_up)
     run.add_up(StepSums(trainer, clock, ranks, loop.log_steps), every=config.log_every)
     all_steps = trace_steps(itertools.chain((first_step,), batches), config, ranks)
     end = loop.run_to_end(all_steps, config, workload)
@@ -218,9 +227,10 @@ def _peak_memory_MiB(ranks: Ranks) -> float:
 
 def _tokens_per_sample(batch: Any) -> int | None:
     """Return the length of the rows in the first tensor of a batch, or None if it has no rows of tokens."""
+    tensors = batch
     if isinstance(batch, dict):
-        batch = tuple(batch.values())
-    inputs = batch[0]
+        tensors = batch.values()
+    inputs, *_ = tensors
     if inputs.is_floating_point() or inputs.dim() != 2:
         return None
     return int(inputs.shape[1])
@@ -241,7 +251,7 @@ def plugin_table(config: Config) -> dict[str, tuple[str, plugins.Contract, Any]]
 
 
 def _load_function(name: str, contract: plugins.Contract, built_in: Any) -> Any:
-    """Import the function of the user that `name` names, or return the built-in one."""
+    """Return the function of the user that `name` names, or the built-in one if it names none."""
     if plugins.is_plugin(name):
         return plugins.load(name, contract)
     return built_in

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate, get_wor
 
 from imgkit_entrypoints.apps.train.config import Config
 from imgkit_entrypoints.apps.train.datasets import TensorSamples
-from imgkit_entrypoints.apps.train.order import Order, Position, seed_of
+from imgkit_entrypoints.apps.train.order import MicroBatchSlice, Order, Position, seed_of
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 from imgkit_entrypoints.launch import user_program
 from imgkit_entrypoints.run import random_state
@@ -78,28 +78,35 @@ class Batches:
         """Yield the micro-batches of each step from `start` up to `steps`, and the position after it."""
         loaded: Iterator[Any] | None = None
         if not hasattr(self._samples, "batch"):
-            loaded = load_samples(
-                self._samples, self._iterate_requests(start, steps), self._config, self._ranks
-            )
+            requests = self._iterate_requests(start, steps)
+            loaded = load_samples(self._samples, requests, self._config, self._ranks)
         position = start
         clock = time.perf_counter
         while position.step < steps:
             start_s = clock()
             micro_batches = []
             for part in self._slices(self._order.samples_at(position)):
-                first = position.consumed + part.first
-                end = position.consumed + part.end
-                if self._is_small:
-                    batch = tuple(tensor[first:end] for tensor in self._shuffled(position.epoch))
-                elif loaded:
-                    batch = self._on_device(next(loaded))
-                else:
-                    indices = self._permutation(position.epoch)[first:end]
-                    batch = self._on_device(self._samples.batch(indices))
+                batch = self._make_batch(position, part, loaded)
                 micro_batches.append(MicroBatch(batch, part.weight, part.last))
             position = self._order.next_position(position)
             self.waited_s += clock() - start_s
             yield position, micro_batches
+
+    def _make_batch(self, position: Position, part: MicroBatchSlice, loaded: Iterator[Any] | None) -> Any:
+        """Return the samples of a micro-batch on the device.
+
+        Parameters
+        ----------
+        loaded : the batches of samples that are loaded one by one; None: the data makes whole batches.
+        """
+        if loaded is not None:
+            return self._move_to_device(next(loaded))
+        first = position.consumed + part.first
+        end = position.consumed + part.end
+        if self._is_small:
+            return tuple(tensor[first:end] for tensor in self._shuffled(position.epoch))
+        indices = self._permutation(position.epoch)[first:end]
+        return self._move_to_device(self._samples.batch(indices))
 
     def _iterate_requests(self, start: Position, steps: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the epoch and the sample indices of each micro-batch."""
@@ -111,18 +118,20 @@ class Batches:
             position = self._order.next_position(position)
 
     def _draw_permutation(self, epoch: int) -> torch.Tensor:
+        """Return the indices of all samples in the order of an epoch."""
         generator = torch.Generator().manual_seed(seed_of(self._config.seed, "order", epoch))
         return torch.randperm(self._order.size, generator=generator)
 
     def _shuffle_all(self, epoch: int) -> Any:
         """Return all samples on the device, in the order of an epoch."""
-        return self._on_device(self._samples.batch(self._draw_permutation(epoch)))
+        return self._move_to_device(self._samples.batch(self._draw_permutation(epoch)))
 
-    def _on_device(self, batch: Any) -> Any:
+    def _move_to_device(self, batch: Any) -> Any:
+        """Return a batch, of which every tensor is on the device and has the type of the options."""
         if isinstance(batch, dict):
-            return {key: self._on_device(part) for key, part in batch.items()}
+            return {key: self._move_to_device(part) for key, part in batch.items()}
         if not isinstance(batch, torch.Tensor):
-            return tuple(self._on_device(part) for part in batch)
+            return tuple(self._move_to_device(part) for part in batch)
         if self._ranks.device.type == "cuda" and not batch.is_pinned():
             batch = batch.pin_memory()
         dtype = self._dtype if batch.is_floating_point() else batch.dtype
@@ -152,26 +161,27 @@ def load_samples(
         # Its own, so that it does not draw from the model's.
         generator=torch.Generator(),
     )
+    where = f"rank {ranks.rank}"
     try:
         for batch in loader:
             if isinstance(batch, _Failure):
                 text = batch.text
                 if batch.line and ":" in config.data:  # data of the user's own function
                     text += f" ({batch.line})"
-                raise BadSample(text, where=f"rank {ranks.rank}", trace=batch.trace)
+                raise BadSample(text, where=where, trace=batch.trace)
             yield batch
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
         raise CheckFailed(
             f"a data worker died{seeded.current_samples(str(error))}: {error}",
-            where=f"rank {ranks.rank}",
+            where=where,
             hint="often memory or /dev/shm ran out; --workers 0 shows the error of a bad sample",
         ) from error
 
 
 def _sample_keys(requests: Iterator[tuple[int, torch.Tensor]]) -> Iterator[list[tuple[int, int]]]:
-    """Yield the keys of `_SeededSamples` for each batch."""
+    """Yield the epoch and the index of each sample, batch by batch, as `_SeededSamples` takes them."""
     for epoch, indices in requests:
         yield [(epoch, index) for index in indices.tolist()]
 
@@ -199,6 +209,7 @@ class _SeededSamples:
         return len(self._samples)
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> Any:
+        """Return the batch of the samples with these pairs of an epoch and an index, or a `_Failure`."""
         worker = get_worker_info()
         # In this process, the model goes on with its own random numbers afterwards.
         state = None
@@ -231,10 +242,11 @@ class _SeededSamples:
 
 
 def _describe_failure(index: int, error: Exception) -> _Failure:
-    frame = user_program.user_frames(error.__traceback__)
+    """Return what a worker reports about an error that the data set has raised for a sample."""
+    own_traceback = user_program.user_frames(error.__traceback__)
     line = ""
-    if frame:
-        line = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
+    if own_traceback:
+        line = f"{own_traceback.tb_frame.f_code.co_filename}:{own_traceback.tb_lineno}"
     return _Failure(
         text=f"sample {index} of the data: {type(error).__name__}: {error}",
         line=line,

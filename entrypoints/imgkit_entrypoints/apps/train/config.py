@@ -46,7 +46,8 @@ LINE_EVERY_S = 5
 FUNCTION = "MOD:FN or file.py:FN"
 
 
-def _number(text: str) -> float:
+def _parse_number(text: str) -> float:
+    """Parse a number of at least 0, such as a learning rate."""
     try:
         value = float(text)
     except ValueError:
@@ -56,26 +57,27 @@ def _number(text: str) -> float:
     return value
 
 
-def _norm(text: str) -> float:
-    value = _number(text)
+def _parse_norm(text: str) -> float:
+    value = _parse_number(text)
     if value == 0:
         raise argparse.ArgumentTypeError("a norm of 0 would train nothing: a number above 0")
     return value
 
 
-def _interval(text: str) -> str:
+def _check_interval(text: str) -> str:
     if not re.fullmatch(r"\d+|[1-9]\d*e", text, re.ASCII):
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number of steps (500) nor of epochs (2e)")
     return text
 
 
-def _trace_window(text: str) -> str:
+def _check_trace_window(text: str) -> str:
     if not re.fullmatch(r"\d+:[1-9]\d*", text, re.ASCII):
         raise argparse.ArgumentTypeError(f"{text!r} is not START:STEPS, as in 100:5")
     return text
 
 
-def _model(text: str) -> str:
+def _check_model(text: str) -> str:
+    """Return the value of ``--model`` if it names a built-in model or a function; executes nothing."""
     if plugins.is_plugin(text):
         return plugins.check(text, plugins.MODEL)
     if text not in MODELS:
@@ -85,7 +87,8 @@ def _model(text: str) -> str:
     return text
 
 
-def _data(text: str) -> str:
+def _check_data(text: str) -> str:
+    """Return the value of ``--data`` if it names data that this image can read; executes nothing."""
     if plugins.is_plugin(text):
         return plugins.check(text, plugins.DATA)
     if Path(text).is_dir() and find_spec("PIL") is None:
@@ -99,13 +102,13 @@ def _data(text: str) -> str:
     return text
 
 
-def _step(text: str) -> str:
+def _check_step(text: str) -> str:
     if text == "builtin":
         return text
     return plugins.check(text, plugins.STEP)
 
 
-def _loggers(text: str) -> str:
+def _check_loggers(text: str) -> str:
     """Return `text`, names with commas between them, if this image has each of them; executes nothing."""
     for name in text.split(","):
         if plugins.is_plugin(name):
@@ -134,7 +137,7 @@ class Config:
     model: str = option(
         "--model",
         f"{', '.join(MODELS)}, or {FUNCTION}",
-        _model,
+        _check_model,
         "NAME",
         default="linear",
         heading="model and data",
@@ -142,14 +145,14 @@ class Config:
     data: str = option(
         "--data",
         f"builtin, a text file for gpt, a folder of images for resnet*, or {FUNCTION}",
-        _data,
+        _check_data,
         "NAME",
         default="builtin",
     )
     step: str = option(
         "--step",
         f"function for the loss of a batch: builtin, or {FUNCTION}",
-        _step,
+        _check_step,
         "NAME",
         default="builtin",
     )
@@ -193,7 +196,7 @@ class Config:
     lr: float = option(
         "--lr",
         "learning rate",
-        _number,
+        _parse_number,
         "X",
         unset="depends on the model, 0.05 for linear",
         heading="optimizer",
@@ -205,8 +208,8 @@ class Config:
         "NAME",
         unset="depends on the model",
     )
-    momentum: float = option("--momentum", "momentum of sgd", _number, "X", default=0.0)
-    weight_decay: float = option("--weight-decay", "weight decay", _number, "X", default=0.0)
+    momentum: float = option("--momentum", "momentum of sgd", _parse_number, "X", default=0.0)
+    weight_decay: float = option("--weight-decay", "weight decay", _parse_number, "X", default=0.0)
     schedule: str = option(
         "--schedule",
         "learning rate schedule: constant, linear or cosine",
@@ -221,7 +224,7 @@ class Config:
         "N",
         unset="20 for a resnet, else 0",
     )
-    clip: float | None = option("--clip", "maximum norm of the gradient", _norm, "X", unset="no limit")
+    clip: float | None = option("--clip", "maximum norm of the gradient", _parse_norm, "X", unset="no limit")
     on_nan: str = option(
         "--on-nan",
         "at a step whose loss is NaN or infinite: stop or skip",
@@ -263,7 +266,7 @@ class Config:
     save_every: str = option(
         "--save-every",
         "save every N steps or N epochs; 0: only at the end",
-        _interval,
+        _check_interval,
         "N|Ne",
         default="1000",
     )
@@ -283,12 +286,15 @@ class Config:
     eval_every: str = option(
         "--eval-every",
         "evaluate on held-out data every N steps or N epochs; 0: never",
-        _interval,
+        _check_interval,
         "N|Ne",
         default="0",
     )
     profile: str | None = option(
-        "--profile", "trace STEPS steps after step START into the run folder", _trace_window, "START:STEPS"
+        "--profile",
+        "trace STEPS steps after step START into the run folder",
+        _check_trace_window,
+        "START:STEPS",
     )
     log_every: int = option(
         "--log-every",
@@ -300,7 +306,7 @@ class Config:
     log_to: str | None = option(
         "--log-to",
         f"also log to {', '.join(LOGGERS)}, {FUNCTION}; separate several with commas",
-        _loggers,
+        _check_loggers,
         "NAMES",
     )
 
@@ -333,19 +339,20 @@ class Config:
         options = self.values()
         if self.global_batch is None:
             options["global_batch"] = saved["global_batch"]
-        names = [name for name in (*SAME, *REPORTED) if name in saved]
-        changed = [name for name in names if options[name] != saved[name]]
-        contradictions = [name for name in changed if name in SAME]
+        contradictions = []
+        changes = []
+        for name in (*SAME, *REPORTED):
+            if name not in saved or options[name] == saved[name]:
+                continue
+            changes.append(f"{name} was {saved[name]}, now {options[name]}")
+            if name in SAME:
+                contradictions.append(f"{name} is {options[name]!r}, the checkpoint has {saved[name]!r}")
         if contradictions:
-            differences = []
-            for name in contradictions:
-                differences.append(f"{name} is {options[name]!r}, the checkpoint has {saved[name]!r}")
             raise UsageError(
-                f"these options contradict the saved run: {'; '.join(differences)}",
+                f"these options contradict the saved run: {'; '.join(contradictions)}",
                 where=str(where),
                 hint="give the same options to resume, or start a new run: --resume never --run-dir OTHER",
             )
-        changes = [f"{name} was {saved[name]}, now {options[name]}" for name in changed]
         return dataclasses.replace(self, global_batch=saved["global_batch"]), changes
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from imgkit_entrypoints.apps import drawing
-from imgkit_entrypoints.apps.drawing import COLOURS, DASHES, escaped
+from imgkit_entrypoints.apps.drawing import COLOURS, DASHES, Axis, escaped
 
 WIDTH, HEIGHT = 860, 300
 # Margins of the plot in px, with room for the numbers of the axes, the title and the labels.
@@ -31,31 +32,18 @@ class Chart:
     two decades."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Axis:
-    low: float
-    high: float
-    start: float
-    length: float
-    """Length in the drawing. Negative means upwards."""
-    is_logarithmic: bool = False
-
-    def position(self, value: float) -> float:
-        """Return the position of a value in the drawing."""
-        if self.is_logarithmic:
-            return self.start + math.log(value / self.low) / math.log(self.high / self.low) * self.length
-        return self.start + (value - self.low) / (self.high - self.low) * self.length
-
-    def ticks(self) -> list[float]:
-        """Return round numbers on the axis, at most six."""
-        if self.is_logarithmic:
-            powers = range(math.ceil(math.log10(self.low)), math.floor(math.log10(self.high)) + 1)
-            stride = math.ceil(len(powers) / 6)
-            return [10.0**power for power in powers[::stride]]
-        step = _round_up((self.high - self.low) / 5)
-        first = math.ceil(self.low / step)
-        last = math.floor(self.high / step)
-        return [step * number for number in range(first, last + 1)]
+def _choose_ticks(axis: Axis) -> list[float]:
+    """Return round numbers on an axis, at most six."""
+    if axis.is_logarithmic:
+        first_power = math.ceil(math.log10(axis.low))
+        last_power = math.floor(math.log10(axis.high))
+        powers = range(first_power, last_power + 1)
+        stride = math.ceil(len(powers) / 6)
+        return [10.0**power for power in powers[::stride]]
+    step = _round_up((axis.high - axis.low) / 5)
+    first = math.ceil(axis.low / step)
+    last = math.floor(axis.high / step)
+    return [step * number for number in range(first, last + 1)]
 
 
 def _round_up(value: float) -> float:
@@ -85,28 +73,29 @@ def _draw_chart(chart: Chart) -> Iterator[str]:
     if not lines:
         yield f'<text class="quiet" x="{LEFT}" y="{TOP + 30}">No data.</text>'
         return
-    steps = []
-    values = []
-    for points in lines.values():
-        steps += [step for step, _ in points]
-        values += [value for _, value in points]
-    x_axis = _Axis(0, max(steps), LEFT, PLOT_WIDTH)
+    steps, values = zip(*itertools.chain(*lines.values()), strict=True)
+    x_axis = Axis(0, max(steps), LEFT, PLOT_WIDTH)
     y_axis = _values_axis(min(values), max(values), from_zero=chart.from_zero)
-    for step in x_axis.ticks():
+    yield from _draw_grid(x_axis, y_axis)
+    for number, (label, points) in enumerate(lines.items()):
+        yield from _draw_line(number, label, points, x_axis, y_axis)
+
+
+def _draw_grid(x_axis: Axis, y_axis: Axis) -> Iterator[str]:
+    """Yield the grid with its numbers, the frame and the name of the horizontal axis."""
+    for step in _choose_ticks(x_axis):
         x = x_axis.position(step)
         yield f'<path class="grid" d="M{x:.1f} {TOP}v{PLOT_HEIGHT}"/>'
         yield f'<text x="{x:.1f}" y="{HEIGHT - 32}" text-anchor="middle">{step:.10g}</text>'
-    for value in y_axis.ticks():
+    for value in _choose_ticks(y_axis):
         y = y_axis.position(value)
         yield f'<path class="grid" d="M{LEFT} {y:.1f}h{PLOT_WIDTH}"/>'
         yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.10g}</text>'
     yield f'<rect class="frame" x="{LEFT}" y="{TOP}" width="{PLOT_WIDTH}" height="{PLOT_HEIGHT}"/>'
     yield f'<text x="{LEFT + PLOT_WIDTH / 2}" y="{HEIGHT - 12}" text-anchor="middle">step</text>'
-    for number, (label, points) in enumerate(lines.items()):
-        yield from _draw_line(number, label, points, x_axis, y_axis)
 
 
-def _draw_line(number: int, label: str, points: Points, x_axis: _Axis, y_axis: _Axis) -> Iterator[str]:
+def _draw_line(number: int, label: str, points: Points, x_axis: Axis, y_axis: Axis) -> Iterator[str]:
     """Yield a line through the points, a dot at its end, and its label above the plot."""
     colour = number % len(COLOURS)
     style = f'class="s{colour}" fill="none" stroke-width="2" stroke-dasharray="{DASHES[number]}"'
@@ -123,15 +112,16 @@ def _draw_line(number: int, label: str, points: Points, x_axis: _Axis, y_axis: _
         yield f'<text x="{label_x + 38}" y="24">{escaped(label)}</text>'
 
 
-def _values_axis(low: float, high: float, *, from_zero: bool) -> _Axis:
+def _values_axis(low: float, high: float, *, from_zero: bool) -> Axis:
     """Return an axis for values from `low` to `high`, with a margin on both sides."""
     bottom = TOP + PLOT_HEIGHT
     if from_zero or low == high:
-        low = min(0.0, low)
-        if high <= low:  # an axis needs a length
-            high = low + 1
-        return _Axis(low, high, bottom, -PLOT_HEIGHT)
+        start = min(0.0, low)
+        end = high
+        if high <= start:  # an axis needs a length
+            end = start + 1
+        return Axis(start, end, bottom, -PLOT_HEIGHT)
     if low > 0 and high >= 100 * low:
-        return _Axis(low / 1.2, high * 1.2, bottom, -PLOT_HEIGHT, is_logarithmic=True)
+        return Axis(low / 1.2, high * 1.2, bottom, -PLOT_HEIGHT, is_logarithmic=True)
     margin = 0.05 * (high - low)
-    return _Axis(low - margin, high + margin, bottom, -PLOT_HEIGHT)
+    return Axis(low - margin, high + margin, bottom, -PLOT_HEIGHT)

@@ -53,11 +53,11 @@ class TextFile:
         size = path.stat().st_size
         self.bytes = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
         windows = (size - 1) // CONTEXT
-        end = windows - windows // HELD_OUT
-        self._windows = range(end)
+        training_windows = windows - windows // HELD_OUT
+        self._windows = range(training_windows)
         needed_windows = 1
         if split != "train":
-            self._windows = range(end, windows)
+            self._windows = range(training_windows, windows)
             needed_windows = HELD_OUT
         if not self._windows:
             needed_bytes = CONTEXT * needed_windows + 1
@@ -129,23 +129,24 @@ def load_built_in(config: Config, split: str) -> TensorSamples | TextFile | Imag
         raise UsageError(
             f"there is no built-in data for {config.model}", hint="name your own: --data MOD:FN or file.py:FN"
         )
-    samples, generate = _BUILT_IN[config.model]
-    path = Path(config.data)
+    default_samples, generate = _BUILT_IN[config.model]
     if config.data == "builtin":
         # All splits share the pattern to learn.
         truth = torch.Generator().manual_seed(config.seed)
         draw = torch.Generator().manual_seed(seed_of(config.seed, split))
-        return generate(config.samples or samples, truth, draw)
-    if path.is_dir() and generate is _make_images:
-        return ImageFolder(path, split, config.image_size)
-    if path.is_file() and config.model == "gpt":
-        return TextFile(path, split)
-    kind = "a text file"
-    models = "gpt"
+        return generate(config.samples or default_samples, truth, draw)
+    path = Path(config.data)
     if path.is_dir():
-        kind = "images"
-        models = "resnet18 or resnet50"
-    raise UsageError(f"{config.model} cannot read {kind}", where=config.data, hint=f"use --model {models}")
+        if generate is not _make_images:
+            raise _model_error(config, "images", "resnet18 or resnet50")
+        return ImageFolder(path, split, config.image_size)
+    if config.model != "gpt" or not path.is_file():
+        raise _model_error(config, "a text file", "gpt")
+    return TextFile(path, split)
+
+
+def _model_error(config: Config, data: str, models: str) -> UsageError:
+    return UsageError(f"{config.model} cannot read {data}", where=config.data, hint=f"use --model {models}")
 
 
 def count_classes(config: Config) -> int:
@@ -194,7 +195,10 @@ def list_classes(data: Path) -> list[str]:
     UsageError : there are fewer than two classes.
     """
     folder = find_split_folder(data, "train")
-    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    names = []
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.name.startswith("."):
+            names.append(path.name)
     if len(names) < 2:
         raise UsageError(
             f"{len(names)} classes, expected two or more",
@@ -241,21 +245,20 @@ class ImageFolder:
 
     def _choose_box(self, width: int, height: int) -> tuple[float, float, float, float]:
         """Return the square to crop: a random one in training, and otherwise the largest in the middle."""
-        share = 1.0
-        x = 0.5
-        y = 0.5
+        size_share, x_share, y_share = 1.0, 0.5, 0.5
         if self._is_random:
-            share, x, y = torch.rand(3).tolist()
-        side = min(width, height) * (MIN_SHARE + (1 - MIN_SHARE) * share)
-        left_edge = (width - side) * x
-        top = (height - side) * y
+            size_share, x_share, y_share = torch.rand(3).tolist()
+        side = min(width, height) * (MIN_SHARE + (1 - MIN_SHARE) * size_share)
+        left_edge = (width - side) * x_share
+        top = (height - side) * y_share
         return left_edge, top, left_edge + side, top + side
 
 
 def _normalize(image: Any) -> Tensor:
     """Return the pixels of an image in channels with the mean 0 and the standard deviation 1 of ImageNet."""
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-    colours = pixels.view(image.height, image.width, 3).permute(2, 0, 1).float() / 255
+    channels_last = pixels.view(image.height, image.width, 3)
+    colours = channels_last.permute(2, 0, 1).float() / 255
     mean = torch.tensor(MEAN)[:, None, None]
     deviation = torch.tensor(DEVIATION)[:, None, None]
     return (colours - mean) / deviation

@@ -68,7 +68,7 @@ class Loggers:
     """All loggers of a run. One that fails is named once and left out; training goes on."""
 
     def __init__(self, config: Config, start: int, say: Callable[[str], None]) -> None:
-        """Open those of `config`, for a run that goes on after step `start`.
+        """Open the loggers of ``--log-to``, for a run that goes on after step `start`.
 
         Raises
         ------
@@ -79,9 +79,10 @@ class Loggers:
         if config.log_to is None:
             return
         assert config.run_dir is not None  # the options refuse --log-to without a run folder
+        create: Callable[[], Any]
         for name in config.log_to.split(","):
             if plugins.is_plugin(name):
-                create: Callable[[], Any] = partial(plugins.load(name, plugins.LOGGER), config)
+                create = partial(plugins.load(name, plugins.LOGGER), config)
             else:
                 create = partial(BUILT_IN[name], config.run_dir, start, config)
             logger = self._call_or_disable(name, create)

@@ -69,7 +69,7 @@ class MainLoop:
     report: RunLog | None
     """Gets the numbers on rank 0. None on other ranks."""
     evaluation: Evaluation | None
-    started: StartUp
+    start_up: StartUp
 
     def log_steps(self, latest: LatestSteps) -> None:
         """Log the sums of the latest steps, and note the first loss of the run."""
@@ -86,14 +86,14 @@ class MainLoop:
                 self._take_steps(steps, config, workload)
         except (LossIsNoNumber, NotSaved) as error:
             return RunEnd(reason=error.what, exit_code=error.exit_code, hint=error.hint or "")
-        except SystemExit as stopped:
-            # A function of the user ends the program.
-            if not self.run.stopping:
+        except SystemExit as exit_request:
+            if not self.run.stopping:  # a function of the user ends the program
                 raise
-            return RunEnd(reason=self.run.stopping, exit_code=int(str(stopped.code)))
+            return RunEnd(reason=self.run.stopping, exit_code=int(str(exit_request.code)))
         return RunEnd()
 
     def _take_steps(self, steps: Steps, config: Config, workload: Workload) -> None:
+        """Take all steps, and after each evaluate and save if that is due, but for the last state."""
         run = self.run
         last_step = workload.steps
         save_every = parse_interval(config.save_every, workload.steps_per_epoch)
@@ -105,17 +105,17 @@ class MainLoop:
             is_measured = is_evaluated or is_due(step, save_every, last_step) or run.looks()
             self.trainer.step(step - 1, micro_batches, measured=is_measured)
             if step == workload.start + 1:
-                self.started.record("first_step")
+                self.start_up.record("first_step")
             self.course.position = position
             is_saved = run.due(save_every=save_every)
             if is_evaluated:
                 self._evaluate(step)
-            # The last state is saved behind the loop.
+            # The end of `with self.run` saves the last state.
             if (is_saved or run.stopping) and step < last_step:
                 run.save()
 
     def _evaluate(self, step: int) -> None:
-        # A collective call, also where nothing is evaluated.
+        """Report the loss on held-out data, if there is any; a collective call in any case."""
         with self.run.pause():
             if self.evaluation and not self.run.stopping:
                 start_s = time.perf_counter()

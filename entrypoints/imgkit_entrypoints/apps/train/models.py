@@ -20,16 +20,15 @@ VOCABULARY = 256
 CONTEXT = 64
 
 
-def linear() -> nn.Module:
-    """Return the tutorial's linear regression."""
-    return nn.Linear(FEATURES, 1)
-
-
 def mlp(classes: int = CLASSES) -> nn.Module:
     """Return a multilayer perceptron with two hidden layers."""
     width = 256
     return nn.Sequential(
-        nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, classes)
+        nn.Linear(FEATURES, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, classes),
     )
 
 
@@ -66,7 +65,7 @@ def _conv(in_channels: int, out_channels: int, size: int, stride: int = 1) -> li
 
 
 def resnet(name: str, classes: int) -> nn.Module:
-    """Return torchvision's ResNet if torchvision is installed, and otherwise that of this module.
+    """Return torchvision's ResNet if torchvision is installed, and otherwise the small one of this module.
 
     Raises
     ------
@@ -88,7 +87,8 @@ def resnet(name: str, classes: int) -> nn.Module:
 
 def small_resnet(name: str, classes: int) -> nn.Module:
     """Return a ResNet for small images (He et al. 2015, section 4.2), which begins without pooling."""
-    blocks, bottleneck = {"resnet18": ((2, 2, 2, 2), False), "resnet50": ((3, 4, 6, 3), True)}[name]
+    blocks = {"resnet18": (2, 2, 2, 2), "resnet50": (3, 4, 6, 3)}[name]
+    bottleneck = name == "resnet50"
     layers: list[nn.Module] = [*_conv(3, 64, 3), nn.ReLU()]
     in_channels = 64
     for stage, count in enumerate(blocks):
@@ -148,7 +148,7 @@ class Gpt(nn.Module):  # type: ignore[misc]
 
 # Constructors of the built-in models; the argument is the number of classes, if the model has any.
 BUILT_IN: Mapping[str, Callable[[int], nn.Module]] = {
-    "linear": lambda _: linear(),
+    "linear": lambda _: nn.Linear(FEATURES, 1),
     "mlp": mlp,
     "resnet18": functools.partial(resnet, "resnet18"),
     "resnet50": functools.partial(resnet, "resnet50"),

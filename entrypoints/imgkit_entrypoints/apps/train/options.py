@@ -34,14 +34,15 @@ def _flag(name: str) -> str:
 
 
 def _takes_momentum(options: argparse.Namespace) -> bool:
+    """Return whether the optimizer has a momentum."""
     default, *_ = MODELS.get(options.model, MODELS["linear"])
     return (options.optimizer or default) == "sgd"
 
 
 def _reads_data(kind: Callable[[str], bool]) -> Callable[[argparse.Namespace], bool]:
-    """Return a function that tells whether the data is of a kind.
+    """Return a function that returns whether options name data of a kind.
 
-    It may also be made by the user's function, which gets all options.
+    Data that a function of the user makes may be of any kind.
     """
     return lambda options: kind(options.data) or plugins.is_plugin(options.data)
 
@@ -107,40 +108,40 @@ def read_config(argv: Sequence[str], env: Mapping[str, str]) -> Config:
     ------
     UsageError : as of `check`, or this image cannot compile.
     """
-    values = vars(check(argv, env))
-    del values["config"]
-    optimizer, lr, warmup_steps = MODELS.get(values["model"], MODELS["linear"])
-    defaults = {"optimizer": optimizer, "lr": lr, "warmup_steps": warmup_steps}
-    for name, default in defaults.items():
-        if values[name] is None:
-            values[name] = default
-    if values["steps"] is None and values["epochs"] is None:
-        values["steps"] = STEPS
-    if values["compile"]:
-        missing = _missing_compiler(env)
-        if missing:
-            raise UsageError(f"--compile needs {missing}", hint="leave --compile out, or add it to the image")
-    return Config(**values)
+    options = check(argv, env)
+    del options.config
+    optimizer, lr, warmup_steps = MODELS.get(options.model, MODELS["linear"])
+    if options.optimizer is None:
+        options.optimizer = optimizer
+    if options.lr is None:
+        options.lr = lr
+    if options.warmup_steps is None:
+        options.warmup_steps = warmup_steps
+    if options.steps is None and options.epochs is None:
+        options.steps = STEPS
+    if options.compile:
+        _refuse_missing_compiler(env)
+    return Config(**vars(options))
 
 
-def _missing_compiler(env: Mapping[str, str]) -> str:
-    """Return what torch.compile lacks in this image, or an empty text if it lacks nothing.
+def _refuse_missing_compiler(env: Mapping[str, str]) -> None:
+    """Raise UsageError if torch.compile lacks something in this image.
 
     It writes C++ for the CPU, and for a GPU a loader in C for Triton.
     """
-    if env.get("IMGKIT_DEVICE", "cpu") == "cuda":
-        if find_spec("triton") is None:
-            return "Triton, which this image does not have"
+    hint = "leave --compile out, or add it to the image"
+    variable = "CXX"
+    names = ["g++", "clang++"]
+    if env.get("IMGKIT_DEVICE") == "cuda":
         variable = "CC"
         names = ["gcc", "clang", "cc"]
-    else:
-        variable = "CXX"
-        names = ["g++", "clang++"]
+        if find_spec("triton") is None:
+            raise UsageError("--compile needs Triton, which this image does not have", hint=hint)
     if env.get(variable):
         names = [env[variable]]
-    if any(map(shutil.which, names)):
-        return ""
-    return f"a compiler ({' or '.join(names)}), but PATH has none"
+    if not any(map(shutil.which, names)):
+        compilers = " or ".join(names)
+        raise UsageError(f"--compile needs a compiler ({compilers}), but PATH has none", hint=hint)
 
 
 def _read_file(path: Path, parser: Parser) -> tuple[str, ...]:
@@ -179,12 +180,10 @@ def file_arguments(path: Path) -> tuple[str, ...]:
         raise ValueError("the file names another file with `config`; only --config can")
     flags: list[str] = []
     for key, value in content.items():
-        if isinstance(value, bool):
-            # False is the default of all such options.
-            if value:
-                flags.append(_flag(key))
-        elif isinstance(value, dict | list):
+        if isinstance(value, dict | list):
             raise ValueError(f"`{key}` holds more than one value")
-        elif value is not None:
+        if value is True:
+            flags.append(_flag(key))
+        elif value is not None and value is not False:  # False is the default of all such options
             flags.append(f"{_flag(key)}={value}")
     return tuple(flags)

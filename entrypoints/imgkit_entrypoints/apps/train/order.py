@@ -68,29 +68,31 @@ class Order:
         """Return the number of samples in the step that begins at `position`."""
         return min(self.global_batch, self.size - position.consumed)
 
-    def next_position(self, position: Position, steps: int = 1) -> Position:
-        """Return the position after the step that begins at `position`, or after several of equal size."""
-        consumed = position.consumed + steps * self.samples_at(position)
+    def next_position(self, position: Position) -> Position:
+        """Return the position after the step that begins at `position`."""
+        step = position.step + 1
+        consumed = position.consumed + self.samples_at(position)
         if consumed < self.size:
-            return Position(step=position.step + steps, epoch=position.epoch, consumed=consumed)
-        return Position(step=position.step + steps, epoch=position.epoch + 1)
+            return Position(step=step, epoch=position.epoch, consumed=consumed)
+        return Position(step=step, epoch=position.epoch + 1)
 
     def micro_batches(self, samples: int, rank: int) -> tuple[MicroBatchSlice, ...]:
         """Return the micro-batches of a rank in a step of so many samples; equally many on all ranks."""
-        samples_of_rank = math.ceil(samples / self.world_size)
-        count = math.ceil(samples_of_rank / self.batch_size)
+        most_samples_of_rank = math.ceil(samples / self.world_size)
+        count = math.ceil(most_samples_of_rank / self.batch_size)
         rank_start, rank_end = share(samples, rank, self.world_size)
         slices = []
         for number in range(count):
             start, end = share(rank_end - rank_start, number, count)
-            first = rank_start + start
-            end = rank_start + end
-            weight = (end - first) * self.world_size / samples
-            # This rank has no sample, and computes the first one of the step without weight.
-            if end == first:
-                first = 0
-                end = 1
-            slices.append(MicroBatchSlice(first=first, end=end, weight=weight, last=number == count - 1))
+            weight = (end - start) * self.world_size / samples
+            is_last = number == count - 1
+            if start < end:
+                part = MicroBatchSlice(
+                    first=rank_start + start, end=rank_start + end, weight=weight, last=is_last
+                )
+            else:  # the rank has no sample, and computes the first one of the step without weight
+                part = MicroBatchSlice(first=0, end=1, weight=weight, last=is_last)
+            slices.append(part)
         return tuple(slices)
 
 
@@ -120,9 +122,11 @@ def plan_order(size: int, world_size: int, batch_size: int | None, global_batch:
 def _suggest_sizes(world_size: int, global_batch: int) -> str:
     """Return a hint with the next numbers of ranks and of samples that divide each other."""
     divisors = [count for count in range(1, global_batch + 1) if global_batch % count == 0]
-    ranks = [str(max(count for count in divisors if count < world_size))]
+    fewer_ranks = [str(count) for count in divisors if count < world_size]
     more_ranks = [str(count) for count in divisors if count > world_size]
-    ranks += more_ranks[:1]
-    fewer = global_batch // world_size * world_size
-    sizes = [str(samples) for samples in (fewer, fewer + world_size) if samples]
-    return f"use {' or '.join(ranks)} ranks, or a new run with --global-batch {' or '.join(sizes)}"
+    ranks = " or ".join([*fewer_ranks[-1:], *more_ranks[:1]])
+    fewer_samples = global_batch // world_size * world_size
+    sizes = str(fewer_samples + world_size)
+    if fewer_samples:
+        sizes = f"{fewer_samples} or {sizes}"
+    return f"use {ranks} ranks, or a new run with --global-batch {sizes}"

@@ -70,28 +70,32 @@ def _refuse_missing_function(module: str, name: str, arguments: int) -> None:
     """Raise ValueError if the source text of `module` has no function `name` that takes `arguments`."""
     if not module or not name.isidentifier():
         raise ValueError("not of the form MOD:FN")
-    path: Path | None = Path(module)
-    if not module.endswith(".py"):
-        path = _find_source(module)
+    path = _find_source(module)
     if path is None:
         raise ValueError(f"no module {module} found")
-    if path.suffix != ".py":
-        # A compiled module has no source text.
+    if path.suffix != ".py":  # a compiled module has no source text
         return
+    source, tree = _parse_source(path)
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    if name in functions:
+        function = functions[name]
+        if not _accepts_arguments(function.args, arguments):
+            where = f"{path}:{function.lineno}"
+            raise ValueError(f"{where}: {name} does not take {arguments} positional arguments")
+    # Something else may have this name: an import, a class, the result of a call.
+    elif not re.search(rb"\b%s\b" % name.encode(), source):
+        raise ValueError(f"{path} has no function {name}; its functions: {', '.join(functions) or 'none'}")
+
+
+def _parse_source(path: Path) -> tuple[bytes, ast.Module]:
+    """Return the source text of a module, and its syntax tree; raise ValueError for what is no Python."""
     try:
         source = files.read_bytes(path)
-        tree = ast.parse(source, str(path))
+        return source, ast.parse(source, str(path))
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     except SyntaxError as error:
         raise ValueError(f"{path}:{error.lineno}: {error.msg}") from error
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    if name in functions and not _accepts_arguments(functions[name].args, arguments):
-        line = functions[name].lineno
-        raise ValueError(f"{path}:{line}: {name} does not take {arguments} positional arguments")
-    # Something else may have this name: an import, a class, the result of a call.
-    if name not in functions and not re.search(rb"\b%s\b" % name.encode(), source):
-        raise ValueError(f"{path} has no function {name}; its functions: {', '.join(functions) or 'none'}")
 
 
 def _accepts_arguments(arguments: ast.arguments, count: int) -> bool:
@@ -105,7 +109,9 @@ def _accepts_arguments(arguments: ast.arguments, count: int) -> bool:
 
 
 def _find_source(module: str) -> Path | None:
-    """Return the file of a module, or None. Neither the module nor its parents are imported."""
+    """Return the file of ``package.module`` or ``file.py``, or None. Nothing is imported."""
+    if module.endswith(".py"):
+        return Path(module)
     search_path: list[str] = [*sys.path, str(Path.cwd())]
     parts = module.split(".")
     spec = None
@@ -153,6 +159,7 @@ def _import_source(source: str) -> Any:
 
 
 def _import_file(path: Path) -> Any:
+    """Import a file as the module that is named after its path."""
     name = str(path.resolve())
     # --model and --data from one file share its state.
     if name in sys.modules:

@@ -23,7 +23,7 @@ from imgkit_entrypoints.apps.train.config import Config
 from imgkit_entrypoints.apps.train.order import Position
 from imgkit_entrypoints.run.ranks import Ranks
 
-# Steps timed between two looks, the first ones: many short steps would cost many events on a GPU.
+# Steps timed between two calls of `take_times`, the first ones: more would cost many events on a GPU.
 MAX_STEPS = 64
 
 # Start and end: times of the host's clock on a CPU, events on a GPU.
@@ -51,7 +51,7 @@ class WorkClock:
         self._ready: Any = None
         # Own work and wait of each step.
         self._timed: list[tuple[list[Interval], Interval]] = []
-        # Steps before the last look, whose events a GPU may not have reached yet.
+        # Steps before the last call of `take_times`, whose events a GPU may not have reached yet.
         self._pending: list[tuple[list[Interval], Interval]] = []
 
     def exclude_buffer_copies(self, model: DistributedDataParallel, *, compiled: bool) -> None:
@@ -107,7 +107,7 @@ class WorkClock:
             self._ready = self._mark()
 
     def end_step(self) -> None:
-        """Note that the gradients are those of all ranks."""
+        """Note that the gradients of all ranks are added up."""
         if self._is_running and self._ready is not None:
             work = [*self._work, (self._start, self._ready)]
             self._timed.append((work, (self._ready, self._mark())))
@@ -116,17 +116,19 @@ class WorkClock:
     def take_times(self) -> StepTimes:
         """Return what the steps since the last call took; on a GPU, the steps before that call.
 
-        The device has passed those events: the caller has read a sum that it computed after them.
+        A GPU may not have passed the events of the latest steps. It has passed the earlier ones: the caller
+        has read a sum that the GPU has computed after them.
         """
-        steps = self._timed
+        latest_steps = self._timed
         self._timed = []
-        if self._is_cuda:  # the latest steps wait for the next call
-            pending = self._pending
-            self._pending = steps
-            steps = pending
+        steps = latest_steps
+        if self._is_cuda:
+            steps = self._pending
+            self._pending = latest_steps
         if not steps:
             return StepTimes()
-        own_s = wait_s = 0.0
+        own_s = 0.0
+        wait_s = 0.0
         for work, wait in steps:
             own_s += sum(map(self._seconds, work))
             wait_s += self._seconds(wait)
@@ -141,6 +143,7 @@ class WorkClock:
         return event
 
     def _seconds(self, interval: Interval) -> float:
+        """Return the length of an interval."""
         start, end = interval
         if not self._is_cuda:
             return float(end - start)
@@ -153,7 +156,7 @@ Batch = TypeVar("Batch")
 def trace_steps(
     steps: Iterable[tuple[Position, Batch]], config: Config, ranks: Ranks
 ) -> Iterable[tuple[Position, Batch]]:
-    """Return the steps unchanged, and record a trace of those that ``--profile`` names."""
+    """Return the steps unchanged, and record a trace of the steps that ``--profile`` names."""
     # A generator around the steps would cost time in each.
     if config.profile is None:
         return steps
@@ -163,27 +166,35 @@ def trace_steps(
 def _record_steps(
     steps: Iterable[tuple[Position, Batch]], config: Config, ranks: Ranks
 ) -> Iterator[tuple[Position, Batch]]:
+    """Yield the steps, and write one trace of those in ``--profile``: ``100:5`` are the steps 101 to 105."""
     traced_steps = config.traced_steps()
-    activities = [ProfilerActivity.CPU]
-    if ranks.device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
     recorder: profile | None = None
     try:
         for position, batch in steps:
             if recorder is None and position.step in traced_steps:
-                recorder = profile(activities=activities)
-                recorder.start()
+                recorder = _start_recorder(ranks)
             yield position, batch
-            if recorder is not None and position.step + 1 not in traced_steps:
+            is_last = position.step + 1 not in traced_steps
+            if recorder is not None and is_last:
                 _write_trace(recorder, config, ranks)
                 recorder = None
-                traced_steps = range(0)
     finally:  # the run ended within the traced steps: keep what there is
         if recorder is not None:
             _write_trace(recorder, config, ranks)
 
 
+def _start_recorder(ranks: Ranks) -> profile:
+    """Start torch's profiler for this process, and for the GPU if the rank has one."""
+    activities = [ProfilerActivity.CPU]
+    if ranks.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    recorder = profile(activities=activities)
+    recorder.start()
+    return recorder
+
+
 def _write_trace(recorder: profile, config: Config, ranks: Ranks) -> None:
+    """Stop a recorder, and write its trace into the run folder: ``traces/rank-0.json``."""
     ranks.synchronize()
     recorder.stop()
     assert config.run_dir is not None  # options.read has checked it

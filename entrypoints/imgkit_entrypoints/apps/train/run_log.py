@@ -32,7 +32,7 @@ class LatestSteps:
     seconds: float
     """Duration of the steps on this rank's clock."""
     sums: tuple[float, ...]
-    """The losses of the steps that were not skipped, added up, and those of the user's numbers."""
+    """The losses of the steps that were not skipped, added up, and so the user's numbers."""
     grad_norm: float = math.nan
     """Norm of the last step's gradient, before clipping; NaN if it was not measured."""
     own_s: tuple[float, ...] = ()
@@ -76,14 +76,14 @@ class RunLog:
         self,
         config: Config,
         workload: Workload,
-        started: StartUp,
+        start_up: StartUp,
         say: Callable[[str], None],
         first_loss: float = math.nan,
     ) -> None:
         assert config.global_batch is not None
         self._config = config
         self._workload = workload
-        self._started = started
+        self._start_up = start_up
         self._ranks = len(workload.placements)
         self._global_batch = config.global_batch
         self._metrics = MetricsFile(config.run_dir, say)
@@ -140,7 +140,7 @@ class RunLog:
         latest = parts[-1]
         seconds = sum(part.seconds for part in parts)
         steps = sum(part.steps for part in parts)
-        loss, numbers = self._average(parts)
+        loss, numbers = self._average_steps(parts)
         if loss is not None:
             self._last_loss = loss
         waited_s = workload.waited_s() - self._waited_s
@@ -171,29 +171,40 @@ class RunLog:
         left_s = step_s * (workload.steps - step)
         terminal.print_results(self._format_line(step, values, left_s))
 
-    def _average(self, parts: Sequence[LatestSteps]) -> tuple[float | None, dict[str, float | None]]:
-        """Return the mean loss and the means of the user's numbers, or None where all steps were skipped."""
-        numbers: dict[str, float | None] = dict.fromkeys(self._workload.names)
+    def _average_steps(self, parts: Sequence[LatestSteps]) -> tuple[float | None, dict[str, float | None]]:
+        """Return the mean loss of some steps, and the means of the user's numbers by name.
+
+        Skipped steps do not count. Where all steps were skipped, each mean is None.
+        """
+        names = self._workload.names
         counted_steps = sum(part.steps - part.skipped for part in parts)
-        if not counted_steps:
-            return None, numbers
-        columns = zip(*(part.sums for part in parts), strict=True)
-        loss, *means = (sum(column) / counted_steps for column in columns)
-        for name, mean in zip(self._workload.names, means, strict=False):
-            numbers[name] = _finite(mean)
-        return loss, numbers
+        if counted_steps == 0:
+            return None, dict.fromkeys(names)
+        # The loss and each number, over all parts.
+        columns = zip(*[part.sums for part in parts], strict=True)
+        mean_loss, *number_means = [sum(column) / counted_steps for column in columns]
+        finite_means = map(_finite, number_means)
+        return mean_loss, dict(zip(names, finite_means, strict=True))
 
     def _format_line(self, step: int, values: Mapping[str, Any], left_s: float) -> str:
-        loss = values["loss"]
-        texts = ["loss none" if loss is None else f"loss {loss:.6f}"]
+        """Return the line of progress for the terminal.
+
+        Parameters
+        ----------
+        values : the values of the line in ``metrics.jsonl``.
+        left_s : seconds until the end of the run.
+        """
+        texts = [self._progress(step), _format_number("loss", values["loss"], ".6f")]
         for name, value in values["numbers"].items():
-            texts.append(f"{name} none" if value is None else f"{name} {value:.6g}")
+            texts.append(_format_number(name, value, ".6g"))
         rate = values["samples_per_s"]
         texts.append(f"{rate:.0f} samples/s ({rate / self._ranks:.0f} per rank)")
-        texts += [f"data {values['data_wait']:.0%}", f"{values['memory_MiB']:.0f} MiB"]
+        texts.append(f"data {values['data_wait']:.0%}")
+        texts.append(f"{values['memory_MiB']:.0f} MiB")
         if self._skipped:
             texts.append(f"{self._skipped} skipped")
-        return "  ".join((self._progress(step), *texts, f"{format_duration(left_s)} left"))
+        texts.append(f"{format_duration(left_s)} left")
+        return "  ".join(texts)
 
     def close(self, *, step: int, reason: str, saved_step: int, saving_s: float, stall_s: float) -> None:
         """Write the last line, and the summary of this start."""
@@ -203,7 +214,7 @@ class RunLog:
         rate = 0.0
         if self._trained_steps:
             rate = self._trained_steps * self._global_batch / self._training_s
-        starts = self._started.parts
+        starts = self._start_up.parts
         summary = {
             "schema": SCHEMA,
             "imgkit": __version__,
@@ -245,8 +256,15 @@ class RunLog:
 
 
 def _finite(value: float) -> float | None:
-    """Return a number as JSON has it, which knows no NaN."""
+    """Return a number, or None for NaN and infinities, which JSON does not have."""
     return value if math.isfinite(value) else None
+
+
+def _format_number(name: str, value: float | None, format_spec: str) -> str:
+    """Return a number with its name: ``loss 0.123456``, or ``loss none``."""
+    if value is None:
+        return f"{name} none"
+    return f"{name} {value:{format_spec}}"
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
@@ -260,6 +278,7 @@ def _drop_lines_after(path: Path, step: int) -> None:
 
 
 def _step_of_line(line: str) -> float:
+    """Return the step of a line of the metrics, or infinity if it cannot be read."""
     try:
         row: Any = json_text.parse(line)
         return float(row["step"])
@@ -271,21 +290,24 @@ def _step_of_line(line: str) -> float:
 def _write_curves(folder: Path) -> None:
     """Draw the curves of all starts of the run."""
     with files.open_own(folder / METRICS) as stream:
-        rows = [json_text.parse(text) for text in stream.read().decode().splitlines()]
+        rows = [json_text.parse(line) for line in stream.read().decode().splitlines()]
+    losses = {"trained on": _list_points(rows, "loss"), "held out": _list_points(rows, "eval_loss")}
+    rates = {"": _list_points(rows, "samples_per_s")}
+    charts = (curves.Chart("loss", losses), curves.Chart("samples/s", rates, from_zero=True))
+    files.write_file(folder / "curves.svg", curves.draw_charts(charts))
 
-    def points(key: str) -> list[tuple[int, float]]:
-        return [(row["step"], row[key]) for row in rows if row.get(key) is not None]
 
-    losses = curves.Chart("loss", {"trained on": points("loss"), "held out": points("eval_loss")})
-    rates = curves.Chart("samples/s", {"": points("samples_per_s")}, from_zero=True)
-    files.write_file(folder / "curves.svg", curves.draw_charts((losses, rates)))
+def _list_points(rows: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
+    """Return the step and the value under `key` of each line of the metrics that has such a value."""
+    return [(row["step"], row[key]) for row in rows if row.get(key) is not None]
 
 
 def format_duration(seconds: float) -> str:
     """Return a duration as ``5s``, ``3m20s`` or ``2h05m``."""
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes == 0:
-        return f"{rest}s"
-    if minutes < 60:
-        return f"{minutes}m{rest:02}s"
-    return f"{minutes // 60}h{minutes % 60:02}m"
+    minutes, rest_s = divmod(round(seconds), 60)
+    hours, rest_minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{rest_minutes:02}m"
+    if minutes:
+        return f"{minutes}m{rest_s:02}s"
+    return f"{rest_s}s"

@@ -1,10 +1,10 @@
-"""Stragglers: ranks whose own work takes longer than that of the others, look after look. No torch."""
+"""Stragglers: ranks whose own work takes longer than the work of others, again and again. No torch."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -14,11 +14,11 @@ SHARE = 0.2
 MADS = 5
 # A straggler loses more than this in a step: short steps differ by more than `SHARE` from chance.
 FLOOR_S = 0.001
-# Looks in a row that make a rank a straggler, and usual again.
-LOOKS = 3
+# Comparisons in a row that make a rank a straggler, and usual again.
+COMPARISONS = 3
 # Fewer ranks than this have no meaningful median: the fastest is the usual one.
 FEW = 4
-# Most ranks that one look reports by a line each.
+# Most ranks that one comparison reports by a line each.
 LINES = 8
 # Times that the log names the same rank; ranks that share a processor become stragglers in turn.
 MAX_REPORTS = 3
@@ -42,15 +42,15 @@ class Straggler:
     node: str
     local_rank: int
     from_step: int
-    """Step of the first look at which it was slow."""
+    """Step of the first comparison in which it was slow."""
     to_step: int
-    """Step of the last one."""
+    """Step of the last such comparison."""
     times: int
     """Number of times that it was named."""
     own_work_s: float
-    """Seconds of own work in a step, at the last look at which it was slow."""
+    """Seconds of own work in a step, in the last comparison in which it was slow."""
     usual_s: float
-    """The same of the others: the median, or that of the fastest of fewer than 4 ranks."""
+    """The seconds of the others: their median, or those of the fastest of fewer than 4 ranks."""
 
     @property
     def name(self) -> str:
@@ -59,7 +59,7 @@ class Straggler:
 
     @property
     def excess(self) -> str:
-        """Its time beside that of the others."""
+        """Its time beside the usual time, for a message."""
         return (
             f"its own work takes {_milliseconds(self.own_work_s)} a step, not {_milliseconds(self.usual_s)}"
         )
@@ -78,14 +78,20 @@ def find_usual_work(own_s: Sequence[float]) -> tuple[float, float]:
     if len(measured) < 2:
         return math.nan, math.inf
     if len(measured) < FEW:
-        return measured[0], max(measured[0] * (1 + SHARE), measured[0] + FLOOR_S)
-    median = (measured[(len(measured) - 1) // 2] + measured[len(measured) // 2]) / 2
-    limit = max(median * (1 + SHARE), median + FLOOR_S)
+        fastest = measured[0]
+        return fastest, _least_limit(fastest)
+    median = statistics.median(measured)
+    limit = _least_limit(median)
     # Otherwise nobody is slow, and thousands of deviations need no sorting.
     if measured[-1] > limit:
         deviation = statistics.median(abs(seconds - median) for seconds in measured)
         limit = max(limit, median + MADS * deviation)
     return median, limit
+
+
+def _least_limit(usual_s: float) -> float:
+    """Return the seconds that a straggler exceeds at least."""
+    return max(usual_s * (1 + SHARE), usual_s + FLOOR_S)
 
 
 class Stragglers:
@@ -94,44 +100,51 @@ class Stragglers:
     def __init__(self, placements: Sequence[RankOnNode], say: Callable[[str], None]) -> None:
         self._placements = placements
         self._say = say
-        # Steps of the latest looks at which a rank was slow and is not named, or usual and is named.
+        # Steps of the latest comparisons in a row that contradict what a rank is named, by rank: it was slow
+        # and is no straggler, or usual and is one.
         self._contradictions: dict[int, list[int]] = {}
         self._named: set[int] = set()
         self._stragglers: dict[int, Straggler] = {}
 
     def judge(self, step: int, own_s: Sequence[float]) -> float:
-        """Compare the own work of the ranks at the look of `step`, and return the usual seconds.
+        """Compare the seconds of own work of the ranks at a step, and return the usual seconds.
 
-        A rank that was slow in `LOOKS` looks in a row is named as a straggler. One that was as fast as the
-        others in as many looks is no longer named.
+        A rank that was slow in `COMPARISONS` of them in a row is named as a straggler. If it was as fast as
+        the others in as many, it is no longer named.
         """
         usual_s, limit_s = find_usual_work(own_s)
         if math.isinf(limit_s):
             return usual_s
         slow = {rank for rank, seconds in enumerate(own_s) if limit_s < seconds < math.inf}
-        contradictions = {}
-        changed = []
-        for rank in sorted(slow ^ self._named):
-            steps = [*self._contradictions.get(rank, ()), step]
-            if len(steps) < LOOKS:
-                contradictions[rank] = steps
-                continue
-            changed.append(rank)
+        changed = self._find_changes(step, slow)
+        for rank, first_step in changed.items():
             if rank in self._named:
                 self._named.remove(rank)
             else:
                 self._named.add(rank)
-                self._add_straggler(rank, from_step=steps[0])
-        self._contradictions = contradictions
+                self._add_straggler(rank, first_step)
         for rank in slow & self._named:
             self._stragglers[rank] = replace(
                 self._stragglers[rank], to_step=step, own_work_s=own_s[rank], usual_s=usual_s
             )
-        self._report(step, changed)
+        self._report(step, tuple(changed))
         return usual_s
 
+    def _find_changes(self, step: int, slow: Set[int]) -> dict[int, int]:
+        """Return the ranks that become stragglers or usual now, each with the first step of the change."""
+        contradictions = {}
+        changed = {}
+        for rank in sorted(slow ^ self._named):
+            steps = [*self._contradictions.get(rank, ()), step]
+            if len(steps) < COMPARISONS:
+                contradictions[rank] = steps
+            else:
+                changed[rank] = min(steps)
+        self._contradictions = contradictions
+        return changed
+
     def _add_straggler(self, rank: int, from_step: int) -> None:
-        """Add a rank that is named, or count it again. The figures of the look follow."""
+        """Add a rank that is named from now on, or count it again. `judge` fills in its seconds."""
         earlier = self._stragglers.get(rank)
         if earlier is not None:
             self._stragglers[rank] = replace(earlier, to_step=from_step, times=earlier.times + 1)
@@ -149,7 +162,7 @@ class Stragglers:
         )
 
     def _report(self, step: int, changed: Sequence[int]) -> None:
-        """Report ranks that are named since this look, or no longer, but the same rank only a few times."""
+        """Report ranks that were slow, or are usual again, but the same rank only a few times."""
         comparison = "the median of all ranks"
         if len(self._placements) < FEW:
             comparison = "as that of the fastest"

@@ -66,7 +66,7 @@ class Trainer:
         self.number_names: tuple[str, ...] = ()
         """Names of the numbers that the user's step returns beside the loss."""
         self.sums = torch.zeros(0, device=ranks.device)
-        """Sums since the last look: skipped steps, then this rank's share of the losses and of the user's
+        """Sums since the last exchange: skipped steps, then this rank's share of the losses and of the user's
         numbers. The second value is the latest norm of the gradient. All stay on the device, so that no step
         waits."""
         # From here on, ranks draw different numbers, for dropout.
@@ -89,12 +89,7 @@ class Trainer:
             self.plain.compile()
         with self._autocast:
             loss, numbers = _loss_and_numbers(self._loss(self.model, micro_batch.batch))
-        if not isinstance(loss, Tensor):
-            raise self._no_number_error("the loss", loss)
-        for name, value in {"the loss": loss, **numbers}.items():
-            has_shape = isinstance(value, Tensor) and value.dim() > 0
-            if has_shape or not isinstance(value, Tensor | int | float):
-                raise self._no_number_error(name, value)
+        self._refuse_no_numbers(loss, numbers)
         self.number_names = tuple(numbers)
         self.sums = torch.zeros(3 + len(numbers), dtype=torch.float64, device=self.sums.device)
         # No norm of the gradient until one is measured.
@@ -106,7 +101,17 @@ class Trainer:
             buffer.copy_(saved_buffer)
         random_state.restore(state)
 
+    def _refuse_no_numbers(self, loss: Any, numbers: Mapping[str, Any]) -> None:
+        """Raise UsageError if the user's step returns something else than a loss and numbers."""
+        if not isinstance(loss, Tensor):
+            raise self._no_number_error("the loss", loss)
+        for name, value in {"the loss": loss, **numbers}.items():
+            has_shape = isinstance(value, Tensor) and value.dim() > 0
+            if has_shape or not isinstance(value, Tensor | int | float):
+                raise self._no_number_error(name, value)
+
     def _no_number_error(self, name: str, value: Any) -> UsageError:
+        """Return the error for a value of the user's step that is not one number."""
         kind = f"a {type(value).__name__}"
         if isinstance(value, Tensor):
             kind += f" of shape {tuple(value.shape)}"
@@ -117,11 +122,12 @@ class Trainer:
         )
 
     def step(self, number: int, micro_batches: list[MicroBatch], *, measured: bool = False) -> None:
-        """Take the step that follows `number` others, and update the weights.
+        """Take a step, and update the weights.
 
         Parameters
         ----------
-        measured : the norm of the gradient goes into the log.
+        number : number of the step, from 0.
+        measured : whether the norm of the gradient goes into the log.
         """
         if self._config.schedule != "constant" or self._config.warmup_steps:
             for group in self._optimizer.param_groups:
@@ -131,15 +137,19 @@ class Trainer:
         for micro_batch in micro_batches:
             # DDP adds the gradients of all ranks up with the last micro-batch.
             with NO_CONTEXT if micro_batch.last else self.model.no_sync():
-                with self._autocast:
-                    loss, numbers = _loss_and_numbers(self._loss(self.model, micro_batch.batch))
-                if micro_batch.weight != 1.0:  # most have the weight 1, and a multiplication costs time
-                    loss = loss * micro_batch.weight
-                self._scaler.scale(loss).backward()
-            losses.append(self._join_numbers(loss.detach(), numbers, micro_batch.weight))
+                losses.append(self._add_gradients(micro_batch))
         self._clock.end_step()
-        self._update(sum(losses[1:], losses[0]), measured=measured)
+        self._update_weights(sum(losses[1:], losses[0]), measured=measured)
         self._drop_gradients()
+
+    def _add_gradients(self, micro_batch: MicroBatch) -> Tensor:
+        """Add the gradients of a micro-batch to those of the step, and return its loss and numbers."""
+        with self._autocast:
+            loss, numbers = _loss_and_numbers(self._loss(self.model, micro_batch.batch))
+        if micro_batch.weight != 1.0:  # most have the weight 1, and a multiplication costs time
+            loss = loss * micro_batch.weight
+        self._scaler.scale(loss).backward()
+        return self._join_numbers(loss.detach(), numbers, micro_batch.weight)
 
     def _join_numbers(self, loss: Tensor, numbers: Mapping[str, Any], weight: float) -> Tensor:
         """Return the loss and the weighted numbers of the user's step in one tensor."""
@@ -163,20 +173,15 @@ class Trainer:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def _update(self, loss: Tensor, *, measured: bool) -> None:
+    def _update_weights(self, loss: Tensor, *, measured: bool) -> None:
         """Update the weights, unless ``--on-nan skip`` is given and the gradient is not finite.
 
         Every rank has the sum of all gradients, which holds any NaN, so all decide alike without a message.
         """
-        norm: Tensor | None = None
         is_skippable = self._config.on_nan == "skip"
+        norm: Tensor | None = None
         if self._config.clip is not None or measured or is_skippable:
-            # The norm is that of the unscaled gradient.
-            self._scaler.unscale_(self._optimizer)
-            limit = math.inf  # measures the norm and changes nothing
-            if self._config.clip is not None:
-                limit = self._config.clip
-            norm = nn.utils.clip_grad_norm_(self._parameters, limit)
+            norm = self._clip_gradient()
         if measured:
             self.sums[1] = norm
         if not is_skippable:
@@ -191,8 +196,17 @@ class Trainer:
         self._scaler.step(self._optimizer)
         self._scaler.update()
 
+    def _clip_gradient(self) -> Tensor:
+        """Limit the norm of the unscaled gradient to ``--clip``, and return the norm before that."""
+        self._scaler.unscale_(self._optimizer)
+        limit = math.inf  # measures the norm and changes nothing
+        if self._config.clip is not None:
+            limit = self._config.clip
+        norm: Tensor = nn.utils.clip_grad_norm_(self._parameters, limit)
+        return norm
+
     @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def switch_to_evaluation(self) -> Iterator[None]:
         """Switch to evaluation; training continues afterwards as if nothing had happened."""
         state = random_state.capture()
         self.plain.eval()
@@ -225,21 +239,18 @@ class Trainer:
 
 
 def _loss_and_numbers(result: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Return the loss and the numbers by name of what a step returned, which may be the loss alone."""
-    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
-        return result[0], result[1]
+    """Return the loss, and the numbers by name, from the result of a step: a loss, or a pair of both."""
+    if isinstance(result, tuple) and len(result) == 2:
+        loss, numbers = result
+        if isinstance(numbers, Mapping):
+            return loss, numbers
     return result, {}
 
 
 def _create_optimizer(config: Config, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Return the optimizer of the options, with the fastest of torch's implementations."""
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-    is_cuda = parameters[0].device.type == "cuda"
-    kernel = f"aten::_fused_{config.optimizer}_"
-    # Measured on CPU: fused is up to 7 times as fast, but slower for plain SGD (w -= lr * g). torch 2.3 takes
-    # fused=True for SGD on a CPU, and has no such kernel.
-    is_faster = is_cuda or config.optimizer != "sgd" or config.momentum
-    if is_faster and (is_cuda or torch._C._dispatch_has_kernel_for_dispatch_key(kernel, "CPU")):
+    if _should_fuse(config, parameters[0].device):
         options["fused"] = True
     else:
         options["foreach"] = False
@@ -247,6 +258,18 @@ def _create_optimizer(config: Config, parameters: list[nn.Parameter]) -> torch.o
         return torch.optim.SGD(parameters, momentum=config.momentum, **options)
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.optimizer]
     return kind(parameters, **options)
+
+
+def _should_fuse(config: Config, device: torch.device) -> bool:
+    """Return whether torch has a fused implementation of the optimizer that is faster than the plain one."""
+    if device.type == "cuda":
+        return True
+    # Measured on CPU: fused is up to 7 times as fast, but slower for plain SGD (w -= lr * g).
+    if config.optimizer == "sgd" and not config.momentum:
+        return False
+    # torch 2.3 takes fused=True for SGD on a CPU, and has no such kernel.
+    kernel = f"aten::_fused_{config.optimizer}_"
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(kernel, "CPU"))
 
 
 class Evaluation:
@@ -266,12 +289,13 @@ class Evaluation:
         """
         total = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
         position = Position()
-        with self._trainer.evaluating():
-            for after, micro_batches in self._feed.steps(position, self._order.steps_per_epoch):
-                samples = self._order.samples_at(position) / self._order.world_size
+        with self._trainer.switch_to_evaluation():
+            for next_position, micro_batches in self._feed.steps(position, self._order.steps_per_epoch):
+                # A micro-batch has the weight of its samples among those of one rank.
+                samples_per_rank = self._order.samples_at(position) / self._order.world_size
                 for micro_batch in micro_batches:
-                    total += self._trainer.loss(micro_batch.batch) * (micro_batch.weight * samples)
-                position = after
+                    total += self._trainer.loss(micro_batch.batch) * (micro_batch.weight * samples_per_rank)
+                position = next_position
                 on_batch()
         dist.all_reduce(total)
         return float(total.item()) / self._order.size
@@ -283,7 +307,7 @@ class LossIsNoNumber(CheckFailed):
 
 @dataclass(frozen=True, slots=True)
 class StepSums:
-    """What the ranks add up at each look; `on_sums` gets the sums, on every rank."""
+    """What the ranks add up at each exchange; `on_sums` gets the sums, on every rank."""
 
     trainer: Trainer
     clock: WorkClock
@@ -291,7 +315,7 @@ class StepSums:
     on_sums: Callable[[LatestSteps], object]
 
     def take(self) -> Tensor:
-        """Return this rank's numbers since the last look, on its device; no call waits for it."""
+        """Return this rank's numbers since the last exchange, on its device; no call waits for it."""
         step_times = self.clock.take_times()
         sums = self.trainer.sums
         # The wait, and a slot for the own work of each rank.
@@ -300,37 +324,38 @@ class StepSums:
         seconds[1 + self.ranks.rank] = step_times.own_s
         numbers = torch.cat([sums, seconds.to(sums.device, non_blocking=True)])
         sums.zero_()
-        sums[1] = math.nan
+        sums[1] = math.nan  # no norm of the gradient until one is measured
         return numbers
 
-    def arrived(self, look: Agreed) -> None:
+    def arrived(self, exchange: Agreed) -> None:
         """Hand the means over all ranks to the log.
 
         Raises
         ------
         LossIsNoNumber : a loss of these steps is not finite.
         """
-        if not look.steps:
+        if not exchange.steps:
             return
         world_size = self.ranks.world_size
         # The last values are the own work of each rank, and the others are equal parts of all ranks.
-        skipped, norm, *numbers, wait_s = (value / world_size for value in look.sums[:-world_size])
-        own_s = look.sums[-world_size:]
+        own_s = exchange.sums[-world_size:]
         if world_size == 1:
             own_s = ()
+        skipped, norm, *numbers, wait_s = (value / world_size for value in exchange.sums[:-world_size])
         self.on_sums(
             LatestSteps(
-                step=look.step,
-                steps=look.steps,
+                step=exchange.step,
+                steps=exchange.steps,
                 skipped=round(skipped),
-                seconds=look.seconds,
+                seconds=exchange.seconds,
                 sums=tuple(numbers),
                 grad_norm=norm,
                 own_s=own_s,
                 wait_s=wait_s,
             )
         )
-        if not math.isfinite(numbers[0]):
+        loss, *_ = numbers
+        if not math.isfinite(loss):
             raise LossIsNoNumber(
                 "a loss is not a number", hint="try a smaller --lr, --clip 1, or --on-nan skip"
             )

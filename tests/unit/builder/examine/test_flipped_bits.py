@@ -70,12 +70,12 @@ def checkpoint(folder: Path) -> Path:
     temporary = disk.make_temporary_folder(folder, 7)
     path = temporary / "__0_0.distcp"
     path.write_bytes(b"weights")
-    return disk.commit(temporary, 7, {path.name: disk.file_row(path)}, keep=1)
+    return disk.commit(temporary, 7, {path.name: disk.describe_file(path)}, keep=1)
 
 
 def is_damaged(checkpoint: Path) -> bool:
     try:
-        _, rows = disk.read_manifest(checkpoint)
+        _, _, rows = disk.read_manifest(checkpoint)
     except disk.InvalidCheckpoint:
         return True
     return disk.find_damage(checkpoint, rows, sorted(rows)) != ""

@@ -22,7 +22,7 @@ def plain_pi(intervals: int, world_size: int) -> float:
     for rank in range(world_size):
         first, end = share(intervals + 1, rank, world_size)
         total += math.fsum(4.0 / (1.0 + (i / intervals) ** 2) for i in range(first, end))
-        total -= pi.end_points(first, end, intervals)
+        total -= pi.excess_of_ends(first, end, intervals)
     return total / intervals
 
 
@@ -43,7 +43,7 @@ def test_no_point_is_lost_or_doubled(total: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_end_points_count_half_once(world_size: int) -> None:
-    halves = [pi.end_points(*share(101, rank, world_size), 100) for rank in range(world_size)]
+    halves = [pi.excess_of_ends(*share(101, rank, world_size), 100) for rank in range(world_size)]
     assert sum(halves) == 3.0  # half of f(0) = 4 and half of f(1) = 2
     assert halves[0] >= 2.0
 
@@ -66,21 +66,21 @@ def work(rank: int, seconds: float) -> pi.Work:
 
 
 def test_efficiency_compares_with_one_alone() -> None:
-    lines = pi.report(math.pi, 2000, [work(0, 1.0), work(1, 1.25)], 1.25, work(0, 1.0))
+    lines = pi.format_report(math.pi, 2000, [work(0, 1.0), work(1, 1.25)], 1.25, work(0, 1.0))
     assert lines[0].startswith("pi = 3.14159265358979")
     assert "rank 1 on n1: 1000 terms in 1.250 s, 8.000e+02 terms/s" in lines
     assert "parallel efficiency 80% of 2 x" in lines[-1]
 
 
 def test_many_ranks_are_summed_up() -> None:
-    lines = pi.report(math.pi, 10, [work(rank, 1.0 + rank) for rank in range(64)], 64.0, work(0, 1.0))
+    lines = pi.format_report(math.pi, 10, [work(rank, 1.0 + rank) for rank in range(64)], 64.0, work(0, 1.0))
     assert [line.split()[1] for line in lines[1:4]] == ["63", "31", "0"]
     assert len(lines) == 6
 
 
 def test_rank_without_points_does_not_divide_by_zero() -> None:
     idle = pi.Work(rank=0, host="n0", points=0, seconds=0.1)
-    assert "nan" in pi.report(3.0, 1, [idle, work(1, 1.0)], 1.0, idle)[-1]
+    assert "nan" in pi.format_report(3.0, 1, [idle, work(1, 1.0)], 1.0, idle)[-1]
 
 
 def test_table_shows_every_rank() -> None:
@@ -88,7 +88,7 @@ def test_table_shows_every_rank() -> None:
         hello.Peer(rank=0, host="as07r3b13", device="cuda:0, NVIDIA H100"),
         hello.Peer(rank=10, host="n", device="cpu", seconds=12.34e-6),
     ]
-    assert hello.table(peers) == [
+    assert hello.format_table(peers) == [
         "rank  host       device                  latency",
         "   0  as07r3b13  cuda:0, NVIDIA H100           -",
         "  10  n          cpu                     12.3 us",

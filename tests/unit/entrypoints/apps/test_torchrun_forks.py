@@ -31,8 +31,8 @@ sys.meta_path.insert(0, Finder())
 from imgkit_entrypoints.apps import torchrun
 
 argv = (sys.executable, "-I", "-u", "-m", sys.argv[1], *sys.argv[2:])
-module = torchrun._own_module(argv)
-importlib.import_module(module)  # as main_of_forks does for all workers
+module = torchrun._find_own_module(argv)
+importlib.import_module(module)  # as run_with_forks does for all workers
 torchrun._run_own_module(module, argv)
 """
 

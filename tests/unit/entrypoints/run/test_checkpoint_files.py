@@ -23,7 +23,7 @@ def write(folder: Path, step: int, keep: int = 2, warn: Callable[[str], None] = 
     content = {"__0_0.distcp": b"w" * 100 + bytes([step] * 50), ".metadata": str(step).encode()}
     for name, data in content.items():
         (temporary / name).write_bytes(data)
-    rows = {name: disk.file_row(temporary / name) for name in content}
+    rows = {name: disk.describe_file(temporary / name) for name in content}
     return disk.commit(temporary, step, rows, keep=keep, warn=warn)
 
 

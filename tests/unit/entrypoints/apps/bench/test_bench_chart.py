@@ -30,7 +30,7 @@ def result(size_bytes: int, busbw_GBps: float, name: str = "broadcast") -> Resul
 
 
 def drawing(*results: Result, title: str = "busbw") -> ET.Element:
-    return ET.fromstring(chart.draw(title, results))  # noqa: S314 - our own
+    return ET.fromstring(chart.draw_chart(title, results))  # noqa: S314 - our own
 
 
 def texts(root: ET.Element) -> list[str]:

@@ -216,7 +216,7 @@ def test_missing_option_is_named(world: World, rate: float | None, option: str) 
 
 def shortfalls(text: str, *results: Result) -> list[str]:
     judged = verdict.judge_busbw(results, FOUR_NODES, RATE_Gbps)
-    return [*verdict.shortfalls(options.parse_requirement(text), judged)]
+    return [*verdict.find_shortfalls(options.parse_requirement(text), judged)]
 
 
 @pytest.mark.parametrize("text", ["75%", "18.75", "1GBps"])
@@ -239,7 +239,7 @@ def test_each_collective_must_reach_it() -> None:
 
 def test_run_without_a_result_fails() -> None:
     assert shortfalls("5")
-    assert [*verdict.shortfalls(None, [])] == []
+    assert [*verdict.find_shortfalls(None, [])] == []
 
 
 @pytest.mark.parametrize(("nodes", "rate", "hint"), [(1, 200.0, "--require GBPS"), (2, None, "--line-rate")])

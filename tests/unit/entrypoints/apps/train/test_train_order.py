@@ -69,18 +69,6 @@ def test_weights_are_the_true_shares(size: int, global_batch: int, ranks: int, a
     assert position == Position(step=order.steps_per_epoch, epoch=1)
 
 
-def test_several_steps_are_as_many_single_ones() -> None:
-    order = Order(size=100, global_batch=10, world_size=1, batch_size=10)
-    position = Position()
-    for steps in (1, 4, 5, 10):
-        single = position
-        for _ in range(steps):
-            single = order.next_position(single)
-        position = order.next_position(position, steps)
-        assert position == single
-    assert position == Position(step=20, epoch=2)
-
-
 def test_rank_without_samples_has_weight_zero() -> None:
     order = Order(size=10, global_batch=8, world_size=4, batch_size=2)
     count = order.samples_at(order.next_position(Position()))
