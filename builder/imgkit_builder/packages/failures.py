@@ -178,6 +178,7 @@ def _network_error(answer: Mapping[str, Any], image: Path, typed: str, remote: s
         hint = f"{download}; then: {add_again} --on {remote}"
     else:
         hint = f"where there is a network: {download}; copy the folder here, and: {add_again}"
+    hint += f"; or build {_recipe_line(typed)}"
     machine = remote or "this machine"
     message = f"the image's pip cannot reach a package index from {machine}"
     return ToolFailed(message, where=str(image), hint=hint)

@@ -59,6 +59,7 @@ def test_missing_network_is_told_from_a_missing_package() -> None:
     assert isinstance(error, ToolFailed)
     assert error.what == "the image's pip cannot reach a package index from this machine"
     assert "-d wheels --platform" in (error.hint or "")
+    assert "or build a recipe with this image's base" in (error.hint or "")
     missing = explain(NO_NETWORK.split("\n", 1)[1])
     assert missing.what == "there is no einops for Python 3.10.12 on x86_64"
 
