@@ -127,10 +127,14 @@ def _decide_slingshot(draft: PlanDraft) -> _Carriers:
     """
     slingshot.decide_slingshot(draft)
     # Slingshot's network interfaces are named hsn0, hsn1, ...
-    interfaces = [item for item in draft.facts.interfaces if item.name.startswith("hsn")]
-    running = [item for item in interfaces if item.running]
-    addressed = [item for item in running if item.addresses]
-    used = addressed or running
+    interfaces = [interface for interface in draft.facts.interfaces if interface.name.startswith("hsn")]
+    running, down = [], []
+    for interface in interfaces:
+        if interface.running:
+            running.append(interface)
+        else:
+            down.append(interface)
+    used = [interface for interface in running if interface.addresses] or running
     if not used:
         sockets.decide_interface(draft)
     else:
@@ -141,18 +145,23 @@ def _decide_slingshot(draft: PlanDraft) -> _Carriers:
             draft.set(sockets.NCCL, value, f"NCCL's bootstrap uses the fabric's interfaces: {states}")
             draft.set(sockets.GLOO, used[0].name, f"Gloo uses only one interface: {states}")
     sockets.refuse_threads(draft, "Slingshot")
-    down = [item for item in interfaces if not item.running]
-    for item in down:
+    for interface in down:
         draft.warn(
-            f"{item.name} is down ({sockets.state_of(item)}): its NIC carries no traffic",
-            f"report the node to the site with the output of: ip link show {item.name}",
+            f"{interface.name} is down ({sockets.state_of(interface)}): its NIC carries no traffic",
+            f"report the node to the site with the output of: ip link show {interface.name}",
         )
     nics = draft.facts.cxi
     names = tuple(device.name for device in nics)
     if len(used) + len(down) != len(nics):
         # A container with a network of its own shows no hsn interface, but its NICs work.
         return names, slingshot.NIC_Gbps * len(nics)
-    return names, sum(item.speed_Mbps / 1000 if item.speed_Mbps else slingshot.NIC_Gbps for item in used)
+    rate_Gbps = 0.0
+    for interface in used:
+        if interface.speed_Mbps is None:  # the kernel does not state it
+            rate_Gbps += slingshot.NIC_Gbps
+        else:
+            rate_Gbps += interface.speed_Mbps / 1000
+    return names, rate_Gbps
 
 
 def _decide_tcp(draft: PlanDraft) -> _Carriers:

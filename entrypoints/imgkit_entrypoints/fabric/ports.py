@@ -7,7 +7,7 @@ use index 0, which is link-local.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from imgkit_entrypoints.fabric.fabric_plan import PlanDraft
@@ -354,22 +354,36 @@ def decide_gid(draft: PlanDraft, ports: Sequence[Port]) -> None:
         evidence = f"{search}={draft.value(search)}"
         draft.note(GID_INDEX, "", f"{evidence} changes NCCL's search, so its result is not predicted")
         return
-    picked = [(port, pick_gid(port.gids)) for port in ports]
-    gids = [(port, gid) for port, gid in picked if gid is not None]
-    without_gid = [port for port, gid in picked if gid is None]
-    for port in without_gid:
-        _block_without_gid(draft, port)
-    if not gids or without_gid:
-        return
-    evidence = "; ".join(gid_evidence(port, gid) for port, gid in gids)
-    indices = sorted({gid.index for _, gid in gids})
-    text = ", ".join(f"{gid.index} on {port.name}" for port, gid in gids)
+    gids: dict[str, Gid] = {}
+    gid_texts: list[str] = []
+    for port in ports:
+        gid = pick_gid(port.gids)
+        if gid is None:
+            _block_without_gid(draft, port)
+        else:
+            gids[port.name] = gid
+            gid_texts.append(gid_evidence(port, gid))
+    if gids and len(gids) == len(ports):
+        _decide_index(draft, gids, "; ".join(gid_texts))
+
+
+def _decide_index(draft: PlanDraft, gids: Mapping[str, Gid], evidence: str) -> None:
+    """Decide the GID index for ports that all have an IPv4 GID.
+
+    Parameters
+    ----------
+    gids : the GID that each port needs, by the port's name.
+    evidence : where these GIDs stand, for messages.
+    """
+    text = ", ".join(f"{gid.index} on {name}" for name, gid in gids.items())
+    indices = {gid.index for gid in gids.values()}
+    one_index = str(indices.pop()) if len(indices) == 1 else ""
     version = draft.facts.nccl
     nccl = f"NCCL {draft.facts.nccl_version} ({draft.facts.nccl_source})"
     if version is not None and version >= FINDS_GID:
         reason = f"{nccl} finds {text} itself: {evidence}"
         draft.refuse_image(GID_INDEX, reason)
-        draft.note(GID_INDEX, str(indices[0]) if len(indices) == 1 else text, reason)
+        draft.note(GID_INDEX, one_index or text, reason)
     elif version is None:
         reason = f"NCCL's version is unknown; 2.21 and later find this themselves: {evidence}"
         draft.note(GID_INDEX, text, reason)
@@ -378,9 +392,9 @@ def decide_gid(draft: PlanDraft, ports: Sequence[Port]) -> None:
                 f"the image's NCCL version is unknown. Below 2.21, RoCE needs {GID_INDEX} ({text})",
                 "set the version, for example IMGKIT_NCCL_VERSION=2.20.5",
             )
-    elif len(indices) == 1:
+    elif one_index:
         reason = f"{nccl} uses index 0 by default (2.21 and later search): {evidence}"
-        draft.set(GID_INDEX, str(indices[0]), reason)
+        draft.set(GID_INDEX, one_index, reason)
     else:
         draft.refuse_image(GID_INDEX, f"the NICs need different indices ({text}): {evidence}")
         draft.note(GID_INDEX, text, f"the NICs need different indices, so none is set: {evidence}")
@@ -388,7 +402,7 @@ def decide_gid(draft: PlanDraft, ports: Sequence[Port]) -> None:
             draft.block(
                 f"NCCL {draft.facts.nccl_version} has one {GID_INDEX} for all NICs, but they need different "
                 f"ones ({text})",
-                f"use an image with NCCL 2.21 or later, or one NIC: {HCA}=={gids[0][0].name}",
+                f"use an image with NCCL 2.21 or later, or one NIC: {HCA}=={next(iter(gids))}",
             )
 
 

@@ -336,25 +336,33 @@ def compare_software(placement: Placement, nodes: Mapping[int, NodeInfo]) -> tup
     ------
     NoPlan : the nodes run different images, torch or NCCL, or a run with spares has different workers.
     """
-    by_name = {node_name(placement, rank, node.host): node for rank, node in sorted(nodes.items())}
-    differences = [
-        _find_difference("image", {name: node.software.image for name, node in by_name.items()}),
-        _find_difference("torch", {name: node.software.torch for name, node in by_name.items()}),
-        _find_difference("NCCL", {name: node.software.nccl for name, node in by_name.items()}),
-    ]
-    if any(differences):
+    values: dict[str, dict[str, str]] = {
+        "image": {},
+        "torch": {},
+        "NCCL": {},
+        "workers per node": {},
+        "GPU": {},
+    }
+    for rank, node in sorted(nodes.items()):
+        name = node_name(placement, rank, node.host)
+        values["image"][name] = node.software.image
+        values["torch"][name] = node.software.torch
+        values["NCCL"][name] = node.software.nccl
+        values["workers per node"][name] = str(node.nproc)
+        values["GPU"][name] = node.gpu
+    image, torch, nccl, workers, gpus = map(_find_difference, values.keys(), values.values())
+    differences = list(filter(None, (image, torch, nccl)))
+    if differences:
         raise NoPlan(
-            "the nodes do not run the same software: " + "; ".join(filter(None, differences)),
+            f"the nodes do not run the same software: {'; '.join(differences)}",
             hint="start the same .sif on every node; compare: sha256sum IMAGE.sif, dist-env --json",
         )
-    workers = _find_difference("workers per node", {name: str(node.nproc) for name, node in by_name.items()})
     if workers and placement.size is not None:
         raise NoPlan(
             f"the nodes differ in {workers}: an attempt without one of them would have another batch",
             where=f"--nnodes {placement.size}",
             hint="give the same --nproc to all nodes, or leave out the spares",
         )
-    gpus = _find_difference("GPU", {name: node.gpu for name, node in by_name.items()})
     return tuple(f"the nodes differ in {text}" for text in (workers, gpus) if text)
 
 
