@@ -109,12 +109,7 @@ def clean_environment(
     exists : returns whether a path exists in the container.
     """
     image = image_env or {}
-    host_env = {}
-    for name, value in env.items():
-        is_kept = any(fnmatchcase(name, pattern) for pattern in keep)
-        # A variable with the image's own value does not come from the host.
-        if not is_kept and image.get(name) != value:
-            host_env[name] = value
+    host_env = _select_host_variables(env, image, keep)
     mpi_names: list[str] = []
     if not is_mpi_rank and any(name in env for name in _OF_LAUNCHER):
         mpi_names = [name for name in host_env if _MPI.match(name)]
@@ -128,10 +123,7 @@ def clean_environment(
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_CORE)
     limits_core = CORE not in keep and soft_limit != 0
     tmpdir = host_env.get("TMPDIR", "")
-    short_tmpdir = ""
-    if len(tmpdir) > MAX_TMPDIR:
-        digest = hashlib.sha256(tmpdir.encode()).hexdigest()[:8]
-        short_tmpdir = f"/tmp/imgkit-tmp-{os.geteuid()}-{digest}/t"  # noqa: S108 - the user's own folder in it
+    short_tmpdir = _short_tmpdir(tmpdir)
     removed = [*_count_by_prefix(mpi_names), *changes]
     if limits_core:
         removed.append("core dumps")
@@ -141,13 +133,46 @@ def clean_environment(
     if short_tmpdir:
         texts.append(f"with TMPDIR={short_tmpdir} for a path of {len(tmpdir)} characters")
         changes["TMPDIR"] = short_tmpdir
+    text = ""
+    if texts:
+        text = f"workers start {' and '.join(texts)} (to keep one: --keep-env NAME)"
+    new_env = {}
+    unset = list(mpi_names)
+    for name, value in changes.items():
+        if value:
+            new_env[name] = value
+        else:
+            unset.append(name)
     return CleanEnvironment(
-        env={name: value for name, value in changes.items() if value},
-        unset=(*mpi_names, *(name for name, value in changes.items() if not value)),
-        text=f"workers start {' and '.join(texts)} (to keep one: --keep-env NAME)" if texts else "",
+        env=new_env,
+        unset=tuple(unset),
+        text=text,
         limits_core=limits_core,
         tmpdir=tmpdir if short_tmpdir else "",
     )
+
+
+def _select_host_variables(
+    env: Mapping[str, str], image: Mapping[str, str], keep: Sequence[str]
+) -> dict[str, str]:
+    """Return the variables that come from the host, without those that the user keeps.
+
+    A variable with the value that the image gives it does not come from the host.
+    """
+    host_env = {}
+    for name, value in env.items():
+        is_kept = any(fnmatchcase(name, pattern) for pattern in keep)
+        if not is_kept and image.get(name) != value:
+            host_env[name] = value
+    return host_env
+
+
+def _short_tmpdir(tmpdir: str) -> str:
+    """Return a short name in /tmp for a TMPDIR that is too long for sockets, or "" if it is short enough."""
+    if len(tmpdir) <= MAX_TMPDIR:
+        return ""
+    digest = hashlib.sha256(tmpdir.encode()).hexdigest()[:8]
+    return f"/tmp/imgkit-tmp-{os.geteuid()}-{digest}/t"  # noqa: S108 - the user's own folder in it
 
 
 def may_remove(name: str) -> bool:
