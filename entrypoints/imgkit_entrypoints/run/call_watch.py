@@ -79,7 +79,10 @@ class CallWatch:
         self._closed.set()
 
     def _watch(self) -> None:
-        """Publish what the thread does once it has stayed there for `LIMIT_S`, and compare the ranks."""
+        """Publish where the watched thread is once it has stayed there for `LIMIT_S`, and compare the ranks.
+
+        An empty text in the store says that this rank has moved.
+        """
         state = self._read_state()
         start_s = time.monotonic()
         published = None
@@ -143,7 +146,7 @@ class CallWatch:
 
 
 def _iterate_frames(thread_id: int) -> Iterator[FrameType]:
-    """Yield the stack of a thread, innermost frame first, from where it has called torch."""
+    """Yield the stack of a thread, innermost frame first, without torch's frames at the inner end."""
     frame: FrameType | None = sys._current_frames().get(thread_id)
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
@@ -179,13 +182,18 @@ def format_line(frame: FrameType) -> str:
 
 
 def are_stuck(states: Sequence[RankState]) -> bool:
-    """Return whether ranks wait for each other in different calls, so that none of them is only late."""
+    """Return whether ranks wait for each other in different calls, so that none of them can go on.
+
+    For example rank 0 waits in ``run.save`` and rank 1 in ``run.pause``. A rank that waits in no call is
+    busy. It may only be late, unless it has already passed the step in which another rank waits for it.
+    """
     calls = {(state.call, state.position) for state in states if state.call}
     if not calls:
         return False
     first_position = min(position for _, position in calls)
     busy_positions = [state.position for state in states if not state.call]
-    # A busy rank that is not beyond this position may still come to the call. In a later step, it never will.
+    # A busy rank at this position or before it may still come to the call that the others wait in.
     if busy_positions and min(busy_positions) <= first_position:
         return False
+    # A single call without a busy rank is no fault: all ranks wait in it.
     return len(calls) + len(busy_positions) > 1

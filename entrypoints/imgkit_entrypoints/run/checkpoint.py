@@ -51,7 +51,7 @@ for text in ("torch.distributed is disabled, unavailable or uninitialized", "Typ
 
 
 class _CopiesPlanner(dcp.DefaultSavePlanner):  # type: ignore[misc]
-    """Plans by the live tensors, and writes the copies of their local parts."""
+    """Plans a checkpoint by the tensors that train, and writes the copies of this rank's parts of them."""
 
     def __init__(self, copies: Mapping[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -138,7 +138,7 @@ class CheckpointWriter:
         """
         start_s = time.perf_counter()
         rank_values = self._ranks.gather_on_rank_0(rank_value)
-        self._finish_writing()  # the thread reads the copies, which change now
+        self._finish_writing()  # the thread still reads the copies of the last save, which are reused below
         shards = {key: tensor for key, tensor in tensors.items() if is_dtensor(tensor)}
         writers = self._rank_0
         if shards:
@@ -209,7 +209,7 @@ class CheckpointWriter:
         return folder
 
     def _commit(self, folder: Path, step: int, entries: Mapping[str, disk.FileEntry]) -> None:
-        """Make a complete folder the newest checkpoint, and leave unreadable ones to the user."""
+        """Make a complete folder the newest checkpoint, and rename unreadable ones to ``skipped-...``."""
         disk.set_aside(self._skipped)
         self._skipped = ()
         disk.commit(folder, step, entries, keep=self._keep, warn=self._warn_once)
@@ -262,7 +262,7 @@ def _save_state(folder: Path, state: dict[str, Any], copies: Mapping[str, Tensor
 
 
 def _describe_files(folder: Path, writers: Ranks) -> dict[str, disk.FileEntry]:
-    """Return the manifest's entries of the files of all `writers`; a collective call.
+    """Return the size and sha256 of each file of all `writers`, for the manifest; a collective call.
 
     Raises
     ------
@@ -391,11 +391,11 @@ class Checkpoint:
         return pickle.loads(data)  # noqa: S301 - SECURITY.md: it is trusted like code
 
     def _load(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Read the values of these keys from the folder, and return `values`.
+        """Read the value of each key of `values` from the folder into `values`, and return it.
 
-        Tensors are overwritten, of a DTensor this rank's part, and bytes are replaced. `dcp.load` would do it
-        with collectives: torch 2.3's also with ranks outside of the group, and all of them only to sort the
-        keys.
+        Tensors are overwritten in place, DTensors only in this rank's part, and bytes are replaced. This is
+        no collective call. `dcp.load` is one, only to sort the keys; that of torch 2.3 also waits for ranks
+        outside of the group.
         """
         reader = dcp.FileSystemReader(self.folder)
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -440,11 +440,11 @@ def find_newest(
 def _iterate_candidates(
     path: Path, problems: dict[Path, str], ranks: Ranks, *, trusts_folder: bool
 ) -> Iterator[disk.StoredCheckpoint]:
-    """Yield on all ranks the checkpoints that rank 0 finds, newest first. Each is a collective call.
+    """Yield on all ranks the checkpoints that rank 0 finds, newest first. Each step is a collective call.
 
     Parameters
     ----------
-    problems : gets on rank 0 why another checkpoint cannot be used, by its path.
+    problems : gets on rank 0 the reason why a checkpoint is left out, by its path.
     """
     candidates: Iterator[disk.StoredCheckpoint] = iter(())
     if ranks.rank == 0:
@@ -479,7 +479,10 @@ def _report_newest(path: Path) -> _NodeReport:
 
 
 def _refuse_newer_elsewhere(path: Path, ranks: Ranks) -> None:
-    """Raise UsageError if a node cannot list `path`, or has a newer checkpoint than rank 0."""
+    """Raise UsageError if a node cannot list `path`, or has a newer checkpoint than rank 0.
+
+    Rank 0 reads the checkpoint for all, so the run would go on from an older state without a word.
+    """
     reports = ranks.gather(_report_newest(path), call="run.restore")
     for report in reports:
         if report.problem:
@@ -517,7 +520,10 @@ PATIENCE_S = 10.0
 
 
 def refuse_unshared_folder(folder: Path, ranks: Ranks) -> None:
-    """Raise UsageError, on every rank, if the ranks do not all see the same folder; a collective call."""
+    """Raise UsageError, on every rank, if the ranks do not all see the same folder; a collective call.
+
+    Each rank writes its part of a sharded state, and a checkpoint needs all parts in one folder.
+    """
     # Rank 0 makes a folder, which the other ranks have to see. The first call of `gather` waits until it is
     # there, and the second until all ranks have looked for it.
     probe = folder / ranks.broadcast(f"{disk.WRITING}{secrets.token_hex(8)}")

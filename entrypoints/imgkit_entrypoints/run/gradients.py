@@ -75,7 +75,7 @@ class PendingGradients:
             )
 
     def _find_pending(self) -> str:
-        """Return the name of a tracked object whose gradients wait for their update, or ""."""
+        """Return the name of a tracked object with gradients that no optimizer step has used yet, or ""."""
         for name, value in self._tracked.objects.items():
             if isinstance(value, Optimizer) and self._has_unused_gradients(value):
                 return name

@@ -81,7 +81,11 @@ class _TensorSplitter:
         self._keys: dict[tuple[object, ...], str] = {}
 
     def replace(self, value: Any, path: LeafPath) -> Any:
-        """Return a reference for a tensor that torch can store by parts, and a copy of any other tensor."""
+        """Return a reference for a tensor that torch can store by parts, and a copy of any other tensor.
+
+        Two tensors that show the same memory, such as tied weights, get the same reference. Values that are
+        no tensors stay as they are.
+        """
         if not isinstance(value, Tensor):
             return value
         if not _can_divide(value):

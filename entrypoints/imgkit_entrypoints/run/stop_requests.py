@@ -120,8 +120,9 @@ def report_saved(
     """Report a saved state to the process that decides about a requeue, and return this process's exit code.
 
     Under dist-run the node agent reads a file, decides, and exits with 85. Plain torchrun turns every code
-    but 0 into 1, so rank 0 decides, and leaves the code in the run's folder for the job script. Elsewhere the
-    code 85 says that the state is saved.
+    but 0 into 1, so rank 0 decides, and writes the code into the run's folder for the job script. Without
+    either, this process exits with 85 itself, which says that the state is saved. After a stop file, all
+    exit with 0, since a person wants the run to stay stopped.
 
     Parameters
     ----------

@@ -119,7 +119,8 @@ class Tracked:
 
         Raises
         ------
-        UsageError : on every rank, if a rank cannot keep a state, or if rank 0's cannot count for all.
+        UsageError : on every rank, if a rank has a state that cannot be saved, or if the ranks differ in a
+            state of which a checkpoint keeps only that of rank 0.
         """
         snapshot = Snapshot()
         error: UsageError | None = None
@@ -162,7 +163,10 @@ class Tracked:
             snapshot.digests[name] = digest_text(repr(values))
 
     def _refuse_difference(self, name: str, ranks: Ranks, call: str) -> None:
-        """Raise UsageError, on every rank, if the value of rank 0 cannot count for all ranks."""
+        """Raise UsageError, on every rank, if a resume would replace values that differ between the ranks.
+
+        A checkpoint keeps only the state of rank 0, and a resume gives it to all ranks.
+        """
         stateful = self.objects[name]
         values = describe_values(stateful, state_of(name, stateful))
         rows = ranks.gather((self._first_values[name], values), call=call)
@@ -182,7 +186,8 @@ class Tracked:
 
         Raises
         ------
-        UsageError : it holds other objects or another model, and nothing is loaded; or a state does not fit.
+        UsageError : the checkpoint holds other objects or another model, and nothing is loaded; or an object
+            refuses its state, after others may have been loaded.
         """
         self._refuse_other_names(checkpoint, rank_values.keys())
         trees = {name: checkpoint.tree(name) for name in checkpoint.names}
@@ -282,7 +287,10 @@ def _unloadable_error(problem: str) -> UsageError:
 
 
 def _refuse_unsupported_shards(name: str, stateful: Any) -> None:
-    """Raise UsageError if an object is sharded in a way that no checkpoint can keep."""
+    """Raise UsageError if an object is sharded (divided among the ranks) so that it cannot be saved.
+
+    Only FSDP2's shards over all ranks can be saved, with torch 2.6 or newer.
+    """
     parts = stateful.modules() if isinstance(stateful, nn.Module) else [stateful]
     for part in parts:
         if _has_class(part, SHARDED_BY_OTHERS):
@@ -421,9 +429,9 @@ def _tensors_for_shards(stateful: Any, name: str, tree: Any, checkpoint: Checkpo
 
 
 def _make_optimizer_shards(optimizer: Optimizer, tree: Any, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Return a DTensor like its parameter for each tensor in the saved state of an optimizer, by key.
+    """Return an empty DTensor for each sharded tensor in the saved state of an optimizer, by key.
 
-    A fresh optimizer has no state to read into.
+    Each is sharded like its parameter. A new optimizer has no such tensors yet into which a rank could read.
     """
     tensors = {}
     parameters = list(iterate_parameters(optimizer))
@@ -439,7 +447,7 @@ def _make_optimizer_shards(optimizer: Optimizer, tree: Any, checkpoint: Checkpoi
 
 
 def state_of(name: str, stateful: Any) -> Any:
-    """Return the state of an object. A model has the same keys whatever is wrapped around which part of it.
+    """Return the state of an object. The keys of a model are those without wrappers such as DDP.
 
     Parameters
     ----------
@@ -447,7 +455,7 @@ def state_of(name: str, stateful: Any) -> Any:
 
     Raises
     ------
-    UsageError : it cannot be read.
+    UsageError : the object's ``state_dict`` raises an error.
     """
     try:
         state = stateful.state_dict()
