@@ -172,7 +172,7 @@ def refuse_unused(
     UsageError : an option differs from its default, and its condition in `needs` is not met.
     """
     defaults = parser.parse_args([])
-    fields = {}  # the attribute of the parsed value for each spelling of an option
+    fields = {}  # the attribute of the parsed value by each spelling of an option: {"--amp": "amp"}
     for action in parser._actions:
         for name in action.option_strings or (action.metavar,):
             fields[name] = action.dest

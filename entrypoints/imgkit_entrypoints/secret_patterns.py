@@ -137,7 +137,7 @@ def in_arguments(arguments: Sequence[str]) -> str:
         kind = in_value(text)
         if kind:
             return f"{kind} in argument {number + 1}"
-        option, equals, value = text.partition("=")
+        option, equals, value = text.partition("=")  # "--token=VALUE"
         if not equals and not _SWITCH.match(option) and number + 1 < len(arguments):
             # "--token VALUE": the value is the next argument, unless that is an option itself.
             following = arguments[number + 1]
@@ -170,11 +170,14 @@ def mask_secrets(text: str) -> str:
     for pattern in _PATTERNS.values():
         text = pattern.sub(_mask_match, text)
     characters = list(text)
-    masked_end = 0  # where the last value that was masked ends
+    # The end of the last masked value. A match that begins before it lies within that value.
+    masked_end = 0
     for match in _ASSIGNED.finditer(text):
+        # The group of the value: 3 in double quotes, 4 in single quotes, 5 without quotes.
         group = next(number for number in _ENDS if match[number] is not None)
         position = match.start(group)
         if position >= masked_end and in_name(match[1], match[group]):
+            # The pattern stops after 200 characters, and the value may be longer.
             while position < len(text) and text[position] not in _ENDS[group]:
                 characters[position] = "*"
                 position += 1
