@@ -105,6 +105,12 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]  # no caller gives a namespace of a class of its own
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
+        """Parse `args`, or the arguments of this process, and return the options.
+
+        Raises
+        ------
+        UsageError : an argument is wrong or unknown.
+        """
         argv = sys.argv[1:] if args is None else args
         try:
             options, unknown = self.parse_known_args(argv, namespace)

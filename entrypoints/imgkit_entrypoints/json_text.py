@@ -311,6 +311,7 @@ def _list_builder(origin: Any, readers: Sequence[_Reader]) -> _Reader:
     is_fixed = len(readers) > 1
 
     def build_list(values: list[Any]) -> Any:
+        """Build each item. If one does not fit, put its index in front of the path in the error."""
         item_readers = readers if is_fixed else [readers[0]] * len(values)
         if len(values) != len(item_readers):
             raise _misfit(values, f"a list of {len(readers)}")

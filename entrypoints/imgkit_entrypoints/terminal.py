@@ -132,6 +132,7 @@ def output_copier(*, to_err: bool = False) -> Callable[[bytes], None]:
         stream.flush()
 
     def copy_to_terminal(chunk: bytes) -> None:
+        """Print a chunk without what could control the terminal."""
         nonlocal unfinished
         # A chunk may end within a character or within a control sequence. The decoder keeps the bytes of the
         # first until the next chunk, and `unfinished` those of the second.

@@ -115,7 +115,12 @@ class Machine:
 def read_machine(
     env: Mapping[str, str], nodes: int, ranks_on_node: int, software: Mapping[str, str]
 ) -> Machine:
-    """Read the facts of this node. `software` has the versions of torch and its libraries."""
+    """Read the facts of this node. If they cannot be read, return only the versions.
+
+    Parameters
+    ----------
+    software : versions of torch and its libraries, by name.
+    """
     versions = {"imgkit": __version__, **software}
     try:
         host = facts.gather(env=env)

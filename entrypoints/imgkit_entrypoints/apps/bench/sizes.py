@@ -121,6 +121,8 @@ def _plan_total(size_bytes: int, fitting: float, iters: int | None, previous: Co
     if iters is not None:
         return float(iters)
     total = max(fitting, MIN_BATCHES)
+    # At most twice as many launches as for the previous size, and at least half as many. Where sizes grow by
+    # more than 2, the launches may shrink by the same factor.
     if previous is not None:
         size_ratio = size_bytes / previous.size_bytes
         total = max(total, previous.total / max(MAX_STEP, size_ratio))

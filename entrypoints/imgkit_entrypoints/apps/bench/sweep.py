@@ -106,7 +106,10 @@ class Sweep:
         )
 
     def _plan_sizes(self, collective: Collective) -> list[int]:
-        """Return the sizes to measure, each once. Small ones grow to an element, or a chunk for each rank."""
+        """Return the sizes to measure in bytes, each once.
+
+        A size below one element, or below one chunk of 16 bytes for each rank, is raised to that.
+        """
         options = self._setup.options
         limit = options.max_bytes
         if limit is None:
@@ -119,9 +122,9 @@ class Sweep:
         return planned
 
     def _find_backend_error(self, collective: Collective, size_bytes: int) -> str:
-        """Return the backend's error if it lacks this operation or type; a collective call.
+        """Return the backend's error if it lacks this operation or element type, and otherwise "".
 
-        The result is empty if the backend supports it.
+        This runs the collective once, at the smallest size. It is a collective call.
         """
         smallest = min(size_bytes, self._measurer.size_bytes(collective, 1))
         try:
@@ -161,7 +164,7 @@ class Sweep:
         self._print(table.format_row(result))
         for element in measurement.first_wrong:
             self._note(f"{element} (on {setup.node_names[element.rank]})")
-        # A run that is killed leaves this note in its file.
+        # The file is written after each size. If the run is killed, this note stays in it.
         self._save(("INCOMPLETE: the run was still in progress, or was killed.",))
 
     def _finish(self) -> int:

@@ -93,7 +93,10 @@ class MainLoop:
         return RunEnd()
 
     def _take_steps(self, steps: Steps, config: Config, workload: Workload) -> None:
-        """Take all steps, and after each evaluate and save if that is due, but for the last state."""
+        """Take all steps. After each, evaluate and save if it is time.
+
+        The state after the last step is saved by the end of ``with self.run``, and not here.
+        """
         run = self.run
         last_step = workload.steps
         save_every = parse_interval(config.save_every, workload.steps_per_epoch)
@@ -102,6 +105,7 @@ class MainLoop:
             run.begins()
             step = position.step
             is_evaluated = is_due(step, eval_every, last_step)
+            # Numbers go into the log only after these steps, so only they measure the gradient's norm.
             is_measured = is_evaluated or is_due(step, save_every, last_step) or run.looks()
             self.trainer.step(step - 1, micro_batches, measured=is_measured)
             if step == workload.start + 1:

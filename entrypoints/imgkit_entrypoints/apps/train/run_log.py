@@ -133,7 +133,7 @@ class RunLog:
         return f"step {step:>{len(str(self._workload.steps))}}/{self._workload.steps}"
 
     def _write_line(self, step: int) -> None:
-        """Write what came since the last line: on the terminal, into the metrics, to the loggers."""
+        """Write the means since the last line to the terminal, to ``metrics.jsonl`` and to the loggers."""
         workload = self._workload
         parts = self._since_line
         self._since_line = []
@@ -268,7 +268,7 @@ def _format_number(name: str, value: float | None, format_spec: str) -> str:
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
-    """Drop the lines of steps that will now be repeated."""
+    """Remove the lines of the metrics after `step`, from which this start goes on: it repeats these steps."""
     try:
         with files.open_own(path) as stream:
             lines = stream.read().decode(errors="replace").splitlines(keepends=True)

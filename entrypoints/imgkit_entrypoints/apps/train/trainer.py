@@ -129,7 +129,7 @@ class Trainer:
         number : number of the step, from 0.
         measured : whether the norm of the gradient goes into the log.
         """
-        if self._config.schedule != "constant" or self._config.warmup_steps:
+        if self._config.schedule != "constant" or self._config.warmup_steps:  # the rate changes
             for group in self._optimizer.param_groups:
                 group["lr"] = learning_rate(self._config, number, self._steps)
         losses = []
@@ -152,7 +152,12 @@ class Trainer:
         return self._join_numbers(loss.detach(), numbers, micro_batch.weight)
 
     def _join_numbers(self, loss: Tensor, numbers: Mapping[str, Any], weight: float) -> Tensor:
-        """Return the loss and the weighted numbers of the user's step in one tensor."""
+        """Return the loss and the weighted numbers of the user's step in one tensor.
+
+        Raises
+        ------
+        UsageError : the step has returned other names than in the warm-up.
+        """
         if tuple(numbers) != self.number_names:
             raise UsageError(
                 f"the step returned the numbers {', '.join(numbers) or 'none'}, but "
@@ -179,7 +184,7 @@ class Trainer:
         Every rank has the sum of all gradients, which holds any NaN, so all decide alike without a message.
         """
         is_skippable = self._config.on_nan == "skip"
-        norm: Tensor | None = None
+        norm: Tensor | None = None  # to measure it costs time, so only where it is needed
         if self._config.clip is not None or measured or is_skippable:
             norm = self._clip_gradient()
         if measured:
@@ -229,9 +234,9 @@ class Trainer:
         return {"optimizer": self._optimizer.state_dict(), "scaler": self._scaler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state that `state_dict` returned, but for the options of this start.
+        """Load a state that `state_dict` returned.
 
-        They are the learning rate, the momentum and the weight decay.
+        The learning rate, the momentum and the weight decay stay those of this start's options.
         """
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({**state["optimizer"], "param_groups": groups})
