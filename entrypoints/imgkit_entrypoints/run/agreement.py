@@ -117,7 +117,7 @@ class Agreement:
 
         Parameters
         ----------
-        max_interval : most steps between two exchanges from now on; None: as before.
+        max_interval : most steps between two exchanges of numbers from now on; None: as before.
         """
         if max_interval is not None:
             self._max_interval = max_interval
@@ -132,7 +132,10 @@ class Agreement:
         return step // self._interval > self._clock_step // self._interval
 
     def exchange_if_due(self, step: int) -> None:
-        """Receive the sums of the last exchange and send the numbers since then, if it is time.
+        """If it is time, read the sums of the last exchange, and begin the next one.
+
+        In an exchange, the ranks add up their numbers in the background, and their answers to requests to
+        stop. So all ranks learn of such a request at the same step.
 
         Raises
         ------
@@ -179,7 +182,10 @@ class Agreement:
         self._sent = _SentNumbers(exchange, call, work, values)
 
     def _receive(self) -> None:
-        """Wait for the sums that are under way, if there are any."""
+        """Wait for the sums of the exchange that is under way, if there is one.
+
+        The answers among them decide about a stop, and the other sums go to `AddedNumbers.arrived`.
+        """
         if self._sent is None:
             return
         sent = self._sent
@@ -200,7 +206,7 @@ class Agreement:
         self.numbers.arrived(replace(sent.exchange, sums=program_sums))
 
     def _refuse_difference(self, sent: _SentNumbers) -> None:
-        """Raise CheckFailed, on every rank, for different calls or different numbers of steps."""
+        """Raise CheckFailed, on every rank, since the marks differ: name the ranks' calls, or their steps."""
         call = "a loop" if sent.call in (STEP_END, PASS_END) else sent.call
         rows = self._ranks.gather((sent.exchange.step, sent.call), call=call)
         steps, calls = zip(*rows, strict=True)

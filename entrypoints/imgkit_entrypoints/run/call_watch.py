@@ -103,7 +103,7 @@ class CallWatch:
                     self._compare_ranks()
 
     def _read_state(self) -> RankState:
-        """Return what the watched thread does, as its stack shows."""
+        """Return the call in which the watched thread waits, its line of the program, and its steps."""
         frames = list(_iterate_frames(self._thread_id))
         library_frames = list(itertools.takewhile(_is_in_library, frames))
         program_frames = frames[len(library_frames) :]
@@ -133,7 +133,12 @@ class CallWatch:
         return [RankState(*json_text.parse(text)) for text in texts]
 
     def _end_process(self, verdict: str) -> None:
-        """End this process. The verdict is as ``rank 1: run.pause at t.py:9, step 4, rank 0: ...``."""
+        """Report that the ranks wait in different calls, and end this process.
+
+        Parameters
+        ----------
+        verdict : where each rank waits: ``rank 1: run.pause at t.py:9, step 4, rank 0: ...``.
+        """
         error = CheckFailed(
             f"the ranks have waited in different calls for {LIMIT_S / 60:g} minutes: {verdict}",
             hint="call run.pause, run.save and the like on all ranks; let no rank leave a loop alone",

@@ -73,7 +73,10 @@ class _FileWriter(dcp.FileSystemWriter):  # type: ignore[misc]
 
 
 def _find_os_error(error: BaseException) -> OSError:
-    """Return the OSError behind an error of torch, which may have come from another rank."""
+    """Return the OSError behind an error of torch, which may have come from another rank.
+
+    If there is none, the result is an OSError with the class and the first line of the error.
+    """
     failures = getattr(error, "failures", {})
     if failures:  # torch's CheckpointException has the error and the traceback of each rank that failed
         rank = min(failures)
@@ -132,7 +135,8 @@ class CheckpointWriter:
 
         Parameters
         ----------
-        index : the pickled position in the data and trees of all objects, which rank 0 saves.
+        index : the pickled position in the data, and the states of all objects without their tensors. Rank 0
+            saves it.
         tensors : tensors that are equal on all ranks, and DTensors; the same keys on all ranks.
         rank_value : the pickled values that each rank saves for itself.
         """
@@ -349,7 +353,7 @@ class Checkpoint:
         return pickle.loads(self._trees[name])  # noqa: S301 - SECURITY.md: it is trusted like code
 
     def state(self, name: str, shards: Mapping[str, Tensor] | None = None) -> Any:
-        """Return the state of an object, with its tensors.
+        """Return the state of an object, with its tensors; a collective call.
 
         Parameters
         ----------

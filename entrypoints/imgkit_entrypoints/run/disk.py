@@ -54,7 +54,7 @@ def make_temporary_folder(folder: Path, step: int) -> Path:
 
     Raises
     ------
-    OSError : it cannot be made, or the attempt of this worker is over (fence.py).
+    OSError : it cannot be made, or a later attempt of the run has begun (fence.py).
     """
     fence.check_fence(os.environ)
     folder.mkdir(parents=True, exist_ok=True)
@@ -85,8 +85,8 @@ def commit(
 
     Raises
     ------
-    OSError : the checkpoint could not be written, another user has one of this step, or the attempt of this
-        worker is over (fence.py); older ones are unchanged.
+    OSError : the checkpoint could not be written, another user has one of this step, or a later attempt of
+        the run has begun (fence.py). Older checkpoints are unchanged.
     """
     folder = temporary.parent
     target = folder / checkpoint_name(step)
@@ -136,7 +136,7 @@ def set_aside(checkpoints: Iterable[Path]) -> None:
 
     Raises
     ------
-    OSError : one cannot be renamed, or the attempt of this worker is over (fence.py).
+    OSError : one cannot be renamed, or a later attempt of the run has begun (fence.py).
     """
     fence.check_fence(os.environ)
     for path in checkpoints:

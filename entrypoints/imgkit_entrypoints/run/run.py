@@ -91,7 +91,7 @@ class Run:
         ignore_checkpoints: bool = False,
         say: Callable[[str], None] = _say,
     ) -> Run:
-        """Look out for requests to stop, and open the run's folder. Needs no process group.
+        """Look out for requests to stop, and open the run's folder. This needs no process group.
 
         Parameters
         ----------
@@ -212,8 +212,8 @@ class Run:
 
         Raises
         ------
-        UsageError : the checkpoint holds other objects, or cannot be read; rank 0's state of an object cannot
-            count for all; or a scheduler is not tracked, which `steps` and `save` refuse too.
+        UsageError : the checkpoint holds other objects, or cannot be read; the ranks differ in a state that
+            is saved only of rank 0; or a scheduler is not tracked, which `steps` and `save` refuse too.
         """
         is_restored = self._checkpoints.restore(source)
         if is_restored:

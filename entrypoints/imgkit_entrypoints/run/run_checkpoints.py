@@ -74,6 +74,8 @@ class RunCheckpoints:
     def find(self, path: Path | None) -> Checkpoint | None:
         """Find the newest valid checkpoint at `path`, or in the run's folder; a collective call.
 
+        Newer ones that cannot be used are reported and skipped. None means that there is no checkpoint.
+
         Raises
         ------
         UsageError : there are checkpoints, and none of them can be read.
@@ -98,11 +100,15 @@ class RunCheckpoints:
         return newest
 
     def _refuse_unreadable(self, folder: Path, problems: Mapping[Path, str], *, can_set_aside: bool) -> None:
-        """Raise UsageError, on every rank, since no checkpoint can be read, unless the run may start anew.
+        """Raise UsageError, on every rank, for checkpoints none of which can be read.
+
+        Without it, a long run could start over without notice. It is not raised if the user has asked for
+        that (`ignore_unreadable`) and the checkpoints can be renamed.
 
         Parameters
         ----------
-        can_set_aside : whether all these checkpoints can be renamed; rank 0 decides.
+        problems : why each checkpoint cannot be read.
+        can_set_aside : whether all of them can be renamed, as a new start has to do. Rank 0 decides.
         """
         options = can_set_aside, self._ignore_unreadable
         may_start_anew, starts_anew = self._connection.ranks.broadcast(options)
@@ -122,7 +128,8 @@ class RunCheckpoints:
 
         Raises
         ------
-        UsageError : as `Run.restore`.
+        UsageError : the checkpoint holds other objects, or cannot be read; a scheduler is not tracked; or the
+            tracked objects could not be saved later.
         """
         self.scheduler_search.refuse_untracked(self.tracked.objects)
         self._warn_of_fresh_ddp()
@@ -295,7 +302,7 @@ class RunCheckpoints:
         end_program(code)
 
     def finish(self) -> None:
-        """Save the last state of a run that is done; a collective call.
+        """Save the last state of a run that is done, unless a checkpoint has it; a collective call.
 
         Raises
         ------

@@ -71,7 +71,7 @@ class StopRequests:
         self._previous_handlers: dict[int, Any] = {}
 
     def answers(self) -> tuple[bool, ...]:
-        """Return this rank's answer to each of `REASONS`."""
+        """Return for each of `REASONS` whether this rank has seen such a request to stop."""
         has_stop_file = False
         has_agent_request = self._agent_flag is not None and self._agent_flag.exists()
         request = self._folder.request() if self._folder else None

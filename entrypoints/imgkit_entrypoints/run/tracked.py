@@ -111,7 +111,7 @@ class Tracked:
         return digests
 
     def snapshot(self, ranks: Ranks, call: str) -> Snapshot:
-        """Return the states as a checkpoint has them; a collective call.
+        """Compare the states between the ranks, and return them as a checkpoint has them; a collective call.
 
         Parameters
         ----------
@@ -232,6 +232,7 @@ class Tracked:
         """Load the state of an object; raise UsageError if it does not fit."""
         stateful = self.objects[name]
         try:
+            # Saved keys of a model are those without wrappers, such as "weight" for "module.weight" in DDP.
             if isinstance(stateful, nn.Module):
                 plain_keys = _map_to_plain_keys(stateful, stateful.state_dict())
                 state = {key: state[plain_key] for key, plain_key in plain_keys.items()}
@@ -326,7 +327,10 @@ def _refuse_parameter(name: str, parameter: Any) -> None:
 
 
 def _refuse_bad_reports(reports: Sequence[_RankReport], call: str) -> None:
-    """Raise UsageError if a rank cannot save a state, or tracks other objects than the others."""
+    """Raise UsageError if a rank cannot save a state, or tracks other objects than the others.
+
+    Every rank has the reports of all, so that all raise the same error and none waits for another.
+    """
     for rank, report in enumerate(reports):
         if report.error is not None:
             raise UsageError(f"rank {rank}: {report.error.what}", where=call, hint=report.error.hint)
@@ -386,7 +390,10 @@ def _find_group_difference(tree: Any, optimizer: Optimizer) -> str:
 
 
 def _find_model_difference(saved: Any, live: Mapping[str, Any], checkpoint: Checkpoint) -> str:
-    """Return how the saved state of a model differs from its live state, or "" if it does not."""
+    """Return how the saved state of a model differs from its live state, or "" if it does not.
+
+    An example is ``out.weight is (10, 20) in the checkpoint and (10, 30) in the model``.
+    """
     saved_only = list_first_names([key for key in saved if key not in live])
     live_only = list_first_names([key for key in live if key not in saved])
     if saved_only or live_only:
