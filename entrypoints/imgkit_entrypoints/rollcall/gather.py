@@ -150,7 +150,8 @@ class _Head:
 
         Raises
         ------
-        NoPlan : the time is over, a node must not join, or this node was asked to stop.
+        NoPlan : the time is over, a node asks to join that does not belong to this run, or this node was
+            asked to stop.
         """
         last_log = start
         deadline = start + self.meeting.timeout_s
@@ -246,7 +247,7 @@ class _Head:
 
         Raises
         ------
-        NoPlan : the node belongs to another layout of this run, or to a second start of it.
+        NoPlan : the node expects another number of nodes, or another node has its rank already.
         """
         rank = request.node_rank
         # The node of this rank may call again because it was restarted. Then its old connection has ended,
@@ -317,7 +318,7 @@ class _Head:
         return f"{self._names(ranks[:MAX_SHOWN])} and {len(ranks) - MAX_SHOWN} more"
 
     def _names(self, ranks: list[int]) -> str:
-        """Return one text with the names of some nodes."""
+        """Return the names of some nodes in one text: ``nodes 1-2,5 of 8 (node[01-02,05])``."""
         if len(ranks) == 1:
             return self._name(ranks[0])
         numbers = hostlist.number_ranges(str(rank + 1) for rank in ranks)

@@ -226,7 +226,12 @@ def run_request(request: ProbeRequest, open_port: OpenPort) -> ProbeReport:
 
 
 def probe_targets(targets: Mapping[int, ProbePort]) -> list[ProbeFailure]:
-    """Test all `targets` at once, and return the failed tests."""
+    """Test all `targets` at once, each in a thread, and return the failed tests.
+
+    Parameters
+    ----------
+    targets : the ports to test, by the ranks of their nodes.
+    """
     failures: list[ProbeFailure] = []
     deadline = time.monotonic() + LIMIT_S
 

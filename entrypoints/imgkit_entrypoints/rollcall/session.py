@@ -212,7 +212,9 @@ class HeadSession(_Session):
         self._events.append(order)
 
     def start_attempt(self, attempt: int, ranks: Mapping[int, int]) -> None:
-        """Send all nodes the order to start an attempt.
+        """Send all nodes the order to start an attempt: one start of the workers on all nodes.
+
+        Nodes that take no part get the order too, without a node rank: they wait as spares.
 
         Parameters
         ----------
@@ -325,7 +327,7 @@ class HeadSession(_Session):
             self._events.append(order)
 
     def _refuse_late_node(self) -> None:
-        """Refuse a node that asks to join after the start of the run."""
+        """Refuse a node that asks to join after the start of the run, when the nodes are numbered already."""
         if self.placement.size:
             problem = f"the run has started with {self.placement.nnodes} nodes, and no node can join it later"
             hint = "start it with the others: the head waits 30 s for one more than it has"
@@ -367,7 +369,10 @@ class MemberSession(_Session):
             wait([*sources, self._connection], seconds)
 
     def poll(self) -> list[Event]:
-        """Read messages, send a heartbeat when it is time, and return the events since the last call."""
+        """Read messages, send a heartbeat when it is time, and return the events since the last call.
+
+        If the connection is over, the last event is `HeadLost`, and later calls return none.
+        """
         if self._is_over:
             return []
         self._lines += self._connection.receive_lines()
