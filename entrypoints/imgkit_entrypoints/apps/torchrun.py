@@ -151,7 +151,7 @@ _FORKS: list[api.MultiprocessContext] = []
 
 
 def _codes_of_forks(local_rank: int, rank: int) -> dict[int, int]:
-    """Return the exit codes of failed forks by rank.
+    """Return the exit codes of failed forked workers by rank.
 
     Parameters
     ----------

@@ -90,7 +90,10 @@ def free_node_bytes(reader: Reader) -> int | None:
 
 
 def free_memory_bytes(ranks: Ranks, ranks_on_node: int) -> int | None:
-    """Return the memory that one rank may use: the GPU's free memory, or its share of the node's."""
+    """Return the memory that one rank may use: the GPU's free memory, or its share of the node's.
+
+    None means that the kernel does not report it.
+    """
     import torch
 
     if ranks.device.type == "cuda":

@@ -27,7 +27,8 @@ _CHANNELS = re.compile(r"(\d+) coll channels")
 def collect_log(env: MutableMapping[str, str]) -> Iterator[Path | None]:
     """Let NCCL log to files in a folder, and yield the folder.
 
-    If the user has set NCCL_DEBUG, and without GPUs, this changes nothing and yields None.
+    The variables are removed and the folder is deleted when the ``with`` block ends. If the user has set
+    NCCL_DEBUG, or without GPUs, this changes nothing and yields None.
     """
     if "NCCL_DEBUG" in env or env.get("IMGKIT_DEVICE") != "cuda":
         yield None

@@ -48,7 +48,12 @@ def format_size(size_bytes: int) -> str:
 
 
 def _format(size_bytes: int, step: int, units: tuple[str, ...]) -> str:
-    """Return a size in the largest of `units`, each `step` times the one before, that it reaches."""
+    """Return a size in the largest of `units` that it reaches: 3,000,000 in steps of 1000 is ``3MB``.
+
+    Parameters
+    ----------
+    step : how many times larger each unit is than the one before.
+    """
     value = float(size_bytes)
     power = 0
     while value >= step and power < len(units) - 1:

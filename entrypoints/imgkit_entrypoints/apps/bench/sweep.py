@@ -34,7 +34,10 @@ class Sweep:
         self._notes: list[str] = []
 
     def run(self) -> int:
-        """Measure everything, and return the exit code of this worker."""
+        """Measure everything, and return the exit code of this worker.
+
+        If another rank is lost, the process ends here, after it has reported what was measured.
+        """
         has_lost_peer = False
         try:
             self._measure_all()
@@ -168,7 +171,10 @@ class Sweep:
         self._save(("INCOMPLETE: the run was still in progress, or was killed.",))
 
     def _finish(self) -> int:
-        """Print the verdict, save the run, and return the exit code."""
+        """Print the verdict, save the run, and return the exit code.
+
+        It is 0 only if everything was measured, all values were right, and ``--require`` was met.
+        """
         self._print(*table.format_summary(self._record.results))
         self._print(*self._describe_verdicts())
         reasons = []

@@ -80,14 +80,14 @@ class MainLoop:
             self.report.add(latest)
 
     def run_to_end(self, steps: Steps, config: Config, workload: Workload) -> RunEnd:
-        """Take all steps, or those until a request to stop, and save the state."""
+        """Take all steps, or those until a request to stop, save the state, and return how the run ended."""
         try:
             with self.run:
                 self._take_steps(steps, config, workload)
         except (LossIsNoNumber, NotSaved) as error:
             return RunEnd(reason=error.what, exit_code=error.exit_code, hint=error.hint or "")
         except SystemExit as exit_request:
-            if not self.run.stopping:  # a function of the user ends the program
+            if not self.run.stopping:  # not the run library, but a function of the user has called sys.exit
                 raise
             return RunEnd(reason=self.run.stopping, exit_code=int(str(exit_request.code)))
         return RunEnd()

@@ -105,7 +105,7 @@ class RunLog:
         self._metrics.write(lambda folder: _drop_lines_after(folder / METRICS, workload.start))
 
     def add(self, latest: LatestSteps) -> None:
-        """Add the sums of the latest steps."""
+        """Add the sums of the latest steps, and write a line if it is time."""
         if math.isnan(self._first_loss):
             self._first_loss = latest.loss
         self._skipped += latest.skipped
@@ -187,7 +187,7 @@ class RunLog:
         return mean_loss, dict(zip(names, finite_means, strict=True))
 
     def _format_line(self, step: int, values: Mapping[str, Any], left_s: float) -> str:
-        """Return the line of progress for the terminal.
+        """Return the line of progress for the terminal: ``step 10/100  loss 0.123456  ...  5s left``.
 
         Parameters
         ----------
