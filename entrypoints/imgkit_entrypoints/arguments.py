@@ -49,7 +49,7 @@ class Option:
     """Options with the same text here exclude each other."""
 
     def keywords(self) -> dict[str, Any]:
-        """Return the keyword arguments for argparse's ``add_argument``."""
+        """Return the keyword arguments for argparse's ``add_argument``, with the default in the help."""
         keywords = {}
         for name in ("help", "metavar", "default", "action", "nargs", "dest"):
             if getattr(self, name) is not None:
@@ -172,6 +172,8 @@ def refuse_unused(
     parser: argparse.ArgumentParser, options: argparse.Namespace, needs: Iterable[Need]
 ) -> None:
     """Refuse options that the user has set, but that have no effect with the other options.
+
+    For example ``--momentum 0.9`` has no effect without ``--optimizer sgd``.
 
     Raises
     ------

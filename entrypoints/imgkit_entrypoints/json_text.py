@@ -240,7 +240,10 @@ def _check_type(json_type: Any, build: _Reader | None) -> _Reader:
 
 
 def _check_rules(read_value: _Reader, rules: Sequence[Rule]) -> _Reader:
-    """Return a reader that applies `rules` to each value that `read_value` builds, except None."""
+    """Return a reader that builds a value by `read_value`, and applies `rules` to it unless it is None.
+
+    A rule raises `Unfit` for a value that breaks it, and may return another form of the value.
+    """
 
     def read_checked(value: Any) -> Any:
         value = read_value(value)

@@ -102,7 +102,7 @@ def parse_condition(condition: str) -> tuple[Comparison, ...]:
 
 
 def _check_operand(comparison: Comparison) -> None:
-    """Raise ValueError if the operator of a comparison cannot have its operand."""
+    """Raise ValueError if the operator of a comparison cannot have its operand, as in ``nccl < new``."""
     operand = comparison.operand
     states = _VARIABLE_STATES if comparison.is_of_variable else _FACT_STATES
     if comparison.operator == "is" and operand not in states:

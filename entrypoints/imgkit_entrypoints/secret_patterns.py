@@ -103,7 +103,8 @@ _PRIVATE = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY|PuTTY-User-Key-File")
 def in_name(name: str, value: str) -> bool:
     """Return whether a variable or an option with this name and value is probably a secret.
 
-    Names in capital letters are taken for variables, and others for options or settings.
+    Names in capital letters are taken for variables, and others for options or settings. ``HF_TOKEN`` with
+    the value ``hf_x`` is a secret, and ``PASSWORD_FILE`` or a value such as ``$TOKEN`` is none.
     """
     capital = re.sub(r"[-.]", "_", name.lstrip("-")).upper()
     if _HARMLESS.fullmatch(value) or _LOCATION.search(capital):
