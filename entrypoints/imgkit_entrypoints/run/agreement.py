@@ -143,7 +143,7 @@ class Agreement:
         """
         if self.is_exchange_due(step):
             self._exchange(step, STEP_END)
-            if self.stop:  # the ranks will save, and all numbers belong to that
+            if self.stop:  # the ranks save now, and the log has to have the numbers of all steps before
                 self._receive()
 
     def wait_for_ranks(self, step: int, call: str) -> None:

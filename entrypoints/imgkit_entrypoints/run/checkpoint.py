@@ -369,7 +369,7 @@ class Checkpoint:
         return join_tensors(tree, tensors)
 
     def read_tensors(self, keys: Sequence[str]) -> dict[str, Tensor]:
-        """Return whole tensors, in host memory."""
+        """Return whole tensors in host memory, which rank 0 reads for all ranks; a collective call."""
         tensors = {}
         for key in keys:
             info = self.tensors[key]
@@ -455,7 +455,7 @@ def _iterate_candidates(
         candidates = disk.iterate_valid(path, problems, trusts_folder=trusts_folder)
     while True:
         candidate = ranks.broadcast(next(candidates, None))
-        if candidate is None:
+        if candidate is None:  # rank 0 has no more
             return
         yield candidate
 
@@ -471,7 +471,7 @@ class _NodeReport(NamedTuple):
 
 
 def _report_newest(path: Path) -> _NodeReport:
-    """Return what this rank sees at the path of the checkpoints."""
+    """Return what this rank sees at the path of the checkpoints, which may be a disk of its node alone."""
     host = socket.gethostname()
     try:
         checkpoints = disk.checkpoints_at(path)
@@ -492,7 +492,7 @@ def _refuse_newer_elsewhere(path: Path, ranks: Ranks) -> None:
         if report.problem:
             raise UsageError(report.problem, where=report.host, hint="name a folder that you can read")
     first = reports[0]
-    newest = max(reports)  # names sort like steps
+    newest = max(reports)  # by their names, such as "step-0000000500", which sort like steps
     if newest.newest_name > first.newest_name:
         raise UsageError(
             f"{newest.host} has {newest.newest_name}, and the newest checkpoint of rank 0 on {first.host} is "

@@ -123,7 +123,7 @@ def _old_checkpoints(folder: Path, newest: Path, keep: int) -> list[Path]:
     for path in newest_first(folder):
         if files.foreign_owner(path, folder.parent):
             continue
-        is_later = path.name > newest.name
+        is_later = path.name > newest.name  # from before the run was resumed at an earlier step
         if is_later or remaining == keep:
             old_checkpoints.append(path)
         else:

@@ -54,6 +54,8 @@ class PendingGradients:
     def count_waiting(self) -> None:
         """Count a step by which the save that is due now waits for an optimizer, if it does.
 
+        It waits while gradients are there that no optimizer step has used, since a checkpoint keeps none.
+
         The first such step reports that the save waits. After `MAX_WAITING_STEPS` a warning is reported, and
         the save no longer waits.
         """

@@ -407,6 +407,7 @@ class DataPosition:
             return iterate_from(loader, self.batch, random, is_first_pass=is_first_pass)
         batches = iterate_stateful(loader, self.batch, random, is_first_pass=is_first_pass)
         self._loader = loader
+        # `refuse_unchanged_loader_state` compares a later state with this one.
         self._loader_start = pickle.dumps(loader.state_dict())
         return batches
 

@@ -249,6 +249,7 @@ class Run:
                 hint="run.track(loader=loader, ...)",
             )
         program_frame = sys._getframe(1)
+        # Loops without a name are told apart by the lines at which the program calls this.
         line = format_line(program_frame)
         return Steps(self._loop, self._position, loader, name, save_every, line)
 

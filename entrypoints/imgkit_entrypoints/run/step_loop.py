@@ -229,7 +229,7 @@ class StepLoop:
         if not self.is_started:
             self.start(save_every)
         self._count_step()
-        self._checkpoints.restored = None
+        self._checkpoints.restored = None  # the run has moved on from the restored checkpoint
         saves_now = self._agree_on_save(save_every)
         if saves_now:
             self._meet_before_save()
@@ -243,7 +243,10 @@ class StepLoop:
             self.save_now(at_start=at_start)
 
     def _agree_on_save(self, save_every: int) -> bool:
-        """Exchange numbers with the other ranks if it is time; return whether all save after this step."""
+        """Exchange numbers with the other ranks if it is time; return whether all save after this step.
+
+        They save after a request to stop or to save, and every `save_every` steps, unless a rank has to wait.
+        """
         step = self._position.step
         agreement = self._connection.agreement
         agreement.exchange_if_due(step)

@@ -74,7 +74,7 @@ class Tracked:
         return any(map(is_sharded, self.objects.values()))
 
     def add(self, name: str, stateful: Any, *, per_rank: bool) -> None:
-        """Add an object with `state_dict` and `load_state_dict`.
+        """Add an object with `state_dict` and `load_state_dict`, if a checkpoint can keep its state.
 
         Parameters
         ----------
@@ -82,7 +82,8 @@ class Tracked:
 
         Raises
         ------
-        UsageError : it has no state that a checkpoint can keep.
+        UsageError : the name is taken, or the object has no state, a state that pickle cannot write, or
+            shards of another kind than FSDP2's.
         """
         if name in self.objects:
             raise _track_error(f"the name {name} is already tracked", "choose another name")
@@ -191,6 +192,7 @@ class Tracked:
         """
         self._refuse_other_names(checkpoint, rank_values.keys())
         trees = {name: checkpoint.tree(name) for name in checkpoint.names}
+        # Compare all objects first, so that nothing is loaded if one of them differs.
         for name, tree in trees.items():
             self._refuse_other_object(name, tree, checkpoint)
         for name, tree in trees.items():
@@ -477,7 +479,10 @@ def state_of(name: str, stateful: Any) -> Any:
 
 
 def _unwrap_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a model under keys without wrappers, and with one tensor for tied parameters."""
+    """Return the state of a model under keys without wrappers, and with one tensor for tied parameters.
+
+    Tied parameters are one parameter under several names, such as an embedding and an output layer.
+    """
     # torch makes new tensors for the state, also of a parameter that two modules share.
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tied_tensors: dict[int, Any] = {}
