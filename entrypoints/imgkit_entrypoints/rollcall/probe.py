@@ -254,7 +254,7 @@ def _probe_port(target: int, offer: ProbePort, deadline: float) -> ProbeFailure 
     A burst is a number of bytes that is sent at once. The next one is sent after it has arrived. If small
     bursts arrive and large ones do not, the network drops large packets.
     """
-    size = arrived = segment = 0
+    size = arrived = segment = 0  # a failure with the size 0 means that there was no connection
     try:
         with socket.socket(_family(offer.address)) as sock:
             sock.settimeout(max(TICK_S, min(STEP_S, deadline - time.monotonic())))
@@ -348,6 +348,7 @@ def _mtu_hint(failure: ProbeFailure, offer: ProbePort) -> str:
     headers = _headers_bytes(offer.address)
     # Ping has ICMP's 8 bytes in place of TCP's 32, so 24 more are left for its payload.
     payload = failure.packet - headers + 24
+    # The MTU in the hint is the largest burst that has arrived, with its headers.
     return (
         f"a path MTU black hole: a switch or tunnel drops packets of {failure.packet} B without a report. "
         f"To see it: ping -c 3 -M do -s {payload} {offer.address}. Raise the MTU of the path, or lower "

@@ -319,7 +319,10 @@ class Server:
         peer.end_sending()
 
     def _report(self, peer: HeadConnection, problem: str) -> None:
-        """Log once what a stranger did, and only for the first `MAX_REPORTS` strangers."""
+        """Log what a connection that is no node of the run did, each text once.
+
+        After `MAX_REPORTS` texts nothing more is logged, so that a flood cannot fill the disk.
+        """
         text = f"{peer.address} {problem}"
         if text in self.reports or len(self.reports) > MAX_REPORTS:
             return
