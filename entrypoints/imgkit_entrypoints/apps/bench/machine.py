@@ -75,7 +75,10 @@ MAX_SHARE = 0.9
 
 
 def free_node_bytes(reader: Reader) -> int | None:
-    """Return the free memory of this node, or of this job's cgroup, or None if the kernel reports neither."""
+    """Return the free memory of this node, or of this job's cgroup (its limit of memory) if that is less.
+
+    None means that the kernel reports neither.
+    """
     values = []
     for line in (reader.text("/proc/meminfo") or "").splitlines():
         name, _, rest = line.partition(":")

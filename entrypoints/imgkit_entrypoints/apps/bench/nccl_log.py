@@ -81,7 +81,7 @@ def _describe_connection(transport: str, details: str) -> str:
 
 
 def describe_transports(names: Iterable[str]) -> tuple[str, ...]:
-    """Return sentences on the transports of all ranks' logs."""
+    """Return sentences on the transports (the ways in which NCCL moves data) in the logs of all ranks."""
     ordered = sorted(set(names))
     if not ordered:
         return ()

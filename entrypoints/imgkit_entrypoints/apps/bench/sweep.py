@@ -70,7 +70,10 @@ class Sweep:
         self._record.complete = all(completed)
 
     def _measure_sizes(self, name: str) -> bool:
-        """Measure all sizes of one collective; return False if memory was too short for a size."""
+        """Measure all sizes of one collective; return False if memory was too short for a size.
+
+        A collective that the backend does not support is reported and left out. The run still is complete.
+        """
         collective = find_collective(name)
         planned = self._plan_sizes(collective)
         self._print(table.format_title(collective, self._setup.options.dtype, self._setup.world))

@@ -33,7 +33,7 @@ class Chart:
 
 
 def _choose_ticks(axis: Axis) -> list[float]:
-    """Return round numbers on an axis, at most six."""
+    """Return round numbers on an axis, at most six: 0, 20, 40, 60 for values up to 75."""
     if axis.is_logarithmic:
         first_power = math.ceil(math.log10(axis.low))
         last_power = math.floor(math.log10(axis.high))

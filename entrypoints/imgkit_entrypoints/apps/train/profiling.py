@@ -197,7 +197,7 @@ def _write_trace(recorder: profile, config: Config, ranks: Ranks) -> None:
     """Stop a recorder, and write its trace into the run folder: ``traces/rank-0.json``."""
     ranks.synchronize()
     recorder.stop()
-    assert config.run_dir is not None  # options.read has checked it
+    assert config.run_dir is not None  # the options refuse --profile without a run folder
     target = config.run_dir / "traces" / f"rank-{ranks.rank}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = files.temporary_name(target)

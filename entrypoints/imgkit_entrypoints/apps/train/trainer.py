@@ -92,7 +92,8 @@ class Trainer:
         self._refuse_no_numbers(loss, numbers)
         self.number_names = tuple(numbers)
         self.sums = torch.zeros(3 + len(numbers), dtype=torch.float64, device=self.sums.device)
-        # No norm of the gradient until one is measured.
+        # In this order: skipped steps, the norm of the gradient, the loss, the user's numbers. The norm is
+        # unknown until one is measured.
         self.sums[1] = math.nan
         self._losses = self.sums[2:]
         self._clock.run_first_backward(self._parameters, loss.backward)
@@ -342,7 +343,8 @@ class StepSums:
         if not exchange.steps:
             return
         world_size = self.ranks.world_size
-        # The last values are the own work of each rank, and the others are equal parts of all ranks.
+        # The last values are the own work of each rank. Each of the others is a sum over all ranks, of which
+        # the log gets the mean.
         own_s = exchange.sums[-world_size:]
         if world_size == 1:
             own_s = ()
