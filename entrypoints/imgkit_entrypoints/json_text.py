@@ -246,6 +246,7 @@ def _check_rules(read_value: _Reader, rules: Sequence[Rule]) -> _Reader:
     """
 
     def read_checked(value: Any) -> Any:
+        """Build a value and apply the rules; a rule that is broken is a `_Misfit`."""
         value = read_value(value)
         if value is None:
             return None
@@ -343,6 +344,7 @@ def _object_builder(owner: Any, closed: bool) -> _Reader:
             required.append(field.name)
 
     def build_object(values: dict[str, Any]) -> Any:
+        """Build the dataclass from the values for its fields; a missing one gets its default."""
         parts = _read_parts(values, readers)
         for name in required:
             if name not in parts:

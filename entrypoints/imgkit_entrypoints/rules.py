@@ -104,7 +104,7 @@ def printable_text(text: str, *, several_lines: bool = False) -> Iterator[Fault]
 
 
 def pattern_rule(pattern: str, fault: str, hint: str) -> Rule:
-    """Return the rule that the whole text matches `pattern`.
+    """Return the rule that the whole text matches `pattern`, a regular expression over ASCII.
 
     Parameters
     ----------

@@ -311,7 +311,7 @@ class SystemFacts:
             try:
                 values[name] = expand_variables(value, site_env)
             except KeyError as error:
-                if name in env:
+                if name in env:  # the user's value counts, and not the recipe's
                     continue
                 (missing,) = error.args
                 raise UsageError(
