@@ -49,7 +49,7 @@ class Option:
     """Options with the same text here exclude each other."""
 
     def keywords(self) -> dict[str, Any]:
-        """Return the keyword arguments for argparse's ``add_argument``."""
+        """Return the keyword arguments for argparse's ``add_argument``, with the default in the help."""
         keywords = {}
         for name in ("help", "metavar", "default", "action", "nargs", "dest"):
             if getattr(self, name) is not None:
@@ -105,6 +105,12 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]  # no caller gives a namespace of a class of its own
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
+        """Parse `args`, or the arguments of this process, and return the options.
+
+        Raises
+        ------
+        UsageError : an argument is wrong or unknown.
+        """
         argv = sys.argv[1:] if args is None else args
         try:
             options, unknown = self.parse_known_args(argv, namespace)
@@ -167,12 +173,14 @@ def refuse_unused(
 ) -> None:
     """Refuse options that the user has set, but that have no effect with the other options.
 
+    For example ``--momentum 0.9`` has no effect without ``--optimizer sgd``.
+
     Raises
     ------
     UsageError : an option differs from its default, and its condition in `needs` is not met.
     """
     defaults = parser.parse_args([])
-    fields = {}  # the attribute of the parsed value for each spelling of an option
+    fields = {}  # the attribute of the parsed value by each spelling of an option: {"--amp": "amp"}
     for action in parser._actions:
         for name in action.option_strings or (action.metavar,):
             fields[name] = action.dest

@@ -62,7 +62,8 @@ def refuse_unusable_folder(path: Path, name: str, *, where: str, hint: str) -> N
 
 
 def _folder_problem(path: Path) -> str:
-    """Return why `path` cannot be a folder that this user writes, or an empty text."""
+    """Return why `path` cannot be a folder that this user writes, or an empty text if it can."""
+    # `path` itself if it exists, or the nearest folder above it that does.
     for folder in (path, *path.parents):
         try:
             mode = folder.stat().st_mode
@@ -112,9 +113,9 @@ def create_file(path: Path, *, mode: int = 0o666) -> BinaryIO:
 
 @contextlib.contextmanager
 def replace_file(target: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """Yield a new file that replaces `target` in one step when the block ends.
+    """Yield a new file that replaces `target` in one step when the ``with`` block ends.
 
-    If the block raises, `target` stays as it was.
+    Until then it has a temporary name. If the block raises, it is removed, and `target` stays as it was.
 
     Raises
     ------
@@ -166,7 +167,10 @@ def write_file(target: Path, text: str) -> None:
 
 
 def publish_file(temporary: Path, target: Path) -> None:
-    """Rename a file that another program has written to `target`, after its content is on the disk."""
+    """Rename the file `temporary`, which another program has written, to `target`.
+
+    Its content is written to the disk first, so that a power failure leaves no empty `target`.
+    """
     descriptor = os.open(temporary, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -219,7 +223,7 @@ def read_own(path: Path) -> str:
 
 
 def open_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
-    """Open a regular file for reading, and refuse everything else that a stranger may have put there.
+    """Open a regular file for reading, and refuse what another user may have put there in its place.
 
     A named pipe without a writer would block for ever, /dev/zero has no end, and some devices act when they
     are opened.
@@ -286,7 +290,7 @@ def read_text(path: Path, *, most_bytes: int = MOST_BYTES, errors: str = "strict
 
 
 def open_own(path: Path, flags: int = os.O_RDONLY, mode: str = "rb") -> BinaryIO:
-    """Open a file that no other user can have put there, by the rules of `foreign_file_reason`.
+    """Open a file, and refuse it if another user may have put it there (see `foreign_file_reason`).
 
     Parameters
     ----------
@@ -302,7 +306,7 @@ def open_own(path: Path, flags: int = os.O_RDONLY, mode: str = "rb") -> BinaryIO
     try:
         descriptor = os.open(path, safe_flags, 0o666)
     except OSError as error:
-        # What O_NOFOLLOW and O_NONBLOCK raise for a link, and for a named pipe or a socket.
+        # O_NOFOLLOW makes a link fail so, and O_NONBLOCK a named pipe or a socket. Raise a clearer error.
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EMLINK):
             _refuse_foreign_file(os.lstat(path), path)
         raise
@@ -339,7 +343,9 @@ def make_own_folder(path: Path) -> None:
 
 
 def make_links(folder: Path, links: Mapping[str, str]) -> None:
-    """Create `folder` with a symbolic link for each name in `links`, or accept a folder with exactly these.
+    """Create `folder` with a symbolic link for each name in `links`, or accept a folder that has these links.
+
+    The links are made in a temporary folder, which is then renamed, so that `folder` is complete or absent.
 
     Parameters
     ----------
@@ -353,7 +359,7 @@ def make_links(folder: Path, links: Mapping[str, str]) -> None:
     try:
         for name, target in links.items():
             (temporary / name).symlink_to(target)
-        with contextlib.suppress(OSError):  # another process of this user may have made it
+        with contextlib.suppress(OSError):  # another process of this user may have made `folder`
             temporary.rename(folder)
             return
     finally:
@@ -401,7 +407,8 @@ def foreign_owner(path: Path, folder: Path, *, trusts_folder: bool = False) -> s
     The text is empty if the owner is this user, root or, with `trusts_folder`, the owner of `folder`. It is
     also empty if the path cannot be seen.
     """
-    # In a container the program may be root, while the folder belongs to the person who has started it.
+    # In a container the program may be root, while the folder belongs to the person who has started it. So
+    # root trusts the owner of the folder in any case.
     is_trusted = _is_trusted if trusts_folder or os.geteuid() == 0 else _is_own
     try:
         status = os.lstat(path)
@@ -439,7 +446,8 @@ def _is_own(status: os.stat_result, folder: Path) -> bool:
 def _owner_of_new_files(folder: Path) -> int:
     """Return the user who owns a file that this process creates in `folder`, or -1 if it cannot create one.
 
-    It may differ from the user of the process, because NFS turns root into nobody.
+    It is found out with a file that is removed at once. On NFS it may differ from the user of the process,
+    because the server turns root into nobody.
     """
     probe = temporary_name(folder / "owner")
     try:

@@ -76,7 +76,12 @@ def first_object(output: str) -> Any:
 
 
 def _decode(text: str, decode: Callable[[str], Any], most_brackets: int) -> Any:
-    """Decode a text, and raise ValueError if it has too many brackets or is nested too deeply."""
+    """Return the value of a JSON text, by means of the function `decode` of Python's decoder.
+
+    Raises
+    ------
+    ValueError : the text is not JSON, has too many brackets, or is nested too deeply.
+    """
     # Brackets inside of strings count too, which only makes the limit a little lower.
     if text.count("[") + text.count("{") > most_brackets:
         raise ValueError(f"it has more than {most_brackets} lists and objects")
@@ -167,7 +172,8 @@ def build_value(hint: Any, value: Any, name: str, *, closed: bool = False) -> An
     Parameters
     ----------
     name : how errors call the value; a field of it is called ``name.field[0]``.
-    closed : refuse unknown keys of objects, which are ignored otherwise.
+    closed : whether an unknown key in an object is an error. Otherwise such keys are ignored, so that an
+        older version can read what a newer one wrote.
 
     Raises
     ------
@@ -183,7 +189,8 @@ def build_value(hint: Any, value: Any, name: str, *, closed: bool = False) -> An
 class _Misfit(Exception):
     """A value does not fit the annotation of its field.
 
-    `path` leads to the value, such as ``.ports[2].state``. Each caller puts its part in front.
+    `path` leads to the value, such as ``.ports[2].state``. Each function on the way out puts the key or the
+    index that it knows in front: ``.state``, then ``[2].state``, then ``.ports[2].state``.
     """
 
     def __init__(self, problem: str) -> None:
@@ -195,25 +202,34 @@ _Reader = Callable[[Any], Any]
 
 @functools.cache
 def _find_reader(hint: Any, closed: bool) -> _Reader:
-    """Return a function that builds values of the type `hint`.
+    """Return a reader for the type `hint`: a function that builds its values from parsed JSON.
 
-    The functions are cached, so that the annotations of a type are read only once.
+    For example the reader of ``tuple[int, ...]`` makes ``(1, 2)`` from ``[1, 2]``. Readers are cached, so
+    that the annotations of a type are read only once.
+
+    Parameters
+    ----------
+    closed : whether a dataclass refuses keys that are none of its fields.
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         rules = [item for item in hint.__metadata__ if isinstance(item, Rule)]
         return _check_rules(_find_reader(args[0], closed), rules)
-    if type(None) in args:  # X | None: the first type is X
+    if type(None) in args:  # "X | None": `args` are X and the type of None, so `args[0]` is X
         read_value = _find_reader(args[0], closed)
         return lambda value: None if value is None else read_value(value)
     if origin is Literal:
         return functools.partial(_read_choice, args)
+    # A dataclass is written as a JSON object, a tuple as an array, and a Path as a text.
     json_type = dict if dataclasses.is_dataclass(hint) else _JSON_TYPES.get(origin or hint, hint)
     return _check_type(json_type, _find_builder(hint, closed))
 
 
 def _check_type(json_type: Any, build: _Reader | None) -> _Reader:
-    """Return a reader of values of the type `json_type`, from which `build` makes the result."""
+    """Return a reader that accepts only values of the type `json_type`, and passes them to `build`.
+
+    Without a `build`, such as for a text, the value is the result.
+    """
 
     def read_typed(value: Any) -> Any:
         if type(value) is not json_type:  # not isinstance, because True is an instance of int
@@ -224,9 +240,13 @@ def _check_type(json_type: Any, build: _Reader | None) -> _Reader:
 
 
 def _check_rules(read_value: _Reader, rules: Sequence[Rule]) -> _Reader:
-    """Return a reader that applies `rules` to each value that `read_value` builds, except None."""
+    """Return a reader that builds a value by `read_value`, and applies `rules` to it unless it is None.
+
+    A rule raises `Unfit` for a value that breaks it, and may return another form of the value.
+    """
 
     def read_checked(value: Any) -> Any:
+        """Build a value and apply the rules; a rule that is broken is a `_Misfit`."""
         value = read_value(value)
         if value is None:
             return None
@@ -242,14 +262,17 @@ def _check_rules(read_value: _Reader, rules: Sequence[Rule]) -> _Reader:
 
 
 def _read_choice(allowed: tuple[Any, ...], value: Any) -> Any:
-    """Return a value of a ``Literal``, or raise `_Misfit` if it is none of those that are allowed."""
+    """Return `value` if it is one of the `allowed` values of a ``Literal``, and otherwise raise `_Misfit`."""
     if value not in allowed:
         raise _misfit(value, " or ".join(allowed))
     return value
 
 
 def _find_builder(hint: Any, closed: bool) -> _Reader | None:
-    """Return a function that builds a value from JSON of the right type, or None if that is the value."""
+    """Return a function that builds a value of the type `hint` from parsed JSON, whose type is right already.
+
+    The result is None if nothing has to be built, as for a text or a number.
+    """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return _object_builder(hint, closed)
@@ -261,7 +284,10 @@ def _find_builder(hint: Any, closed: bool) -> _Reader | None:
 
 
 def _read_parts(values: Mapping[str, Any], readers: Mapping[str, _Reader]) -> dict[str, Any]:
-    """Read the values of an object for which there is a reader, by their keys."""
+    """Return the values of a JSON object by key, each built by the reader of its key.
+
+    Keys without a reader are left out. If a value does not fit, its key is added to the path in the error.
+    """
     parts, name = {}, ""
     try:
         for name, read_value in readers.items():
@@ -289,6 +315,7 @@ def _list_builder(origin: Any, readers: Sequence[_Reader]) -> _Reader:
     is_fixed = len(readers) > 1
 
     def build_list(values: list[Any]) -> Any:
+        """Build each item. If one does not fit, put its index in front of the path in the error."""
         item_readers = readers if is_fixed else [readers[0]] * len(values)
         if len(values) != len(item_readers):
             raise _misfit(values, f"a list of {len(readers)}")
@@ -305,7 +332,10 @@ def _list_builder(origin: Any, readers: Sequence[_Reader]) -> _Reader:
 
 
 def _object_builder(owner: Any, closed: bool) -> _Reader:
-    """Return a function that builds the dataclass `owner` from an object."""
+    """Return a function that builds the dataclass `owner` from a JSON object.
+
+    It refuses an object that lacks a field without a default, and with `closed` one with an unknown key.
+    """
     hints = typing.get_type_hints(owner, include_extras=True)
     readers, required = {}, []
     for field in dataclasses.fields(owner):
@@ -314,6 +344,7 @@ def _object_builder(owner: Any, closed: bool) -> _Reader:
             required.append(field.name)
 
     def build_object(values: dict[str, Any]) -> Any:
+        """Build the dataclass from the values for its fields; a missing one gets its default."""
         parts = _read_parts(values, readers)
         for name in required:
             if name not in parts:

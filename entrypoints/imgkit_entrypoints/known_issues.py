@@ -102,7 +102,7 @@ def parse_condition(condition: str) -> tuple[Comparison, ...]:
 
 
 def _check_operand(comparison: Comparison) -> None:
-    """Raise ValueError if the operator of a comparison cannot have its operand."""
+    """Raise ValueError if the operator of a comparison cannot have its operand, as in ``nccl < new``."""
     operand = comparison.operand
     states = _VARIABLE_STATES if comparison.is_of_variable else _FACT_STATES
     if comparison.operator == "is" and operand not in states:
@@ -201,15 +201,15 @@ Lookup = Callable[[str], Value]
 def evaluate_issue(issue: KnownIssue, lookup: Lookup) -> IssueResult:
     """Compare the conditions of an issue with the values of a machine.
 
-    The issue matches if every condition is met. A condition that is not met decides before one with an
-    unknown value.
+    The issue matches if every condition is met. It does not match if any condition is not met, even if other
+    conditions are unknown because a fact is missing. Otherwise the result is "unknown".
     """
     evidence: dict[str, None] = {}
     unknown: dict[str, None] = {}
     for condition in issue.when:
         comparisons = parse_condition(condition)
         states = [_is_true(comparison, lookup) for comparison in comparisons]
-        if True in states:
+        if True in states:  # "or" joins the comparisons, so one that is true is enough
             comparison = comparisons[states.index(True)]
             evidence.update(dict.fromkeys(lookup(name).evidence for name in comparison.names))
         elif None in states:
@@ -223,9 +223,9 @@ def evaluate_issue(issue: KnownIssue, lookup: Lookup) -> IssueResult:
 
 
 def _unknown_names(comparison: Comparison, lookup: Lookup) -> list[str]:
-    """Return the names that make a comparison unknown, as messages call them.
+    """Return the names of the unknown facts of a comparison, as messages call them.
 
-    If only one of two versions is unknown, leave the other one out.
+    Of ``driver < {cuda_driver}`` with a known driver, only ``first driver for this CUDA`` is returned.
     """
     names = comparison.names
     unknown = [name for name in names if not _parse_version(lookup(name).text)] or names
@@ -233,7 +233,7 @@ def _unknown_names(comparison: Comparison, lookup: Lookup) -> list[str]:
 
 
 def _is_true(comparison: Comparison, lookup: Lookup) -> bool | None:
-    """Return whether a comparison is true, or None if one of its values is unknown."""
+    """Return whether a comparison, such as ``nccl < 2.29.3``, is true, or None if a value is unknown."""
     value, operand = lookup(comparison.name), comparison.operand
     if not value.is_known:
         return None
@@ -250,7 +250,7 @@ def _is_true(comparison: Comparison, lookup: Lookup) -> bool | None:
     if comparison.operator in ("<", ">="):
         version, other = _parse_version(value.text), _parse_version(operand)
         if not version or not other:
-            # A variable without a version is a wrong value and not an unknown one.
+            # A variable's value is always known. If it is no version, the comparison is false.
             return False if comparison.is_of_variable else None
         return version < other if comparison.operator == "<" else version >= other
     if comparison.operator == "matches":
@@ -273,9 +273,10 @@ def _is_in(value: str, operand: str) -> bool:
 
 
 def _list_allows(value: str, item: str) -> bool:
-    """Return whether a list of NCCL allows `item` for all functions.
+    """Return whether a list of NCCL, such as the value of NCCL_PROTO, allows `item` for all functions.
 
-    The format is ``[^]item,...;function:...``. For example ``^LL128`` allows every item but LL128.
+    The format is ``[^]item,...;function:...``. ``LL,Simple`` allows these two, and ``^LL128`` every item but
+    LL128. What follows a semicolon is for single functions, and does not count here.
     """
     names = value.partition(";")[0]
     items = [part.strip() for part in names.removeprefix("^").split(",") if part.strip()]

@@ -73,10 +73,10 @@ class Rule:
 
 
 def printable_text(text: str, *, several_lines: bool = False) -> Iterator[Fault]:
-    """Refuse line breaks, control characters and invisible characters.
+    """Refuse line breaks, control characters and invisible characters. Yield the first fault.
 
-    A value becomes a line of a Dockerfile or a job script, so it must not have a line break. Invisible
-    characters, such as marks of the direction of writing, can make a text look like another one.
+    A value becomes a line of a Dockerfile or a job script, so a line break would begin another command.
+    Invisible characters, such as marks of the direction of writing, can make a text look like another one.
 
     Parameters
     ----------
@@ -104,7 +104,7 @@ def printable_text(text: str, *, several_lines: bool = False) -> Iterator[Fault]
 
 
 def pattern_rule(pattern: str, fault: str, hint: str) -> Rule:
-    """Return the rule that the whole text matches `pattern`.
+    """Return the rule that the whole text matches `pattern`, a regular expression over ASCII.
 
     Parameters
     ----------
@@ -142,7 +142,10 @@ def single_word(text: str) -> Iterator[Fault]:
 
 
 def env_value(text: str) -> Iterator[Fault]:
-    """Refuse a value that a shell would have to execute, such as ``$(nproc)``, because no shell reads it."""
+    """Refuse a value with a command in it, such as ``$(nproc)``.
+
+    No shell reads the value, so the variable would hold the text ``$(nproc)`` itself.
+    """
     substitution = re.search(r"\$\(\(|\$\(|`[^`]*`", text)
     if substitution:
         form = {"$((": "$((...))", "$(": "$(...)"}.get(substitution.group(), "`...`")

@@ -103,7 +103,8 @@ _PRIVATE = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY|PuTTY-User-Key-File")
 def in_name(name: str, value: str) -> bool:
     """Return whether a variable or an option with this name and value is probably a secret.
 
-    Names in capital letters are taken for variables, and others for options or settings.
+    Names in capital letters are taken for variables, and others for options or settings. ``HF_TOKEN`` with
+    the value ``hf_x`` is a secret, and ``PASSWORD_FILE`` or a value such as ``$TOKEN`` is none.
     """
     capital = re.sub(r"[-.]", "_", name.lstrip("-")).upper()
     if _HARMLESS.fullmatch(value) or _LOCATION.search(capital):
@@ -137,7 +138,7 @@ def in_arguments(arguments: Sequence[str]) -> str:
         kind = in_value(text)
         if kind:
             return f"{kind} in argument {number + 1}"
-        option, equals, value = text.partition("=")
+        option, equals, value = text.partition("=")  # "--token=VALUE"
         if not equals and not _SWITCH.match(option) and number + 1 < len(arguments):
             # "--token VALUE": the value is the next argument, unless that is an option itself.
             following = arguments[number + 1]
@@ -170,11 +171,14 @@ def mask_secrets(text: str) -> str:
     for pattern in _PATTERNS.values():
         text = pattern.sub(_mask_match, text)
     characters = list(text)
-    masked_end = 0  # where the last value that was masked ends
+    # The end of the last masked value. A match that begins before it lies within that value.
+    masked_end = 0
     for match in _ASSIGNED.finditer(text):
+        # The group of the value: 3 in double quotes, 4 in single quotes, 5 without quotes.
         group = next(number for number in _ENDS if match[number] is not None)
         position = match.start(group)
         if position >= masked_end and in_name(match[1], match[group]):
+            # The pattern stops after 200 characters, and the value may be longer.
             while position < len(text) and text[position] not in _ENDS[group]:
                 characters[position] = "*"
                 position += 1

@@ -271,13 +271,13 @@ class SystemFacts:
 
         For a partition that the recipe does not list, `node` and `queue` stay as they are.
         """
-        listed = self.partitions.get(partition, Partition())
+        listed = self.partitions.get(partition, Partition())  # without values if the recipe does not list it
         changes = {}
         for name, value in dataclasses.asdict(listed).items():
             is_set = value not in (None, "")
             if is_set and name not in ("interfaces", "options"):  # these two are not fields of `node`
                 changes[name] = value
-        # The partition's default size replaces both sizes of `node`, also that for each GPU.
+        # If a partition sets a default memory, the node's default memory for each GPU must not win over it.
         if "default_memory_GB" in changes:
             changes.setdefault("memory_per_gpu_GB", None)
         options = (*self.queue.options, *listed.options)
@@ -291,11 +291,11 @@ class SystemFacts:
         )
 
     def on_node(self, env: Mapping[str, str]) -> SystemFacts:
-        """Return these facts with the site's variables in the values of `self.env` replaced.
+        """Return these facts with the values of `self.env` as they are on this node.
 
-        For example ``$EBROOTNCCL/lib -> /apps/NCCL/2.20.5/lib``. If no variable names the job's folder, it is
-        the current one. If the user sets a variable of the recipe, the recipe's value is not needed, and its
-        site variables need not exist.
+        Variables of the site in them are replaced: ``$EBROOTNCCL/lib -> /apps/NCCL/2.20.5/lib``. The variable
+        of the job's folder (`JOB_FOLDER`) is the current folder if it is not set. A site variable may be
+        missing if the user sets the recipe's variable, since the recipe's value is then not used.
 
         Parameters
         ----------
@@ -311,7 +311,7 @@ class SystemFacts:
             try:
                 values[name] = expand_variables(value, site_env)
             except KeyError as error:
-                if name in env:
+                if name in env:  # the user's value counts, and not the recipe's
                     continue
                 (missing,) = error.args
                 raise UsageError(

@@ -96,16 +96,17 @@ def _print(stream: IO[Any], data: str | bytes) -> None:
 
 
 def open_closed_streams() -> None:
-    """Open /dev/null for reading in place of standard streams that are closed, so that writing still fails.
+    """Open /dev/null in place of each standard stream that is closed.
 
-    Otherwise the next file or socket of this process would get the free descriptor, and programs that it
-    starts would print into that.
+    Otherwise the next file or socket of this process would get the free descriptor 0, 1 or 2, and programs
+    that it starts would print into that file. It is opened for reading, so that a write still fails and the
+    loss of output is noticed.
     """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)  # the lowest free number
+            os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)  # it gets the lowest free number
     sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
 
@@ -124,16 +125,17 @@ def output_copier(*, to_err: bool = False) -> Callable[[bytes], None]:
     decoder = io.IncrementalNewlineDecoder(
         codecs.getincrementaldecoder("utf-8")("backslashreplace"), translate=True
     )
-    unfinished = ""
+    unfinished = ""  # the beginning of a control sequence at the end of the last chunk
 
     def copy_to_file(chunk: bytes) -> None:
         stream.buffer.write(chunk)
         stream.flush()
 
     def copy_to_terminal(chunk: bytes) -> None:
+        """Print a chunk without what could control the terminal."""
         nonlocal unfinished
-        # A chunk may end within a character, which the decoder keeps, or within a control sequence, whose
-        # beginning waits here for the next chunk.
+        # A chunk may end within a character or within a control sequence. The decoder keeps the bytes of the
+        # first until the next chunk, and `unfinished` those of the second.
         text = unfinished + decoder.decode(chunk)
         match = _UNFINISHED.search(text)
         unfinished = match[0] if match else ""

@@ -104,7 +104,11 @@ def judge_nodes(
 
 
 def _find_blame(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: int) -> dict[int, list[str]]:
-    """Return the ranks that are at fault, each with the reasons."""
+    """Return the ranks that are at fault, each with the reasons.
+
+    A rank is at fault if it did not answer, if its values arrived wrong at most other ranks, or if it got
+    wrong values from a rank whose values arrived right elsewhere.
+    """
     complaints = Counter(sender for answer in answers.values() for sender in answer.wrong)
     receivers = sum(not answer.error for answer in answers.values())
     # Ranks whose values arrived wrong at more than half of the ranks that got a result.
@@ -127,7 +131,11 @@ def _find_blame(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: 
 
 
 def _compare_machines(answer: Answer, answers: Mapping[int, Answer]) -> Iterator[Check]:
-    """Yield a warning if NCCL would use the network between GPUs of this rank's machine."""
+    """Yield a warning if NCCL would use the network between GPUs of this rank's machine.
+
+    NCCL takes ranks for neighbours only if host name and /dev/shm are the same, which they may not be in two
+    containers on one machine. The boot id shows that the machine is the same.
+    """
     hosts = set()
     for peer in answers.values():
         is_same_machine = answer.machine != "" and peer.machine == answer.machine
@@ -306,9 +314,11 @@ def _examine_node() -> dict[str, Any]:
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return {}
+    # 2 stands for several nodes: what stops NCCL between nodes is then a failure, and otherwise a warning.
+    # CPUs use Gloo, which it does not stop.
     nnodes = 1
     if _has_peers() and os.environ.get("IMGKIT_DEVICE") == "cuda":
-        nnodes = 2  # a problem that stops NCCL between nodes does not stop Gloo
+        nnodes = 2
     try:
         host = facts.gather()
         reader = facts.Reader(root=facts.root_of(os.environ))
@@ -332,7 +342,10 @@ def _nccl_host(host: facts.HostFacts) -> str:
 
 
 def _verify_sum(store: Any, rank: int, world_size: int, timeout_s: int) -> Answer:
-    """Run the collective, and return its result or its error as the answer of this rank."""
+    """Open a process group, verify an all_reduce in it, and return the result as the answer of this rank.
+
+    An error of the network is a finding, and so a part of the answer.
+    """
     import torch
     import torch.distributed as dist
 

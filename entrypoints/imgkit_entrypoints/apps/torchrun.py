@@ -151,7 +151,7 @@ _FORKS: list[api.MultiprocessContext] = []
 
 
 def _codes_of_forks(local_rank: int, rank: int) -> dict[int, int]:
-    """Return the exit codes of failed forks by rank.
+    """Return the exit codes of failed forked workers by rank.
 
     Parameters
     ----------
@@ -187,6 +187,7 @@ def wait_for_the_other_nodes() -> None:
     original_barrier = SimpleElasticAgent._exit_barrier
 
     def wait_for_release(agent: SimpleElasticAgent) -> None:
+        """Wait in place of torchrun's barrier: the head for the file, and other nodes not at all."""
         group = agent._worker_group
         folder = os.environ.get("IMGKIT_STOP_DIR")
         if not folder:
@@ -236,7 +237,7 @@ def run_with_forks() -> None:
     module = _find_own_module(argv)
     if module:
         importlib.import_module(module)
-    # When one worker has failed, torch ends the others by TERM, which is blocked in them.
+    # When one worker has failed, torch ends the others by TERM, which is blocked in them. So end them by HUP.
     popen_fork.Popen.terminate = _hang_up  # type: ignore[assignment, method-assign]
     count_exited_forks()
     elastic_launch(config, run_forked_worker)(*argv)
@@ -255,7 +256,8 @@ def _can_fork_workers() -> bool:
 def count_exited_forks() -> None:
     """Change torchrun so that the exit code 0 of a fork is success.
 
-    It would wait for ever for what the function of the fork returns.
+    A fork ends its process within its function, so the function returns nothing. torchrun would wait for
+    ever for its return value.
     """
     original_is_done = api.MultiprocessContext._is_done
 

@@ -130,7 +130,10 @@ class Connection:
         close_all([self], linger_s)
 
     def wait_for_end(self, deadline: float) -> None:
-        """Send the rest, and wait until the peer has closed its end, at most until the deadline."""
+        """Send the rest, and wait until the peer has closed its end, at most until the deadline.
+
+        If this end closed first, with unread input, the peer could lose the last messages.
+        """
         with contextlib.suppress(OSError):
             self.socket.settimeout(max(0.0, deadline - time.monotonic()))
             self.socket.sendall(self._output)

@@ -113,7 +113,8 @@ class _Head:
         self._wait_for_nodes(start)
         warnings = [*compare_software(self.placement, self.nodes), *self._test_network()]
         port = self._torchrun_port()
-        # Numbers without gaps: some nodes of a run with spares may be missing.
+        # In a run with spares some nodes may be missing, and torchrun allows no gaps. So nodes 0, 2 and 3 get
+        # the numbers 0, 1 and 2.
         numbers = {rank: number for number, rank in enumerate(sorted(self.nodes))}
         self.server.renumber(numbers)
         nodes = {number: self.nodes[rank] for rank, number in numbers.items()}
@@ -139,7 +140,7 @@ class _Head:
         )
         if failures:
             raise probe.network_error(failures, self.probe_ports, self._name)
-        if not crowded:
+        if not crowded:  # crowded: other programs have filled the port that the test uses
             return ()
         names = ", ".join(self._name(rank) for rank in crowded[:MAX_GROUPS])
         return (f"strangers connect to the ports of the network test; no result from {names}",)
@@ -149,7 +150,8 @@ class _Head:
 
         Raises
         ------
-        NoPlan : the time is over, a node must not join, or this node was asked to stop.
+        NoPlan : the time is over, a node asks to join that does not belong to this run, or this node was
+            asked to stop.
         """
         last_log = start
         deadline = start + self.meeting.timeout_s
@@ -165,7 +167,11 @@ class _Head:
             self._receive()
 
     def _send_starts(self, nodes: Mapping[int, NodeInfo]) -> None:
-        """Send each node the start of the run, with its number among the nodes of its host."""
+        """Send each node but the head the start of the run.
+
+        The message also has the number of the node among those on its host, which is 0 unless this command
+        was started several times there.
+        """
         node_counts: collections.Counter[str] = collections.Counter()
         for number, node in sorted(nodes.items()):
             host_index = node_counts[node.host]
@@ -194,11 +200,15 @@ class _Head:
             ) from error
 
     def _can_start(self, deadline: float) -> bool:
-        """Return whether all nodes have joined, or enough of them and no further one for `LAST_CALL_S`."""
+        """Return whether the run can start: all nodes have joined, or enough of them in a run with spares.
+
+        A spare is a node beyond those that the training needs. Once enough nodes are there, the head waits
+        `LAST_CALL_S` seconds after the last one for further ones, but not beyond the deadline.
+        """
         size = self.placement.size
         if len(self.nodes) == self.placement.nnodes:
             return True
-        if not size or len(self.nodes) < size.training:
+        if not size or len(self.nodes) < size.training:  # a run without spares needs every node
             return False
         return time.monotonic() >= min(deadline, self._last_join + LAST_CALL_S)
 
@@ -237,16 +247,18 @@ class _Head:
 
         Raises
         ------
-        NoPlan : the node belongs to another layout of this run, or to a second start of it.
+        NoPlan : the node expects another number of nodes, or another node has its rank already.
         """
         rank = request.node_rank
-        # The node of this rank may call again because it was restarted: read the end of its old connection.
+        # The node of this rank may call again because it was restarted. Then its old connection has ended,
+        # which the head notices when it reads from it.
         for _ in range(3):
             if rank in self.server:
                 self.server.receive()
         self._forget_lost()
         previous = self.nodes.get(rank)
-        # Add it in any case, so that a refusal reaches it. No node has the number -1.
+        # `meet` sends a refusal to all nodes that were added, so add this one before the checks. If another
+        # node has its rank, it gets the number -1, which no node has.
         self.server.add(rank if previous is None else -1, peer)
         self._refuse_other_layout(request, previous)
         self.nodes[rank] = request.node
@@ -256,7 +268,12 @@ class _Head:
         self.server.send(rank, messages.Heartbeat())
 
     def _refuse_other_layout(self, request: JoinRequest, previous: NodeInfo | None) -> None:
-        """Raise NoPlan if a node asks for a rank that does not exist or that `previous` has."""
+        """Raise NoPlan if a node asks for a rank that does not exist, or that another node has.
+
+        Parameters
+        ----------
+        previous : the node that has joined with this rank, or None.
+        """
         rank, nnodes, host = request.node_rank, request.nnodes, request.node.host
         if nnodes != self.placement.nnodes or not 0 < rank < nnodes:
             raise NoPlan(
@@ -301,7 +318,7 @@ class _Head:
         return f"{self._names(ranks[:MAX_SHOWN])} and {len(ranks) - MAX_SHOWN} more"
 
     def _names(self, ranks: list[int]) -> str:
-        """Return one text with the names of some nodes."""
+        """Return the names of some nodes in one text: ``nodes 1-2,5 of 8 (node[01-02,05])``."""
         if len(ranks) == 1:
             return self._name(ranks[0])
         numbers = hostlist.number_ranges(str(rank + 1) for rank in ranks)
@@ -389,9 +406,10 @@ AGENT_FILES = 128
 
 
 def raise_file_limit(nnodes: int) -> None:
-    """Raise this process' soft limit of open files for a run of `nnodes`.
+    """Raise this process' soft limit of open files, since the head has a connection to each of `nnodes`.
 
-    The program gets the old limit back (launch/guard.py): some programs close every number up to the limit.
+    The user's program gets the old limit back (launch/guard.py), since some programs close every number up to
+    the limit.
 
     Raises
     ------

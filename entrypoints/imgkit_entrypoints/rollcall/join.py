@@ -84,7 +84,8 @@ def join(meeting: Meeting) -> MemberSession:
                     connection.close()
             if member is not None:
                 return member
-            # The last call may have no time for an answer. The error of an earlier call then says more.
+            # The last call before the deadline may leave the head no time for an answer. Then the error of an
+            # earlier call says more.
             if not call_error or time.monotonic() < deadline:
                 call_error = connection.error or call_error
             reason = call_error or "it does not answer the call"
@@ -95,6 +96,7 @@ def join(meeting: Meeting) -> MemberSession:
 
 
 def _no_answer_error(meeting: Meeting, reason: str) -> NoPlan:
+    """Return the error for a head that has not answered in time, with the reason why the last call failed."""
     placement = meeting.placement
     name = node_name(placement, placement.node_rank, meeting.node.host)
     return NoPlan(
@@ -140,7 +142,8 @@ def _wait_for_start(meeting: Meeting, connection: Connection, deadline: float) -
         lines = _wait_for_lines(meeting, connection, deadline)
         if not lines:
             return None
-        # The head has answered, and sends heartbeats while it waits for other nodes.
+        # The head has answered. From now on it sends heartbeats while it waits for other nodes, so it counts
+        # as lost only if these stop.
         deadline = time.monotonic() + session.LOST_AFTER_S
         while lines:
             message = connection.decode(lines.pop(0))
@@ -160,9 +163,9 @@ def _wait_for_start(meeting: Meeting, connection: Connection, deadline: float) -
 def _shake_hands(
     meeting: Meeting, connection: Connection, secret: bytes, deadline: float
 ) -> Handshake | None:
-    """Return the handshake once the head has proved that it knows the secret.
+    """Let the head prove that it knows the run's secret, and return the handshake, which signs the request.
 
-    Otherwise set the connection's error, and return None.
+    If its answer is wrong or does not come within `PROOF_S`, set the connection's error and return None.
     """
     placement = meeting.placement
     handshake = Handshake(secret=secret, job_id=placement.job_id, node_rank=placement.node_rank)

@@ -20,7 +20,8 @@ from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.rules import Fault, Rule, pattern_rule
 from imgkit_entrypoints.terminal import escape_controls
 
-# How far torchrun of a node is: not yet in its rendezvous, in it, past it, or all its ranks try to connect.
+# How far torchrun of a node is: before its rendezvous, in it, past it, or past it with all its workers at the
+# start of their process group.
 PHASES = STARTING, RENDEZVOUS, WORKERS, CONNECTING = ("", "rendezvous", "workers", "connecting")
 # More nodes, and more attempts, than any run has.
 MAX_NODES = 1 << 20
@@ -348,7 +349,7 @@ def _values(message: Any) -> dict[str, Any]:
 _ENCODER = json.JSONEncoder(default=_values)
 
 
-# Nodes in step send the same heartbeat, and a hit costs a tenth.
+# Nodes at the same step send equal heartbeats. To look one up takes a tenth of the time to decode it.
 @functools.lru_cache(maxsize=64)
 def decode(line: bytes) -> Message:
     """Return the message in a line, such as ``{"type": "EndRun", "code": 0}``.

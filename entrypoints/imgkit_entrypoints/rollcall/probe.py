@@ -52,7 +52,10 @@ class PairFailure(NamedTuple):
 
 
 class OpenPort:
-    """The port that a node opens for the test. `offer` is None if the node takes no part."""
+    """The port that a node opens for the test.
+
+    `offer` is what other nodes need to connect to it, or None if the node takes no part in the test.
+    """
 
     def __init__(self, offer: ProbePort | None, listener: socket.socket) -> None:
         self.offer = offer
@@ -83,9 +86,10 @@ class OpenPort:
 
 @contextlib.contextmanager
 def open_port(address: str, interface: str) -> Iterator[OpenPort]:
-    """Open a port of this node on `address` for the time of the context.
+    """Open a port of this node on `address` until the ``with`` block ends.
 
-    If `address` is empty or cannot be used, open none: the port has no offer for other nodes.
+    If `address` is empty or cannot be used, no port is opened: the `offer` of the result is None, and the
+    node takes no part in the test.
     """
     listener = socket.socket(_family(address))
     listener.setblocking(False)
@@ -113,11 +117,12 @@ def probe_all(
     *,
     all_reach_head: bool = False,
 ) -> tuple[list[PairFailure], list[int]]:
-    """Let every node test its partners. Return the failed tests, and the nodes whose ports are crowded.
+    """Let every node test the network to its partners. Return the failed tests, and nodes without a result.
 
-    The head calls this. A node that ends meanwhile proves nothing about the network, and neither does a node
-    that never reports, or one with a crowded port. With `all_reach_head`, every node tests the head as well,
-    and has to report success.
+    The head calls this. Tests of a node that ends meanwhile or never reports do not count, nor do tests of a
+    node whose port is crowded: other programs have connected to it, so that partners may not get through. The
+    second value names the crowded nodes. With `all_reach_head`, every node tests the head as well, and has to
+    report success.
     """
     results = _ProbeResults(_choose_targets(offers, all_reach_head=all_reach_head))
     max_callers = PARTNERS
@@ -140,7 +145,8 @@ def probe_all(
         for rank in results.waiting:
             if HEAD in results.targets[rank]:
                 results.failures.append(PairFailure(rank, silence))
-    # A node that has ended in the test is lost a moment later, and then explains a failure.
+    # If a node has ended during the test, the head notices it a moment later. Then failed tests from and to
+    # this node say nothing about the network.
     settle_end = time.monotonic() + SETTLE_S
     while results.failures and time.monotonic() < settle_end:
         server.receive(settle_end - time.monotonic())
@@ -186,7 +192,10 @@ class _ProbeResults:
 def _choose_targets(
     offers: Mapping[int, ProbePort | None], *, all_reach_head: bool
 ) -> dict[int, dict[int, ProbePort]]:
-    """Return the ports that each node tests, by the ranks of both nodes, without nodes that have no port."""
+    """Return the ports that each node tests: ``{0: {1: the port of node 1, ...}, ...}``.
+
+    Nodes without a port take no part.
+    """
     ports_by_rank = {rank: offer for rank, offer in sorted(offers.items()) if offer}
     ranks = tuple(ports_by_rank)
     targets = {}
@@ -200,7 +209,7 @@ def _choose_targets(
 def choose_partners(position: int, ranks: Sequence[int]) -> tuple[int, ...]:
     """Return the nodes that the node at `position` in `ranks` tests: both neighbours and the node across.
 
-    No node gets connections from many others in this way.
+    Of 8 nodes, node 0 tests the nodes 1, 7 and 4. In this way no node gets connections from many others.
     """
     partners: list[int] = []
     for step in (1, -1, len(ranks) // 2):
@@ -217,7 +226,12 @@ def run_request(request: ProbeRequest, open_port: OpenPort) -> ProbeReport:
 
 
 def probe_targets(targets: Mapping[int, ProbePort]) -> list[ProbeFailure]:
-    """Test all `targets` at once, and return the failed tests."""
+    """Test all `targets` at once, each in a thread, and return the failed tests.
+
+    Parameters
+    ----------
+    targets : the ports to test, by the ranks of their nodes.
+    """
     failures: list[ProbeFailure] = []
     deadline = time.monotonic() + LIMIT_S
 
@@ -237,9 +251,10 @@ def probe_targets(targets: Mapping[int, ProbePort]) -> list[ProbeFailure]:
 def _probe_port(target: int, offer: ProbePort, deadline: float) -> ProbeFailure | None:
     """Connect to the node `target` and send it all bursts. Return the failure, or None if all have arrived.
 
-    Each burst is sent after the burst before has arrived.
+    A burst is a number of bytes that is sent at once. The next one is sent after it has arrived. If small
+    bursts arrive and large ones do not, the network drops large packets.
     """
-    size = arrived = segment = 0
+    size = arrived = segment = 0  # a failure with the size 0 means that there was no connection
     try:
         with socket.socket(_family(offer.address)) as sock:
             sock.settimeout(max(TICK_S, min(STEP_S, deadline - time.monotonic())))
@@ -265,7 +280,7 @@ def _probe_port(target: int, offer: ProbePort, deadline: float) -> ProbeFailure 
 
 
 def _wait_for_arrival(sock: socket.socket, deadline: float) -> None:
-    """Wait until the other kernel has acknowledged every byte.
+    """Wait until the kernel of the other node has acknowledged every byte; its process need not read them.
 
     Raises
     ------
@@ -333,6 +348,7 @@ def _mtu_hint(failure: ProbeFailure, offer: ProbePort) -> str:
     headers = _headers_bytes(offer.address)
     # Ping has ICMP's 8 bytes in place of TCP's 32, so 24 more are left for its payload.
     payload = failure.packet - headers + 24
+    # The MTU in the hint is the largest burst that has arrived, with its headers.
     return (
         f"a path MTU black hole: a switch or tunnel drops packets of {failure.packet} B without a report. "
         f"To see it: ping -c 3 -M do -s {payload} {offer.address}. Raise the MTU of the path, or lower "

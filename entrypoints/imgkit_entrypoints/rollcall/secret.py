@@ -36,6 +36,9 @@ MAKE = "(umask 077; head -c 32 /dev/urandom > {file})"
 def find(option: str | None, env: Mapping[str, str], *, shared_home: bool) -> bytes | None:
     """Return the secret of this start, or None if any program may join the roll call.
 
+    The first of these that exists counts: ``--secret-file``, a Secret of Kubernetes, the file in the home
+    folder.
+
     Parameters
     ----------
     option : value of ``--secret-file``.
@@ -148,7 +151,10 @@ def from_stdin() -> bytes:
 
 
 def _find_access_problem(descriptor: int, path: Path) -> tuple[str, str] | None:
-    """Return why another user could read the open file or have written it, and what to type."""
+    """Return why another user could read the open file or have written it, and what to type.
+
+    The result is None if no other user could.
+    """
     status = os.fstat(descriptor)
     user = os.geteuid()
     quoted = shlex.quote(str(path))
@@ -202,7 +208,10 @@ def _describe_open_error(path: Path, error: OSError) -> tuple[str, str]:
 
 
 def _make_secret(path: Path) -> bool:
-    """Make a file with random bytes, unless another node does it first. Return whether the file exists."""
+    """Make a file with random bytes, unless another node does it first. Return whether the file exists.
+
+    It is written under a temporary name first, so that no node reads a part of a secret.
+    """
     temporary = files.temporary_name(path)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

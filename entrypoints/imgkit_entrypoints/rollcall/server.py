@@ -97,7 +97,8 @@ class Server:
     def receive(self, seconds: float = 0.0, *, missing: int = 0) -> list[tuple[int, Message]]:
         """Wait up to `seconds` for anything, and return the messages of nodes with their ranks, in order.
 
-        Connections of strangers are accepted and answered on the way, and closed when their time is over.
+        New connections are accepted on the way. Each is a stranger until it has shown that it belongs to the
+        run, and is closed if it does not do so in time.
 
         Parameters
         ----------
@@ -126,7 +127,10 @@ class Server:
                 self._unsent.remove(peer)
 
     def _close_late_strangers(self) -> None:
-        """Close the connections that have not shown within `MAX_WAIT_S` that they belong to the run."""
+        """Close the connections that have not shown within `MAX_WAIT_S` that they belong to the run.
+
+        The oldest comes first in `_strangers`, so the loop ends at the first one that has time left.
+        """
         now = time.monotonic()
         peer = self._oldest_stranger()
         while peer is not None and now - peer.since > MAX_WAIT_S:
@@ -156,9 +160,9 @@ class Server:
             peer.rank = rank
 
     def beat(self, heartbeat: Heartbeat, *, beat_s: float, lost_after_s: float) -> None:
-        """Send a heartbeat to each node that got nothing for `beat_s` seconds.
+        """Send a heartbeat (a sign of life) to each node that got nothing for `beat_s` seconds.
 
-        A node that was silent for `lost_after_s` seconds is lost, and its connection is closed.
+        A node that has sent nothing for `lost_after_s` seconds counts as lost, and its connection is closed.
         """
         now = time.monotonic()
         line = messages.encode(heartbeat)
@@ -205,7 +209,11 @@ class Server:
         peer.close()
 
     def _accept(self, max_strangers: int) -> None:
-        """Accept the connections that wait. If there are too many strangers, close the oldest of them."""
+        """Accept the connections that wait, as strangers: nothing shows yet that they belong to the run.
+
+        If there are more than `max_strangers`, the oldest is closed, so that a flood of connections cannot
+        use up the head's descriptors.
+        """
         assert self._listener is not None  # noqa: S101 - it has a caller
         for _ in range(MAX_ACCEPTED):
             try:
@@ -239,7 +247,10 @@ class Server:
         peer.close()
 
     def _read_stranger(self, peer: HeadConnection) -> None:
-        """Read what a stranger has sent, and close the connection if it is not what a node sends."""
+        """Read what a stranger (a connection that may not belong to the run) has sent.
+
+        A valid request to join goes into `joining`. The connection is closed if it sends anything else.
+        """
         for line in peer.receive_lines():
             if peer.is_refused:
                 continue
@@ -257,7 +268,7 @@ class Server:
             self._close_stranger(peer)
 
     def _report_stranger(self, peer: HeadConnection) -> None:
-        """Report a connection that is over, unless it was refused or has sent nothing."""
+        """Log why a connection that is over has not joined, unless it was refused or has sent nothing."""
         if peer.is_refused:
             return
         if peer.handshake:
@@ -266,7 +277,7 @@ class Server:
             self._report(peer, "sent something other than an imgkit roll call")
 
     def _answer_opening(self, peer: HeadConnection, line: bytes, secret: bytes) -> None:
-        """Prove the secret to a node whose first line shows that it has one."""
+        """Answer the first line of a connection, and so prove that the head knows the run's secret."""
         if line.startswith(b"{"):
             # A node without a secret; the answer is the same for all of them.
             problem = "the head requires a secret, and this node has none"
@@ -282,7 +293,8 @@ class Server:
     def _read_request(self, peer: HeadConnection, line: bytes) -> JoinRequest | None:
         """Return the request to join in a line. If there is none, refuse the peer or set its error.
 
-        With a secret, the request is in the line after the head's answer, and without one in the first.
+        Without a secret, the request is the first line. With one, it comes after the head's answer, and is
+        signed with the secret.
         """
         handshake = peer.handshake
         if handshake is None and line.startswith(b"imgkit-join "):
@@ -307,7 +319,10 @@ class Server:
         peer.end_sending()
 
     def _report(self, peer: HeadConnection, problem: str) -> None:
-        """Log once what a stranger did, and only for the first `MAX_REPORTS` strangers."""
+        """Log what a connection that is no node of the run did, each text once.
+
+        After `MAX_REPORTS` texts nothing more is logged, so that a flood cannot fill the disk.
+        """
         text = f"{peer.address} {problem}"
         if text in self.reports or len(self.reports) > MAX_REPORTS:
             return

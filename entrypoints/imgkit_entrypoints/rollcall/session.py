@@ -177,7 +177,7 @@ class HeadSession(_Session):
     def _wait_once(self, sources: Collection[Readable], deadline: float) -> list[Readable]:
         """Wait for `sources` and the other nodes until the next heartbeat. Return what has something to read.
 
-        Until `_next_read`, messages of the other nodes wait, so that one read takes many of them.
+        Until `_next_read`, the other nodes are left out. Their messages wait, so that one read takes many.
         """
         now = time.monotonic()
         wake_up = min(deadline, self._next_beat)
@@ -212,7 +212,9 @@ class HeadSession(_Session):
         self._events.append(order)
 
     def start_attempt(self, attempt: int, ranks: Mapping[int, int]) -> None:
-        """Send all nodes the order to start an attempt.
+        """Send all nodes the order to start an attempt: one start of the workers on all nodes.
+
+        Nodes that take no part get the order too, without a node rank: they wait as spares.
 
         Parameters
         ----------
@@ -253,7 +255,7 @@ class HeadSession(_Session):
         self._server.close(LINGER_S)
 
     def _read(self) -> None:
-        """React to the messages that have arrived, and send heartbeats when it is time."""
+        """React to the messages that have arrived, and send heartbeats (signs of life) when it is time."""
         lost_before = len(self.lost)
         for number, message in self._server.receive():
             self._handle(number, message)
@@ -261,6 +263,7 @@ class HeadSession(_Session):
             self._refuse_late_node()
         now = time.monotonic()
         self._next_read = now + self._read_pause_s
+        # Connections that may not belong to the run must not wake this process all the time.
         if self._server.has_strangers:
             self._next_read = now + STRANGERS_PAUSE_S
         if now >= self._next_beat:
@@ -269,7 +272,7 @@ class HeadSession(_Session):
         self._has_news |= len(self.lost) > lost_before
 
     def _beat(self) -> None:
-        """Send heartbeats with the positions of the slowest and of the furthest worker of the run."""
+        """Send heartbeats with the positions (steps) of the slowest and of the furthest worker of the run."""
         positions = list(self._positions.values())
         if self.positions:
             positions.append(self.positions)
@@ -282,7 +285,7 @@ class HeadSession(_Session):
     def _handle(self, number: int, message: Message) -> None:
         """Handle a node's message.
 
-        A second report of the same kind is dropped, since a node could fill the memory of all with them.
+        Of each kind of message, one of each node is kept. Otherwise a node could fill the head's memory.
         """
         if isinstance(message, messages.Heartbeat):
             self._phases[number] = message.phase
@@ -300,13 +303,16 @@ class HeadSession(_Session):
             self._pass_on_stop(number, message)
 
     def _handle_attempt_end(self, number: int, report: AttemptEnded) -> None:
-        """Keep a node's report about the end of the current attempt, and the failure in it."""
+        """Keep a node's report about the end of the current attempt, and the failure in it.
+
+        A report about an earlier attempt, and a second report of the same node, do not count.
+        """
         if report.attempt != self.attempt or number in self.reports:
             return
         self.reports[number] = report
         self._has_news = True
         if report.failure is not None:
-            # The clocks of two nodes differ, so the report has the failure's age.
+            # The clocks of two nodes differ, so the report says how long ago the failure was.
             failed_at = time.monotonic() - report.failure.age_ms / 1000
             self.failures.append((failed_at, number, report.failure))
 
@@ -321,7 +327,7 @@ class HeadSession(_Session):
             self._events.append(order)
 
     def _refuse_late_node(self) -> None:
-        """Refuse a node that asks to join after the start of the run."""
+        """Refuse a node that asks to join after the start of the run, when the nodes are numbered already."""
         if self.placement.size:
             problem = f"the run has started with {self.placement.nnodes} nodes, and no node can join it later"
             hint = "start it with the others: the head waits 30 s for one more than it has"
@@ -363,7 +369,10 @@ class MemberSession(_Session):
             wait([*sources, self._connection], seconds)
 
     def poll(self) -> list[Event]:
-        """Read messages, send a heartbeat when it is time, and return the events since the last call."""
+        """Read messages, send a heartbeat when it is time, and return the events since the last call.
+
+        If the connection is over, the last event is `HeadLost`, and later calls return none.
+        """
         if self._is_over:
             return []
         self._lines += self._connection.receive_lines()
@@ -402,7 +411,11 @@ class MemberSession(_Session):
             self._connection.close(LINGER_S)
 
     def _read_events(self) -> list[Event]:
-        """Return the head's orders, up to the end of the preflight. Later lines wait for the next call."""
+        """Return the head's orders in the lines that have arrived.
+
+        The order that ends the preflight (the test of the nodes before the first attempt) is the last one
+        that a call returns. Later lines wait for the next call.
+        """
         events: list[Event] = []
         while self._lines:
             message = self._connection.decode(self._lines.pop(0))

@@ -76,9 +76,10 @@ def _mark_text(text: str, marks: int) -> int:
 
 
 def _are_marks_equal(ranks: float, mark_sum: float, square_sum: float) -> bool:
-    """Return whether all ranks have sent the same mark.
+    """Return whether all ranks have sent the same mark, a small hash of what must not differ between ranks.
 
-    The ranks have the same mark exactly where ``ranks * sum(m * m) == sum(m) ** 2`` (Cauchy-Schwarz).
+    The marks m of all ranks are equal exactly if ``ranks * sum(m * m) == sum(m) ** 2`` (Cauchy-Schwarz). So
+    two sums are enough to compare all ranks.
 
     Parameters
     ----------
@@ -112,11 +113,11 @@ class Agreement:
         """Reason why all ranks stop after this step, or empty while they go on."""
 
     def start_clock(self, step: int, max_interval: int | None = None) -> None:
-        """Start the clock after `step` steps.
+        """Start to measure the duration of steps anew, after `step` steps.
 
         Parameters
         ----------
-        max_interval : most steps between two exchanges from now on; None: as before.
+        max_interval : most steps between two exchanges of numbers from now on; None: as before.
         """
         if max_interval is not None:
             self._max_interval = max_interval
@@ -124,11 +125,17 @@ class Agreement:
         self._clock_start = time.perf_counter()
 
     def is_exchange_due(self, step: int) -> bool:
-        """Return whether the ranks exchange their numbers after `step`."""
+        """Return whether the ranks exchange their numbers after `step`.
+
+        They do so where a multiple of the interval lies between the last exchange and this step.
+        """
         return step // self._interval > self._clock_step // self._interval
 
     def exchange_if_due(self, step: int) -> None:
-        """Receive the sums of the last exchange and send the numbers since then, if it is time.
+        """If it is time, read the sums of the last exchange, and begin the next one.
+
+        In an exchange, the ranks add up their numbers in the background, and their answers to requests to
+        stop. So all ranks learn of such a request at the same step.
 
         Raises
         ------
@@ -136,7 +143,7 @@ class Agreement:
         """
         if self.is_exchange_due(step):
             self._exchange(step, STEP_END)
-            if self.stop:  # the ranks will save, and all numbers belong to that
+            if self.stop:  # the ranks save now, and the log has to have the numbers of all steps before
                 self._receive()
 
     def wait_for_ranks(self, step: int, call: str) -> None:
@@ -150,15 +157,20 @@ class Agreement:
         self._receive()
 
     def _exchange(self, step: int, call: str) -> None:
-        """Receive the sums that are under way, and send this rank's numbers since then."""
+        """Receive the sums that are under way, and start to add up the numbers since then over all ranks.
+
+        The values are the seconds per step, the mark of the step and the call, the square of this mark, the
+        answers to requests to stop, and the numbers of `AddedNumbers`.
+        """
         self._receive()
         numbers = self.numbers.take().to(self._ranks.device)
         seconds = time.perf_counter() - self._clock_start
         steps = step - self._clock_step
         self.start_clock(step)
-        # `_receive` reads these in the same order.
+        # Ranks at different steps, or in different calls of the program, have different marks.
         mark = (step + _mark_text(call, _STEP_MARKS)) % _STEP_MARKS
         answers = [float(answer) for answer in self._answers()]
+        # `_receive` reads these in the same order.
         own_values = [seconds / max(1, steps), mark, mark * mark, *answers]
         own_numbers = torch.tensor(own_values, dtype=numbers.dtype)
         own_numbers_on_device = own_numbers.to(numbers.device, non_blocking=True)
@@ -170,7 +182,10 @@ class Agreement:
         self._sent = _SentNumbers(exchange, call, work, values)
 
     def _receive(self) -> None:
-        """Wait for the sums that are under way, if there are any."""
+        """Wait for the sums of the exchange that is under way, if there is one.
+
+        The answers among them decide about a stop, and the other sums go to `AddedNumbers.arrived`.
+        """
         if self._sent is None:
             return
         sent = self._sent
@@ -182,7 +197,7 @@ class Agreement:
         world_size = self._ranks.world_size
         if not _are_marks_equal(world_size, mark_sum, square_sum):
             self._refuse_difference(sent)
-        if sent.exchange.steps:
+        if sent.exchange.steps:  # without a step, there is no duration of a step
             self._interval = choose_interval(step_seconds / world_size, self._max_interval)
         yes_counts = sums[: len(REASONS)]
         if not self.stop:
@@ -191,7 +206,7 @@ class Agreement:
         self.numbers.arrived(replace(sent.exchange, sums=program_sums))
 
     def _refuse_difference(self, sent: _SentNumbers) -> None:
-        """Raise CheckFailed, on every rank, for different calls or different numbers of steps."""
+        """Raise CheckFailed, on every rank, since the marks differ: name the ranks' calls, or their steps."""
         call = "a loop" if sent.call in (STEP_END, PASS_END) else sent.call
         rows = self._ranks.gather((sent.exchange.step, sent.call), call=call)
         steps, calls = zip(*rows, strict=True)
@@ -206,7 +221,8 @@ class Agreement:
 def choose_interval(seconds_per_step: float, max_interval: int) -> int:
     """Return the steps between two exchanges, so that they come about every `LATENCY_S` seconds.
 
-    The result divides `max_interval`, at whose multiples the program saves or logs its numbers.
+    The result divides `max_interval`, at whose multiples the program saves or logs its numbers. For example
+    0.1 s per step and at most 100 steps give 5.
     """
     if seconds_per_step <= 0:
         return max_interval
@@ -274,7 +290,7 @@ class NumberLog:
         self._count += 1
 
     def _refuse_names(self, names: Collection[str]) -> None:
-        """Raise UsageError if these names differ from the names of the first call, or cannot be used."""
+        """Raise UsageError if these names are not those of the first call, are too many, or are reserved."""
         problem = f"run.log got the numbers {', '.join(names) or 'none'}"
         if self._names:
             problem += f"; the first call gave {', '.join(self._names)}"
@@ -285,7 +301,11 @@ class NumberLog:
         raise UsageError(problem, hint=hint)
 
     def take(self) -> Tensor:
-        """Return this rank's sums since the last call in host memory, after a mark of their names."""
+        """Return this rank's sums since the last call, as one tensor in host memory.
+
+        The values are 1 (0 if this rank logs nothing), the mark of the names and its square, the number of
+        calls of `add`, the sums, and zeros up to `MAX_NAMES`.
+        """
         # A rank that logs nothing does not count among those whose marks are compared.
         marks = [0, 0, 0]
         if self._names:
@@ -319,7 +339,10 @@ class NumberLog:
             self.write_line(exchange.step)
 
     def write_line(self, step: int) -> None:
-        """Write the line of what was logged since the last one, if anything was."""
+        """Write a line with the means of what all ranks have logged since the last line.
+
+        Nothing is written if nothing was logged, or if another rank writes the lines.
+        """
         count, *sums = self._totals
         if self._metrics is None or not self._names or not count:
             return

@@ -79,7 +79,10 @@ class CallWatch:
         self._closed.set()
 
     def _watch(self) -> None:
-        """Publish what the thread does once it has stayed there for `LIMIT_S`, and compare the ranks."""
+        """Publish where the watched thread is once it has stayed there for `LIMIT_S`, and compare the ranks.
+
+        An empty text in the store says that this rank has moved.
+        """
         state = self._read_state()
         start_s = time.monotonic()
         published = None
@@ -100,7 +103,7 @@ class CallWatch:
                     self._compare_ranks()
 
     def _read_state(self) -> RankState:
-        """Return what the watched thread does, as its stack shows."""
+        """Return the call in which the watched thread waits, its line of the program, and its steps."""
         frames = list(_iterate_frames(self._thread_id))
         library_frames = list(itertools.takewhile(_is_in_library, frames))
         program_frames = frames[len(library_frames) :]
@@ -130,7 +133,12 @@ class CallWatch:
         return [RankState(*json_text.parse(text)) for text in texts]
 
     def _end_process(self, verdict: str) -> None:
-        """End this process. The verdict is as ``rank 1: run.pause at t.py:9, step 4, rank 0: ...``."""
+        """Report that the ranks wait in different calls, and end this process.
+
+        Parameters
+        ----------
+        verdict : where each rank waits: ``rank 1: run.pause at t.py:9, step 4, rank 0: ...``.
+        """
         error = CheckFailed(
             f"the ranks have waited in different calls for {LIMIT_S / 60:g} minutes: {verdict}",
             hint="call run.pause, run.save and the like on all ranks; let no rank leave a loop alone",
@@ -143,7 +151,7 @@ class CallWatch:
 
 
 def _iterate_frames(thread_id: int) -> Iterator[FrameType]:
-    """Yield the stack of a thread, innermost frame first, from where it has called torch."""
+    """Yield the stack of a thread, innermost frame first, without torch's frames at the inner end."""
     frame: FrameType | None = sys._current_frames().get(thread_id)
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
@@ -179,13 +187,18 @@ def format_line(frame: FrameType) -> str:
 
 
 def are_stuck(states: Sequence[RankState]) -> bool:
-    """Return whether ranks wait for each other in different calls, so that none of them is only late."""
+    """Return whether ranks wait for each other in different calls, so that none of them can go on.
+
+    For example rank 0 waits in ``run.save`` and rank 1 in ``run.pause``. A rank that waits in no call is
+    busy. It may only be late, unless it has already passed the step in which another rank waits for it.
+    """
     calls = {(state.call, state.position) for state in states if state.call}
     if not calls:
         return False
     first_position = min(position for _, position in calls)
     busy_positions = [state.position for state in states if not state.call]
-    # A busy rank that is not beyond this position may still come to the call. In a later step, it never will.
+    # A busy rank at this position or before it may still come to the call that the others wait in.
     if busy_positions and min(busy_positions) <= first_position:
         return False
+    # A single call without a busy rank is no fault: all ranks wait in it.
     return len(calls) + len(busy_positions) > 1

@@ -51,7 +51,7 @@ for text in ("torch.distributed is disabled, unavailable or uninitialized", "Typ
 
 
 class _CopiesPlanner(dcp.DefaultSavePlanner):  # type: ignore[misc]
-    """Plans by the live tensors, and writes the copies of their local parts."""
+    """Plans a checkpoint by the tensors that train, and writes the copies of this rank's parts of them."""
 
     def __init__(self, copies: Mapping[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -73,7 +73,10 @@ class _FileWriter(dcp.FileSystemWriter):  # type: ignore[misc]
 
 
 def _find_os_error(error: BaseException) -> OSError:
-    """Return the OSError behind an error of torch, which may have come from another rank."""
+    """Return the OSError behind an error of torch, which may have come from another rank.
+
+    If there is none, the result is an OSError with the class and the first line of the error.
+    """
     failures = getattr(error, "failures", {})
     if failures:  # torch's CheckpointException has the error and the traceback of each rank that failed
         rank = min(failures)
@@ -132,13 +135,14 @@ class CheckpointWriter:
 
         Parameters
         ----------
-        index : the pickled position in the data and trees of all objects, which rank 0 saves.
+        index : the pickled position in the data, and the states of all objects without their tensors. Rank 0
+            saves it.
         tensors : tensors that are equal on all ranks, and DTensors; the same keys on all ranks.
         rank_value : the pickled values that each rank saves for itself.
         """
         start_s = time.perf_counter()
         rank_values = self._ranks.gather_on_rank_0(rank_value)
-        self._finish_writing()  # the thread reads the copies, which change now
+        self._finish_writing()  # the thread still reads the copies of the last save, which are reused below
         shards = {key: tensor for key, tensor in tensors.items() if is_dtensor(tensor)}
         writers = self._rank_0
         if shards:
@@ -209,7 +213,7 @@ class CheckpointWriter:
         return folder
 
     def _commit(self, folder: Path, step: int, entries: Mapping[str, disk.FileEntry]) -> None:
-        """Make a complete folder the newest checkpoint, and leave unreadable ones to the user."""
+        """Make a complete folder the newest checkpoint, and rename unreadable ones to ``skipped-...``."""
         disk.set_aside(self._skipped)
         self._skipped = ()
         disk.commit(folder, step, entries, keep=self._keep, warn=self._warn_once)
@@ -262,7 +266,7 @@ def _save_state(folder: Path, state: dict[str, Any], copies: Mapping[str, Tensor
 
 
 def _describe_files(folder: Path, writers: Ranks) -> dict[str, disk.FileEntry]:
-    """Return the manifest's entries of the files of all `writers`; a collective call.
+    """Return the size and sha256 of each file of all `writers`, for the manifest; a collective call.
 
     Raises
     ------
@@ -349,7 +353,7 @@ class Checkpoint:
         return pickle.loads(self._trees[name])  # noqa: S301 - SECURITY.md: it is trusted like code
 
     def state(self, name: str, shards: Mapping[str, Tensor] | None = None) -> Any:
-        """Return the state of an object, with its tensors.
+        """Return the state of an object, with its tensors; a collective call.
 
         Parameters
         ----------
@@ -365,7 +369,7 @@ class Checkpoint:
         return join_tensors(tree, tensors)
 
     def read_tensors(self, keys: Sequence[str]) -> dict[str, Tensor]:
-        """Return whole tensors, in host memory."""
+        """Return whole tensors in host memory, which rank 0 reads for all ranks; a collective call."""
         tensors = {}
         for key in keys:
             info = self.tensors[key]
@@ -391,11 +395,11 @@ class Checkpoint:
         return pickle.loads(data)  # noqa: S301 - SECURITY.md: it is trusted like code
 
     def _load(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Read the values of these keys from the folder, and return `values`.
+        """Read the value of each key of `values` from the folder into `values`, and return it.
 
-        Tensors are overwritten, of a DTensor this rank's part, and bytes are replaced. `dcp.load` would do it
-        with collectives: torch 2.3's also with ranks outside of the group, and all of them only to sort the
-        keys.
+        Tensors are overwritten in place, DTensors only in this rank's part, and bytes are replaced. This is
+        no collective call. `dcp.load` is one, only to sort the keys; that of torch 2.3 also waits for ranks
+        outside of the group.
         """
         reader = dcp.FileSystemReader(self.folder)
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -440,18 +444,18 @@ def find_newest(
 def _iterate_candidates(
     path: Path, problems: dict[Path, str], ranks: Ranks, *, trusts_folder: bool
 ) -> Iterator[disk.StoredCheckpoint]:
-    """Yield on all ranks the checkpoints that rank 0 finds, newest first. Each is a collective call.
+    """Yield on all ranks the checkpoints that rank 0 finds, newest first. Each step is a collective call.
 
     Parameters
     ----------
-    problems : gets on rank 0 why another checkpoint cannot be used, by its path.
+    problems : gets on rank 0 the reason why a checkpoint is left out, by its path.
     """
     candidates: Iterator[disk.StoredCheckpoint] = iter(())
     if ranks.rank == 0:
         candidates = disk.iterate_valid(path, problems, trusts_folder=trusts_folder)
     while True:
         candidate = ranks.broadcast(next(candidates, None))
-        if candidate is None:
+        if candidate is None:  # rank 0 has no more
             return
         yield candidate
 
@@ -467,7 +471,7 @@ class _NodeReport(NamedTuple):
 
 
 def _report_newest(path: Path) -> _NodeReport:
-    """Return what this rank sees at the path of the checkpoints."""
+    """Return what this rank sees at the path of the checkpoints, which may be a disk of its node alone."""
     host = socket.gethostname()
     try:
         checkpoints = disk.checkpoints_at(path)
@@ -479,13 +483,16 @@ def _report_newest(path: Path) -> _NodeReport:
 
 
 def _refuse_newer_elsewhere(path: Path, ranks: Ranks) -> None:
-    """Raise UsageError if a node cannot list `path`, or has a newer checkpoint than rank 0."""
+    """Raise UsageError if a node cannot list `path`, or has a newer checkpoint than rank 0.
+
+    Rank 0 reads the checkpoint for all, so the run would go on from an older state without a word.
+    """
     reports = ranks.gather(_report_newest(path), call="run.restore")
     for report in reports:
         if report.problem:
             raise UsageError(report.problem, where=report.host, hint="name a folder that you can read")
     first = reports[0]
-    newest = max(reports)  # names sort like steps
+    newest = max(reports)  # by their names, such as "step-0000000500", which sort like steps
     if newest.newest_name > first.newest_name:
         raise UsageError(
             f"{newest.host} has {newest.newest_name}, and the newest checkpoint of rank 0 on {first.host} is "
@@ -517,7 +524,10 @@ PATIENCE_S = 10.0
 
 
 def refuse_unshared_folder(folder: Path, ranks: Ranks) -> None:
-    """Raise UsageError, on every rank, if the ranks do not all see the same folder; a collective call."""
+    """Raise UsageError, on every rank, if the ranks do not all see the same folder; a collective call.
+
+    Each rank writes its part of a sharded state, and a checkpoint needs all parts in one folder.
+    """
     # Rank 0 makes a folder, which the other ranks have to see. The first call of `gather` waits until it is
     # there, and the second until all ranks have looked for it.
     probe = folder / ranks.broadcast(f"{disk.WRITING}{secrets.token_hex(8)}")

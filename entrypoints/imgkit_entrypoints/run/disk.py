@@ -54,7 +54,7 @@ def make_temporary_folder(folder: Path, step: int) -> Path:
 
     Raises
     ------
-    OSError : it cannot be made, or the attempt of this worker is over (fence.py).
+    OSError : it cannot be made, or a later attempt of the run has begun (fence.py).
     """
     fence.check_fence(os.environ)
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,8 +76,8 @@ def commit(
     """Rename a folder whose files are complete and synced, and remove all checkpoints but the `keep` newest.
 
     Checkpoints of later steps are removed too, since the run was resumed from before them. Those of another
-    user stay. So does what cannot be removed, as a file on NFS that another process holds open: `warn` gets a
-    line about it.
+    user stay. A checkpoint that cannot be removed, for example because another process holds a file of it
+    open on NFS, stays too, and `warn` gets a line about it.
 
     Parameters
     ----------
@@ -85,8 +85,8 @@ def commit(
 
     Raises
     ------
-    OSError : the checkpoint could not be written, another user has one of this step, or the attempt of this
-        worker is over (fence.py); older ones are unchanged.
+    OSError : the checkpoint could not be written, another user has one of this step, or a later attempt of
+        the run has begun (fence.py). Older checkpoints are unchanged.
     """
     folder = temporary.parent
     target = folder / checkpoint_name(step)
@@ -117,13 +117,13 @@ def _mark_for_removal(checkpoint: Path, suffix: str) -> None:
 
 
 def _old_checkpoints(folder: Path, newest: Path, keep: int) -> list[Path]:
-    """Return this user's checkpoints but `newest` and those just before it, which are `keep` together."""
+    """Return the checkpoints of this user to remove: all but `newest` and the `keep - 1` just before it."""
     old_checkpoints = []
     remaining = 0
     for path in newest_first(folder):
         if files.foreign_owner(path, folder.parent):
             continue
-        is_later = path.name > newest.name
+        is_later = path.name > newest.name  # from before the run was resumed at an earlier step
         if is_later or remaining == keep:
             old_checkpoints.append(path)
         else:
@@ -136,7 +136,7 @@ def set_aside(checkpoints: Iterable[Path]) -> None:
 
     Raises
     ------
-    OSError : one cannot be renamed, or the attempt of this worker is over (fence.py).
+    OSError : one cannot be renamed, or a later attempt of the run has begun (fence.py).
     """
     fence.check_fence(os.environ)
     for path in checkpoints:
@@ -198,11 +198,14 @@ class StoredCheckpoint(NamedTuple):
 
 
 def read_manifest(folder: Path) -> StoredCheckpoint:
-    """Return the checkpoint in `folder`. All its files are there, and have the sizes of the manifest.
+    """Return the checkpoint in `folder`, if all its files are there and have the sizes in its manifest.
+
+    The contents of the files are not read here (see `find_damage`).
 
     Raises
     ------
-    InvalidCheckpoint : it cannot be used.
+    InvalidCheckpoint : a file is missing, has another size or is not in the manifest; or the manifest cannot
+        be read, was changed, or has another version or another step than the name of the folder.
     """
     path = folder / MANIFEST
     try:
@@ -276,8 +279,8 @@ def iterate_valid(
     Parameters
     ----------
     path : a checkpoint, a folder of them, or a run folder.
-    problems : gets the reason why another one cannot be used, by its path.
-    trusts_folder : whether checkpoints of the folder's owner count, who may be another user.
+    problems : gets, for each checkpoint that cannot be used, the reason by its path.
+    trusts_folder : whether to accept checkpoints of the folder's owner, who may be another user.
     """
     is_checkpoint = (path / MANIFEST).exists()
     for folder in checkpoints_at(path):
@@ -314,9 +317,9 @@ os.register_at_fork(after_in_child=_LOCKS.clear)
 def lock_folder(folder: Path, say: Callable[[str], None], env: Mapping[str, str]) -> BinaryIO:
     """Lock `folder`, which is made if it is absent, until this process ends or the stream is closed.
 
-    A POSIX lock: file systems that nodes share know it, and processes that this one forks do not keep it. The
-    lock of a lost node may stay for long: a later attempt of the same job ignores it, since the fence
-    keeps the workers of the earlier one from writing (fence.py).
+    It is a POSIX lock, since file systems that nodes share support it, and forked processes do not keep it.
+    The lock of a lost node may stay for long. So a later attempt of the same job ignores it: fence.py keeps
+    the workers of the earlier attempt from writing.
 
     Raises
     ------
@@ -373,7 +376,8 @@ def wait_until(is_met: Callable[[], bool], patience_s: float) -> bool:
 def _is_locked_by_process(path: Path) -> bool:
     """Return whether another run of this process has the lock.
 
-    The system would give it to this process again, and drop it as soon as either stream is closed.
+    A POSIX lock does not exclude its own process: a second request for it would succeed, and the first close
+    of either stream would drop the lock.
     """
     for stream in _LOCKS:
         if stream.closed or not path.exists():

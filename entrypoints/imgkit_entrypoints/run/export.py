@@ -69,7 +69,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def export(path: Path, target: Path, part: str | None = None) -> tuple[int, int]:
-    """Write a model's weights in the newest valid checkpoint at `path`; return its step and their number.
+    """Write a model's weights from the newest valid checkpoint at `path` to the file `target`.
+
+    Return the step of the checkpoint and the number of weights.
 
     Raises
     ------
@@ -97,11 +99,14 @@ def export(path: Path, target: Path, part: str | None = None) -> tuple[int, int]
 
 
 def find_weights(checkpoint: Checkpoint, part: str | None = None) -> dict[str, str]:
-    """Return the names of a model's weights, each with its key in the checkpoint. Tied weights share a key.
+    """Return the names of a model's weights, each with its key in the checkpoint.
+
+    Tied weights, such as an embedding and an output layer that are one tensor, share a key.
 
     Raises
     ------
-    UsageError : the checkpoint has no such object, or that is not a model.
+    UsageError : the checkpoint has no such object, the object is not a model, or a weight has a type that a
+        safetensors file cannot hold.
     """
     from imgkit_entrypoints.run.state_tree import TensorRef
 
@@ -146,7 +151,9 @@ def _type_name(checkpoint: Checkpoint, key: str) -> str:
 
 
 def write_safetensors(checkpoint: Checkpoint, weights: Mapping[str, str], stream: BinaryIO) -> None:
-    """Write the tensors. Tied weights have one tensor, under the first of their names.
+    """Write a safetensors file: its header, and the bytes of the tensors.
+
+    Tied weights (several names of one tensor) are written once, under the first of their names.
 
     Parameters
     ----------

@@ -54,6 +54,8 @@ class PendingGradients:
     def count_waiting(self) -> None:
         """Count a step by which the save that is due now waits for an optimizer, if it does.
 
+        It waits while gradients are there that no optimizer step has used, since a checkpoint keeps none.
+
         The first such step reports that the save waits. After `MAX_WAITING_STEPS` a warning is reported, and
         the save no longer waits.
         """
@@ -75,7 +77,7 @@ class PendingGradients:
             )
 
     def _find_pending(self) -> str:
-        """Return the name of a tracked object whose gradients wait for their update, or ""."""
+        """Return the name of a tracked object with gradients that no optimizer step has used yet, or ""."""
         for name, value in self._tracked.objects.items():
             if isinstance(value, Optimizer) and self._has_unused_gradients(value):
                 return name

@@ -32,7 +32,9 @@ class LibraryCheckpoint:
         run.track(library_checkpoint=self)
 
     def next_path(self, path: str | Path | None = None) -> Path:
-        """Return the path for a checkpoint of this step, the same on all ranks: one of three in turn.
+        """Return the path for a checkpoint of this step, the same on all ranks.
+
+        Three folders take turns, so that a save that is interrupted leaves the one before it complete.
 
         Parameters
         ----------

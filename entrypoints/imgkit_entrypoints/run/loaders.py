@@ -34,7 +34,10 @@ def steps_error(problem: str, hint: str) -> UsageError:
 
 
 def refuse_without_position(loader: Any) -> None:
-    """Raise UsageError if a pass over `loader` could not resume where it ended."""
+    """Raise UsageError if a resumed run could not go on with a pass over `loader` at the same sample.
+
+    It can if the loader has a state of its own, or if its batches can be counted and skipped.
+    """
     name = type(loader).__name__
     if any(kind.__module__.startswith("accelerate") for kind in type(loader).__mro__):
         raise _position_error(
@@ -225,14 +228,14 @@ def _iterate_without_reading(
     items_ahead = (loader.prefetch_factor or 0) * loader.num_workers
     try:
         if starts_workers:
-            # Before the random numbers are restored: to start workers draws one, which the pass of an
-            # undisturbed run does not draw.
+            # Start the workers before the random numbers are restored. Their start draws a number, which the
+            # pass of a run without a stop does not draw. An empty sampler gives them nothing to read.
             _set_sampler(loader, attribute, ())
             next(iter(loader), None)
         random.start.restore()
         _set_sampler(loader, attribute, _SkippingSampler(sampler, skip, items_ahead, random))
         batches = iter(loader)
-        first_batches = list(itertools.islice(batches, 1))  # with this, the sampler has skipped
+        first_batches = list(itertools.islice(batches, 1))  # the first read makes the sampler skip
     finally:
         _set_sampler(loader, attribute, sampler)
     return itertools.chain(first_batches, batches)

@@ -32,7 +32,11 @@ class SchedulerSearch:
         self._reference_counts: list[int] = []
 
     def refuse_untracked(self, objects: Mapping[str, Any]) -> None:
-        """Raise UsageError if a tracked optimizer has a scheduler that no tracked object has in its state."""
+        """Raise UsageError if a tracked optimizer has a scheduler that no checkpoint would save.
+
+        After a resume, such a scheduler would start over. It is saved if it is tracked, or is a part of a
+        tracked object.
+        """
         optimizers = {name: value for name, value in objects.items() if isinstance(value, Optimizer)}
         counts = list(map(sys.getrefcount, optimizers.values()))
         # Objects may have been tracked since the last search.
@@ -49,7 +53,7 @@ class SchedulerSearch:
 def _refuse_untracked_torch_schedulers(
     optimizers: Mapping[str, Optimizer], objects: Mapping[str, Any]
 ) -> None:
-    """Raise UsageError if one of torch's schedulers has a tracked optimizer, and is not tracked itself."""
+    """Raise UsageError if one of torch's schedulers drives a tracked optimizer, and is not tracked."""
     tracked_ids = {id(value) for value in objects.values()}
     if not _find_untracked_schedulers(optimizers, tracked_ids):
         return

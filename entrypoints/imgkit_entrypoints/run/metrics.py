@@ -33,7 +33,7 @@ class MetricsFile:
         self._has_failed = False
 
     def write(self, write_into: Callable[[Path], object]) -> None:
-        """Call `write_into` with the run's folder, and report its first OSError."""
+        """Call `write_into` with the run's folder. Report the first OSError of all calls, and raise none."""
         if self._folder is None:
             return
         try:

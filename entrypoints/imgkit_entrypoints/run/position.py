@@ -37,12 +37,15 @@ from imgkit_entrypoints.run.tracked import has_state
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """One of the loops over `Run.steps` in an epoch, and the loader of its latest pass."""
+    """One of the loops over `Run.steps` in an epoch, and the loader of its latest pass.
+
+    A pass is one walk over the loader. An epoch with two loops has two passes, one of each.
+    """
 
     passes: int = 0
     """Number of finished passes."""
     batches: int = UNKNOWN_LENGTH
-    """Batches in a pass; also unknown where they are not as many in every pass."""
+    """Batches in a pass. `UNKNOWN_LENGTH` also stands for a number that may differ between passes."""
     samples: int = UNKNOWN_LENGTH
     """Samples in the data set, or in a sequence that is the loader itself."""
     batch_size: int | None = None
@@ -53,14 +56,15 @@ class Loop:
 
     @classmethod
     def over(cls, loader: Any, passes: int = 0) -> Loop:
-        """Describe a loop over `loader` after so many passes."""
+        """Describe the loop that now goes over `loader` and has finished `passes` passes."""
         samples = UNKNOWN_LENGTH
         batches = UNKNOWN_LENGTH
-        batch_size = 1
+        batch_size = 1  # a sequence gives one item in each step
         if isinstance(loader, DataLoader):
             samples = loader_length(loader.dataset)
             batch_size = loader.batch_size
-            if custom_batch_sampler(loader) is None:  # the program's may give other batches in every pass
+            # A batch sampler of the program may give more or fewer batches in another pass.
+            if custom_batch_sampler(loader) is None:
                 batches = loader_length(loader)
         elif not has_state(loader):
             samples = loader_length(loader)
@@ -88,7 +92,10 @@ class _LoopGenerators:
     """The generators of the loader of the latest pass."""
 
     def for_checkpoint(self) -> tuple[GeneratorStates, GeneratorStates, GeneratorStates]:
-        """Return the states at the start of the first pass, at the start of the latest one, and now."""
+        """Return the states at the start of the first pass, at the start of the latest pass, and now.
+
+        Between a restore and the first pass, "now" is what the restored checkpoint says.
+        """
         return self.first, self.start, self.saved or capture_generators(self.generators)
 
 
@@ -103,7 +110,11 @@ class _UnnamedPass:
     """Returns its loader, or None if the program has dropped it, and for a list or the like."""
 
     def may_be_over(self, loader: Any, loop: Loop) -> bool:
-        """Return whether the loader of this pass may be `loader`, which the loop `loop` describes."""
+        """Return whether this pass may have gone over `loader`, which `loop` describes.
+
+        It has not if the number or the size of the batches differs, or if its own loader still exists and is
+        another object.
+        """
         has_known_length = UNKNOWN_LENGTH not in (self.loop.batches, loop.batches)
         has_same_batches = (self.loop.batches, self.loop.batch_size) == (loop.batches, loop.batch_size)
         if has_known_length and not has_same_batches:
@@ -124,10 +135,11 @@ class _Resume:
 
 
 class DataPosition:
-    """Steps, passes and batches so far.
+    """Steps, passes (walks over a loader) and batches so far.
 
-    A checkpoint within a pass has the random numbers at the start of the pass, from which samplers draw, and
-    the present ones. A resumed pass draws its order again, skips what was done, and goes on with the latter.
+    A checkpoint within a pass keeps two states of the random numbers: that at the start of the pass, from
+    which samplers draw the order, and that of the checkpoint. A resumed pass draws its order again from the
+    first state, skips the batches that were done, and goes on with the second state.
     """
 
     def __init__(self) -> None:
@@ -172,7 +184,10 @@ class DataPosition:
         return (passes + part) / max(1, len(self.loops))
 
     def remaining_steps(self, name: str, length: int) -> int:
-        """Return the steps that are left in the pass of a loop, of `length` steps, that begins next."""
+        """Return how many steps the next pass of the loop `name` takes, of `length` in a whole pass.
+
+        It is fewer if the restored checkpoint was taken within this pass, and 0 if it was taken after it.
+        """
         if self.was_finished(name):
             return 0
         if self._resume is None or name != self._name:
@@ -186,11 +201,11 @@ class DataPosition:
             self.batch += 1
 
     def values(self, *, at_start: bool = False) -> dict[str, Any]:
-        """Return the position as a checkpoint has it.
+        """Return the position as a checkpoint stores it, from which `restore` goes on.
 
         Parameters
         ----------
-        at_start : a pass of `Run.steps` begins now.
+        at_start : whether the checkpoint is taken directly before a pass of `Run.steps`.
         """
         return {
             "step": self.step,
@@ -203,7 +218,7 @@ class DataPosition:
 
     def rank_values(self) -> dict[str, Any]:
         """Return the random states of this rank as a checkpoint has them."""
-        if self._resume is not None and self.batch > 0:  # the pass has not gone on yet
+        if self._resume is not None and self.batch > 0:  # the resumed pass has not gone on yet
             latest = self._resume.random
         else:
             latest = random_state.capture()
@@ -237,7 +252,7 @@ class DataPosition:
         warning = ""
         if not has_same_ranks:
             warning = self._divide_batches(world_size, ranks.world_size)
-            # All ranks have the state of rank 0, and must not draw the same numbers.
+            # All ranks got the state of rank 0, with which they would draw the same numbers.
             seed = int(torch.randint(1 << 62, ()).item())
             random_state.seed_everything(seed + ranks.rank)
         self._resume = _Resume(
@@ -248,7 +263,8 @@ class DataPosition:
     def _divide_batches(self, saved_world_size: int, world_size: int) -> str:
         """Divide the batches that the ranks of a checkpoint have done among more or fewer ranks.
 
-        Returns a warning if they are no whole number of batches for each rank, and otherwise "".
+        For example 6 batches on each of 4 ranks become 12 on each of 2 ranks. Return a warning if the
+        division leaves a remainder, since these samples come again, and otherwise "".
         """
         self.batch, remainder = divmod(self.batch * saved_world_size, world_size)
         if remainder == 0:
@@ -256,7 +272,10 @@ class DataPosition:
         return f"{world_size} ranks instead of {saved_world_size}: some samples of this epoch come again"
 
     def was_finished(self, name: str) -> bool:
-        """Return whether the next pass of a loop was finished before the checkpoint of a restore."""
+        """Return whether the loop had finished its pass of this epoch when the restored checkpoint was taken.
+
+        The program comes to this loop again after the restart, and the loop must not train twice.
+        """
         if self._resume is None or name not in self.loops:
             return False
         return self.loops[name].passes > self.epoch
@@ -267,13 +286,17 @@ class DataPosition:
             self._resume.repeats_epoch = True
 
     def add_loop(self, name: str) -> None:
-        """Add the loop whose pass begins, if it is new.
+        """Add the loop `name`, whose pass begins, if it is new.
+
+        Each epoch must have the same loops in the same order, since a resume counts their passes to find its
+        place. So only the first epoch of a new run may add loops.
 
         Raises
         ------
-        UsageError : another loop comes now in the epoch.
+        UsageError : another loop has to come now in this epoch.
         """
         expected = self._next_loop(name)
+        # In the first epoch, each loop before this one has finished exactly one pass.
         is_first_epoch = self._resume is None and all(loop.passes == 1 for loop in self.loops.values())
         is_new = name not in self.loops and is_first_epoch
         if name != expected and not is_new:
@@ -294,17 +317,20 @@ class DataPosition:
         return default
 
     def compare_unnamed_pass(self, loader: Any, line: str, *, is_next_epoch: bool) -> None:
-        """Note the pass of a loop without a name, and compare it with the latest such pass.
+        """Note a pass of a loop without a name, and refuse it if it may be of another loop than the last one.
+
+        Both passes are of one loop if they go over the same loader, and either begin at the same line of the
+        program or in different epochs.
 
         Parameters
         ----------
-        line : where the program calls `Run.steps`.
-        is_next_epoch : the program has read the epoch since the latest pass, so that another line may be the
-            next part of the training.
+        line : where the program calls `Run.steps`, as FILE:LINE.
+        is_next_epoch : whether the program has read `Run.epoch` since the latest pass. Then another line may
+            be the next part of the training.
 
         Raises
         ------
-        UsageError : the passes may be of different loops.
+        UsageError : the passes may be of different loops, which a resume could not tell from each other.
         """
         last = self._unnamed_pass
         loop = Loop.over(loader)
@@ -325,11 +351,11 @@ class DataPosition:
         )
 
     def end_last_pass(self, name: str) -> None:
-        """End the latest pass before one of the loop `name` begins, if a ``break`` left it at its last batch.
+        """End the latest pass before the loop `name` begins one, if a ``break`` left it at its last batch.
 
         Raises
         ------
-        UsageError : the latest pass is not finished.
+        UsageError : the latest pass is still under way, or was left before its last batch.
         """
         last_name = _quote_loop(self._name)
         if self.is_open:
@@ -338,7 +364,7 @@ class DataPosition:
                 "let one loader give the batches of both, for example over a StackDataset; an evaluation "
                 "iterates over its loader without run.steps",
             )
-        if self.batch == 0 or self._resume is not None:
+        if self.batch == 0 or self._resume is not None:  # the pass has ended, or is the one that is resumed
             return
         if self.batch == self._length:
             self.close_pass()
@@ -366,7 +392,7 @@ class DataPosition:
             random = self._continue_random(loader, name, resume.random)
         else:
             if resume is not None and resume.repeats_epoch:
-                # What the program did again has drawn random numbers that it had drawn before.
+                # The program has repeated work from before the checkpoint, which has drawn random numbers.
                 random_state.restore(resume.random)
             random = self._begin_random(loader, name)
         self.loops[name] = loop
@@ -381,15 +407,19 @@ class DataPosition:
             return iterate_from(loader, self.batch, random, is_first_pass=is_first_pass)
         batches = iterate_stateful(loader, self.batch, random, is_first_pass=is_first_pass)
         self._loader = loader
+        # `refuse_unchanged_loader_state` compares a later state with this one.
         self._loader_start = pickle.dumps(loader.state_dict())
         return batches
 
     def _adjust_batch(self, name: str, loop: Loop, *, has_same_ranks: bool) -> None:
-        """Count the batches that were done in the batch size of the loader with which the pass goes on.
+        """Count the batches that were done in batches of the loader with which the pass goes on.
+
+        For example 10 batches of 32 samples count as 20 batches of 16. The size may differ only if the number
+        of ranks has changed.
 
         Raises
         ------
-        UsageError : this loader has other samples.
+        UsageError : this loader gives other samples than the loader in the checkpoint.
         """
         saved_loop = self.loops[name]
         _refuse_other_loader(name, saved_loop, loop, self.batch, has_same_ranks=has_same_ranks)
@@ -397,10 +427,11 @@ class DataPosition:
             self.batch = self.batch * saved_loop.batch_size // loop.batch_size
 
     def _begin_random(self, loader: Any, name: str) -> PassRandom:
-        """Note and return the random numbers at the start of a pass."""
+        """Return the random numbers at the start of a new pass, and note them for the checkpoints in it."""
         states = self._generators_of(name, loader)
         generators = states.generators
-        # A loader that was made for this pass has new generators, which are in their first states again.
+        # After a restart, the program has made its generators anew. Those that are in their first states go
+        # on from the states in the checkpoint. Any other state was set by the program for this pass.
         if _are_equal(capture_generators(generators), states.first):
             restore_generators(generators, states.saved)
         states.saved = ()
@@ -476,12 +507,12 @@ def _are_equal(states: GeneratorStates, other_states: GeneratorStates) -> bool:
 
 
 def _refuse_other_loader(name: str, saved: Loop, loop: Loop, batch: int, *, has_same_ranks: bool) -> None:
-    """Raise UsageError if the loader of a pass is not the loader in the checkpoint.
+    """Raise UsageError if a resumed pass would go over another loader, and so get other samples.
 
     Parameters
     ----------
-    saved, loop : the loop in the checkpoint, and the loop that goes on.
-    batch : batches of the pass that were done.
+    saved, loop : the loop as the checkpoint describes it, and as it is now.
+    batch : number of batches of the pass that were done before the checkpoint.
     """
     saved_pass = f"the pass of the loop {_quote_loop(name)} in the checkpoint"
     if saved.sampler_epoch != loop.sampler_epoch:
@@ -517,5 +548,6 @@ def _has_other_samples(saved: Loop, loop: Loop, batch: int) -> bool:
     """Return whether a loader cannot give the samples that a resumed pass needs."""
     if loop.batches != UNKNOWN_LENGTH:
         return saved.samples != loop.samples
-    # The data may have grown, but what was done must still be there.
+    # A list, or a data set with a batch sampler of the program, may have grown since the checkpoint. But the
+    # samples that it had then must still be there.
     return loop.samples != UNKNOWN_LENGTH and loop.samples < max(batch, saved.samples)

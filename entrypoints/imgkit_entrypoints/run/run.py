@@ -39,8 +39,8 @@ def _say(text: str) -> None:
 class Run:
     """A run: it stops on request, saves its state, and goes on from it. `start` makes one.
 
-    All ranks call `restore`, `steps`, `due`, `save` and what else is a collective call equally often; `track`
-    comes first.
+    All ranks have to call `restore`, `steps`, `due`, `save` and every other collective call equally often.
+    Call `track` before them.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Run:
         ignore_checkpoints: bool = False,
         say: Callable[[str], None] = _say,
     ) -> Run:
-        """Look out for requests to stop, and open the run's folder. Needs no process group.
+        """Look out for requests to stop, and open the run's folder. This needs no process group.
 
         Parameters
         ----------
@@ -212,8 +212,8 @@ class Run:
 
         Raises
         ------
-        UsageError : the checkpoint holds other objects, or cannot be read; rank 0's state of an object cannot
-            count for all; or a scheduler is not tracked, which `steps` and `save` refuse too.
+        UsageError : the checkpoint holds other objects, or cannot be read; the ranks differ in a state that
+            is saved only of rank 0; or a scheduler is not tracked, which `steps` and `save` refuse too.
         """
         is_restored = self._checkpoints.restore(source)
         if is_restored:
@@ -221,23 +221,23 @@ class Run:
         return is_restored
 
     def steps(self, loader: Any, *, name: str = "", save_every: int = 0) -> Steps:
-        """Iterate once over `loader`; yields the number of each step, from 1, and its batch.
+        """Iterate once over `loader` (one pass). Yields the number of each step, from 1, and its batch.
 
-        After a restore, the first call goes on where the checkpoint was taken. After the body of a step, the
-        ranks save if it is time, and stop if any of them was asked to: then the state is saved and the
-        program ends, with nothing behind the loop but ``finally``. While gradients wait for an optimizer
-        that is tracked, both wait for it. ``len()`` of the result is the number of steps that are left.
+        After a restore, the first call goes on where the checkpoint was taken. After the body of each step,
+        the ranks save if it is time, and stop if any of them was asked to. A stop saves the state and raises
+        SystemExit, so that no code after the loop runs except ``finally``. While gradients wait for a tracked
+        optimizer, saves and stops wait too. ``len()`` of the result is the number of steps that are left.
 
         Parameters
         ----------
-        name : name of this loop, where an epoch has several loops. Each epoch has the same loops in the same
-            order, and a resume passes over the loops that were done.
+        name : name of this loop, if an epoch has several loops. Each epoch has the same loops in the same
+            order, and a resume skips the loops that were done.
         save_every : steps between two checkpoints; 0: save only at a stop and at the end of the run.
 
         Raises
         ------
-        UsageError : the loader cannot resume, the ranks have loaders of different lengths, another loop comes
-            now, or a pass was left by a ``break``.
+        UsageError : the loader cannot resume, the ranks have loaders of different lengths, another loop has
+            to come now, or a ``break`` has left a pass.
         CheckFailed : the ranks have taken different numbers of steps.
         """
         refuse_without_position(loader)
@@ -249,6 +249,7 @@ class Run:
                 hint="run.track(loader=loader, ...)",
             )
         program_frame = sys._getframe(1)
+        # Loops without a name are told apart by the lines at which the program calls this.
         line = format_line(program_frame)
         return Steps(self._loop, self._position, loader, name, save_every, line)
 
@@ -263,12 +264,12 @@ class Run:
     def add_up(self, numbers: AddedNumbers, *, every: int) -> None:
         """Add up `numbers` over all ranks in place of what `log` gets; a collective call.
 
-        What their `arrived` raises ends the run on all ranks alike, and nothing is saved.
+        An error that `numbers.arrived` raises ends the run on all ranks alike, and nothing is saved.
 
         Parameters
         ----------
-        every : most steps between two exchanges. They come at multiples of this number, and with slow steps
-            at multiples of a divisor.
+        every : most steps between two additions. They come after multiples of this number of steps; if steps
+            are slow, they come more often, after multiples of one of its divisors.
         """
         self._connection.agreement.numbers = numbers
         self._loop.max_interval = every
@@ -284,9 +285,9 @@ class Run:
         self._loop.begin_step()
 
     def looks(self) -> bool:
-        """Return whether the numbers of the step that begins are exchanged at its end.
+        """Return whether the ranks add up their numbers at the end of the step that begins.
 
-        Numbers that are costly to compute are of use only then.
+        Compute numbers that are costly only in such steps.
         """
         return self._connection.agreement.is_exchange_due(self._position.step + 1)
 
@@ -301,8 +302,8 @@ class Run:
     def pause(self) -> Iterator[None]:
         """Do something between two steps that is no training, such as an evaluation; a collective call.
 
-        All numbers of the steps before have arrived, the time in it counts for no step, and the training
-        does not see the random numbers that it draws.
+        Before it, the ranks wait until all numbers of the earlier steps have been added up. The time that it
+        takes counts for no step, and the random numbers that it draws do not change those of the training.
         """
         self._connection.agreement.wait_for_ranks(self._position.step, "run.pause")
         state = random_state.capture()

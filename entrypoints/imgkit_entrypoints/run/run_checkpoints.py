@@ -74,6 +74,8 @@ class RunCheckpoints:
     def find(self, path: Path | None) -> Checkpoint | None:
         """Find the newest valid checkpoint at `path`, or in the run's folder; a collective call.
 
+        Newer ones that cannot be used are reported and skipped. None means that there is no checkpoint.
+
         Raises
         ------
         UsageError : there are checkpoints, and none of them can be read.
@@ -87,7 +89,7 @@ class RunCheckpoints:
         )
         own_checkpoints = [skipped for skipped in problems if not files.foreign_owner(skipped, folder)]
         if newest is None and problems:
-            # Checkpoints of another user would be in the way of later ones, and cannot be set aside.
+            # A run that starts anew renames unreadable checkpoints, which fails for those of another user.
             can_set_aside = is_own_folder and len(own_checkpoints) == len(problems)
             self._refuse_unreadable(folder, problems, can_set_aside=can_set_aside)
         for problem in problems.values():
@@ -98,11 +100,15 @@ class RunCheckpoints:
         return newest
 
     def _refuse_unreadable(self, folder: Path, problems: Mapping[Path, str], *, can_set_aside: bool) -> None:
-        """Raise UsageError, on every rank, unless the run is to start anew beside unreadable checkpoints.
+        """Raise UsageError, on every rank, for checkpoints none of which can be read.
+
+        Without it, a long run could start over without notice. It is not raised if the user has asked for
+        that (`ignore_unreadable`) and the checkpoints can be renamed.
 
         Parameters
         ----------
-        can_set_aside : whether all these checkpoints can be renamed; rank 0 decides.
+        problems : why each checkpoint cannot be read.
+        can_set_aside : whether all of them can be renamed, as a new start has to do. Rank 0 decides.
         """
         options = can_set_aside, self._ignore_unreadable
         may_start_anew, starts_anew = self._connection.ranks.broadcast(options)
@@ -122,7 +128,8 @@ class RunCheckpoints:
 
         Raises
         ------
-        UsageError : as `Run.restore`.
+        UsageError : the checkpoint holds other objects, or cannot be read; a scheduler is not tracked; or the
+            tracked objects could not be saved later.
         """
         self.scheduler_search.refuse_untracked(self.tracked.objects)
         self._warn_of_fresh_ddp()
@@ -167,7 +174,7 @@ class RunCheckpoints:
             self._connection.report(warning)
 
     def prepare_pass(self) -> None:
-        """Make sure that a pass after a restore begins with the state of the checkpoint; a collective call.
+        """Make sure that the first pass after a restore has the checkpoint's state; a collective call.
 
         Raises
         ------
@@ -176,13 +183,16 @@ class RunCheckpoints:
         restored_digests = self._restored_digests
         self._restored_digests = {}  # only the first pass after a restore is compared
         if self.restored is not None and self.position.repeats_epoch:
-            # What the program has done in this epoch was done before the checkpoint already.
+            # The program has repeated work of this epoch, whose effect is in the checkpoint already.
             self.tracked.load(self.restored, self.restored.read_rank_value()["objects"])
         elif restored_digests:
             self._refuse_changes(restored_digests)
 
     def _warn_of_fresh_ddp(self) -> None:
-        """Warn if a DDP model will change the order of its sums after its first backward pass."""
+        """Warn if a DDP model has had no backward pass yet, so that a resume would change its rounding.
+
+        After its first backward pass, DDP regroups the gradients, and so adds them up in another order.
+        """
         if not self.keep or self._connection.ranks.world_size <= 2:  # the sum of two has one order
             return
         if any(map(_contains_fresh_ddp, self.tracked.objects.values())):
@@ -199,9 +209,10 @@ class RunCheckpoints:
             checkpoint.refuse_unshared_folder(self._folder, ranks)
 
     def _refuse_changes(self, restored_digests: Mapping[str, str]) -> None:
-        """Raise UsageError, on every rank, if tracked state is not as it was after the restore.
+        """Raise UsageError, on every rank, if the program has changed tracked state since the restore.
 
-        To load it again would not be enough: the program may have put it into variables of its own.
+        A run without a stop makes such a change before the pass, and not in the middle of it. To load the
+        state again would not be enough, since the program may have copied the change elsewhere.
         """
         digests = self.tracked.digests()
         changes = [name for name, digest in digests.items() if digest != restored_digests[name]]
@@ -231,7 +242,7 @@ class RunCheckpoints:
 
         Parameters
         ----------
-        at_start : a pass of `steps` begins now.
+        at_start : whether the checkpoint is taken directly before a pass of `Run.steps`.
         """
         if not self.keep:
             return
@@ -268,7 +279,10 @@ class RunCheckpoints:
         return writer
 
     def leave(self) -> NoReturn:
-        """Raise SystemExit after a request to stop, once the saved state is whole."""
+        """End the program after a request to stop, once the last checkpoint is completely written.
+
+        This raises SystemExit. Its code is `EXIT_NO` unless the state of the present step is saved.
+        """
         connection = self._connection
         step = self.position.step
         reason = connection.stop
@@ -288,7 +302,7 @@ class RunCheckpoints:
         end_program(code)
 
     def finish(self) -> None:
-        """Save the last state of a run that is done; a collective call.
+        """Save the last state of a run that is done, unless a checkpoint has it; a collective call.
 
         Raises
         ------
@@ -305,7 +319,7 @@ class RunCheckpoints:
             return
         connection.wait_for_last_numbers(step)
         connection.ranks.gather(None, call="the end of the run")
-        connection.agreement.stop = ""  # all is done
+        connection.agreement.stop = ""  # the run is done, so a request to stop has no effect any more
         if has_moved:
             self.write()
         if self._writer is not None and self.wait().saved_step != step:

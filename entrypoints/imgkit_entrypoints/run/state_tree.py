@@ -81,7 +81,11 @@ class _TensorSplitter:
         self._keys: dict[tuple[object, ...], str] = {}
 
     def replace(self, value: Any, path: LeafPath) -> Any:
-        """Return a reference for a tensor that torch can store by parts, and a copy of any other tensor."""
+        """Return a reference for a tensor that torch can store by parts, and a copy of any other tensor.
+
+        Two tensors that show the same memory, such as tied weights, get the same reference. Values that are
+        no tensors stay as they are.
+        """
         if not isinstance(value, Tensor):
             return value
         if not _can_divide(value):
@@ -119,10 +123,11 @@ def _memory_of(tensor: Tensor) -> tuple[object, ...]:
 
 
 def split_tensors(name: str, state: Any, used_keys: Collection[str] = ()) -> tuple[Any, dict[str, Tensor]]:
-    """Return the tree of a state with references for its tensors, and the tensors by key.
+    """Return a state with a `TensorRef` in place of each tensor, and the tensors by key.
 
-    Views of the same memory get the same key. Sparse tensors and subclasses of Tensor stay in the tree, since
-    torch cannot store them by parts.
+    ``{"weight": tensor}`` of `model` becomes ``{"weight": TensorRef("model.weight")}``. Views of the same
+    memory get the same key. Sparse tensors and subclasses of Tensor are not replaced, since torch cannot
+    store them by parts.
 
     Parameters
     ----------
@@ -157,7 +162,7 @@ def join_tensors(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 def find_unpicklable(name: str, state: Any) -> str:
     """Return a text on the first value of a state that pickle cannot write and read again.
 
-    The text is empty if pickle can write and read all of them.
+    For example ``scheduler['lr_lambda'] is a function``. The text is empty if there is no such value.
     """
     tree, _ = split_tensors(name, state)
     if _can_pickle(tree):

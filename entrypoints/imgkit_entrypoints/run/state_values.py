@@ -34,8 +34,9 @@ def has_weights(stateful: object) -> bool:
 def describe_values(stateful: Any, state: Any) -> dict[str, str]:
     """Return the values of an object that must not differ between ranks, as short texts by path.
 
-    A scheduler may give ``{"['last_epoch']": "7"}``. Of a model, all parameters count, but no buffers. Of an
-    optimizer, all values count. Of other objects, large tensors and tensors of fractions do not count.
+    They are compared because a checkpoint keeps only the state of rank 0. A scheduler may give
+    ``{"['last_epoch']": "7"}``. Of a model, all parameters count, but no buffers. Of an optimizer, all values
+    count. Of other objects, large tensors and tensors of fractions do not count.
     """
     texts: dict[str, str] = {}
     bit_sums: dict[str, Tensor] = {}
@@ -83,13 +84,17 @@ def _describe_value(leaf: Any) -> str:
 
 
 def _sum_bits(tensor: Tensor) -> Tensor:
-    """Return the sum of the elements of a tensor, whose bits are read as whole numbers, on its device."""
+    """Return the sum of the elements of a tensor, whose bits are read as whole numbers, on its device.
+
+    Equal tensors have equal sums. So the ranks compare one number instead of all weights.
+    """
     values = tensor.detach()
     if values.is_complex():
         values = torch.view_as_real(values)
     integers = values.view(_INTEGER_TYPES[values.element_size()])
     if not integers.is_contiguous():
         return integers.sum(dtype=torch.int64)
+    # Add up whole words of 8 bytes where possible, and the elements after the last whole word by themselves.
     integers = integers.reshape(-1)
     integers_per_word = WORD_BYTES // integers.element_size()
     end_of_words = integers.numel() - integers.numel() % integers_per_word
@@ -119,7 +124,7 @@ def _read_numbers(numbers: Mapping[str, Tensor]) -> dict[str, int]:
 def digest_state(state: Any) -> str:
     """Return a digest of a state, to find out whether it has changed in this process.
 
-    Where the tensors are large together, only their shapes and types count.
+    If the tensors have more than `MAX_DIGESTED_BYTES` together, only their shapes and types count.
     """
     leaves = list_leaves(state)
     size_bytes = sum(leaf.nbytes for _, leaf in leaves if isinstance(leaf, Tensor))

@@ -25,7 +25,7 @@ DATASET_STATES = {"dataset_state", "dataset_iter_state"}
 
 
 def iterate_stateful(loader: Any, skip: int, random: PassRandom, *, is_first_pass: bool) -> Iterator[Any]:
-    """Iterate over a loader whose state a resume may have loaded.
+    """Iterate over a loader with a state of its own, which a resume may have loaded.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ def iterate_stateful(loader: Any, skip: int, random: PassRandom, *, is_first_pas
     is_first_pass : whether a run without a stop would start the loader's workers for this pass.
     """
     state = _unread_state(loader)
-    if state is None:  # the loader goes on by itself
+    if state is None:  # another kind of loader, or a later pass: the loader goes on by itself
         batches: Iterator[Any] = iter(loader)
         if skip:
             random.latest.restore()

@@ -16,7 +16,8 @@ from imgkit_entrypoints.run.ranks import ranks_by_value
 from imgkit_entrypoints.run.run_checkpoints import RunCheckpoints
 from imgkit_entrypoints.run.tracked import has_state
 
-# Most steps between two exchanges where neither saves nor numbers of the program ask for fewer.
+# Most steps between two exchanges, in which the ranks add up their numbers and requests to stop. Saves and
+# numbers of the program ask for more frequent ones.
 MAX_INTERVAL = 1000
 
 
@@ -67,7 +68,14 @@ class StepLoop:
         self._gradients.close()
 
     def iterate(self, loader: Any, name: str, save_every: int, line: str) -> Iterator[tuple[int, Any]]:
-        """Iterate over a pass of `Run.steps`, which the program calls at `line`."""
+        """Iterate over one pass of `Run.steps`: the number of each step, from 1, and its batch.
+
+        Nothing comes if the restored checkpoint was taken after this pass.
+
+        Parameters
+        ----------
+        line : where the program calls `Run.steps`, as FILE:LINE.
+        """
         position = self._position
         agreement = self._connection.agreement
         if self.is_started:  # another rank may be in another call, such as the end of the run
@@ -104,16 +112,17 @@ class StepLoop:
         self._gradients.begin_step()
 
     def _end_pass(self, loader: Any) -> None:
-        """Meet the other ranks at the end of a pass, and save if the run stops; then the pass is finished."""
+        """Meet the other ranks at the end of a pass, save if the run stops, and count the pass as done."""
         self._connection.agreement.wait_for_ranks(self._position.step, PASS_END)
-        # The state of a loader could not end this pass again, so it is saved in the next one.
+        # From the state of a loader after its last batch, no resume could end this pass. So a run with such
+        # a loader saves in the next pass.
         should_save = self._connection.stop and not has_state(loader)
         if should_save and not self._agree_to_wait():
             self.save_now()
         self._position.close_pass()
 
     def _prepare_pass(self, loader: Any, save_every: int, line: str) -> None:
-        """Check that a resume could tell the pass that begins from others, and take a save that waits for it.
+        """Prepare a new pass: check that a resume could find it, and save if a save has waited for it.
 
         Parameters
         ----------
@@ -140,7 +149,10 @@ class StepLoop:
         )
 
     def _refuse_different_passes(self, loader: Any, name: str, save_every: int) -> None:
-        """Raise UsageError, on every rank, if the ranks begin different passes; a collective call."""
+        """Raise UsageError, on every rank, if the ranks begin different passes; a collective call.
+
+        Ranks in different passes would wait for each other for ever.
+        """
         loop = f"loop {name}, " if name else ""
         tracked = ", ".join(sorted(self._checkpoints.tracked.objects))
         own_pass = (
@@ -156,7 +168,13 @@ class StepLoop:
             )
 
     def start(self, save_every: int) -> None:
-        """Begin to count steps; in a loop over `steps`, at the begin of each pass."""
+        """Begin to count steps. A loop over `Run.steps` does so at the start of each pass.
+
+        Raises
+        ------
+        UsageError : a learning rate scheduler is not tracked, or the program has never read `Run.epoch` and
+            so would train epochs again that the checkpoint has finished.
+        """
         if self._checkpoints.keep and not self.is_started:
             self._checkpoints.scheduler_search.refuse_untracked(self._checkpoints.tracked.objects)
         if self._must_read_position:
@@ -170,9 +188,10 @@ class StepLoop:
         self.start_clock(self.max_interval or save_every or MAX_INTERVAL)
 
     def _refuse_step_after_break(self) -> None:
-        """Raise UsageError for the first step after a run that ended by a ``break``, unless it was asked for.
+        """Raise UsageError for a step after the restore of a run that a ``break`` had ended.
 
-        A program that compares the number of steps only at the end of its body would train one more.
+        A program with ``if run.step >= STEPS: break`` at the end of its loop would train one step more at
+        each start. If it has read `Run.step` before the loop, it has checked that itself.
         """
         restored = self._checkpoints.restored
         if restored is None or self._has_read_step or not restored.position.get("was_left"):
@@ -210,7 +229,7 @@ class StepLoop:
         if not self.is_started:
             self.start(save_every)
         self._count_step()
-        self._checkpoints.restored = None
+        self._checkpoints.restored = None  # the run has moved on from the restored checkpoint
         saves_now = self._agree_on_save(save_every)
         if saves_now:
             self._meet_before_save()
@@ -224,13 +243,17 @@ class StepLoop:
             self.save_now(at_start=at_start)
 
     def _agree_on_save(self, save_every: int) -> bool:
-        """Exchange numbers with the other ranks if it is time; return whether all save after this step."""
+        """Exchange numbers with the other ranks if it is time; return whether all save after this step.
+
+        They save after a request to stop or to save, and every `save_every` steps, unless a rank has to wait.
+        """
         step = self._position.step
         agreement = self._connection.agreement
         agreement.exchange_if_due(step)
         is_due = bool(agreement.stop) or self._should_save
         if self._checkpoints.keep and save_every:
-            # By multiples, since a save that waits comes at a later step.
+            # Compare multiples of `save_every`: a save that had to wait has come after its step, and must not
+            # delay the next one.
             is_due = is_due or step // save_every > self._checkpoints.saved_step // save_every
         return is_due and not self._agree_to_wait()
 
@@ -241,10 +264,10 @@ class StepLoop:
         self._checkpoints.saved_step = step
 
     def _agree_to_wait(self) -> bool:
-        """Return whether a save that is due has to wait for any rank; a collective call.
+        """Return whether a save that is due has to wait because a rank cannot save yet; a collective call.
 
-        A rank has gradients that wait for their optimizer, or is at the end of a loader that could not go on
-        from its state.
+        A rank cannot save while gradients wait for their optimizer, since a checkpoint has no gradients, nor
+        at the end of a loader that could not go on from its state.
         """
         self._gradients.count_waiting()
         must_wait = self._gradients.is_waiting or self._position.has_unusable_loader_state()

@@ -71,10 +71,11 @@ class StopRequests:
         self._previous_handlers: dict[int, Any] = {}
 
     def answers(self) -> tuple[bool, ...]:
-        """Return this rank's answer to each of `REASONS`."""
+        """Return for each of `REASONS` whether this rank has seen such a request to stop."""
         has_stop_file = False
         has_agent_request = self._agent_flag is not None and self._agent_flag.exists()
         request = self._folder.request() if self._folder else None
+        # A job script's file asks for a requeue, and counts like the node agent's. A person's file does not.
         if request is not None and request.requeue:
             has_agent_request = True
         elif request is not None:
@@ -120,8 +121,9 @@ def report_saved(
     """Report a saved state to the process that decides about a requeue, and return this process's exit code.
 
     Under dist-run the node agent reads a file, decides, and exits with 85. Plain torchrun turns every code
-    but 0 into 1, so rank 0 decides, and leaves the code in the run's folder for the job script. Elsewhere the
-    code 85 says that the state is saved.
+    but 0 into 1, so rank 0 decides, and writes the code into the run's folder for the job script. Without
+    either, this process exits with 85 itself, which says that the state is saved. After a stop file, all
+    exit with 0, since a person wants the run to stay stopped.
 
     Parameters
     ----------

@@ -74,7 +74,7 @@ class Tracked:
         return any(map(is_sharded, self.objects.values()))
 
     def add(self, name: str, stateful: Any, *, per_rank: bool) -> None:
-        """Add an object with `state_dict` and `load_state_dict`.
+        """Add an object with `state_dict` and `load_state_dict`, if a checkpoint can keep its state.
 
         Parameters
         ----------
@@ -82,7 +82,8 @@ class Tracked:
 
         Raises
         ------
-        UsageError : it has no state that a checkpoint can keep.
+        UsageError : the name is taken, or the object has no state, a state that pickle cannot write, or
+            shards of another kind than FSDP2's.
         """
         if name in self.objects:
             raise _track_error(f"the name {name} is already tracked", "choose another name")
@@ -111,7 +112,7 @@ class Tracked:
         return digests
 
     def snapshot(self, ranks: Ranks, call: str) -> Snapshot:
-        """Return the states as a checkpoint has them; a collective call.
+        """Compare the states between the ranks, and return them as a checkpoint has them; a collective call.
 
         Parameters
         ----------
@@ -119,7 +120,8 @@ class Tracked:
 
         Raises
         ------
-        UsageError : on every rank, if a rank cannot keep a state, or if rank 0's cannot count for all.
+        UsageError : on every rank, if a rank has a state that cannot be saved, or if the ranks differ in a
+            state of which a checkpoint keeps only that of rank 0.
         """
         snapshot = Snapshot()
         error: UsageError | None = None
@@ -162,7 +164,10 @@ class Tracked:
             snapshot.digests[name] = digest_text(repr(values))
 
     def _refuse_difference(self, name: str, ranks: Ranks, call: str) -> None:
-        """Raise UsageError, on every rank, if the value of rank 0 cannot count for all ranks."""
+        """Raise UsageError, on every rank, if a resume would replace values that differ between the ranks.
+
+        A checkpoint keeps only the state of rank 0, and a resume gives it to all ranks.
+        """
         stateful = self.objects[name]
         values = describe_values(stateful, state_of(name, stateful))
         rows = ranks.gather((self._first_values[name], values), call=call)
@@ -182,10 +187,12 @@ class Tracked:
 
         Raises
         ------
-        UsageError : it holds other objects or another model, and nothing is loaded; or a state does not fit.
+        UsageError : the checkpoint holds other objects or another model, and nothing is loaded; or an object
+            refuses its state, after others may have been loaded.
         """
         self._refuse_other_names(checkpoint, rank_values.keys())
         trees = {name: checkpoint.tree(name) for name in checkpoint.names}
+        # Compare all objects first, so that nothing is loaded if one of them differs.
         for name, tree in trees.items():
             self._refuse_other_object(name, tree, checkpoint)
         for name, tree in trees.items():
@@ -227,6 +234,7 @@ class Tracked:
         """Load the state of an object; raise UsageError if it does not fit."""
         stateful = self.objects[name]
         try:
+            # Saved keys of a model are those without wrappers, such as "weight" for "module.weight" in DDP.
             if isinstance(stateful, nn.Module):
                 plain_keys = _map_to_plain_keys(stateful, stateful.state_dict())
                 state = {key: state[plain_key] for key, plain_key in plain_keys.items()}
@@ -282,7 +290,10 @@ def _unloadable_error(problem: str) -> UsageError:
 
 
 def _refuse_unsupported_shards(name: str, stateful: Any) -> None:
-    """Raise UsageError if an object is sharded in a way that no checkpoint can keep."""
+    """Raise UsageError if an object is sharded (divided among the ranks) so that it cannot be saved.
+
+    Only FSDP2's shards over all ranks can be saved, with torch 2.6 or newer.
+    """
     parts = stateful.modules() if isinstance(stateful, nn.Module) else [stateful]
     for part in parts:
         if _has_class(part, SHARDED_BY_OTHERS):
@@ -318,7 +329,10 @@ def _refuse_parameter(name: str, parameter: Any) -> None:
 
 
 def _refuse_bad_reports(reports: Sequence[_RankReport], call: str) -> None:
-    """Raise UsageError if a rank cannot save a state, or tracks other objects than the others."""
+    """Raise UsageError if a rank cannot save a state, or tracks other objects than the others.
+
+    Every rank has the reports of all, so that all raise the same error and none waits for another.
+    """
     for rank, report in enumerate(reports):
         if report.error is not None:
             raise UsageError(f"rank {rank}: {report.error.what}", where=call, hint=report.error.hint)
@@ -378,7 +392,10 @@ def _find_group_difference(tree: Any, optimizer: Optimizer) -> str:
 
 
 def _find_model_difference(saved: Any, live: Mapping[str, Any], checkpoint: Checkpoint) -> str:
-    """Return how the saved state of a model differs from its live state, or "" if it does not."""
+    """Return how the saved state of a model differs from its live state, or "" if it does not.
+
+    An example is ``out.weight is (10, 20) in the checkpoint and (10, 30) in the model``.
+    """
     saved_only = list_first_names([key for key in saved if key not in live])
     live_only = list_first_names([key for key in live if key not in saved])
     if saved_only or live_only:
@@ -421,9 +438,9 @@ def _tensors_for_shards(stateful: Any, name: str, tree: Any, checkpoint: Checkpo
 
 
 def _make_optimizer_shards(optimizer: Optimizer, tree: Any, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Return a DTensor like its parameter for each tensor in the saved state of an optimizer, by key.
+    """Return an empty DTensor for each sharded tensor in the saved state of an optimizer, by key.
 
-    A fresh optimizer has no state to read into.
+    Each is sharded like its parameter. A new optimizer has no such tensors yet into which a rank could read.
     """
     tensors = {}
     parameters = list(iterate_parameters(optimizer))
@@ -439,7 +456,7 @@ def _make_optimizer_shards(optimizer: Optimizer, tree: Any, checkpoint: Checkpoi
 
 
 def state_of(name: str, stateful: Any) -> Any:
-    """Return the state of an object. A model has the same keys whatever is wrapped around which part of it.
+    """Return the state of an object. The keys of a model are those without wrappers such as DDP.
 
     Parameters
     ----------
@@ -447,7 +464,7 @@ def state_of(name: str, stateful: Any) -> Any:
 
     Raises
     ------
-    UsageError : it cannot be read.
+    UsageError : the object's ``state_dict`` raises an error.
     """
     try:
         state = stateful.state_dict()
@@ -462,7 +479,10 @@ def state_of(name: str, stateful: Any) -> Any:
 
 
 def _unwrap_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a model under keys without wrappers, and with one tensor for tied parameters."""
+    """Return the state of a model under keys without wrappers, and with one tensor for tied parameters.
+
+    Tied parameters are one parameter under several names, such as an embedding and an output layer.
+    """
     # torch makes new tensors for the state, also of a parameter that two modules share.
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tied_tensors: dict[int, Any] = {}

@@ -133,7 +133,12 @@ class Collective:
         return self.factor(ranks) * size_bytes / seconds / 1e9
 
     def expected_busbw_GBps(self, line_rate_Gbps: float, nodes: int, ranks_per_node: int) -> float:
-        """Return the busbw at which the network of the busiest of several nodes is full."""
+        """Return the bus bandwidth at which the network of the busiest of several nodes is full.
+
+        Parameters
+        ----------
+        line_rate_Gbps : what all network adapters of a node together can carry in one direction.
+        """
         algbw_GBps = line_rate_Gbps / 8 / float(self.traffic(nodes, ranks_per_node))
         return algbw_GBps * self.factor(nodes * ranks_per_node)
 

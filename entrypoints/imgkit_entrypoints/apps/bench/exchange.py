@@ -17,13 +17,18 @@ _MAX_LAUNCHES = 200
 
 
 def measure_exchange_GBps(measurer: Measurer, size_bytes: int) -> float:
-    """Return the bandwidth (1e9 B/s) of each direction between the two ranks; a collective call."""
+    """Return the bandwidth of each direction between the two ranks in 1e9 B/s; a collective call.
+
+    Both ranks send and receive at the same time. The result is the median of several batches (many launches
+    with one wait), on the slower rank.
+    """
     ranks = measurer.ranks
     item_bytes = measurer.dtype.item_bytes
     count = max(1, size_bytes // item_bytes)
     sendrecv = collectives.find_collective("sendrecv")
     dtype = getattr(torch, measurer.dtype.torch)
     (buffers,) = collectives.allocate(sendrecv, count, dtype, ranks)
+    # Send random numbers, since links and processors may treat a buffer of zeros better.
     measurer.noise.fill(buffers.input, ranks.rank, 0)
     launch = collectives.bind(sendrecv, buffers, ranks)
     launch()  # sets up the connection

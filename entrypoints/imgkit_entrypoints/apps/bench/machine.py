@@ -75,7 +75,10 @@ MAX_SHARE = 0.9
 
 
 def free_node_bytes(reader: Reader) -> int | None:
-    """Return the free memory of this node, or of this job's cgroup, or None if the kernel reports neither."""
+    """Return the free memory of this node, or of this job's cgroup (its limit of memory) if that is less.
+
+    None means that the kernel reports neither.
+    """
     values = []
     for line in (reader.text("/proc/meminfo") or "").splitlines():
         name, _, rest = line.partition(":")
@@ -90,7 +93,10 @@ def free_node_bytes(reader: Reader) -> int | None:
 
 
 def free_memory_bytes(ranks: Ranks, ranks_on_node: int) -> int | None:
-    """Return the memory that one rank may use: the GPU's free memory, or its share of the node's."""
+    """Return the memory that one rank may use: the GPU's free memory, or its share of the node's.
+
+    None means that the kernel does not report it.
+    """
     import torch
 
     if ranks.device.type == "cuda":
@@ -115,7 +121,12 @@ class Machine:
 def read_machine(
     env: Mapping[str, str], nodes: int, ranks_on_node: int, software: Mapping[str, str]
 ) -> Machine:
-    """Read the facts of this node. `software` has the versions of torch and its libraries."""
+    """Read the facts of this node. If they cannot be read, return only the versions.
+
+    Parameters
+    ----------
+    software : versions of torch and its libraries, by name.
+    """
     versions = {"imgkit": __version__, **software}
     try:
         host = facts.gather(env=env)

@@ -104,14 +104,21 @@ class Measurer:
     ) -> Measurement:
         """Time and verify `collective` at one size; a collective call.
 
+        Parameters
+        ----------
+        requested_bytes : the size, before it is rounded to whole elements or chunks.
+        previous : counts of the previous size, or None for the first size.
+
         Raises
         ------
-        Stopped : on all ranks; the size is not measured. OutOfMemory : on all ranks.
+        Stopped : on all ranks, after a request to stop; the size is not measured.
+        OutOfMemory : on all ranks, if one of them has too little memory.
         """
         size_bytes = self.size_bytes(collective, requested_bytes)
         buffers = self.allocate(collective, size_bytes)
         launch_s = self._warm_up(collectives.bind(collective, buffers[0], self.ranks))
         counts, is_slow = self._agree_on_counts(size_bytes, launch_s, previous)
+        # Launches rotate through several buffers, so that the data does not stay in a cache.
         copies = min(counts.launches, self.rotated_bytes // self.needed_bytes(collective, size_bytes))
         if copies > 1:
             del buffers  # both at once may not fit
@@ -154,7 +161,16 @@ class Measurer:
     def _agree_on_counts(
         self, size_bytes: int, launch_s: float, previous: Counts | None
     ) -> tuple[Counts, bool]:
-        """Return the counts, and whether launches are so slow that each checks for a stop request."""
+        """Return the counts that rank 0 plans, and whether launches are slow; a collective call.
+
+        Slow means that a batch takes so long that the ranks have to look for a stop request before each.
+
+        Parameters
+        ----------
+        launch_s : this rank's estimate of the seconds of one launch.
+        previous : counts of the previous size, or None for the first size.
+        """
+        # Number of launches that fit into the time budget.
         fitting = self.options.seconds / max(launch_s, 1e-7)  # a clock may show no time at all
         own_values = (fitting, launch_s > _SLOW_S, is_stop_requested())
         fitting, is_slow, must_stop = broadcast_numbers(own_values, self.ranks)

@@ -27,7 +27,8 @@ _CHANNELS = re.compile(r"(\d+) coll channels")
 def collect_log(env: MutableMapping[str, str]) -> Iterator[Path | None]:
     """Let NCCL log to files in a folder, and yield the folder.
 
-    If the user has set NCCL_DEBUG, and without GPUs, this changes nothing and yields None.
+    The variables are removed and the folder is deleted when the ``with`` block ends. If the user has set
+    NCCL_DEBUG, or without GPUs, this changes nothing and yields None.
     """
     if "NCCL_DEBUG" in env or env.get("IMGKIT_DEVICE") != "cuda":
         yield None
@@ -80,7 +81,7 @@ def _describe_connection(transport: str, details: str) -> str:
 
 
 def describe_transports(names: Iterable[str]) -> tuple[str, ...]:
-    """Return sentences on the transports of all ranks' logs."""
+    """Return sentences on the transports (the ways in which NCCL moves data) in the logs of all ranks."""
     ordered = sorted(set(names))
     if not ordered:
         return ()

@@ -73,7 +73,8 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """Return the entry of nccl-tests' JSON.
 
-        nccl-tests runs each operation out of place and in place. torch offers one of the two ways.
+        nccl-tests runs each operation out of place (with two buffers) and in place (with one). torch offers
+        one of the two, so the entry of the other is None.
         """
         figures = {
             "time": self.time_us,
@@ -117,11 +118,12 @@ def new_result(
     ranks: int,
     wrong: int | None,
 ) -> Result:
-    """Return the result of one size.
+    """Return the result of one size. Its time is the median of the batches.
 
     Parameters
     ----------
     seconds : seconds of one operation in each batch.
+    wrong : number of wrong elements; None if they were not verified.
     """
     ordered = sorted(seconds)
     # The fastest and the slowest tenth do not count for the range.

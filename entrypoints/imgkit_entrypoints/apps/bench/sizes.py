@@ -48,7 +48,12 @@ def format_size(size_bytes: int) -> str:
 
 
 def _format(size_bytes: int, step: int, units: tuple[str, ...]) -> str:
-    """Return a size in the largest of `units`, each `step` times the one before, that it reaches."""
+    """Return a size in the largest of `units` that it reaches: 3,000,000 in steps of 1000 is ``3MB``.
+
+    Parameters
+    ----------
+    step : how many times larger each unit is than the one before.
+    """
     value = float(size_bytes)
     power = 0
     while value >= step and power < len(units) - 1:
@@ -121,6 +126,8 @@ def _plan_total(size_bytes: int, fitting: float, iters: int | None, previous: Co
     if iters is not None:
         return float(iters)
     total = max(fitting, MIN_BATCHES)
+    # At most twice as many launches as for the previous size, and at least half as many. Where sizes grow by
+    # more than 2, the launches may shrink by the same factor.
     if previous is not None:
         size_ratio = size_bytes / previous.size_bytes
         total = max(total, previous.total / max(MAX_STEP, size_ratio))

@@ -34,7 +34,10 @@ class Sweep:
         self._notes: list[str] = []
 
     def run(self) -> int:
-        """Measure everything, and return the exit code of this worker."""
+        """Measure everything, and return the exit code of this worker.
+
+        If another rank is lost, the process ends here, after it has reported what was measured.
+        """
         has_lost_peer = False
         try:
             self._measure_all()
@@ -67,7 +70,10 @@ class Sweep:
         self._record.complete = all(completed)
 
     def _measure_sizes(self, name: str) -> bool:
-        """Measure all sizes of one collective; return False if memory was too short for a size."""
+        """Measure all sizes of one collective; return False if memory was too short for a size.
+
+        A collective that the backend does not support is reported and left out. The run still is complete.
+        """
         collective = find_collective(name)
         planned = self._plan_sizes(collective)
         self._print(table.format_title(collective, self._setup.options.dtype, self._setup.world))
@@ -106,7 +112,10 @@ class Sweep:
         )
 
     def _plan_sizes(self, collective: Collective) -> list[int]:
-        """Return the sizes to measure, each once. Small ones grow to an element, or a chunk for each rank."""
+        """Return the sizes to measure in bytes, each once.
+
+        A size below one element, or below one chunk of 16 bytes for each rank, is raised to that.
+        """
         options = self._setup.options
         limit = options.max_bytes
         if limit is None:
@@ -119,9 +128,9 @@ class Sweep:
         return planned
 
     def _find_backend_error(self, collective: Collective, size_bytes: int) -> str:
-        """Return the backend's error if it lacks this operation or type; a collective call.
+        """Return the backend's error if it lacks this operation or element type, and otherwise "".
 
-        The result is empty if the backend supports it.
+        This runs the collective once, at the smallest size. It is a collective call.
         """
         smallest = min(size_bytes, self._measurer.size_bytes(collective, 1))
         try:
@@ -161,11 +170,14 @@ class Sweep:
         self._print(table.format_row(result))
         for element in measurement.first_wrong:
             self._note(f"{element} (on {setup.node_names[element.rank]})")
-        # A run that is killed leaves this note in its file.
+        # The file is written after each size. If the run is killed, this note stays in it.
         self._save(("INCOMPLETE: the run was still in progress, or was killed.",))
 
     def _finish(self) -> int:
-        """Print the verdict, save the run, and return the exit code."""
+        """Print the verdict, save the run, and return the exit code.
+
+        It is 0 only if everything was measured, all values were right, and ``--require`` was met.
+        """
         self._print(*table.format_summary(self._record.results))
         self._print(*self._describe_verdicts())
         reasons = []

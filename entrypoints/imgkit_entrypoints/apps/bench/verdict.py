@@ -35,7 +35,11 @@ class BusbwVerdict:
 
 
 def judge_busbw(results: Sequence[Result], world: World, line_rate_Gbps: float | None) -> list[BusbwVerdict]:
-    """Return the verdict on each collective."""
+    """Return the measured and the expected bus bandwidth of each collective at its largest size.
+
+    The expected one is what the network of a node can carry. It is None on a single node, and if the line
+    rate of the network is unknown.
+    """
     largest = {result.collective: result for result in results}  # sizes ascend
     verdicts = []
     for result in largest.values():
@@ -85,7 +89,7 @@ def _describe_verdict(verdict: BusbwVerdict, percent: float, line_rate_Gbps: flo
 
 
 def refuse_requirement(requirement: Requirement | None, nodes: int, line_rate_Gbps: float | None) -> None:
-    """Refuse ``--require 80%`` where no busbw can be expected.
+    """Refuse a percentage such as ``--require 80%`` where no bus bandwidth can be expected.
 
     Raises
     ------
@@ -105,7 +109,10 @@ def refuse_requirement(requirement: Requirement | None, nodes: int, line_rate_Gb
 
 
 def find_shortfalls(requirement: Requirement | None, verdicts: Sequence[BusbwVerdict]) -> Iterator[str]:
-    """Yield a reason for each collective that misses `requirement`."""
+    """Yield a reason for each collective that misses `requirement`, the value of ``--require``.
+
+    For example ``all_reduce of 4GiB (4.29GB) reached 30 GBps of busbw, --require asks for 40 GBps``.
+    """
     if requirement is None:
         return
     if not verdicts:

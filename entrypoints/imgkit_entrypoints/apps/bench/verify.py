@@ -158,7 +158,12 @@ class ExpectedValues:
     def count_wrong(
         self, buffer: torch.Tensor, result: Sequence[Segment], iteration: int
     ) -> tuple[int, Difference | None]:
-        """Return how many elements of `buffer` differ from the expected `result`, and the first of them."""
+        """Return how many elements of `buffer` differ from the expected ones, and the first of them.
+
+        Parameters
+        ----------
+        result : which rank's input, or the sum of all, each part of the buffer should hold.
+        """
         import torch
 
         # Counted on the device, with one wait for the whole buffer. Only a wrong one is searched again.
@@ -181,7 +186,12 @@ class ExpectedValues:
         return block.expected.view(self._bits) != block.actual.view(self._bits)
 
     def _blocks(self, buffer: torch.Tensor, result: Sequence[Segment], iteration: int) -> Iterator[_Block]:
-        """Yield the blocks of a buffer, which the `result` of a collective describes."""
+        """Yield a buffer in blocks, each with the values that it should hold.
+
+        Parameters
+        ----------
+        result : which rank's input, or the sum of all, each part of the buffer should hold.
+        """
         for segment in result:
             table = self._single
             source = segment.source

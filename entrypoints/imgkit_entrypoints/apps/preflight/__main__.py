@@ -35,7 +35,10 @@ def send(connection: socket.socket, answer: MeasureResult) -> None:
 
 
 def measure_all(connection: socket.socket) -> None:
-    """Answer each request of the node agent before its time limit, until the node agent closes the socket."""
+    """Answer each request of the node agent before its time limit, until the node agent closes the socket.
+
+    A request names a stage: a measurement of this node alone, or together with another node.
+    """
     for line in connection.makefile("rb"):
         request = messages.decode(line)
         assert isinstance(request, MeasureRequest)

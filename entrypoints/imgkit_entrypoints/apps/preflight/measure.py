@@ -61,7 +61,8 @@ def measure(request: MeasureRequest) -> MeasureResult:
 
 def check_node(host: facts.HostFacts, kind: str) -> tuple[list[str], list[str]]:
     """Run dist-doctor's checks, and return the failed checks and the warnings as texts."""
-    # A problem that stops NCCL between nodes does not stop gloo, which CPUs use.
+    # 2 stands for several nodes: what stops NCCL between nodes is then a failure, and otherwise a warning.
+    # CPUs use gloo, which it does not stop.
     nnodes = 1
     if kind == "cuda":
         nnodes = 2

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-# DDP and the optimizers do; here the garbage collector still rests.
+# DDP and the optimizers import it anyway. Here it is faster, since the garbage collector is still off.
 import torch._dynamo
 from torch import nn
 
@@ -183,7 +183,10 @@ def _shared_options(config: Config) -> dict[str, Any]:
 
 
 def _refuse_other_options(config: Config, ranks: Ranks) -> None:
-    """Raise UsageError, on every rank, if the ranks were given different options."""
+    """Raise UsageError, on every rank, if the ranks were given different options.
+
+    Otherwise they would train different models, or wait for each other for ever.
+    """
     rows = ranks.gather(_shared_options(config))
     differences = []
     for name in rows[0]:

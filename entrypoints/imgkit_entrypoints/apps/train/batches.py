@@ -75,7 +75,7 @@ class Batches:
         """Seconds in which the device had no data to compute on."""
 
     def steps(self, start: Position, steps: int) -> Iterator[tuple[Position, list[MicroBatch]]]:
-        """Yield the micro-batches of each step from `start` up to `steps`, and the position after it."""
+        """Yield the position after each step, from `start` up to `steps` steps, and its micro-batches."""
         loaded: Iterator[Any] | None = None
         if not hasattr(self._samples, "batch"):
             requests = self._iterate_requests(start, steps)
@@ -127,7 +127,11 @@ class Batches:
         return self._move_to_device(self._samples.batch(self._draw_permutation(epoch)))
 
     def _move_to_device(self, batch: Any) -> Any:
-        """Return a batch, of which every tensor is on the device and has the type of the options."""
+        """Return a batch with all its tensors on the device, fractions in the type of ``--dtype``.
+
+        A batch is a tensor, or a dict, list or tuple of batches. Tensors with four dimensions are images, and
+        get the memory format of the model.
+        """
         if isinstance(batch, dict):
             return {key: self._move_to_device(part) for key, part in batch.items()}
         if not isinstance(batch, torch.Tensor):
@@ -144,11 +148,12 @@ class Batches:
 def load_samples(
     samples: Any, requests: Iterator[tuple[int, torch.Tensor]], config: Config, ranks: Ranks
 ) -> Iterator[Any]:
-    """Yield a batch for each of the `requests`, pairs of an epoch and indices.
+    """Yield a batch for each of `requests`: an epoch, and the indices of the samples.
 
     Raises
     ------
-    BadSample : a sample cannot be loaded. CheckFailed : a worker died; names the sample.
+    BadSample : a sample cannot be loaded.
+    CheckFailed : a process that loads samples has died; the message names the sample.
     """
     seeded = _SeededSamples(samples, config.seed, config.workers)
     loader = DataLoader(
@@ -158,7 +163,7 @@ def load_samples(
         collate_fn=_return_batch,
         num_workers=config.workers,
         pin_memory=ranks.device.type == "cuda",
-        # Its own, so that it does not draw from the model's.
+        # Without it, the loader would draw its seed from the random numbers of the model.
         generator=torch.Generator(),
     )
     where = f"rank {ranks.rank}"
@@ -211,7 +216,8 @@ class _SeededSamples:
     def __getitems__(self, keys: list[tuple[int, int]]) -> Any:
         """Return the batch of the samples with these pairs of an epoch and an index, or a `_Failure`."""
         worker = get_worker_info()
-        # In this process, the model goes on with its own random numbers afterwards.
+        # Without worker processes, samples are loaded in the process that trains. The seeds below must not
+        # change the random numbers of the model, so they are restored afterwards.
         state = None
         if worker is None:
             state = random_state.capture()

@@ -332,9 +332,16 @@ class Config:
     def resumed(self, saved: Mapping[str, Any], where: Path) -> tuple[Config, list[str]]:
         """Return these options with the saved global batch, and one line for each changed option.
 
+        For example ``lr was 0.1, now 0.05``.
+
+        Parameters
+        ----------
+        saved : the options in the checkpoint.
+        where : the checkpoint, for the message.
+
         Raises
         ------
-        UsageError : they contradict the saved run; names every contradiction.
+        UsageError : an option in `SAME` differs, so this would be another run. All differences are named.
         """
         options = self.values()
         if self.global_batch is None:

@@ -33,7 +33,7 @@ class Chart:
 
 
 def _choose_ticks(axis: Axis) -> list[float]:
-    """Return round numbers on an axis, at most six."""
+    """Return round numbers on an axis, at most six: 0, 20, 40, 60 for values up to 75."""
     if axis.is_logarithmic:
         first_power = math.ceil(math.log10(axis.low))
         last_power = math.floor(math.log10(axis.high))
@@ -113,7 +113,11 @@ def _draw_line(number: int, label: str, points: Points, x_axis: Axis, y_axis: Ax
 
 
 def _values_axis(low: float, high: float, *, from_zero: bool) -> Axis:
-    """Return an axis for values from `low` to `high`, with a margin on both sides."""
+    """Return an axis for values from `low` to `high`.
+
+    It begins at 0 if `from_zero` is set or all values are equal. Otherwise it has a margin on both sides, and
+    is logarithmic if `high` is 100 times `low` or more.
+    """
     bottom = TOP + PLOT_HEIGHT
     if from_zero or low == high:
         start = min(0.0, low)

@@ -168,7 +168,7 @@ MIN_SHARE = 0.35
 
 
 def find_split_folder(data: Path, split: str) -> Path:
-    """Return the folder with the classes of `split`.
+    """Return the folder with the classes of `split`: ``data/val`` for ``eval``, if it exists.
 
     Raises
     ------

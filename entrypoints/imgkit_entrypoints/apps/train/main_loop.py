@@ -80,20 +80,23 @@ class MainLoop:
             self.report.add(latest)
 
     def run_to_end(self, steps: Steps, config: Config, workload: Workload) -> RunEnd:
-        """Take all steps, or those until a request to stop, and save the state."""
+        """Take all steps, or those until a request to stop, save the state, and return how the run ended."""
         try:
             with self.run:
                 self._take_steps(steps, config, workload)
         except (LossIsNoNumber, NotSaved) as error:
             return RunEnd(reason=error.what, exit_code=error.exit_code, hint=error.hint or "")
         except SystemExit as exit_request:
-            if not self.run.stopping:  # a function of the user ends the program
+            if not self.run.stopping:  # not the run library, but a function of the user has called sys.exit
                 raise
             return RunEnd(reason=self.run.stopping, exit_code=int(str(exit_request.code)))
         return RunEnd()
 
     def _take_steps(self, steps: Steps, config: Config, workload: Workload) -> None:
-        """Take all steps, and after each evaluate and save if that is due, but for the last state."""
+        """Take all steps. After each, evaluate and save if it is time.
+
+        The state after the last step is saved by the end of ``with self.run``, and not here.
+        """
         run = self.run
         last_step = workload.steps
         save_every = parse_interval(config.save_every, workload.steps_per_epoch)
@@ -102,6 +105,7 @@ class MainLoop:
             run.begins()
             step = position.step
             is_evaluated = is_due(step, eval_every, last_step)
+            # Numbers go into the log only after these steps, so only they measure the gradient's norm.
             is_measured = is_evaluated or is_due(step, save_every, last_step) or run.looks()
             self.trainer.step(step - 1, micro_batches, measured=is_measured)
             if step == workload.start + 1:

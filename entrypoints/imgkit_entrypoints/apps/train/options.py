@@ -102,7 +102,9 @@ def check(argv: Sequence[str], env: Mapping[str, str]) -> argparse.Namespace:
 
 
 def read_config(argv: Sequence[str], env: Mapping[str, str]) -> Config:
-    """Read a worker's command line, which the node agent has already checked.
+    """Read a worker's command line, and fill in the defaults of its model.
+
+    The node agent has checked the command line already, before it started workers.
 
     Raises
     ------
@@ -166,7 +168,7 @@ def _read_file(path: Path, parser: Parser) -> tuple[str, ...]:
 
 
 def file_arguments(path: Path) -> tuple[str, ...]:
-    """Return the options in the file as flags.
+    """Return the options in the file as flags: ``{"lr": 0.1, "compile": true} -> --lr=0.1, --compile``.
 
     Raises
     ------

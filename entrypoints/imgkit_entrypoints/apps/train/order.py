@@ -77,7 +77,12 @@ class Order:
         return Position(step=step, epoch=position.epoch + 1)
 
     def micro_batches(self, samples: int, rank: int) -> tuple[MicroBatchSlice, ...]:
-        """Return the micro-batches of a rank in a step of so many samples; equally many on all ranks."""
+        """Return the micro-batches of `rank` in a step that has `samples` samples over all ranks.
+
+        A micro-batch is what a rank computes at once. All ranks have equally many, since they take part in
+        the same collectives. For example 5 samples on 2 ranks with a `batch_size` of 2 are the samples 0, 1
+        on rank 0, and 2, 3-4 on rank 1.
+        """
         most_samples_of_rank = math.ceil(samples / self.world_size)
         count = math.ceil(most_samples_of_rank / self.batch_size)
         rank_start, rank_end = share(samples, rank, self.world_size)
@@ -97,9 +102,10 @@ class Order:
 
 
 def plan_order(size: int, world_size: int, batch_size: int | None, global_batch: int | None) -> Order:
-    """Return the order that the options ask for.
+    """Return the division of the data into steps and among ranks that the options ask for.
 
-    If a global batch does not fit into the ranks at once, each rank computes several micro-batches.
+    The global batch is the samples of one step over all ranks, by default one batch of each rank. If it is
+    larger, each rank computes several micro-batches in a step.
 
     Raises
     ------
@@ -120,7 +126,10 @@ def plan_order(size: int, world_size: int, batch_size: int | None, global_batch:
 
 
 def _suggest_sizes(world_size: int, global_batch: int) -> str:
-    """Return a hint with the next numbers of ranks and of samples that divide each other."""
+    """Return a hint with the nearest numbers of ranks, and of samples, with which the division works.
+
+    For 3 ranks and 32 samples it names 2 or 4 ranks, and 30 or 33 samples.
+    """
     divisors = [count for count in range(1, global_batch + 1) if global_batch % count == 0]
     fewer_ranks = [str(count) for count in divisors if count < world_size]
     more_ranks = [str(count) for count in divisors if count > world_size]

@@ -159,16 +159,16 @@ def _import_source(source: str) -> Any:
 
 
 def _import_file(path: Path) -> Any:
-    """Import a file as the module that is named after its path."""
+    """Import a file as a module whose name is the absolute path of the file."""
     name = str(path.resolve())
-    # --model and --data from one file share its state.
+    # --model and --data may name functions of one file, which is imported once, so that they share its state.
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, name)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Data workers unpickle the classes that it defines.
+    # Without this, processes that load data could not unpickle the classes that the file defines.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)

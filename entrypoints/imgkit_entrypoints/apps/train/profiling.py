@@ -55,7 +55,7 @@ class WorkClock:
         self._pending: list[tuple[list[Interval], Interval]] = []
 
     def exclude_buffer_copies(self, model: DistributedDataParallel, *, compiled: bool) -> None:
-        """Leave out the time in which DDP copies the buffers of a model.
+        """Let own work leave out the time in which DDP copies the buffers of a model from rank 0.
 
         Parameters
         ----------
@@ -80,7 +80,7 @@ class WorkClock:
         model.module.register_forward_pre_hook(after_copy)
 
     def run_first_backward(self, parameters: Sequence[nn.Parameter], backward: Callable[[], object]) -> None:
-        """Run the first backward pass, and time from now on when the gradient that came last is ready.
+        """Run the first backward pass. From then on, note in each step when the last gradient is ready.
 
         The order of gradients is the same in every step of the same model. So one parameter has a hook, which
         runs before DDP hears of the gradient; a hook on each would cost 2 % of a step of 10 ms.
@@ -197,7 +197,7 @@ def _write_trace(recorder: profile, config: Config, ranks: Ranks) -> None:
     """Stop a recorder, and write its trace into the run folder: ``traces/rank-0.json``."""
     ranks.synchronize()
     recorder.stop()
-    assert config.run_dir is not None  # options.read has checked it
+    assert config.run_dir is not None  # the options refuse --profile without a run folder
     target = config.run_dir / "traces" / f"rank-{ranks.rank}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = files.temporary_name(target)

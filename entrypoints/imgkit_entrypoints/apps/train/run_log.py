@@ -105,7 +105,7 @@ class RunLog:
         self._metrics.write(lambda folder: _drop_lines_after(folder / METRICS, workload.start))
 
     def add(self, latest: LatestSteps) -> None:
-        """Add the sums of the latest steps."""
+        """Add the sums of the latest steps, and write a line if it is time."""
         if math.isnan(self._first_loss):
             self._first_loss = latest.loss
         self._skipped += latest.skipped
@@ -133,7 +133,7 @@ class RunLog:
         return f"step {step:>{len(str(self._workload.steps))}}/{self._workload.steps}"
 
     def _write_line(self, step: int) -> None:
-        """Write what came since the last line: on the terminal, into the metrics, to the loggers."""
+        """Write the means since the last line to the terminal, to ``metrics.jsonl`` and to the loggers."""
         workload = self._workload
         parts = self._since_line
         self._since_line = []
@@ -187,7 +187,7 @@ class RunLog:
         return mean_loss, dict(zip(names, finite_means, strict=True))
 
     def _format_line(self, step: int, values: Mapping[str, Any], left_s: float) -> str:
-        """Return the line of progress for the terminal.
+        """Return the line of progress for the terminal: ``step 10/100  loss 0.123456  ...  5s left``.
 
         Parameters
         ----------
@@ -268,7 +268,7 @@ def _format_number(name: str, value: float | None, format_spec: str) -> str:
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
-    """Drop the lines of steps that will now be repeated."""
+    """Remove the lines of the metrics after `step`, from which this start goes on: it repeats these steps."""
     try:
         with files.open_own(path) as stream:
             lines = stream.read().decode(errors="replace").splitlines(keepends=True)

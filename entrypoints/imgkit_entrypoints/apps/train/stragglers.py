@@ -66,9 +66,11 @@ class Straggler:
 
 
 def find_usual_work(own_s: Sequence[float]) -> tuple[float, float]:
-    """Return the usual seconds of own work, and the limit of stragglers.
+    """Return the usual seconds of own work, and the seconds above which a rank is slow.
 
-    The limit is infinite if there is nothing to compare.
+    Own work is what a rank computes in a step, without its wait for others. Usual is the median of all ranks,
+    or the fastest of fewer than `FEW`. With fewer than two known values there is nothing to compare, and the
+    results are NaN and infinity.
 
     Parameters
     ----------
@@ -82,7 +84,7 @@ def find_usual_work(own_s: Sequence[float]) -> tuple[float, float]:
         return fastest, _least_limit(fastest)
     median = statistics.median(measured)
     limit = _least_limit(median)
-    # Otherwise nobody is slow, and thousands of deviations need no sorting.
+    # If even the slowest rank is below this limit, nobody is slow. That saves sorting thousands of values.
     if measured[-1] > limit:
         deviation = statistics.median(abs(seconds - median) for seconds in measured)
         limit = max(limit, median + MADS * deviation)
@@ -107,10 +109,10 @@ class Stragglers:
         self._stragglers: dict[int, Straggler] = {}
 
     def judge(self, step: int, own_s: Sequence[float]) -> float:
-        """Compare the seconds of own work of the ranks at a step, and return the usual seconds.
+        """Compare the seconds of own work of all ranks up to a step, and return the usual seconds.
 
-        A rank that was slow in `COMPARISONS` of them in a row is named as a straggler. If it was as fast as
-        the others in as many, it is no longer named.
+        A rank that was slow in `COMPARISONS` comparisons in a row is named as a straggler. After as many in
+        which it was as fast as the others, it is a straggler no longer.
         """
         usual_s, limit_s = find_usual_work(own_s)
         if math.isinf(limit_s):
@@ -131,9 +133,15 @@ class Stragglers:
         return usual_s
 
     def _find_changes(self, step: int, slow: Set[int]) -> dict[int, int]:
-        """Return the ranks that become stragglers or usual now, each with the first step of the change."""
+        """Return the ranks that become or stop being stragglers now, each with the first step of the change.
+
+        Parameters
+        ----------
+        slow : ranks that are slow in this comparison.
+        """
         contradictions = {}
         changed = {}
+        # Ranks that are slow and not named as stragglers, or named and not slow.
         for rank in sorted(slow ^ self._named):
             steps = [*self._contradictions.get(rank, ()), step]
             if len(steps) < COMPARISONS:

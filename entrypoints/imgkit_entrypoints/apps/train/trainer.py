@@ -92,7 +92,8 @@ class Trainer:
         self._refuse_no_numbers(loss, numbers)
         self.number_names = tuple(numbers)
         self.sums = torch.zeros(3 + len(numbers), dtype=torch.float64, device=self.sums.device)
-        # No norm of the gradient until one is measured.
+        # In this order: skipped steps, the norm of the gradient, the loss, the user's numbers. The norm is
+        # unknown until one is measured.
         self.sums[1] = math.nan
         self._losses = self.sums[2:]
         self._clock.run_first_backward(self._parameters, loss.backward)
@@ -129,7 +130,7 @@ class Trainer:
         number : number of the step, from 0.
         measured : whether the norm of the gradient goes into the log.
         """
-        if self._config.schedule != "constant" or self._config.warmup_steps:
+        if self._config.schedule != "constant" or self._config.warmup_steps:  # the rate changes
             for group in self._optimizer.param_groups:
                 group["lr"] = learning_rate(self._config, number, self._steps)
         losses = []
@@ -152,7 +153,12 @@ class Trainer:
         return self._join_numbers(loss.detach(), numbers, micro_batch.weight)
 
     def _join_numbers(self, loss: Tensor, numbers: Mapping[str, Any], weight: float) -> Tensor:
-        """Return the loss and the weighted numbers of the user's step in one tensor."""
+        """Return the loss and the weighted numbers of the user's step in one tensor.
+
+        Raises
+        ------
+        UsageError : the step has returned other names than in the warm-up.
+        """
         if tuple(numbers) != self.number_names:
             raise UsageError(
                 f"the step returned the numbers {', '.join(numbers) or 'none'}, but "
@@ -179,7 +185,7 @@ class Trainer:
         Every rank has the sum of all gradients, which holds any NaN, so all decide alike without a message.
         """
         is_skippable = self._config.on_nan == "skip"
-        norm: Tensor | None = None
+        norm: Tensor | None = None  # to measure it costs time, so only where it is needed
         if self._config.clip is not None or measured or is_skippable:
             norm = self._clip_gradient()
         if measured:
@@ -229,9 +235,9 @@ class Trainer:
         return {"optimizer": self._optimizer.state_dict(), "scaler": self._scaler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state that `state_dict` returned, but for the options of this start.
+        """Load a state that `state_dict` returned.
 
-        They are the learning rate, the momentum and the weight decay.
+        The learning rate, the momentum and the weight decay stay those of this start's options.
         """
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({**state["optimizer"], "param_groups": groups})
@@ -337,7 +343,8 @@ class StepSums:
         if not exchange.steps:
             return
         world_size = self.ranks.world_size
-        # The last values are the own work of each rank, and the others are equal parts of all ranks.
+        # The last values are the own work of each rank. Each of the others is a sum over all ranks, of which
+        # the log gets the mean.
         own_s = exchange.sums[-world_size:]
         if world_size == 1:
             own_s = ()
