@@ -38,7 +38,7 @@ class CpuBinding:
 
 
 def choose_binding(host: HostFacts, nproc: int, env: Mapping[str, str]) -> CpuBinding:
-    """Return the processors of `nproc` workers with one GPU each.
+    """Return the processors of `nproc` workers with one GPU each: those on the NUMA node of the worker's GPU.
 
     The workers are not bound if that could do harm: on one NUMA node, if the GPU of a worker is unknown, if
     its NUMA node has too few processors, or if this process has fewer processors than the job.
@@ -81,8 +81,8 @@ def _bind_to_numa_nodes(host: HostFacts, numa_nodes: Sequence[int | None]) -> Cp
 def bind_to_cpus(env: Mapping[str, str], local_rank: int) -> None:
     """Bind this thread, and the processes that it starts, to the processors of the worker `local_rank`.
 
-    Processors that this process may not use now stay out. Do nothing without `VARIABLE` in `env`. If the
-    system refuses the binding, print a warning.
+    The processors come from `VARIABLE` in `env`. Without it, do nothing. Processors that this process may not
+    use now are left out. If the system refuses the binding, print a warning.
     """
     if not env.get(VARIABLE):
         return

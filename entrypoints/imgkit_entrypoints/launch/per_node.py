@@ -59,10 +59,10 @@ def placeholder_values(order: AttemptStart, node_rank: int, nproc: int, run_dir:
 
 
 def fill_placeholders(argv: Iterable[str], values: Mapping[str, str]) -> list[str]:
-    """Return `argv` with `values` in place of the placeholders. All other braces stay as they are.
+    """Return `argv` with `values` in place of the placeholders, such as ``{port}``.
 
-    With ``{"port": "29500", ...}``, ``["--port={port}", "{{port}}", "{x}"]`` becomes
-    ``["--port=29500", "{port}", "{x}"]``.
+    With ``{"port": "29500", ...}``, ``["--port={port}", "{{port}}", "{x}"]`` becomes ``["--port=29500",
+    "{port}", "{x}"]``: doubled braces keep a placeholder's text, and all other braces stay as they are.
     """
 
     def value(match: re.Match[str]) -> str:
