@@ -20,7 +20,9 @@ def claims(env: Environment) -> tuple[str, ...]:
 
 
 def find_placement(env: Environment) -> Placement:
-    """Return this machine alone, or with ``--direct`` the rank that an unknown launcher has given.
+    """Return the placement of a process that no known launcher has started: this machine alone.
+
+    With ``--direct``, return the rank that an unknown launcher has given in torch's variables.
 
     Raises
     ------
@@ -53,7 +55,7 @@ def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -
 
 
 def _direct_placement(env: Environment) -> Placement:
-    """Return the placement of a rank that an unknown launcher has started. It is used only with ``--direct``.
+    """Return the placement of a rank that an unknown launcher has started, from torch's variables.
 
     Raises
     ------
