@@ -247,6 +247,8 @@ def find_amd_gpus(reader: Reader) -> str:
 def count_gpus(reader: Reader, env: Mapping[str, str], closed: Mapping[str, str]) -> VisibleGpus:
     """Return the number of GPUs that a worker could use, by device files and CUDA_VISIBLE_DEVICES.
 
+    The result also has the evidence for the number, and a problem with the variable if there is one.
+
     Parameters
     ----------
     closed : device files that cannot be opened, with the reason (`software.closed_gpus`).

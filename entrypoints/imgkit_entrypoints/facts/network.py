@@ -18,7 +18,7 @@ from imgkit_entrypoints.facts.reader import Reader
 
 
 def read_interfaces(reader: Reader) -> tuple[Interface, ...]:
-    """Return every network interface with its state and addresses."""
+    """Return every network interface in /sys/class/net with its state, speed and addresses."""
     folder = "/sys/class/net"
     # Only folders are interfaces: bonding puts the file bonding_masters there.
     names = [name for name in reader.names(folder) if reader.exists(f"{folder}/{name}/")]
@@ -129,7 +129,11 @@ def _is_address(text: str, kind: type[ipaddress.IPv4Address] | type[ipaddress.IP
 
 
 def _read_ipv6_addresses(reader: Reader) -> Mapping[str, tuple[str, ...]]:
-    """Return the IPv6 addresses of each interface in /proc/net/if_inet6, except link-local addresses."""
+    """Return the IPv6 addresses of each interface in /proc/net/if_inet6, by the interface's name.
+
+    Link-local addresses are left out: every interface has one, and it is of no use without the interface's
+    name.
+    """
     addresses: dict[str, tuple[str, ...]] = {}
     for line in (reader.text("/proc/net/if_inet6") or "").splitlines():
         try:

@@ -382,7 +382,10 @@ FILES = ("NCCL_TOPO_FILE", "NCCL_GRAPH_FILE", "NCCL_CONF_FILE", "NCCL_IBVERBS_LI
 
 
 def absent_files(reader: Reader, env: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Return a problem and its remedy for each variable of `FILES` whose file does not exist."""
+    """Return a problem and its remedy for each variable whose file does not exist.
+
+    The variables are those of `FILES`: each names a file that NCCL reads, such as NCCL_TOPO_FILE.
+    """
     problems = []
     for name in FILES:
         path = env.get(name, "")

@@ -152,9 +152,10 @@ class NodeAgent:
 
         Raises
         ------
-        NoPlan : the roll call failed. ToolFailed : the command cannot be started. UsageError : a folder of
-        the run cannot be written, or a file in it prevents the run from starting. CheckFailed : the
-        preflight found more outliers than the run can do without.
+        NoPlan : the roll call, in which the nodes meet, has failed.
+        ToolFailed : the command cannot be started.
+        UsageError : a folder of the run cannot be written, or a file in it prevents the run from starting.
+        CheckFailed : the preflight found more outliers (slow or broken nodes) than the run can do without.
         """
         stop_dir = self.config.command.env.get("IMGKIT_STOP_DIR", "")
         code = EXIT_NO  # for the result file, if an unexpected error ends the run
@@ -398,6 +399,7 @@ class NodeAgent:
                 report_at = math.inf  # once is enough
                 name = self.context.node_name
                 self.log(f"the command on {name} has ended with 0, and the head's goes on")
+            # A lost head was reported already.
             if self._waiting_deadline.is_due() and not orders.is_head_lost:
                 self.log("the other nodes are not done; leaving without them")
                 return None
@@ -411,6 +413,7 @@ class NodeAgent:
         """
         if not self.config.command.is_per_node or self.config.is_head or self._attempt is None:
             return False
+        # If the deadline has begun, the node agent itself has ended the command.
         return self._attempt.code == 0 and not self._attempt.deadline.has_begun
 
     def _start_attempt(self, order: AttemptStart, node_rank: int) -> State:
@@ -538,8 +541,8 @@ class NodeAgent:
     def _failure_lines(self, *, of_previous: bool = False) -> tuple[str, ...]:
         """Return the lines about a failed run, which are printed last.
 
-        The head describes the failure that came first on any node, and every other node has one line about
-        its own worker. With `of_previous`, the lines are about the attempt before this one.
+        The head (node 0) describes the failure that came first on any node. Every other node has one line
+        about its own worker. With `of_previous`, the lines are about the attempt before this one.
         """
         attempt, memory = self._attempt, self.config.command.memory
         # The ranks of a stalled start failed because the agent ended them, so their errors say nothing.
@@ -568,6 +571,7 @@ class NodeAgent:
         if self._orders.is_head_lost:
             return EXIT_TOOL_FAILED
         node_code = self._attempt.code if self._attempt else EXIT_NO
+        # A saved state counts more than the signal that has led to it.
         if self._signals.received and node_code != EXIT_SAVED:
             return 128 + self._signals.received[0]
         return node_code

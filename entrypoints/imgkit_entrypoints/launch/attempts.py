@@ -396,7 +396,7 @@ class StartWatch:
         return ""
 
     def _describe_stall(self, phase: str) -> str:
-        """Return the message about nodes that have been in `phase` for too long."""
+        """Return the message for the user about nodes that have waited in `phase` for too long."""
         waiting = []
         for number, node_phase in self._session.phases.items():
             if node_phase == phase:

@@ -49,6 +49,7 @@ def choose_binding(host: HostFacts, nproc: int, env: Mapping[str, str]) -> CpuBi
     """
     allowed_cpus = parse_cpu_list(host.allowed_cpus)
     total = sum(len(parse_cpu_list(text)) for text in host.numa_cpus.values())
+    # Nodes may have different numbers, such as "80(x3),40". The lowest is right for every node.
     job_cpus = min(expand_counts(env.get(_JOB_CPUS) or "0", where=_JOB_CPUS))
     if len(host.numa_cpus) < 2:
         return CpuBinding(reason="/sys/devices/system/node does not show two NUMA nodes with processors")
@@ -62,7 +63,10 @@ def choose_binding(host: HostFacts, nproc: int, env: Mapping[str, str]) -> CpuBi
 
 
 def _bind_to_numa_nodes(host: HostFacts, numa_nodes: Sequence[int | None]) -> CpuBinding:
-    """Return the processors of workers whose GPUs are on `numa_nodes`, where None is an unknown NUMA node."""
+    """Return the processors of workers whose GPUs are on `numa_nodes`.
+
+    `numa_nodes` has an entry for each worker, which is None if the NUMA node of its GPU is unknown.
+    """
     names = ", ".join(map(str, numa_nodes))
     evidence = f"the NUMA nodes of the GPUs: {names}; processors allowed: {host.allowed_cpus}"
     allowed_cpus = parse_cpu_list(host.allowed_cpus)

@@ -18,7 +18,8 @@ def memory_remedy(requested: str) -> str:
 
     Parameters
     ----------
-    requested : the value of `MEMORY`. Empty if the job did not request memory and got the default.
+    requested : the value of `MEMORY`, such as ``--mem 440G``. Empty if the job did not request memory and got
+        the default.
     """
     advice = "request more memory (imgkit run --mem SIZE)"
     if requested:

@@ -317,6 +317,7 @@ def describe_run_failure(
     """
     failures = []
     for at, number, failure in session.previous_failures if of_previous else session.failures:
+        # Number 0 is the head.
         name = session.node_name(number) if number else head
         failures.append(NodeFailure(at=at, node=name, failure=failure))
     first = first_failure(failures)
@@ -356,7 +357,7 @@ def describe_failure(
 
 
 def summarize_failure(entry: NodeFailure) -> str:
-    """Return the line about the failed worker of a node, which nodes other than the head print.
+    """Return the line about the failed worker of this node. Nodes other than the head print it.
 
     An example is ``rank 3 on n2 failed, exit code 1: ValueError: no data; full log: /logs/errors-n2.log``.
     """

@@ -53,11 +53,12 @@ def adopt_orphans() -> bool:
 
 
 def descendants() -> dict[int, str]:
-    """Return the names of all processes below this one, by process id."""
+    """Return the names of all processes below this one, by process id: ``{4711: "python3"}``."""
     children: dict[int, list[tuple[int, str]]] = {}
     for pid, parent, name in _list_processes():
         children.setdefault(parent, []).append((pid, name))
     names: dict[int, str] = {}
+    # Walk down the tree of processes from this process.
     unvisited = [os.getpid()]
     while unvisited:
         for pid, name in children.get(unvisited.pop(), ()):

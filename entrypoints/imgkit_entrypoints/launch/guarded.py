@@ -218,6 +218,7 @@ class _Copier(threading.Thread):
             self._keep(data)
             visible = b"".join(self._visible_lines(data))
             try:
+                # A write may take only a part of the data, as to a full pipe. Descriptor 2 is standard error.
                 while can_write and visible:
                     visible = visible[os.write(2, visible) :]
             except OSError:  # our own output is closed: read on, so that the program does not block

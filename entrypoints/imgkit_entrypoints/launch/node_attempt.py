@@ -285,7 +285,7 @@ class NodeAttempt:
         return WORKERS
 
     def finish(self, *, received_signal: int | None, is_head_lost: bool) -> None:
-        """Wait for the guard of the ended command, and set `code` and `saved_state`.
+        """Wait for the guard (the parent process) of the ended command, and set `code` and `saved_state`.
 
         Parameters
         ----------
@@ -327,6 +327,7 @@ class NodeAttempt:
                 "the program was killed (SIGKILL), often by the kernel because memory ran out: "
                 f"{explain.memory_remedy(self._node.config.command.memory)}"
             )
+        # The code of a killed command is the negative signal: -9 becomes 137.
         return 128 - command_code
 
     def explain_failure(self) -> None:

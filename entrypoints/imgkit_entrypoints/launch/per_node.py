@@ -45,7 +45,10 @@ It must be short, since Ray adds about 68 characters: ``ray/session_TIME_PID/soc
 
 
 def placeholder_values(order: AttemptStart, node_rank: int, nproc: int, run_dir: str) -> dict[str, str]:
-    """Return the value of each placeholder on this node, in the attempt that `order` starts."""
+    """Return the value of each placeholder in the user's command, such as ``{port}``, on this node.
+
+    The values are those of the attempt that `order` starts.
+    """
     return {
         "head": order.head,
         "port": str(order.port),

@@ -210,7 +210,7 @@ class LaunchPlan:
         return f"{self.placement.nnodes} nodes, {processes} on each, {device}"
 
     def lines(self) -> Iterator[str]:
-        """Yield the text of ``--dry-run``: each value with its source, the warnings, and the command."""
+        """Yield the lines of ``--dry-run``: each value with its source, the warnings, and the command."""
         rows = [*self._placement_rows(), *self._decision_rows(), *self._variable_rows()]
         name_width = max(len(row.name) for row in rows)
         value_width = min(_WIDEST, max(len(row.value) for row in rows))
@@ -255,7 +255,7 @@ class LaunchPlan:
             yield _DryRunRow(name, "-", "removed from the workers' environment")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the document that ``--dry-run --json`` prints."""
+        """Return the JSON document that ``--dry-run --json`` prints."""
         return {
             "schema": SCHEMA,
             "scheduler": self.placement.scheduler,

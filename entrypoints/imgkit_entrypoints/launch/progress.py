@@ -145,6 +145,7 @@ class StepTimer:
         if not self._has_steps:
             return ""
         total_s = time.monotonic() - self._start_s
+        # Tenths of a second matter only in short runs.
         decimals = 0 if total_s >= ROUNDED_S else 1
         parts = []
         for name, seconds in self._parts.items():

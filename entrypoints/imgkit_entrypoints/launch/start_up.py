@@ -104,7 +104,9 @@ def start_time_s(env: Mapping[str, str], folder: RunFolder | None) -> float:
     job_s = parse_digits(env.get("SLURM_JOB_START_TIME", ""))  # in seconds of the epoch
     if folder is None or job_s is None:
         return process_s
+    # The monotonic clock has another zero than the epoch, so convert by the age.
     age_s = time.time() - max(float(job_s), folder.last_change_s())
+    # A clock that was set wrongly gives an impossible age.
     if not 0 <= age_s <= LONGEST_S:
         return process_s
     return min(process_s, time.monotonic() - age_s)

@@ -153,6 +153,8 @@ def _remove_abandoned(parent: Path) -> None:
 def clear_stop_folder(stop_folder: Path) -> None:
     """Remove the files of an earlier run or attempt from the stop folder.
 
+    The program would otherwise take an old stop request for a new one.
+
     Raises
     ------
     OSError : a file cannot be removed.
@@ -323,7 +325,7 @@ class RunFolder:
         return not problem
 
     def write(self, name: str, text: str) -> None:
-        """Write a file for people and for the job script. Make the folder if needed.
+        """Write a file into the run's folder, for people and for the job script. Make the folder if needed.
 
         Raises
         ------

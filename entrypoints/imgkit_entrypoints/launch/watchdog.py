@@ -284,11 +284,13 @@ class Watchdog:
     ) -> None:
         """Watch the workers that write their positions into `folder`.
 
+        Files of workers of an earlier attempt are removed.
+
         Parameters
         ----------
         host : name of this node in reports.
         hang_after_s : the value of ``--hang-after``. 0 switches the reports off.
-        ask_nccl : starts a question to NCCL, or returns None if it cannot be asked.
+        ask_nccl : starts a question to NCCL, or returns None if NCCL cannot be asked.
         """
         self._folder, self._host, self._hang_after_s, self._ask_nccl = folder, host, hang_after_s, ask_nccl
         self._question: Question | None = None
@@ -337,6 +339,7 @@ class Watchdog:
         low, high = self.positions
         if of_run:
             low, high = min(low, of_run[0]), max(high, of_run[1])
+        # Only workers at the lowest position can be the cause: all others wait for them.
         slowest = [worker for worker in self._workers.values() if worker.note.position == low]
         late = [worker for worker in slowest if worker.is_late(self._hang_after_s, now)]
         if not self._should_report(slowest, late):
@@ -513,9 +516,14 @@ class Watchdog:
         return STOPPED.get(state, "").format(pid=worker.note.pid)
 
     def _title(self, late: list[_Worker], seconds: float, low: int, high: int) -> str:
-        """Return the first line of a report about workers that are `late`.
+        """Return the first line of a report about workers that have given no sign of life for too long.
 
-        `low` and `high` are the positions of the slowest and the furthest worker of the run.
+        Parameters
+        ----------
+        late : these workers.
+        seconds : time since their last sign of life.
+        low : position of the slowest worker of the run.
+        high : position of the furthest worker of the run.
         """
         name = self._ranks_text(late)
         if all(worker.is_connecting for worker in late):

@@ -100,10 +100,10 @@ def find_placement(env: Environment) -> Placement:
 
 
 def start_argv(command: Sequence[str], *, line_index: str) -> tuple[str, ...]:
-    """Return the argv that starts `command` through pbsdsh on one host.
+    """Return the argv that starts `command` through pbsdsh on one host of the PBS job.
 
     The command does not get the variables, modules or working directory of the job script. pbsdsh itself
-    always ends with 0, so ``-v`` is given: it prints the exit status of the task.
+    always ends with 0, so the option ``-v`` is given: with it, pbsdsh prints the exit status of the task.
 
     Parameters
     ----------

@@ -135,7 +135,7 @@ def start_argv(
     outlives_nodes: bool = False,
     options: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """Return the argv that starts `command` once on each of `nnodes` nodes of this job.
+    """Return the argv of srun that starts `command` once on each of `nnodes` nodes of this job.
 
     Parameters
     ----------

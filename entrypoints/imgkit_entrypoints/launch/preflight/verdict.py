@@ -199,7 +199,10 @@ class Report:
         return folded
 
     def table(self) -> list[str]:
-        """Return the lines of the report: a table with all figures, then outliers, slow links and notes."""
+        """Return the lines of the report: a table with all figures, then outliers, slow links and notes.
+
+        An outlier is a node that is broken, or much slower than the median.
+        """
         verdict = self.verdict
         lines = self._figure_lines()
         for node in verdict.outliers:
