@@ -379,8 +379,9 @@ class NodeAgent:
     def _wait_for_attempt(self) -> AttemptStart | None:
         """Wait until the head orders an attempt, and return the order.
 
-        Return None if this node should leave instead. That is so if the head has ended the run or is lost, if
-        the user has sent a second stop signal, or if the other nodes take too long to stop.
+        An attempt is one start of the command on all nodes, and only the head (node 0) decides about it.
+        Return None if this node should leave instead: the head has ended the run or is lost, the user has
+        sent a second stop signal, or the other nodes take too long to stop.
         """
         orders = self._orders
         report_at = math.inf

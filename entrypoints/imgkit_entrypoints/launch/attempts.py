@@ -128,7 +128,8 @@ class Attempts:
     def start(self, excluded: Collection[int] = ()) -> None:
         """Start the next attempt with the nodes that are alive, or end the run if it cannot succeed.
 
-        The nodes in `excluded` take no part in this attempt and all later ones.
+        An attempt is one start of the command on all nodes that train. The nodes in `excluded` take no part
+        in this attempt and all later ones.
 
         Raises
         ------
@@ -168,8 +169,8 @@ class Attempts:
     def check(self, *, stopped: bool) -> None:
         """React to the reports of the nodes: end the attempt, start the next one, or end the run.
 
-        The head's node agent calls this at every tick. `stopped` is True if the run was asked to save and
-        end.
+        An attempt is one start of the command on all nodes that train. The head (node 0) calls this at every
+        tick. `stopped` is True if the run was asked to save and end.
         """
         session = self._session
         if self._is_over or not self._ranks:

@@ -184,6 +184,7 @@ class CompileCache:
                 hint="name another file, or remove this one",
             )
         with zipfile.ZipFile(stream) as archive:  # noqa: TID251 - a stream
+            # The first member is the header, whose content is the key of the image.
             header, *members = archive.infolist()
             if sum(member.file_size for member in archive.infolist()) > MAX_BYTES:
                 raise ValueError(f"it holds more than {MAX_BYTES} bytes")

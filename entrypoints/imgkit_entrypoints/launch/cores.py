@@ -48,8 +48,9 @@ def choose_binding(host: HostFacts, nproc: int, env: Mapping[str, str]) -> CpuBi
     NoPlan : Slurm's number of processors cannot be read.
     """
     allowed_cpus = parse_cpu_list(host.allowed_cpus)
+    # The processors of the whole node.
     total = sum(len(parse_cpu_list(text)) for text in host.numa_cpus.values())
-    # Nodes may have different numbers, such as "80(x3),40". The lowest is right for every node.
+    # Nodes may have different numbers, such as "80(x3),40". Every node has at least the lowest.
     job_cpus = min(expand_counts(env.get(_JOB_CPUS) or "0", where=_JOB_CPUS))
     if len(host.numa_cpus) < 2:
         return CpuBinding(reason="/sys/devices/system/node does not show two NUMA nodes with processors")

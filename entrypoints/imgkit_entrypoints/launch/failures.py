@@ -126,7 +126,8 @@ def clear_records(stop_folder: Path) -> None:
 def read_records(stop_folder: Path) -> list[RankRecord]:
     """Return the errors that workers of this node have recorded, the earliest first.
 
-    Incomplete files are left out, because a worker may be writing one now.
+    A record is a file such as ``failed-3`` for rank 3: the time of the error, and the traceback. Incomplete
+    files are left out, because a worker may be writing one now.
     """
     records = []
     for path in stop_folder.glob(f"{RECORD}*"):
@@ -158,9 +159,9 @@ def _read_codes(stop_folder: Path) -> tuple[Mapping[int, int], bool]:
 def find_node_failure(stop_folder: Path, killed_by: int = 0) -> RankFailure | None:
     """Return the worker of this node that failed first, or None if none is known to have failed.
 
-    The error of one worker makes others fail, so the order is: a worker that has recorded its own error, then
-    a worker that ended without a record (most often killed), then a worker whose error only says that another
-    rank is gone.
+    A worker leaves a record of its error in the stop folder. The error of one worker makes others fail, so
+    the order is: a worker with an error of its own, then a worker that ended without a record (most often
+    killed), then a worker whose error only says that another rank is gone.
 
     Parameters
     ----------
@@ -306,13 +307,15 @@ def first_failure(failures: Iterable[NodeFailure]) -> NodeFailure | None:
 def describe_run_failure(
     session: HeadSession, head: str, log: Callable[..., None], *, memory: str, of_previous: bool
 ) -> tuple[str, ...]:
-    """Return the last lines that the head prints about a failed attempt, or () if no failed worker is known.
+    """Return the last lines that the head (node 0) prints about a failed attempt.
+
+    Return () if no failed worker is known.
 
     Parameters
     ----------
     head : name of the head, which is also known if it is the only node.
     log : prints the known explanations, if the failure is only a consequence of another rank's end.
-    memory : the value of `explain.MEMORY`.
+    memory : the value of `explain.MEMORY`: the memory that the job requested.
     of_previous : True for the attempt before the one that starts now.
     """
     failures = []

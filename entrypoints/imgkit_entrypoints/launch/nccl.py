@@ -206,6 +206,7 @@ def recorder_variables(env: Mapping[str, str], torch_version: str, job_id: str) 
     has_new_name = plan.is_torch_since(torch_version, RENAMED_SINCE)
     if not has_new_name:
         variables["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "2000"  # collectives; by default, it records none
+    # The user has not named a place for the files.
     if OLD_DUMP_PREFIX not in env and DUMP_PREFIX not in env:
         folder = _recorder_folder(env)
         if folder:

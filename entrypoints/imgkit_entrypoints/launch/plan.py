@@ -536,6 +536,7 @@ def _choose_nproc(
     NoPlan : several workers would share a GPU, or the number that a Kubernetes operator has set cannot be
         read.
     """
+    # The launcher has started every rank itself, without torchrun.
     if placement.direct is not None:
         number, reason = placement.direct.local_world_size, f"{placement.scheduler} started them"
     elif request.nproc != "auto":
@@ -613,6 +614,7 @@ def _choose_threads(
     name = "OMP_NUM_THREADS"
     value = env.get(name)
     image_value = host.image_env.get(name) if host.image_env else None
+    # Nobody has set another value than the recipe and the image.
     if system is not None and name in system.env and value in (None, image_value, system.env[name]):
         return None
     # PBS sets the variable to all processors of the chunk, and mpiexec passes it on. The user has not chosen
@@ -653,6 +655,7 @@ def _torchrun_argv(
     # A container without a network cannot resolve the host's name, and the run would hang for ten minutes.
     head = placement.head if placement.nnodes > 1 else "127.0.0.1"
     nnodes, node_rank = str(placement.nnodes), str(placement.node_rank)
+    # With spares, the number and the rank may differ between attempts.
     if placement.size and placement.nnodes > 1:
         nnodes, node_rank = NNODES_PENDING, NODE_RANK_PENDING
     shutdown_option: tuple[str, ...] = ()

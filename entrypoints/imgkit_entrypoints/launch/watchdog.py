@@ -359,7 +359,7 @@ class Watchdog:
     def _question_workers(
         self, workers: Sequence[_Worker], now: float, *, some_are_ahead: bool
     ) -> Mapping[int, str] | None:
-        """Return the stacks of `workers` by rank, or None while some of them may still come.
+        """Return the stacks of workers that hang, by rank, or None while some of the stacks may still come.
 
         The first call asks the workers for their stacks, and NCCL for its state. A later call returns the
         answers. The stack of a worker that does not answer in time is "".
@@ -429,8 +429,8 @@ class Watchdog:
     def _update(self, now: float) -> list[str]:
         """Read the notes of all workers, and update what is known about each worker.
 
-        A note is what a worker has written into shared memory: its position and its signs of life. Return a
-        report about workers that move again after they were reported as late.
+        A note is what a worker has written into shared memory: its position (the number of its step) and its
+        signs of life. Return a report about workers that move again after they were reported as late.
         """
         moved: dict[int, list[_Worker]] = {}  # by the whole seconds of the hang
         # While a worker is reported, others wait for it, so their steps do not show how long a step takes.

@@ -269,6 +269,7 @@ class _Leader:
             for rank in group:
                 self._session.send(rank, request)
         ranks = set(itertools.chain.from_iterable(groups))
+        # An answer may be sent just before the limit, and needs time to arrive.
         deadline = time.monotonic() + limit_s + ANSWER_S
         while self._unanswered(ranks) and time.monotonic() < deadline:
             self._take_answers(stage)

@@ -111,6 +111,7 @@ def _median_TFLOPs(nodes: Sequence[NodeResult]) -> float | None:
     A few measured nodes do not show what is usual, so no node can be compared with their median.
     """
     rates = [node.matmul_TFLOPs for node in nodes if node.matmul_TFLOPs is not None]
+    # Fewer than half of the nodes could measure it.
     if not rates or 2 * len(rates) < len(nodes):
         return None
     return statistics.median(rates)
