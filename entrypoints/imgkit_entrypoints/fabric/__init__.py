@@ -133,8 +133,9 @@ def _refuse_net(draft: PlanDraft, networks: tuple[str, ...], reason: str) -> Non
 def _decide_slingshot(draft: PlanDraft) -> _Carriers:
     """Decide the variables for Slingshot: the plug-in's settings, and the interfaces for NCCL's bootstrap.
 
-    In the bootstrap, NCCL's processes find each other over TCP. Return the NICs and their rate. A network
-    interface of the fabric that is down gets a warning, because its NIC carries no traffic.
+    In the bootstrap, NCCL's processes find each other over TCP. `draft` is the plan while it is being
+    decided. Return the NICs and their rate. A network interface of the fabric that is down gets a warning,
+    because its NIC carries no traffic.
     """
     slingshot.decide_slingshot(draft)
     # Slingshot's network interfaces are named hsn0, hsn1, ...
@@ -169,9 +170,9 @@ def _decide_slingshot(draft: PlanDraft) -> _Carriers:
 def _decide_tcp(draft: PlanDraft) -> _Carriers:
     """Decide the variables for TCP sockets: NCCL's interface, and that NCCL skips RDMA devices.
 
-    Return the interface and its rate. Amazon's EFA is an exception. It has an RDMA device, but NCCL reaches
-    the device only through the aws-ofi-nccl plug-in. So a node with EFA gets a warning instead of
-    NCCL_IB_DISABLE.
+    `draft` is the plan while it is being decided. Return the interface and its rate. Amazon's EFA is an
+    exception: it has an RDMA device, but NCCL reaches the device only through the aws-ofi-nccl plug-in. So a
+    node with EFA gets a warning instead of NCCL_IB_DISABLE.
     """
     idle_ports, unused = ports.choose_ports(draft.facts, draft.nics)
     ports.report_unused(draft, unused)

@@ -33,6 +33,7 @@ def apply_known_issues(
     node_facts = _condition_facts(draft, kind, system)
 
     def lookup(name: str) -> Value:
+        # A condition names a fact such as "nccl", or a variable such as "$NCCL_ALGO".
         if name in FACTS:
             return node_facts[name]
         return _variable_value(draft, name.removeprefix("$"))

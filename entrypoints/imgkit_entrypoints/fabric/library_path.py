@@ -77,10 +77,10 @@ class _Folders(NamedTuple):
 
 
 def _current_folders(draft: PlanDraft) -> _Folders:
-    """Return the folders that LD_LIBRARY_PATH has before this launch: the user's and the image's.
+    """Return the folders that LD_LIBRARY_PATH has before this launch: the user's, and those of the image.
 
-    If an outer launch of imgkit has added folders, they are left out, because this launch decides about them
-    again.
+    If an outer launch of imgkit (one from which this launch was started) has added folders, they are left
+    out, because this launch decides about them again.
     """
     # Without a manifest the image's own path is unknown. All that the variable has then counts as the user's.
     image_path = draft.facts.image_env.get(VARIABLE, "") if draft.facts.image_env else ""
@@ -222,6 +222,7 @@ class _LoadCheck:
             return "cannot be compared: the image's libc.so.6 is not on the library path"
         if shared.machine != libc.object.machine:
             return f"is for {shared.machine}, the image is for {libc.object.machine} ({library.path})"
+        # The SONAME is the name inside the file. NCCL opens its plug-ins by their file name.
         if library.name not in PLUGINS and shared.soname != library.name:
             return f"has the SONAME {shared.soname or '(none)'} ({library.path})"
         # Workers will load the host's file instead of the image's, so it must define every symbol version

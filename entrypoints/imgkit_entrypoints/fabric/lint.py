@@ -119,7 +119,7 @@ def _check_gid_index(draft: PlanDraft, kind: FabricKind) -> Findings:
     """Check that NCCL_IB_GID_INDEX is a number, and the right one for every RoCE port in use.
 
     The index selects one of a port's addresses. On InfiniBand, NCCL does not use it, so any number is
-    accepted.
+    accepted. Yield each problem with its remedy.
     """
     preset = draft.preset(ports.GID_INDEX)
     if preset is None or preset.value == "" or kind not in ("infiniband", "roce"):
@@ -166,7 +166,8 @@ def _gid_problem(index: int, port: Port) -> str:
 def _check_hcas(draft: PlanDraft, kind: FabricKind) -> Findings:
     """Check that NCCL_IB_HCA selects only the ports that the user meant.
 
-    The value may select ports that NCCL should not use. Or a name may be a prefix of other devices' names.
+    The value may select ports that NCCL should not use, or a name in it may be a prefix of other devices'
+    names. Yield each problem with its remedy.
     """
     preset = draft.preset(ports.HCA)
     if preset is None or kind not in ("infiniband", "roce") or not preset.value:
@@ -210,7 +211,7 @@ def _check_gdr_level(draft: PlanDraft, kind: FabricKind) -> Findings:
 def _check_interfaces(draft: PlanDraft, kind: FabricKind) -> Findings:
     """Check that the interface variables select an interface that is up, and that other nodes can reach.
 
-    For example, no other node can reach ``lo`` or ``docker0``.
+    For example, no other node can reach ``lo`` or ``docker0``. Yield each problem with its remedy.
     """
     for variable in INTERFACES:
         preset = draft.preset(variable)
@@ -291,7 +292,10 @@ def _check_names(draft: PlanDraft, kind: FabricKind) -> Findings:
 
 
 def _check_values(draft: PlanDraft, kind: FabricKind) -> Findings:
-    """Report values of NCCL_ALGO, NCCL_PROTO and NCCL_NET that NCCL does not know, such as ``Rign``."""
+    """Check that NCCL knows the values of NCCL_ALGO, NCCL_PROTO and NCCL_NET.
+
+    It does not know ``NCCL_ALGO=Rign``, for example. Yield each problem with its remedy.
+    """
     for variable, choices in LISTS.items():
         preset = draft.preset(variable)
         if preset is None:

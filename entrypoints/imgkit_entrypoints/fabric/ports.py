@@ -303,6 +303,7 @@ def _check_libibverbs(draft: PlanDraft, used: Sequence[Port]) -> None:
     providers = draft.facts.verbs_providers
     # 0x15b3 is the PCI vendor of Mellanox (NVIDIA), whose NICs need the provider mlx5.
     needs_mlx5 = "0x15b3" in [device.vendor for device in devices]
+    # Without a usable port, NCCL does not need the library.
     if not devices:
         return
     if draft.facts.library("libibverbs.so.1") is None:
