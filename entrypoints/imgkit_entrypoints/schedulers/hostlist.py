@@ -83,6 +83,7 @@ def fold_hosts(hosts: Iterable[str]) -> str:
     """
     numbers_by_pattern: dict[str, list[str]] = {}  # {"n*": ["3", "4", "5", "9"]}
     for host in hosts:
+        # "n3.cluster.org" has the label "n3" with the number 3.
         label, dot, domain = host.partition(".")
         if label.isdigit():  # an address such as 10.0.0.7 has no domain
             label, dot, domain = host, "", ""

@@ -53,7 +53,7 @@ def find_placement(
 def _requested_placement(request: PlacementRequest, resolved_env: Environment) -> Placement:
     """Return the placement by the first module that decides, in the order of `find_placement`.
 
-    Each module reads the variables of one launcher, such as Slurm.
+    Each module knows one launcher, such as Slurm. A claimant is a module whose launcher's variables are set.
     """
     _refuse_nesting(resolved_env)
     claimants = _find_launchers(resolved_env)
@@ -251,8 +251,8 @@ def _flags_from_variables(env: Mapping[str, str]) -> dict[str, str]:
 def _apply_request(request: PlacementRequest, placement: Placement, env: Mapping[str, str]) -> Placement:
     """Return the placement with the port, the spares and the direct rank that the user has requested.
 
-    The modules of the launchers have read the flags as variables. The sources in the result name the flags
-    again.
+    A direct rank is one that the launcher has started itself, without torchrun. The modules of the launchers
+    have read the flags as variables, but the sources in the result name the flags again.
 
     Raises
     ------
@@ -263,6 +263,7 @@ def _apply_request(request: PlacementRequest, placement: Placement, env: Mapping
     if request.port is not None:
         port = request.port
         source["port"] = _VARIABLES["port"]
+    # The launcher has started one process on each node, so each node is a rank.
     if request.direct and direct is None:
         rank, nnodes = placement.node_rank, placement.nnodes
         direct = Direct(rank=rank, local_rank=0, world_size=nnodes, local_world_size=1)

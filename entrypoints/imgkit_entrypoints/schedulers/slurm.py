@@ -64,6 +64,8 @@ def claims(env: Environment) -> tuple[str, ...]:
 def find_placement(env: Environment) -> Placement:
     """Return the placement of this process: the node of a Slurm step on which srun has started it.
 
+    A step is one call of srun in a job.
+
     Raises
     ------
     WrongStart : this is the shell of the batch script or of salloc, and the allocation has several nodes.
@@ -206,7 +208,8 @@ def _is_shell(env: Environment) -> bool:
 def _find_placement_outside_step(env: Environment) -> Placement:
     """Return the placement of a process that srun has not started, such as a batch script.
 
-    It has one only in a job of one node, and only on that node.
+    In a job of one node, the process is on that node. In a job of several nodes, it is on one of them, and
+    the others have no process yet.
 
     Raises
     ------

@@ -28,6 +28,7 @@ def find_placement(env: Environment) -> Placement:
     ------
     NoPlan : the process is already one rank of several, or a job of LSF has several hosts.
     """
+    # All variables of a torch rank are set, and there are several ranks.
     if env.present(*WORKER) == WORKER and env.read_number("WORLD_SIZE", least=1) > 1:
         return _direct_placement(env)
     # LSF is not supported, but a job of LSF on one host is a run on this machine alone.
