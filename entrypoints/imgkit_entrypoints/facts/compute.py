@@ -197,6 +197,7 @@ def _count_pci_gpus(reader: Reader, *, computing: bool = False) -> Mapping[str, 
             classes = (_CLASS_3D, _CLASS_ACCELERATOR, _CLASS_OTHER_DISPLAY)
         else:
             classes = (_CLASS_DISPLAY, _CLASS_ACCELERATOR)
+        # The class is a number such as 0x030200, and its first digits are the kind of the device.
         if pci_class.startswith(classes):
             counts[maker or f"vendor {vendor}"] += 1
     return counts
@@ -224,6 +225,7 @@ def _describe_hidden_gpus(reader: Reader, has_files: bool) -> str:
     has_others = counts or other_files not in ((), ("dri",))
     if has_others and not has_nvidia:
         evidence.append(ONLY_NVIDIA)
+    # The text is added to other evidence, so each part begins with a semicolon.
     return "".join(f"; {text}" for text in evidence)
 
 

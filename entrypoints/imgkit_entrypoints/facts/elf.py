@@ -210,6 +210,7 @@ class _Object:
         # The fields of Elf64_Verneed and Elf64_Vernaux in elf.h.
         libraries = self._chain(self.offset(address), count, "<HHIII") if address else ()
         for offset, (_, version_count, library_name, first_version, _) in libraries:
+            # A damaged file may claim any number of versions.
             total += version_count
             if total > _MAX_ENTRIES:
                 raise NotShared(f"has a table of more than {_MAX_ENTRIES} versions")

@@ -135,6 +135,7 @@ class _Search:
         near : folders of the host to search first. The library that needs this one names them (RPATH and
             RUNPATH).
         """
+        # Libraries may need each other in a circle. A name with a slash is not searched for.
         if name in self.seen or len(self.seen) >= _MAX_LIBRARIES or "/" in name:
             return
         self.seen.add(name)

@@ -304,6 +304,7 @@ def loaded_nccl(reader: Reader, env: Mapping[str, str], image: tuple[str, str]) 
     """
     option = env.get("IMGKIT_NCCL_VERSION")
     if option:
+        # The text must be nothing but a version.
         if _version(option) != option:
             problem, hint = f"{option!r} is not an NCCL version", "give, for example, 2.20.5"
             raise UsageError(problem, where="IMGKIT_NCCL_VERSION", hint=hint)
@@ -369,6 +370,7 @@ def nccl_settings(reader: Reader, env: Mapping[str, str]) -> tuple[Setting, ...]
     elif env.get("HOME", "").startswith("/"):
         paths.append(f"{env['HOME']}/.nccl.conf")
     settings: dict[str, Setting] = {}
+    # The user's file comes first, and `setdefault` keeps its values.
     for path in reversed(paths):
         for line in (reader.text(path) or "").splitlines():
             name, equals, value = line.partition("=")
