@@ -58,6 +58,7 @@ def check_gpus(subject: Subject) -> Iterator[Check]:
         evidence += f", the recipe says {expected} per node"
     missing: Verdict = "warn" if subject.env.get("IMGKIT_DEVICE") == "cpu" else "fail"
     if _is_for_other_gpus(subject):
+        # The image is made for AMD GPUs. Otherwise, the node has them.
         if facts.rocm:
             evidence += f"; made for AMD GPUs: {facts.rocm}"
         fix = "imgkit supports CUDA and NCCL only: use an image and a node for NVIDIA GPUs, "

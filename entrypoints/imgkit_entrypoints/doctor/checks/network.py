@@ -82,6 +82,7 @@ def check_rdma_ports(subject: Subject) -> Iterator[Check]:
     failed = _ports_of_failed_cards(subject, used)
     is_expected = subject.system.fabric.kind in ("infiniband", "roce")
     for decision in subject.plan.decisions:
+        # A decision that is not used has the name of a port that was left out, and the reason.
         if decision.variable != ports.HCA or decision.used:
             continue
         port = all_ports.get(decision.value)
