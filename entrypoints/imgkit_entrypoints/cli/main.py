@@ -212,6 +212,7 @@ def _describe_node(
     else:
         yield f"system     {system.title or system.scheduler}"
     for key, value in placement.items():
+        # Values that are unknown here are left out.
         if value not in (None, "", (), {}):
             yield f"placement  {key}: {value}"
     if network.image:

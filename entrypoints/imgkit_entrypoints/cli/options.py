@@ -273,6 +273,7 @@ def launch_parser(command: Command, env: Mapping[str, str], options: Sequence[Op
         unset="cuda where GPUs are visible" if command.device == "auto" else command.device,
         heading="launch options (--nproc is also read from IMGKIT_NPROC, and so on)",
     )
+    # Only these options are also read from variables.
     launch_options = (device, *OPTIONS)
     add_options(parser, (Option("--json", json_help, action="store_true"), *launch_options))
     add_options(parser, options)
