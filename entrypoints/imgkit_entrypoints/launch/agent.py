@@ -304,7 +304,11 @@ class NodeAgent:
         )
 
     def _command_env(self, stop_folder: Path) -> Mapping[str, str]:
-        """Return the environment of the command. It is the same in every attempt of the run."""
+        """Return the environment of the command. It is the same in every attempt of the run.
+
+        The stop folder, in which the node agent and the program leave files for each other, is passed in a
+        variable.
+        """
         config, env = self.config, self.config.command.env
         host = config.node.host.replace("$", "$$")  # torchrun reads the prefix as a string.Template
         command_env = {
@@ -334,7 +338,10 @@ class NodeAgent:
             self._files.admit_attempt(attempt)
 
     def _preflight(self) -> State:
-        """Measure all nodes, then begin the first attempt without the nodes that are too slow or broken."""
+        """Measure all nodes, then begin the first attempt without the nodes that are too slow or broken.
+
+        This is the state after the roll call if the user gave ``--preflight``. It returns the next state.
+        """
         assert self.config.preflight  # noqa: S101 - else this state is skipped
         placement, folder = self.session.placement, self._files.folder
         # Spares are nodes beyond those that train. The preflight may leave out at most as many nodes.
@@ -500,7 +507,11 @@ class NodeAgent:
             self.log(f"standard output is closed or full ({reason}): output of the ranks is lost")
 
     def _restart(self) -> State:
-        """Finish an attempt on this node: explain a failure, and report the end to the head."""
+        """Finish an attempt on this node: explain a failure, and report the end to the head (node 0).
+
+        Return the state in which this node waits for the head's next order. The head may start another
+        attempt, or end the run.
+        """
         attempt = self._current_attempt()
         has_run = attempt.is_running  # False if the head has cancelled the attempt before its start
         if has_run:

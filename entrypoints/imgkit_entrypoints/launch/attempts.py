@@ -226,7 +226,11 @@ class Attempts:
             self._session.send_all(EndAttempt(attempt=self._number, reason=self._failure.cause))
 
     def _first_failure(self, results: _AttemptResults) -> FailedAttempt:
-        """Return the failure that the head has just noticed, with how far the run had come by then."""
+        """Return the failure that the head has just noticed.
+
+        It has the cause, such as a lost node, the step that the run had reached, and the exit code if the run
+        ends now.
+        """
         positions = self._session.run_positions
         return FailedAttempt(
             cause=self._cause(results),
@@ -397,7 +401,10 @@ class StartWatch:
         return ""
 
     def _describe_stall(self, phase: str) -> str:
-        """Return the message for the user about nodes that have waited in `phase` for too long."""
+        """Return the message for the user about nodes that have waited in `phase` for too long.
+
+        The phase is torchrun's rendezvous, in which the nodes meet, or the connection of the ranks after it.
+        """
         waiting = []
         for number, node_phase in self._session.phases.items():
             if node_phase == phase:

@@ -68,7 +68,10 @@ def descendants() -> dict[int, str]:
 
 
 def _list_processes() -> Iterator[tuple[int, int, str]]:
-    """Yield the id, the parent's id and the name of each living process of the node."""
+    """Yield the id, the parent's id and the name of each living process of the node.
+
+    An example is ``4711, 1, "python3"``.
+    """
     for entry in os.listdir(PROC):  # noqa: PTH208 - pathlib costs this process a third of its start
         if entry.isdigit():
             with contextlib.suppress(OSError, ValueError):  # the process has ended

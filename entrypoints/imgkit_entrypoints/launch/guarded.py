@@ -209,7 +209,10 @@ class _Copier(threading.Thread):
         self._in_line = self._is_hidden = False
 
     def run(self) -> None:
-        """Copy until every process of the command has closed its end of the pipe."""
+        """Copy the command's error output until every process has closed its end of the pipe.
+
+        Everything is kept for the log of a failed run, but only what the user should see is printed.
+        """
         can_write = True
         while True:
             data = os.read(self._source.fileno(), 65536)

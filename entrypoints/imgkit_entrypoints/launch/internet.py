@@ -129,7 +129,10 @@ def offline_settings(
 
 
 def can_connect(url: str) -> bool:
-    """Return whether the host of `url` accepts a connection within `ATTEMPT_S` seconds."""
+    """Return whether the host of `url` accepts a connection within `ATTEMPT_S` seconds.
+
+    Nothing is sent: the connection alone shows that there is a route to the internet.
+    """
     address = urllib.parse.urlsplit(url)
     default_port = 80 if address.scheme == "http" else 443
     try:

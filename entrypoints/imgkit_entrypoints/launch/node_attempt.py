@@ -348,7 +348,11 @@ class NodeAttempt:
             self._log(dumps)
 
     def _log_explanations(self) -> None:
-        """Print the explanations of known failures in the command's error output (explain.py)."""
+        """Print the explanations of known failures in the command's error output (explain.py).
+
+        For example, "CUDA out of memory" has one. If a rank's own error is known, closed connections need
+        none.
+        """
         failure, has_cause = self.failure, False
         if failure is not None and failure.rank is not None:  # None: torchrun or the user's command failed
             if not failure.lines:

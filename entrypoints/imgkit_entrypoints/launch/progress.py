@@ -123,7 +123,11 @@ class StepTimer:
         return self._first_attempt_s
 
     def end_attempt(self, folder: Path) -> None:
-        """Add the times of an attempt that has ended to the sums, if its program has written any notes."""
+        """Add the times of an attempt that has ended to the times of the run: starting, training and saving.
+
+        They follow from the notes that the program has written into `folder`. Without notes, nothing is
+        added.
+        """
         progress = read_progress(folder)
         if progress is None:
             return

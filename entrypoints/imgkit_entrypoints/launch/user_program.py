@@ -191,7 +191,10 @@ def user_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _starts_programs(frame: FrameType) -> bool:
-    """Return whether `frame` belongs to code that starts programs: of Python, this package or torch."""
+    """Return whether `frame` belongs to code that starts programs: of Python, this package or torch.
+
+    Such frames are left out of tracebacks, since the user has not written them.
+    """
     file = frame.f_code.co_filename
     if _is_python_start(file):
         return True

@@ -489,7 +489,10 @@ class Watchdog:
                     yield _Note(rank, pid, position, signs, writes_no_positions=signs < 0)
 
     def _request_stack(self, worker: _Worker, now: float) -> None:
-        """Ask a worker for its stack by a signal, and remember where its answer will begin in the file."""
+        """Ask a worker for its stack by a signal, and remember where its answer will begin in the file.
+
+        The handler of the signal appends the stack to the file ``stacks-RANK``, which may hold older ones.
+        """
         path = self._folder / f"stacks-{worker.note.rank}"
         worker.stacks_from = path.stat().st_size if path.exists() else 0
         worker.asked_at = now

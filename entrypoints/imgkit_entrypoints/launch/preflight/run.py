@@ -181,7 +181,10 @@ class _Leader:
         return self._conclude(time.monotonic() - start)
 
     def _measure_nodes(self) -> None:
-        """Let each node measure itself, and enter the figures and errors in `_nodes`."""
+        """Let each node measure itself, and enter the figures and errors in `_nodes`.
+
+        This is stage 0 of the preflight. A node with an error takes no part in later stages.
+        """
         self._config.log(f"preflight: each node measures itself, up to {ALONE_S} s")
         self._measure(0, [(rank,) for rank in self._nodes], ALONE_S)
         for rank, answer in self._answers.items():
@@ -300,7 +303,11 @@ class _Leader:
         return self._port != 0
 
     def _take_answers(self, stage: int) -> None:
-        """Wait up to `TICK_S` for answers for `stage`, lost nodes and the port of the store."""
+        """Wait up to `TICK_S` for messages, and enter the answers for `stage` in `_answers`.
+
+        A node that is lost gets an error. The process that serves the store, in which the nodes meet, sends
+        its port.
+        """
         for _ in _poll(self._session, self._process, self._config, self._store.sources):
             pass  # the session keeps what the events say, such as lost nodes
         for rank, reason in self._session.lost.items():
