@@ -114,7 +114,10 @@ def _quote_fact(name: str, text: str, source: str) -> str:
 
 
 def _net_plugin(draft: PlanDraft) -> Library | Candidate | None:
-    """Return the network plug-in that NCCL would open, or None if none of its possible files exists."""
+    """Return the network plug-in that NCCL would open, or None if none of its possible files exists.
+
+    NCCL_NET_PLUGIN names it. Each name stands for several files, of which NCCL opens the first that exists.
+    """
     file_names: list[str] = []
     for name in software.split_plugins(draft.value(plugin.VARIABLE) or ""):
         file_names += software.plugin_files(name)

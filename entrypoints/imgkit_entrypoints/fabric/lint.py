@@ -74,7 +74,10 @@ def _rdma_off_variable(draft: PlanDraft) -> str:
 
 
 def _describe_tcp(draft: PlanDraft, rdma_rate_Gbps: float | None) -> str:
-    """Return what TCP can carry on this node: ``eth0 carries 25 Gbit/s at most (16 times less)``."""
+    """Return what TCP can carry on this node: ``eth0 carries 25 Gbit/s at most (16 times less)``.
+
+    The comparison is with the rate of RDMA, if both rates are known.
+    """
     best = sockets.best_interface(draft.facts, draft.head, sockets.usable_names(draft.facts, "hsn", "ib"))
     if best is None:
         return "no interface carries less, at an unknown rate"
@@ -147,7 +150,10 @@ def _check_gid_index(draft: PlanDraft, kind: FabricKind) -> Findings:
 
 
 def _gid_problem(index: int, port: Port) -> str:
-    """Return why the address with this GID index is wrong for a port, or "" if it is right."""
+    """Return why the address with this GID index is wrong for a port, or "" if it is right.
+
+    The right address is an IPv4 address of type RoCE v2, which routers forward, and is not link-local.
+    """
     right_gid = ports.pick_gid(port.gids)
     advice = f"{port.name} needs {right_gid.index}" if right_gid else f"{port.name} has no IPv4 GID at all"
     gid = next((gid for gid in port.gids if gid.index == index), None)

@@ -21,7 +21,10 @@ def is_ofi(value: str) -> bool:
 
 
 def plugin_files(facts: HostFacts, value: str) -> tuple[str, ...]:
-    """Return the paths of the plug-in files that a value of NCCL_NET_PLUGIN names and that exist."""
+    """Return the paths of the plug-in files that a value of NCCL_NET_PLUGIN names and that exist.
+
+    ``ofi``, for example, stands for libnccl-net-ofi.so.
+    """
     paths = []
     for plugin in software.split_plugins(value):
         for name in software.plugin_files(plugin):
