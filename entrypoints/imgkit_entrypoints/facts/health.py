@@ -60,7 +60,7 @@ class PcieLink:
         lane_GTps = float(match[1])
         for least_GTps, share in GTps_Gbps:
             if lane_GTps >= least_GTps:
-                return lane_GTps * share * self.width or None
+                return lane_GTps * share * self.width or None  # 0 lanes: unknown
         return None
 
 
@@ -117,7 +117,10 @@ def read_xids(reader: Reader) -> str:
 
 
 def _run(*command: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a command without input for at most `COMMAND_S`, and return its output and exit code."""
+    """Run a command for at most `COMMAND_S` seconds, and return its output and exit code.
+
+    It gets no input, so that it cannot wait for a user.
+    """
     return subprocess.run(
         command,
         stdin=subprocess.DEVNULL,

@@ -183,7 +183,10 @@ def _read_rdma_device(reader: Reader, name: str, verbs: str) -> RdmaDevice:
 
 
 def _read_port(reader: Reader, device: str, number: int) -> Port:
-    """Read a port of an RDMA device from /sys/class/infiniband/DEVICE/ports/NUMBER."""
+    """Read a port of an RDMA device from /sys/class/infiniband/DEVICE/ports/NUMBER.
+
+    A file that is missing gives an empty text.
+    """
     path = f"{SYSFS}/{device}/ports/{number}"
     return Port(
         device=device,

@@ -209,6 +209,7 @@ def closed_gpus(reader: Reader, env: Mapping[str, str]) -> Mapping[str, str]:
     Slurm gives a job no access to the GPUs of other jobs.
     """
     paths = [f"/dev/{name}" for name in reader.names("/dev", NVIDIA_FILES)]
+    # In a saved tree of files, nothing can be opened.
     if not reader.live:
         return {}
     has_cuda = paths and any(reader.exists(f"{folder}/{_CUDA}") for folder in library_folders(reader, env))
