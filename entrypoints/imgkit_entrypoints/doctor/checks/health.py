@@ -84,7 +84,10 @@ def _narrow_link(link: PcieLink, needed_Gbps: float | None) -> Check:
 
 
 def check_port_errors(subject: Subject) -> Iterator[Check]:
-    """Check that no port in use has counted errors. They come from a bad cable or switch."""
+    """Check that no port in use has counted errors, which come from a bad cable or switch.
+
+    The counters keep old errors, so the remedy is to check them again after a run.
+    """
     counts = health.read_port_errors(subject.reader, subject.facts)
     for name in subject.plan.devices:
         errors = counts.get(name)

@@ -28,7 +28,10 @@ MACHINES = {"linux/amd64": "x86_64", "linux/arm64": "aarch64"}
 
 
 def check_image(subject: Subject) -> Iterator[Check]:
-    """Check that imgkit has built the image, and that the image is for this machine's architecture."""
+    """Check that imgkit has built the image, and that the image is for this machine's architecture.
+
+    Without imgkit's file in the image, the expected hardware is unknown.
+    """
     if not subject.has_recipe:
         evidence = "/opt/imgkit/system.json does not exist, so the expected hardware is unknown"
         yield Check("image", "unknown", evidence, "run inside an image that imgkit built")
@@ -224,10 +227,11 @@ def check_processes(subject: Subject) -> Iterator[Check]:
     """Check that the limits of the user and the container allow enough processes and threads."""
     limit = subject.facts.processes
     source = subject.facts.processes_source
+    # The limit is unknown.
     if limit == Limit():
         return
     evidence = source or str(limit)
-    # Four for each core, for the reason at MIN_PROCESSES.
+    # Each core has several threads of OpenMP, NCCL and data workers.
     needed = max(MIN_PROCESSES, 4 * subject.facts.cpus)
     if limit.value is None or limit.value >= needed:
         yield Check("processes", "ok", evidence)

@@ -236,7 +236,10 @@ def _used_devices(subject: Subject) -> list[RdmaDevice]:
 
 
 def _check_affinity(subject: Subject, device: RdmaDevice) -> Check:
-    """Check that an RDMA device is near a GPU, since data between distant devices crosses the processors."""
+    """Check that an RDMA device is near a GPU: under the same PCI switch, or on the same NUMA node.
+
+    Data between distant devices crosses the processors, which is slower.
+    """
     evidence = f"{device.name}: {device.path}/device -> {device.pci or '?'}, numa_node {device.numa_node}"
     match ports.gpu_distance(subject.facts, device):
         case None:

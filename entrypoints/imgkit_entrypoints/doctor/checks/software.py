@@ -36,7 +36,10 @@ def check_scheduler(subject: Subject) -> Iterator[Check]:
 
 
 def check_glibc(subject: Subject) -> Iterator[Check]:
-    """Check that the image's glibc is new enough for the host's libraries that workers load."""
+    """Check that the image's glibc is new enough for the host's libraries that workers load.
+
+    A library that needs ``GLIBC_2.38`` cannot be loaded with an older glibc. NCCL then uses TCP or ends.
+    """
     path, version = image_glibc(subject.facts, subject.reader)
     needed = needed_glibc(subject.facts, subject.reader)
     if not version or not needed:
