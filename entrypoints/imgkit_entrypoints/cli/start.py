@@ -340,7 +340,10 @@ def make_plan(
 def _compile_cache(
     options: LaunchOptions, env: Mapping[str, str], host: HostFacts, reader: facts.Reader
 ) -> compile_cache.CompileCache | None:
-    """Return this node's cache of compiled code, or None if no folder of this node can hold it."""
+    """Return this node's cache of compiled code, or None if no folder of this node can hold it.
+
+    Programs such as Triton compile at their start, and find their files in the cache the next time.
+    """
     # In an image, its manifest gives the key. Elsewhere, the version of torch and the Python environment do.
     key = compile_cache.make_key(reader.text(MANIFEST_JSON) or f"{host.torch_version} {sys.prefix}")
     folder = compile_cache.find_folder(env, key, is_shared=partial(storage.on_network_disk, reader))
@@ -482,7 +485,10 @@ def _find_secret(options: LaunchOptions, env: Mapping[str, str], placement: Plac
 
 
 def _warn_without_secret(placement: Placement, remedy: str) -> None:
-    """Print that other programs can join this run, since it has no secret, and how to prevent that."""
+    """Print that other programs can join this run, since it has no secret, and how to prevent that.
+
+    `remedy` says how to make a secret for all nodes.
+    """
     # A run that is started by hand has no job id that strangers would have to know, and so always the same
     # port.
     if not placement.job_id and placement.port is None:
