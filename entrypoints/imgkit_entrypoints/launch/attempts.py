@@ -287,6 +287,7 @@ class Attempts:
             return failure.code
         if self._is_per_node:
             return results.codes[HEAD]
+        # A failed worker's code is above 0, the code of a success.
         return max(results.codes.values())
 
     def _end_successful_run(self, codes: Mapping[int, int]) -> None:

@@ -69,6 +69,7 @@ def fill_placeholders(argv: Iterable[str], values: Mapping[str, str]) -> list[st
     """
 
     def value(match: re.Match[str]) -> str:
+        # Group 1 is the text between doubled braces, and group 2 the name of a placeholder.
         return match[1] or values[match[2]]
 
     return [_PLACEHOLDER.sub(value, arg) for arg in argv]

@@ -246,6 +246,7 @@ def _connect_address(error: BaseException) -> str:
         values = frame.f_locals
         is_connecting = frame.f_code.co_name in ("create_connection", "getaddrinfo")
         if is_connecting and "host" in values and "port" in values:
+            # The innermost frame comes last, and replaces the others.
             address = f"{values['host']}:{values['port']}"
     return address
 
