@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run_and_report(argv: tuple[str, ...]) -> int | str | None:
-    """Run ``NAME ARGS``, print its error if there is one, and return the exit code."""
+    """Run ``NAME ARGS``, print its error if there is one, and return the exit code for `sys.exit`."""
     try:
         return _run_command(argv, os.environ)
     except SystemExit as error:  # argparse exits after --help and --version
@@ -65,7 +65,10 @@ def _run_and_report(argv: tuple[str, ...]) -> int | str | None:
 
 
 def _print_error(argv: tuple[str, ...], error: ImgkitError) -> None:
-    """Print the error of a command. A dry run with ``--json`` prints it as JSON, too."""
+    """Print the error of a command for the user. A dry run with ``--json`` also prints it as JSON.
+
+    A program that reads the JSON then finds the error there.
+    """
     # If the options themselves are wrong, there are no parsed options, so look for the flags in `argv`.
     is_dry_run = "--dry-run" in argv or os.environ.get(flag_variable("--dry-run")) == "1"
     if "--json" in argv and is_dry_run:
@@ -88,7 +91,7 @@ def run_as_named() -> None:
 
 
 def _run_command(argv: tuple[str, ...], env: Mapping[str, str]) -> int:
-    """Run ``NAME ARGS`` and return the exit code.
+    """Run ``NAME ARGS``, such as ``dist-run train.py``, and return the exit code.
 
     Raises
     ------
@@ -110,7 +113,7 @@ def _run_command(argv: tuple[str, ...], env: Mapping[str, str]) -> int:
 
 
 def _find_command(name: str) -> Command:
-    """Return the command with this name.
+    """Return the command with this name, such as ``dist-run``.
 
     Raises
     ------
@@ -129,10 +132,14 @@ def _error_dict(error: ImgkitError) -> dict[str, str | None]:
 
 
 def _dist_env(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Print the facts of this node and the settings of a launch, and return the exit code.
+    """Run ``dist-env``: print the facts of this node and the settings of a launch, and return the exit code.
 
     The form is text, JSON (``--json``) or export lines for a shell (``--shell``). With ``--dry-run``, print
     the plan of a launch instead, as any other command does.
+
+    Raises
+    ------
+    UsageError : an option is wrong, or two of these forms are requested.
     """
     parsed = launch_parser(command, env, ENV_OPTIONS).parse_args(argv[1:])
     options = read_options(parsed, command, argv)
@@ -171,7 +178,7 @@ def _node_document(
     placement: Mapping[str, object],
     network: fabric.FabricPlan,
 ) -> dict[str, object]:
-    """Return what ``dist-env --json`` prints."""
+    """Return the JSON document that ``dist-env --json`` prints."""
     matches = tuple(item for item in network.issues if item.state == "match")
     host_facts = dataclasses.asdict(host)
     del host_facts["image_env"]  # all variables of the image; the decisions name those that matter
@@ -197,7 +204,7 @@ def _describe_node(
     network: fabric.FabricPlan,
     warnings: Sequence[str],
 ) -> Iterator[str]:
-    """Yield the lines that ``dist-env`` prints, with `warnings` about the placement."""
+    """Yield the lines of text that ``dist-env`` prints. `warnings` are about the placement."""
     yield f"host       {host.hostname}, {host.arch}, Python {host.python}"
     yield f"           {host.cpus} processors ({host.cpus_source}), {host.gpus} GPUs ({host.gpus_source})"
     if system is None:
@@ -205,6 +212,7 @@ def _describe_node(
     else:
         yield f"system     {system.title or system.scheduler}"
     for key, value in placement.items():
+        # Values that are unknown here are left out.
         if value not in (None, "", (), {}):
             yield f"placement  {key}: {value}"
     if network.image:
@@ -221,7 +229,7 @@ def _describe_node(
 def _print_exports(network: fabric.FabricPlan, env: Mapping[str, str]) -> None:
     """Print the variables of the network as lines for ``eval "$(dist-env --shell)"``.
 
-    Make the links to libraries of the host as well, since some of the variables name their folder.
+    Some variables name a folder with links to libraries of the host, so make this folder as well.
     """
     start.link_host_libraries(network.links)
     lines = {name: f"export {name}={shlex.quote(value)}\n" for name, value in sorted(network.env.items())}
@@ -235,9 +243,10 @@ def _print_exports(network: fabric.FabricPlan, env: Mapping[str, str]) -> None:
 
 
 def _dist_doctor(options: LaunchOptions, worker: Worker, env: Mapping[str, str]) -> int:
-    """Check this node, or all nodes of the job with one collective between them. Return the exit code.
+    """Run ``dist-doctor``: check this node alone, or all nodes of the job together. Return the exit code.
 
-    All nodes are checked if this is a job of several nodes, or if ``--nproc`` is given.
+    All nodes are checked, with one collective between them, if the job has several nodes or ``--nproc`` is
+    given.
     """
     from imgkit_entrypoints.doctor import node  # no other command needs its checks
 
@@ -252,7 +261,8 @@ def _dist_doctor(options: LaunchOptions, worker: Worker, env: Mapping[str, str])
 def _should_check_all_nodes(options: LaunchOptions, env: Mapping[str, str]) -> bool:
     """Return whether dist-doctor checks all nodes of the job together.
 
-    A wrong start is no reason not to check this node, so print its error, and return False.
+    If the command was started in a wrong way, for example on one node of several, this node can still be
+    checked. So print the error, and return False.
     """
     try:
         placement = start.find_placement(options.placement, env)

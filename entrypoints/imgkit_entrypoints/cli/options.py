@@ -22,9 +22,10 @@ from imgkit_entrypoints.schedulers.resolve import NAMES
 
 
 def choice_type(*allowed: str) -> Callable[[str], str]:
-    """Return a function for `Option.type` that accepts one of `allowed`.
+    """Return a function for `Option.type` that accepts only the texts in `allowed`.
 
-    argparse has choices of its own, but does not apply them to defaults, from which variables come.
+    argparse's own choices would not be checked for a default value. But the values of variables such as
+    IMGKIT_DEVICE become defaults.
     """
 
     def check(text: str) -> str:
@@ -232,11 +233,12 @@ class _VariableValue(NamedTuple):
     text: str
 
     def parse(self, help_command: str) -> object:
-        """Return the value that the text means.
+        """Return the value of the option that the variable's text means.
 
         Raises
         ------
-        UsageError : the text is not a value of the option. The error names the variable and `help_command`.
+        UsageError : the text is not a value of the option. The error names the variable, and the hint has
+            `help_command`.
         """
         flag = self.option.names
         name = flag_variable(flag)
@@ -256,7 +258,7 @@ class _VariableValue(NamedTuple):
 def launch_parser(command: Command, env: Mapping[str, str], options: Sequence[Option] = ()) -> Parser:
     """Return a parser with the options of a launch, and with the `options` that only this command has.
 
-    The defaults come from the variables in `env`, such as IMGKIT_NNODES.
+    The defaults come from variables in `env`, such as IMGKIT_NNODES for ``--nnodes``.
     """
     parser = Parser(prog=command.name, description=command.summary, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"imgkit {__version__}")
@@ -271,6 +273,7 @@ def launch_parser(command: Command, env: Mapping[str, str], options: Sequence[Op
         unset="cuda where GPUs are visible" if command.device == "auto" else command.device,
         heading="launch options (--nproc is also read from IMGKIT_NPROC, and so on)",
     )
+    # Only these options are also read from variables.
     launch_options = (device, *OPTIONS)
     add_options(parser, (Option("--json", json_help, action="store_true"), *launch_options))
     add_options(parser, options)
@@ -281,7 +284,8 @@ def launch_parser(command: Command, env: Mapping[str, str], options: Sequence[Op
 def _values_of_variables(options: Iterable[Option], env: Mapping[str, str]) -> dict[str, object]:
     """Return the values of the ``IMGKIT_*`` variables for `options`, as new defaults of the parser.
 
-    `read_options` parses the text of a variable, and only if the option is not on the command line.
+    A text is not parsed yet: an option on the command line replaces it, and then a wrong text does not
+    matter. `read_options` parses what is left.
     """
     values: dict[str, object] = {}
     for option in options:
@@ -304,11 +308,13 @@ def read_options(parsed: argparse.Namespace, command: Command, argv: Sequence[st
 
     Parameters
     ----------
+    parsed : the result of the parser. Values from variables are still texts, and are parsed here.
     argv : the whole command line, for errors that show it.
 
     Raises
     ------
-    UsageError : a variable has a wrong value, or ``--json`` is given, but only a dry run prints JSON.
+    UsageError : a variable has a wrong value, or ``--json`` is given without ``--dry-run`` to a command that
+        prints no JSON.
     """
     for name, value in vars(parsed).items():
         if isinstance(value, _VariableValue):
@@ -362,7 +368,12 @@ def flag_variable(flag: str) -> str:
 
 
 def _is_on(flag: str, env: Mapping[str, str]) -> bool:
-    """Return whether the variable of a switch is 1. Any value but 1, 0 or an empty text is an error."""
+    """Return whether the variable of a switch, such as IMGKIT_VERBOSE for ``--verbose``, is 1.
+
+    Raises
+    ------
+    UsageError : the value is neither 1 nor 0 nor empty.
+    """
     value = env.get(flag_variable(flag), "")
     if value not in ("", "0", "1"):
         raise UsageError(

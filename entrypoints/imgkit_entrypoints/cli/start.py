@@ -59,9 +59,10 @@ class Worker:
 
 
 def parse_app(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> tuple[LaunchOptions, Worker]:
-    """Return the options of the launch, and the app of `command` as the worker.
+    """Return the options of the launch, and the worker that runs the app of `command`.
 
-    The app gets all arguments that are not options of the launch, and parses them again in each worker.
+    An app is a program of imgkit, such as dist-train. It gets all arguments that are not options of the
+    launch, and parses them again in each worker.
 
     Raises
     ------
@@ -91,8 +92,8 @@ def parse_user_program(
 ) -> tuple[LaunchOptions, Worker]:
     """Return the options of the launch, and the user's program that follows them in `argv`.
 
-    With ``--per-node``, the program is any command, which runs as it is. Otherwise it runs in
-    user_program.py.
+    With ``--per-node``, the program is any command, which runs as it is. Otherwise it is a Python program,
+    and user_program.py runs it in each worker.
 
     Raises
     ------
@@ -127,7 +128,10 @@ def parse_user_program(
 
 
 def _refuse_python(command: Command, argv: Sequence[str], program: Sequence[str]) -> None:
-    """Raise UsageError if `program`, the end of `argv`, begins with a Python interpreter."""
+    """Raise UsageError if `program` begins with a Python interpreter, as in ``dist-run python train.py``.
+
+    dist-run would take the interpreter for a Python script. `program` is the end of `argv`.
+    """
     if not _PYTHON.fullmatch(PurePath(program[0]).name):
         return
     # The hint is the same line without the interpreter and its usual option -u.
@@ -150,10 +154,10 @@ def _refuse_missing_run_folder(node_command: Sequence[str], env: Mapping[str, st
 
 
 def _program_options_hint(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> str:
-    """Return a hint with the user's command line in the right order, after an unknown option.
+    """Return a hint with the user's command line in the right order, for an error about an unknown option.
 
-    The unknown options before a ``.py`` file most likely belong to the program: ``dist-run --lr 1
-    train.py`` -> ``dist-run train.py --lr 1``. The hint is empty if no argument ends with ``.py``.
+    Unknown options before a ``.py`` file most likely belong to the program: ``dist-run --lr 1 train.py``
+    becomes ``dist-run train.py --lr 1``. The hint is "" if no argument ends with ``.py``.
     """
     scripts = [arg for arg in argv[1:] if arg.endswith(".py")]
     if not scripts:
@@ -171,7 +175,7 @@ def _program_options_hint(command: Command, argv: Sequence[str], env: Mapping[st
 
 
 def find_placement(request: PlacementRequest, env: Mapping[str, str]) -> Placement:
-    """Return this node's rank and the other nodes of the job.
+    """Return the placement of this process: which node of the job this is, and where the other nodes are.
 
     Raises
     ------
@@ -188,9 +192,10 @@ def launch_worker(options: LaunchOptions, worker: Worker, env: Mapping[str, str]
 
     Raises
     ------
-    NoPlan : no launch can work. UsageError : this Python has no torch, a file prevents the run from starting,
-    the working directory was deleted, or the file of the secret is not safe. ToolFailed : see
-    `NodeAgent.run`.
+    NoPlan : no launch can work.
+    UsageError : this Python has no torch, a file prevents the run from starting, the working directory was
+        deleted, or the file of the secret is not safe.
+    ToolFailed : see `NodeAgent.run`.
     """
     _refuse_deleted_folder(env)
     placement, host = find_placement(options.placement, env), facts.gather(env=env)
@@ -247,7 +252,10 @@ def launch_worker(options: LaunchOptions, worker: Worker, env: Mapping[str, str]
 
 
 def _refuse_deleted_folder(env: Mapping[str, str]) -> None:
-    """Raise UsageError if the working directory was deleted. The later error of torch would not say so."""
+    """Raise UsageError if the working directory was deleted.
+
+    torch would fail later, with an error that does not name this cause.
+    """
     try:
         Path.cwd()
     except OSError as error:
@@ -261,7 +269,7 @@ def _refuse_deleted_folder(env: Mapping[str, str]) -> None:
 def make_plan(
     options: LaunchOptions, worker: Worker, env: Mapping[str, str], placement: Placement, host: HostFacts
 ) -> tuple[LaunchPlan, dict[str, str]]:
-    """Return the plan with all its warnings and notes, and the workers' whole environment."""
+    """Return the plan with all its warnings and notes, and the whole environment of the workers."""
     system, reader = facts.system_facts(env=env), facts.Reader(root=facts.root_of(env))
     launch_plan = plan.decide_launch(
         options.request,
@@ -332,7 +340,10 @@ def make_plan(
 def _compile_cache(
     options: LaunchOptions, env: Mapping[str, str], host: HostFacts, reader: facts.Reader
 ) -> compile_cache.CompileCache | None:
-    """Return this node's cache of compiled code, or None if no folder can hold it."""
+    """Return this node's cache of compiled code, or None if no folder of this node can hold it.
+
+    Programs such as Triton compile at their start, and find their files in the cache the next time.
+    """
     # In an image, its manifest gives the key. Elsewhere, the version of torch and the Python environment do.
     key = compile_cache.make_key(reader.text(MANIFEST_JSON) or f"{host.torch_version} {sys.prefix}")
     folder = compile_cache.find_folder(env, key, is_shared=partial(storage.on_network_disk, reader))
@@ -345,7 +356,9 @@ def _compile_cache(
 
 
 def _run_rank(launch_plan: LaunchPlan, child_env: Mapping[str, str], env: Mapping[str, str]) -> int:
-    """Replace this process by one rank, in direct mode.
+    """Replace this process by one rank of the program.
+
+    This is the direct mode: the launcher has already started every rank, and torchrun is not used.
 
     Raises
     ------
@@ -368,7 +381,10 @@ def _run_agent(
     host: HostFacts,
     run_secret: bytes | None,
 ) -> int:
-    """Run the node agent of this node, and return its exit code. The head announces the plan first."""
+    """Run the node agent, which starts torchrun and supervises it, and return its exit code.
+
+    The head (node 0) prints the plan before that.
+    """
     # --dry-run prints sooner without these modules.
     from imgkit_entrypoints.launch.agent import NodeAgent
     from imgkit_entrypoints.launch.node_attempt import NodeCommand, NodeConfig
@@ -424,9 +440,9 @@ def _pack_cache(cache: compile_cache.CompileCache) -> None:
 
 
 def link_host_libraries(links: Mapping[str, str]) -> None:
-    """Make the folder of links to libraries of the host, which is on the library path of the workers.
+    """Make the folder with links to libraries of the host that the workers load.
 
-    Do nothing if the plan uses no library of the host.
+    The folder is on the library path of the workers. If the plan uses no library of the host, do nothing.
 
     Raises
     ------
@@ -445,11 +461,12 @@ def link_host_libraries(links: Mapping[str, str]) -> None:
 def _find_secret(options: LaunchOptions, env: Mapping[str, str], placement: Placement) -> bytes | None:
     """Return the secret by which the nodes authenticate each other, or None if none is needed or set.
 
-    Without a secret on several nodes, the head prints how to set one.
+    A run on one node needs none. If a run on several nodes has none, the head prints how to set one.
 
     Raises
     ------
-    NoPlan : no secret is set, but ``--require-secret`` is given. UsageError : see `secret.find`.
+    NoPlan : no secret is set, but ``--require-secret`` is given.
+    UsageError : the file of the secret is not safe (`secret.find`).
     """
     if placement.nnodes == 1 or placement.direct is not None:
         return None
@@ -468,7 +485,10 @@ def _find_secret(options: LaunchOptions, env: Mapping[str, str], placement: Plac
 
 
 def _warn_without_secret(placement: Placement, remedy: str) -> None:
-    """Print that other programs can join the roll call, and how to prevent that."""
+    """Print that other programs can join this run, since it has no secret, and how to prevent that.
+
+    `remedy` says how to make a secret for all nodes.
+    """
     # A run that is started by hand has no job id that strangers would have to know, and so always the same
     # port.
     if not placement.job_id and placement.port is None:
@@ -492,9 +512,9 @@ def print_message(text: str, *more_lines: str) -> None:
 
 
 def _shadowing_folders(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return warnings about folders of PYTHONPATH with a torch or numpy that hides the one of the image.
+    """Return warnings about folders of PYTHONPATH with a torch or numpy, which hides that of the image.
 
-    PYTHONPATH stays for the user's program, which may need its own modules from there.
+    PYTHONPATH is not changed, since the user's program may need its own modules from there.
     """
     warnings = []
     for folder in filter(None, env.get("PYTHONPATH", "").split(":")):

@@ -89,11 +89,13 @@ def examine(
     reader: Reader,
     nnodes: int = 1,
 ) -> tuple[Check, ...]:
-    """Run every check, and return the results. A check that does not apply to this node has none.
+    """Run every check, and return the results. A check that does not apply to this node returns none.
 
     Parameters
     ----------
-    reader : reads the few files that are not facts of a launch.
+    host : what was found on this machine.
+    system : the image's recipe for a cluster, or None in an image without one.
+    reader : reads further files of the machine, which only dist-doctor needs.
     nnodes : number of nodes of the run. On one node, a problem between nodes is only a warning.
     """
     subject = Subject(
@@ -145,10 +147,10 @@ def table(checks: Sequence[Check]) -> Iterator[str]:
 
 
 def issues_table(results: Sequence[IssueResult]) -> Iterator[str]:
-    """Yield a line for each known issue.
+    """Yield the lines about each known issue in `results`.
 
-    The line of an issue that matches has its effect and message, and further lines have its hint and source.
-    The line of any other issue says why it does not match.
+    An issue that this node has (``match``) is shown with its effect and message, and further lines with its
+    hint and source. The line of any other issue says why it does not match.
     """
     width = max(len(result.issue.id) for result in results)
     for result in results:
@@ -182,15 +184,15 @@ CLOCKS_APART_S = 1.0
 
 
 def clock_remark(time_s: float, all_s: Sequence[float]) -> str:
-    """Return a remark if a node's clock is wrong, or an empty text if it is right.
+    """Return a remark if a node's clock is wrong, or "" if it is right.
 
-    The clock is compared with the median of all nodes, for example
-    ``its clock is 2.5 s ahead of the median of all nodes``.
+    The clock is compared with the median of all nodes, for example ``its clock is 2.5 s ahead of the median
+    of all nodes``.
 
     Parameters
     ----------
     time_s : time of this node in seconds since the epoch.
-    all_s : times of all nodes, which they read at the same moment.
+    all_s : times of all nodes, which they have read at the same moment.
     """
     ahead_s = time_s - statistics.median(all_s)
     if abs(ahead_s) < CLOCKS_APART_S:

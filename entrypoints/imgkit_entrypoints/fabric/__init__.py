@@ -34,13 +34,15 @@ def choose_fabric(
 ) -> FabricPlan:
     """Return the network variables of this node, each with the reason for its value.
 
-    A variable that the user has set keeps its value and is only reported. A variable of the image is replaced
-    where the facts of the node ask for another value.
+    A variable that the user has set keeps its value and is only reported. A variable that the image sets is
+    replaced if this node needs another value.
 
     Parameters
     ----------
-    nnodes : nodes of the run; some settings are only right between nodes.
-    head : address of node 0, empty if unknown; an interface in its network is preferred.
+    facts : what was found on this node.
+    system : the image's recipe for a cluster, or None in an image without one.
+    nnodes : number of nodes of the run. Some settings are only right between nodes.
+    head : address of node 0, or "" if unknown. An interface in its network is preferred.
     """
     recipe, nics = (system.env, system.fabric.nics) if system else ({}, None)
     draft = PlanDraft(facts=facts, env=env, recipe=recipe, nnodes=nnodes, head=head, nics=nics)
@@ -73,13 +75,17 @@ def choose_fabric(
 
 
 _Carriers = tuple[tuple[str, ...], float | None]
-"""Devices that carry the traffic and their rate in Gbit/s: ``(("mlx5_0:1", "mlx5_1:1"), 400.0)``."""
+"""The carriers: devices that carry the traffic, and their rate together in Gbit/s. None is an unknown rate.
+
+For example, two InfiniBand ports of 200 Gbit/s are ``(("mlx5_0:1", "mlx5_1:1"), 400.0)``.
+"""
 
 
 def _decide_infiniband(draft: PlanDraft) -> _Carriers:
     """Decide the variables for InfiniBand: the exact ports, the interface, and no GID index.
 
-    InfiniBand routes by LID. NCCL 2.22.3 and later do not even read NCCL_IB_GID_INDEX there.
+    Return the ports and their rate. A GID is an address of a port for RDMA over Ethernet. InfiniBand uses
+    another address, the LID, and NCCL 2.22.3 and later do not even read NCCL_IB_GID_INDEX there.
     """
     used = ports.decide_ports(draft)
     lids = "; ".join(f"{port.path}/lid: {port.lid or 'none'}" for port in used)
@@ -92,9 +98,10 @@ def _decide_infiniband(draft: PlanDraft) -> _Carriers:
 
 
 def _decide_roce(draft: PlanDraft) -> _Carriers:
-    """Decide the variables for RDMA over Ethernet: the exact ports, the GID index and the interface.
+    """Decide the variables for RDMA over Ethernet (RoCE): the exact ports, the GID index and the interface.
 
-    The GID index is set only for a version of NCCL that does not search for it (`ports.decide_gid`).
+    Return the ports and their rate. A port has several addresses (GIDs) of different types. The index of the
+    right one is set only for versions of NCCL that do not search for it themselves (`ports.decide_gid`).
     """
     used = ports.decide_ports(draft)
     ports.decide_gid(draft, used)
@@ -103,7 +110,10 @@ def _decide_roce(draft: PlanDraft) -> _Carriers:
 
 
 def _decide_rdma(draft: PlanDraft, used: tuple[Port, ...], kind: str) -> _Carriers:
-    """Leave out variables that would keep NCCL off its RDMA ports, and return these ports with their rate."""
+    """Leave out variables that would keep NCCL off its RDMA ports.
+
+    Return the names of these ports and their rate. `kind` is the name of the fabric for messages.
+    """
     sockets.refuse_threads(draft, kind)
     if used:
         states = ", ".join(f"{port.path}/state: {port.state}" for port in used)
@@ -121,9 +131,11 @@ def _refuse_net(draft: PlanDraft, networks: tuple[str, ...], reason: str) -> Non
 
 
 def _decide_slingshot(draft: PlanDraft) -> _Carriers:
-    """Decide the variables for Slingshot: the plug-in's settings, and the interfaces of the bootstrap.
+    """Decide the variables for Slingshot: the plug-in's settings, and the interfaces for NCCL's bootstrap.
 
-    A network interface of the fabric that is down gets a warning, because its NIC carries no traffic.
+    In the bootstrap, NCCL's processes find each other over TCP. `draft` is the plan while it is being
+    decided. Return the NICs and their rate. A network interface of the fabric that is down gets a warning,
+    because its NIC carries no traffic.
     """
     slingshot.decide_slingshot(draft)
     # Slingshot's network interfaces are named hsn0, hsn1, ...
@@ -167,8 +179,9 @@ def _decide_slingshot(draft: PlanDraft) -> _Carriers:
 def _decide_tcp(draft: PlanDraft) -> _Carriers:
     """Decide the variables for TCP sockets: NCCL's interface, and that NCCL skips RDMA devices.
 
-    Amazon's EFA is the exception. It has an RDMA device, but NCCL reaches it only through the aws-ofi-nccl
-    plug-in, so a node with EFA gets a warning instead of NCCL_IB_DISABLE.
+    `draft` is the plan while it is being decided. Return the interface and its rate. Amazon's EFA is an
+    exception: it has an RDMA device, but NCCL reaches the device only through the aws-ofi-nccl plug-in. So a
+    node with EFA gets a warning instead of NCCL_IB_DISABLE.
     """
     idle_ports, unused = ports.choose_ports(draft.facts, draft.nics)
     ports.report_unused(draft, unused)
@@ -199,7 +212,10 @@ def _decide_tcp(draft: PlanDraft) -> _Carriers:
 
 
 def _no_rdma_reason(draft: PlanDraft, idle_ports: Sequence[Port]) -> str:
-    """Return why NCCL must not use RDMA, although `idle_ports` could be used."""
+    """Return why NCCL must not use RDMA, for the report.
+
+    `idle_ports` are ports that NCCL could use, but does not, because the user has asked for TCP.
+    """
     if idle_ports:
         paths = ", ".join(port.path for port in idle_ports)
         return f"TCP is requested, so these ports stay unused: {paths}"
@@ -221,7 +237,8 @@ def _select_kind(draft: PlanDraft) -> tuple[FabricKind, str, bool]:
     """Return the node's fabric, the evidence for it, and whether a variable requested TCP.
 
     A request for TCP comes first: NCCL_NET=Socket, or NCCL_IB_DISABLE=1 on a node without Slingshot. Without
-    one, Slingshot NICs decide, then RDMA ports that NCCL can use. TCP is left where there are neither.
+    such a request, Slingshot NICs decide, and then RDMA ports that NCCL can use. A node with neither uses
+    TCP.
     """
     net, disable = draft.request("NCCL_NET"), draft.request("NCCL_IB_DISABLE")
     if net is not None and net.value.lower() == "socket":
@@ -245,9 +262,16 @@ def _select_kind(draft: PlanDraft) -> tuple[FabricKind, str, bool]:
 def _compare_with_recipe(
     draft: PlanDraft, system: SystemFacts | None, kind: FabricKind, reason: str, rate: float | None
 ) -> None:
-    """Report that this node has another fabric or a lower rate than the recipe states for its system.
+    """Report that this node has another fabric, or a lower rate, than the recipe states for the cluster.
 
-    A node with GPUs that has only TCP blocks a run on several nodes. Every other difference is a warning.
+    If a node with GPUs has only TCP, a run on several nodes must not start, since NCCL would fail or hang.
+    Every other difference is a warning.
+
+    Parameters
+    ----------
+    kind : the fabric that was found on this node.
+    reason : the evidence for `kind`.
+    rate : rate of the node's devices together in Gbit/s, or None if unknown.
     """
     if system is None or system.fabric.kind == "tcp":
         return
@@ -266,9 +290,15 @@ def _compare_with_recipe(
 
 
 def _warn_low_rate(draft: PlanDraft, rate: float, expected: float) -> None:
-    """Warn that the ports in use have together a lower rate in Gbit/s than the recipe states."""
+    """Warn that the ports in use together have a lower rate than the recipe states.
+
+    Parameters
+    ----------
+    rate : rate of the ports in use together, in Gbit/s.
+    expected : the recipe's rate in Gbit/s.
+    """
     used = ", ".join(f"{port.name} {port.rate}" for port in ports.in_use(draft)) or "no RDMA port"
-    # Decisions about a port have values such as "mlx5_0:1". Those not used are the ports left out.
+    # A decision about a port has a value such as "mlx5_0:1". If it is not used, the port was left out.
     unused = ", ".join(item.value for item in draft.decisions if not item.used and ":" in item.value)
     if unused:
         used += f"; left out: {unused}"

@@ -89,10 +89,11 @@ class FabricPlan:
 
 
 def issue_findings(results: Iterable[IssueResult], effect: str) -> tuple[Finding, ...]:
-    """Return a finding for each matching row of known issues that has this `effect`.
+    """Return a finding for each known issue that this node has, and whose effect is `effect`.
 
     Parameters
     ----------
+    results : the comparison of this node with each row of the table of known issues.
     effect : ``warn`` or ``refuse``; see `known_issues.Issue`.
     """
     findings = []
@@ -150,10 +151,10 @@ class PlanDraft:
         return self.nnodes > 1
 
     def preset(self, variable: str) -> Preset | None:
-        """Return the value that `variable` has already, with its source, or None if nobody set it.
+        """Return the value that `variable` has before imgkit decides about it, or None if nobody has set it.
 
-        A value that `refuse` has left out does not count, and neither does a value of the image that `set`
-        has replaced.
+        The user's value comes first, then that of an nccl.conf file, the recipe and the image. A value that
+        `refuse` has left out does not count, and neither does an image's value that `set` has replaced.
         """
         image_sets = self.image_sets(variable)
         if variable in self.env and not image_sets:
@@ -212,12 +213,13 @@ class PlanDraft:
         return preset.value if preset else self.chosen.get(variable)
 
     def warn(self, problem: str, fix: str, *, failed_check: str = "") -> None:
-        """Add a warning about something slow or dangerous.
+        """Add a warning about something slow or dangerous to the plan.
 
         Parameters
         ----------
+        problem : what is wrong, with its evidence.
         fix : what the user can do about it.
-        failed_check : name of the check of dist-doctor that fails for this reason; empty for a mere warning.
+        failed_check : name of the check of dist-doctor that fails for this reason. Empty for a mere warning.
         """
         self.warnings.append(Finding(problem, fix, failed_check or "network", bool(failed_check)))
 
@@ -231,7 +233,11 @@ class PlanDraft:
         return f"{variable}={preset.value!r} ({preset.source})" if preset else f"{variable}=''"
 
     def how_to_unset(self, variable: str) -> str:
-        """Return what a user must do to get rid of a value: ``unset NCCL_NET`` if the environment has it."""
+        """Return what a user must do to get rid of the value of `variable`, for a hint.
+
+        It is ``unset NCCL_NET`` for a variable of the environment, and names the file for one in an nccl.conf
+        file.
+        """
         preset = self.preset(variable)
         # The container sets the image's variables again, so they can only be replaced.
         if preset is not None and preset.origin == "image":
@@ -243,13 +249,14 @@ class PlanDraft:
     def report(
         self, variable: str, value: str, reason: str, *, used: bool = False, origin: Origin = "facts"
     ) -> None:
-        """Add a decision to the report without changing what workers get."""
+        """Add a decision to the report. This does not change what workers get."""
         self.decisions.append(Decision(variable, value, reason, used, origin))
 
     def set(self, variable: str, value: str, reason: str) -> None:
         """Set `variable` for the workers, unless the user or the recipe has set it already.
 
-        Their value is kept, and the report names both. A different value of the image is replaced.
+        A value of the user or the recipe is kept, and the report names both values. The image's value is
+        replaced.
         """
         preset = self.preset(variable)
         if preset is not None and preset.value == value:
@@ -271,7 +278,11 @@ class PlanDraft:
             self._keep(variable, preset, f"{preset.source}; not needed: {reason}")
 
     def _keep(self, variable: str, preset: Preset, reason: str) -> None:
-        """Report a value that is already set, and pass it to the workers unless they inherit it anyway."""
+        """Keep and report the value that a variable has already.
+
+        Workers inherit values of the environment. All others are passed to them: those of the recipe, and
+        those of an nccl.conf file that the image's value would hide from NCCL.
+        """
         image_sets = self.image_sets(variable)
         # NCCL would not read the user's nccl.conf for a variable that has the image's value.
         is_from_conf = preset.is_users and image_sets
@@ -282,9 +293,9 @@ class PlanDraft:
         self.report(variable, preset.value, reason, used=True, origin=preset.origin)
 
     def refuse(self, variable: str, reason: str) -> None:
-        """Keep a value of the recipe or the image from the workers, because it is wrong on this node.
+        """Leave out a value of the recipe or the image that is wrong on this node.
 
-        A value of the user is kept.
+        Workers then do not get the variable. A value of the user is kept. `reason` is for the report.
         """
         preset = self.preset(variable)
         if preset is not None and not preset.is_users:
@@ -301,7 +312,10 @@ class PlanDraft:
             self.refuse(variable, reason)
 
     def report_rest(self) -> None:
-        """Keep and report the variables of the recipe and of nccl.conf files that have no decision yet."""
+        """Keep and report the settings of the recipe and of nccl.conf files about which nothing was decided.
+
+        Call this last. Without it, workers would not get the recipe's further variables.
+        """
         decided = {decision.variable for decision in self.decisions}
         for variable, value in self.recipe.items():
             preset = self.preset(variable)

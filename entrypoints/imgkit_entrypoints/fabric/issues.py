@@ -21,9 +21,10 @@ from imgkit_entrypoints.system import FabricKind, SystemFacts
 def apply_known_issues(
     draft: PlanDraft, kind: FabricKind, system: SystemFacts | None
 ) -> tuple[IssueResult, ...]:
-    """Set the variables of the issues that this node has, and return the result of every row.
+    """Set the variables that work around known issues of this node, and return the result of every issue.
 
-    The rows are compared in their order, so a later row sees what an earlier row has set.
+    An issue is a row of a table: conditions such as ``nccl < 2.21``, and an effect. The rows are compared in
+    their order, so a later row sees what an earlier row has set.
 
     Raises
     ------
@@ -32,6 +33,7 @@ def apply_known_issues(
     node_facts = _condition_facts(draft, kind, system)
 
     def lookup(name: str) -> Value:
+        # A condition names a fact such as "nccl", or a variable such as "$NCCL_ALGO".
         if name in FACTS:
             return node_facts[name]
         return _variable_value(draft, name.removeprefix("$"))
@@ -47,7 +49,10 @@ def apply_known_issues(
 
 
 def _variable_value(draft: PlanDraft, name: str) -> Value:
-    """Return the value that workers would get for a variable, with its evidence for messages."""
+    """Return the value that workers would get for the variable `name`, with its evidence for messages.
+
+    A variable that is not set has the value "".
+    """
     text = draft.value(name) or ""
     if draft.preset(name):
         evidence = draft.quote(name)
@@ -59,9 +64,10 @@ def _variable_value(draft: PlanDraft, name: str) -> Value:
 
 
 def _condition_facts(draft: PlanDraft, kind: FabricKind, system: SystemFacts | None) -> Mapping[str, Value]:
-    """Return the value of each fact that a condition may name. A fact that is unknown here has an empty text.
+    """Return the value of each fact that the condition of a known issue may name.
 
-    The tuples in `values` hold the text of a fact and its evidence, such as the file that shows it.
+    An unknown fact has the value "". The tuples in `values` hold the text of a fact and its evidence, such as
+    the path of the file that shows it.
     """
     facts, env = draft.facts, draft.env
     # CUDA_VERSION is a variable of NVIDIA's base images.
@@ -108,7 +114,10 @@ def _quote_fact(name: str, text: str, source: str) -> str:
 
 
 def _net_plugin(draft: PlanDraft) -> Library | Candidate | None:
-    """Return the network plug-in that NCCL would open, or None if none of its files exists."""
+    """Return the network plug-in that NCCL would open, or None if none of its possible files exists.
+
+    NCCL_NET_PLUGIN names it. Each name stands for several files, of which NCCL opens the first that exists.
+    """
     file_names: list[str] = []
     for name in software.split_plugins(draft.value(plugin.VARIABLE) or ""):
         file_names += software.plugin_files(name)
@@ -123,7 +132,8 @@ def _net_plugin(draft: PlanDraft) -> Library | Candidate | None:
 def _find_library(draft: PlanDraft, name: str) -> Library | Candidate | None:
     """Return the library that workers load under `name`, or None if there is none.
 
-    This is the host's library if the plan links that into the container, and otherwise the image's.
+    This is the host's library if the plan links one into the container under this name, and otherwise the
+    image's.
     """
     if name in draft.links and draft.facts.host_libraries:
         for candidate in draft.facts.host_libraries.host:

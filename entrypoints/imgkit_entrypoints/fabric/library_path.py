@@ -33,8 +33,9 @@ _RUNTIME_FOLDER = "/.singularity.d/libs"
 def decide_library_path(draft: PlanDraft, kind: FabricKind) -> None:
     """Decide LD_LIBRARY_PATH, if workers need libraries of the host or CUDA's forward compatibility.
 
-    The order of the folders is: forward compatibility, the folders that the user added, the links to the
-    host's libraries, and the folders of the image.
+    Forward compatibility is a libcuda.so that runs a newer CUDA on an older driver. The order of the folders
+    is: forward compatibility, the folders that the user added, the links to the host's libraries, and the
+    folders of the image.
     """
     folders, reasons = [], []
     if draft.facts.cuda_compat:
@@ -76,10 +77,10 @@ class _Folders(NamedTuple):
 
 
 def _current_folders(draft: PlanDraft) -> _Folders:
-    """Return the folders of the library path.
+    """Return the folders that LD_LIBRARY_PATH has before this launch: the user's, and those of the image.
 
-    Folders that an outer launch of imgkit has added are left out, because this launch decides about them
-    again.
+    If an outer launch of imgkit (one from which this launch was started) has added folders, they are left
+    out, because this launch decides about them again.
     """
     # Without a manifest the image's own path is unknown. All that the variable has then counts as the user's.
     image_path = draft.facts.image_env.get(VARIABLE, "") if draft.facts.image_env else ""
@@ -100,7 +101,8 @@ def _current_folders(draft: PlanDraft) -> _Folders:
 def _decide_host(draft: PlanDraft, libraries: HostLibraries, kind: FabricKind) -> None:
     """Choose the libraries of the host that workers load, and put them into the plan's links.
 
-    Every library is reported with its reason. One that the image cannot load gets a warning.
+    Only Slingshot needs them. Every library is reported with its reason. A library that the image cannot load
+    gets a warning.
     """
     source = libraries.source
     if kind != "slingshot":
@@ -131,7 +133,7 @@ def _decide_host(draft: PlanDraft, libraries: HostLibraries, kind: FabricKind) -
 
 
 def _report_unused(draft: PlanDraft, check: _LoadCheck, name: str) -> None:
-    """Report why the host's library `name` is not used. Do nothing if it is used."""
+    """Report why the host's library `name` is not used. If it is used, do nothing."""
     library = check.host[name]
     path = check.user_path(name)
     if path:
@@ -176,7 +178,10 @@ class _LoadCheck:
         return self.image[name].path if folder in self.user_folders else ""
 
     def select(self) -> dict[str, Candidate]:
-        """Return the fabric's libraries that can be loaded, with all libraries of the host that they need."""
+        """Return the fabric's libraries of the host that can be loaded, by name.
+
+        The result also has all other libraries of the host that these need.
+        """
         queue = []
         for name in FABRIC_LIBRARIES:
             if name in self.host and not self.user_path(name) and not self.problem(name):
@@ -190,7 +195,7 @@ class _LoadCheck:
         return selected
 
     def evidence(self, library: Candidate) -> str:
-        """Return the comparison of a library with the image's glibc, for the report.
+        """Return the versions of glibc that `library` needs and that the image has, for the report.
 
         For example ``the host's; it needs GLIBC_2.34, the image has 2.35 (/usr/lib/libc.so.6)``.
         """
@@ -209,7 +214,7 @@ class _LoadCheck:
         return self.problems[name]
 
     def _find_problem(self, library: Candidate) -> str:
-        """Compare a library of the host with the image, and return the first problem or an empty text."""
+        """Return the first reason why the image cannot load `library` of the host, or "" if it can."""
         shared, libc = library.object, self.image.get("libc.so.6")
         if shared is None:
             return f"of the host {library.fault} ({library.path})"
@@ -217,6 +222,7 @@ class _LoadCheck:
             return "cannot be compared: the image's libc.so.6 is not on the library path"
         if shared.machine != libc.object.machine:
             return f"is for {shared.machine}, the image is for {libc.object.machine} ({library.path})"
+        # The SONAME is the name inside the file. NCCL opens its plug-ins by their file name.
         if library.name not in PLUGINS and shared.soname != library.name:
             return f"has the SONAME {shared.soname or '(none)'} ({library.path})"
         # Workers will load the host's file instead of the image's, so it must define every symbol version
@@ -230,7 +236,10 @@ class _LoadCheck:
         return next(filter(None, problems), "")
 
     def is_from_host(self, library: Candidate, needed: str) -> bool:
-        """Return whether the host, and not the image, provides the library `needed` to `library`."""
+        """Return whether the host, and not the image, provides the library `needed` to `library`.
+
+        `library` is a library of the host that workers load, and `needed` is the name of one that it opens.
+        """
         if needed in IMAGE_LIBRARIES or needed not in self.host or self.user_path(needed):
             return False
         # Apart from the fabric's own libraries, the image's file comes first if it is new enough.
@@ -240,7 +249,10 @@ class _LoadCheck:
         return not self.problem(needed) and not _missing_version(library, self.host[needed])
 
     def _need_problem(self, library: Candidate, needed: str) -> str:
-        """Return why neither image nor host can provide `needed` to `library`, or an empty text."""
+        """Return why neither the image nor the host can provide the library `needed` to `library`.
+
+        The result is "" if one of the two can.
+        """
         if self.is_from_host(library, needed):
             return self._rpath_problem(library, needed)
         if needed in self.image:
@@ -258,9 +270,10 @@ class _LoadCheck:
         return f"needs {needed}, and {needed} {problem}"
 
     def _rpath_problem(self, library: Candidate, needed: str) -> str:
-        """Return why `library` would load another file than the host's `needed`, or an empty text.
+        """Return why `library` would load another file than the host's `needed`, or "" if it would not.
 
-        The dynamic linker searches an RPATH before LD_LIBRARY_PATH, and so before the links.
+        An RPATH is a list of folders inside a library. The dynamic linker searches it before LD_LIBRARY_PATH,
+        and so before the links to the host's libraries.
         """
         if library.object is None or needed not in self.image:
             return ""
@@ -280,10 +293,10 @@ class _LoadCheck:
 
 
 def _missing_version(library: Candidate, server: Candidate) -> str:
-    """Return the newest symbol version that `library` needs and `server` lacks, or an empty text.
+    """Return the newest symbol version, such as ``GLIBC_2.38``, that `library` needs and `server` lacks.
 
-    For example ``GLIBC_2.38``. A library that defines no versions at all can serve every program, because the
-    dynamic linker only warns then.
+    `server` is the library that should provide it. The result is "" if it lacks none. If `server` defines no
+    versions at all, none counts as missing, because the dynamic linker then only prints a warning.
     """
     defined = _defined_versions(server)
     if library.object is None or not defined:
@@ -318,7 +331,10 @@ def _supported_text(server: Candidate, version: str) -> str:
 
 
 def _decide_compat(draft: PlanDraft, compat: CudaCompat) -> str:
-    """Report CUDA's forward compatibility, and return its folder, or an empty text if it is not used."""
+    """Report whether CUDA's forward compatibility is used, and return its folder.
+
+    It is "" if it is not used.
+    """
     versions = _cuda_versions(draft)
     if compat.is_for_major and (versions is None or not versions.has_newer_major):
         return ""  # the driver runs the image's CUDA, or that is unknown, so there is nothing to decide
@@ -360,7 +376,10 @@ def _cuda_versions(draft: PlanDraft) -> _CudaVersions | None:
 
 
 def _choose_compat(draft: PlanDraft, compat: CudaCompat, versions: _CudaVersions | None) -> tuple[bool, str]:
-    """Return whether forward compatibility can and must be used, and the reason."""
+    """Return whether forward compatibility can and must be used, and the reason.
+
+    `versions` are the CUDA versions of the image and the driver, or None if they are unknown.
+    """
     facts = draft.facts
     if not compat.folder:
         return False, f"the image has no {COMPAT}/libcuda.so.1"

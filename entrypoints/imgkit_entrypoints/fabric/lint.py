@@ -41,7 +41,10 @@ def _check_visible_gpus(draft: PlanDraft, kind: FabricKind) -> Findings:
 
 
 def _check_rdma_off(draft: PlanDraft, kind: FabricKind) -> Findings:
-    """Warn that the user turned RDMA off where it works, and compare its rate with the rate of TCP."""
+    """Warn that a variable turns RDMA off on a node where RDMA works.
+
+    The warning compares the rates of both.
+    """
     variable = _rdma_off_variable(draft)
     if kind != "tcp" or not variable:
         return
@@ -71,7 +74,10 @@ def _rdma_off_variable(draft: PlanDraft) -> str:
 
 
 def _describe_tcp(draft: PlanDraft, rdma_rate_Gbps: float | None) -> str:
-    """Return what TCP carries: ``eth0 carries 25 Gbit/s at most (16 times less)``."""
+    """Return what TCP can carry on this node: ``eth0 carries 25 Gbit/s at most (16 times less)``.
+
+    The comparison is with the rate of RDMA, if both rates are known.
+    """
     best = sockets.best_interface(draft.facts, draft.head, sockets.usable_names(draft.facts, "hsn", "ib"))
     if best is None:
         return "no interface carries less, at an unknown rate"
@@ -86,7 +92,10 @@ def _describe_tcp(draft: PlanDraft, rdma_rate_Gbps: float | None) -> str:
 
 
 def _check_socket_numbers(draft: PlanDraft, kind: FabricKind) -> Findings:
-    """Check that the two numbers of NCCL's sockets are numbers, and that their product is not too large."""
+    """Check the two numbers that set how many sockets NCCL opens for a connection.
+
+    Both must be numbers, and their product must not be larger than NCCL allows.
+    """
     numbers = []
     for name in sockets.THREADS:
         text = draft.value(name)
@@ -110,7 +119,11 @@ def _check_socket_numbers(draft: PlanDraft, kind: FabricKind) -> Findings:
 
 
 def _check_gid_index(draft: PlanDraft, kind: FabricKind) -> Findings:
-    """Check that NCCL_IB_GID_INDEX is a number, and the right one for every RoCE port in use."""
+    """Check that NCCL_IB_GID_INDEX is a number, and the right one for every RoCE port in use.
+
+    The index selects one of a port's addresses. On InfiniBand, NCCL does not use it, so any number is
+    accepted. Yield each problem with its remedy.
+    """
     preset = draft.preset(ports.GID_INDEX)
     if preset is None or preset.value == "" or kind not in ("infiniband", "roce"):
         return
@@ -137,7 +150,10 @@ def _check_gid_index(draft: PlanDraft, kind: FabricKind) -> Findings:
 
 
 def _gid_problem(index: int, port: Port) -> str:
-    """Return why the GID with this index is wrong for a port, or an empty text if it is right."""
+    """Return why the address with this GID index is wrong for a port, or "" if it is right.
+
+    The right address is an IPv4 address of type RoCE v2, which routers forward, and is not link-local.
+    """
     right_gid = ports.pick_gid(port.gids)
     advice = f"{port.name} needs {right_gid.index}" if right_gid else f"{port.name} has no IPv4 GID at all"
     gid = next((gid for gid in port.gids if gid.index == index), None)
@@ -154,7 +170,11 @@ def _gid_problem(index: int, port: Port) -> str:
 
 
 def _check_hcas(draft: PlanDraft, kind: FabricKind) -> Findings:
-    """Check that NCCL_IB_HCA selects neither ports of the wrong kind nor more devices than it names."""
+    """Check that NCCL_IB_HCA selects only the ports that the user meant.
+
+    The value may select ports that NCCL should not use, or a name in it may be a prefix of other devices'
+    names. Yield each problem with its remedy.
+    """
     preset = draft.preset(ports.HCA)
     if preset is None or kind not in ("infiniband", "roce") or not preset.value:
         return
@@ -171,7 +191,7 @@ def _check_hcas(draft: PlanDraft, kind: FabricKind) -> Findings:
 
 
 def _ambiguous_prefixes(selection: str, used: Iterable[Port]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each device of NCCL_IB_HCA that also selects others, and all devices that it selects.
+    """Yield each name in a value of NCCL_IB_HCA that selects several devices, and these devices.
 
     Without ``=``, a name is a prefix: mlx5_1 selects mlx5_10 to mlx5_19 as well.
     """
@@ -195,7 +215,10 @@ def _check_gdr_level(draft: PlanDraft, kind: FabricKind) -> Findings:
 
 
 def _check_interfaces(draft: PlanDraft, kind: FabricKind) -> Findings:
-    """Check that the interface variables select an interface that is up, and that other nodes can reach."""
+    """Check that the interface variables select an interface that is up, and that other nodes can reach.
+
+    For example, no other node can reach ``lo`` or ``docker0``. Yield each problem with its remedy.
+    """
     for variable in INTERFACES:
         preset = draft.preset(variable)
         if preset is None or not preset.value or not draft.facts.interfaces:
@@ -248,9 +271,9 @@ def unknown_names(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _closest_choice(text: str, choices: Iterable[str], similarity: float = SIMILARITY) -> str:
-    """Return the choice that is most similar to `text`, or an empty text if none is similar enough.
+    """Return the choice that is most similar to a misspelled `text`, or "" if none is similar enough.
 
-    Upper and lower case do not matter.
+    Upper and lower case do not matter. `similarity` is the least ratio of equal characters, from 0 to 1.
     """
     from difflib import get_close_matches  # a start without misspelled names does without it
 
@@ -275,7 +298,10 @@ def _check_names(draft: PlanDraft, kind: FabricKind) -> Findings:
 
 
 def _check_values(draft: PlanDraft, kind: FabricKind) -> Findings:
-    """Report values of NCCL_ALGO, NCCL_PROTO and NCCL_NET that NCCL does not know."""
+    """Check that NCCL knows the values of NCCL_ALGO, NCCL_PROTO and NCCL_NET.
+
+    It does not know ``NCCL_ALGO=Rign``, for example. Yield each problem with its remedy.
+    """
     for variable, choices in LISTS.items():
         preset = draft.preset(variable)
         if preset is None:
@@ -301,7 +327,10 @@ def _check_values(draft: PlanDraft, kind: FabricKind) -> Findings:
 
 
 def _check_choice(draft: PlanDraft, variable: str, item: str, choices: tuple[str, ...]) -> Findings:
-    """Report that `item`, a part of a variable's value, is not one of `choices`."""
+    """Report that `item`, a part of a variable's value, is not one of `choices`.
+
+    Suggest the most similar choice.
+    """
     if item.lower() in map(str.lower, choices):
         return
     problem = (

@@ -21,7 +21,10 @@ def is_ofi(value: str) -> bool:
 
 
 def plugin_files(facts: HostFacts, value: str) -> tuple[str, ...]:
-    """Return the paths of the plug-in files that exist for a value of NCCL_NET_PLUGIN."""
+    """Return the paths of the plug-in files that a value of NCCL_NET_PLUGIN names and that exist.
+
+    ``ofi``, for example, stands for libnccl-net-ofi.so.
+    """
     paths = []
     for plugin in software.split_plugins(value):
         for name in software.plugin_files(plugin):
@@ -32,9 +35,10 @@ def plugin_files(facts: HostFacts, value: str) -> tuple[str, ...]:
 
 
 def decide_plugin(draft: PlanDraft, kind: FabricKind) -> None:
-    """Check that every plug-in of NCCL_NET_PLUGIN has a file that NCCL can open.
+    """Check that every network plug-in in NCCL_NET_PLUGIN has a file that NCCL can open.
 
-    If one has none, the image's value is left out, while a value of the user or the recipe gets a warning.
+    If a file is missing, the image's value is left out, so that NCCL searches by itself. A value of the user
+    or the recipe is kept with a warning.
     """
     preset = draft.preset(VARIABLE)
     if preset is None:

@@ -42,13 +42,15 @@ def choose_ports(
 ) -> tuple[tuple[Port, ...], tuple[UnusedPort, ...]]:
     """Return the ports that NCCL should use, and the other ports, each with the reason.
 
-    NCCL itself uses every ACTIVE port, including storage and management NICs, and refuses to mix InfiniBand
-    with RoCE. Here, if one port is InfiniBand, no Ethernet port is used. Among RoCE ports, those with an IPv4
-    GID of type RoCE v2 are used, and among these the ones nearest to a GPU.
+    By itself, NCCL uses every ACTIVE port, including storage and management NICs, and refuses to mix
+    InfiniBand with RoCE. So if one port is InfiniBand, this function returns no Ethernet port. Among RoCE
+    ports, it returns those with an IPv4 GID (an address for RDMA) of type RoCE v2, and among these the ones
+    nearest to a GPU.
 
     Parameters
     ----------
-    nics : number of NICs that the recipe states. Distance does not count if fewer ports would remain.
+    nics : number of NICs that the recipe states. If fewer ports would remain, the distance to a GPU does not
+        count.
     """
     unused: list[UnusedPort] = []
     active: list[_Pair] = []
@@ -77,7 +79,7 @@ def _ports_with_devices(facts: HostFacts) -> tuple[_Pair, ...]:
 
 
 def _port_problem(port: Port) -> str:
-    """Return why NCCL cannot use a port, or an empty text if it can."""
+    """Return why NCCL cannot use a port, or "" if it can. It must be up, and InfiniBand or Ethernet."""
     if port.link_layer not in ("InfiniBand", "Ethernet"):
         evidence = f"{port.path}/link_layer: {port.link_layer}"
         return f"{evidence}: NCCL cannot use it through verbs (EFA needs the aws-ofi-nccl plugin)"
@@ -88,7 +90,10 @@ def _port_problem(port: Port) -> str:
 
 
 def _keep_addressed(pairs: list[_Pair]) -> tuple[list[_Pair], list[UnusedPort]]:
-    """Return the ports with an IPv4 GID of type RoCE v2, and the others. Without any, all ports are kept."""
+    """Return the ports with an IPv4 GID of type RoCE v2, and the others with the reason why they are unused.
+
+    A GID is an address for RDMA. Routers forward only this type. If no port has one, all ports are kept.
+    """
     addressed, unaddressed = [], []
     for device, port in pairs:
         gid = pick_gid(port.gids)
@@ -103,7 +108,11 @@ def _keep_addressed(pairs: list[_Pair]) -> tuple[list[_Pair], list[UnusedPort]]:
 
 
 def _keep_nearest(facts: HostFacts, pairs: list[_Pair]) -> tuple[list[_Pair], list[UnusedPort]]:
-    """Return the ports nearest to a GPU, and the others. If a distance is unknown, all ports are kept."""
+    """Return the ports nearest to a GPU, and the others with the reason why they are unused.
+
+    A NIC that is further away than others is usually for storage or management. If a distance is unknown, all
+    ports are kept.
+    """
     distances = []
     for device, _ in pairs:
         distance = gpu_distance(facts, device)
@@ -125,7 +134,8 @@ def _keep_nearest(facts: HostFacts, pairs: list[_Pair]) -> tuple[list[_Pair], li
 def gpu_distance(facts: HostFacts, device: RdmaDevice) -> int | None:
     """Return how far a NIC is from the nearest GPU, or None if that is unknown.
 
-    The distance is 0 under the same PCI switch, 1 on the same NUMA node, and 2 otherwise.
+    The distance is 0 if both are under the same PCI switch, 1 if they are on the same NUMA node, and 2
+    otherwise.
     """
     bridge = _pci_bridge(device.pci)
     if bridge and bridge in [_pci_bridge(gpu.pci) for gpu in facts.gpu_devices]:
@@ -137,10 +147,10 @@ def gpu_distance(facts: HostFacts, device: RdmaDevice) -> int | None:
 
 
 def _pci_bridge(path: str) -> str:
-    """Return the first two parts of a PCI path, or an empty text if it has only one.
+    """Return the first two parts of a PCI path, or "" if it has only one.
 
-    In ``pci0000:16/0000:16:01.0/...``, the second part is a bridge. Devices that share only the first part
-    share no more than the root complex.
+    In ``pci0000:16/0000:16:01.0/...``, the second part is a bridge, and devices below the same bridge are
+    close. Devices that share only the first part share no more than the root complex.
     """
     root, _, rest = path.partition("/")
     bridge, _, _ = rest.partition("/")
@@ -156,10 +166,10 @@ def format_hcas(ports: Iterable[Port]) -> str:
 
 
 def parse_selection(selection: str) -> tuple[bool, bool, list[str]]:
-    """Parse a selection in the format ``[^][=]name,...``, as of NCCL_IB_HCA and NCCL_SOCKET_IFNAME.
+    """Parse a selection in the format ``[^][=]name,...``, as in NCCL_IB_HCA and NCCL_SOCKET_IFNAME.
 
-    Returns whether it excludes the names, whether they are exact, and the names:
-    ``^=eth0,lo -> True, True, ["eth0", "lo"]``.
+    Return three values: whether it excludes the names, whether the names are exact and not prefixes, and the
+    names. For example, ``^=eth0,lo`` gives ``True, True, ["eth0", "lo"]``.
     """
     body = selection.removeprefix("^")
     names = [name for name in body.removeprefix("=").split(",") if name]
@@ -167,10 +177,10 @@ def parse_selection(selection: str) -> tuple[bool, bool, list[str]]:
 
 
 def match_ports(selection: str, ports: Iterable[Port]) -> tuple[Port, ...]:
-    """Return the ports that a value of NCCL_IB_HCA selects.
+    """Return those of `ports` that a value of NCCL_IB_HCA selects.
 
     The format is ``[^][=]name[:port[:rail[:plane]]],...``, for example ``=mlx5_0:1,mlx5_1``. Rail and plane
-    are ignored.
+    do not select ports, so they are ignored.
     """
     excludes, is_exact, names = parse_selection(selection)
     if not names:
@@ -191,7 +201,7 @@ def match_ports(selection: str, ports: Iterable[Port]) -> tuple[Port, ...]:
 def in_use(draft: PlanDraft) -> tuple[Port, ...]:
     """Return the ports that NCCL will use.
 
-    The user's or recipe's NCCL_IB_HCA selects them; without one, `choose_ports` does.
+    They are selected by NCCL_IB_HCA if the user or the recipe sets it, and otherwise by `choose_ports`.
     """
     request = draft.request(HCA)
     if request is None:
@@ -201,9 +211,9 @@ def in_use(draft: PlanDraft) -> tuple[Port, ...]:
 
 
 def decide_ports(draft: PlanDraft) -> tuple[Port, ...]:
-    """Decide NCCL_IB_HCA, and return the ports that NCCL will use.
+    """Decide NCCL_IB_HCA, the list of ports, and return the ports that NCCL will use.
 
-    The other ports are reported. Slow ports and devices that cannot be opened get warnings.
+    The other ports are reported with the reason. Slow ports and devices that cannot be opened get warnings.
     """
     chosen, unused = choose_ports(draft.facts, draft.nics)
     states = []
@@ -237,7 +247,10 @@ def _device_of_port(facts: HostFacts, port: Port) -> RdmaDevice:
 
 
 def _report_cards(draft: PlanDraft, used: Sequence[Port]) -> None:
-    """Report which ports are virtual functions, and which ports NCCL merges into one NIC."""
+    """Report which ports are virtual functions, and which ports NCCL merges into one NIC.
+
+    A virtual function is a share of a card, as a virtual machine gets it.
+    """
     ports_by_card: dict[str, list[Port]] = {}
     for port in used:
         device = _device_of_port(draft.facts, port)
@@ -253,7 +266,10 @@ def _report_cards(draft: PlanDraft, used: Sequence[Port]) -> None:
 
 
 def _check_rates(draft: PlanDraft, used: Sequence[Port]) -> None:
-    """Warn about ports that are slower than the fastest one, and ports whose rate is unknown."""
+    """Warn about ports that are slower than the fastest port, and about ports whose rate is unknown.
+
+    A slower port usually has a bad cable, and slows down every collective.
+    """
     best = max((port.rate_Gbps or 0 for port in used), default=0)
     for port in used:
         if port.rate_Gbps is None:
@@ -279,11 +295,15 @@ def _check_devices(draft: PlanDraft, used: Sequence[Port]) -> None:
 
 
 def _check_libibverbs(draft: PlanDraft, used: Sequence[Port]) -> None:
-    """Warn if the image has no libibverbs, or no driver of it (a provider) for the devices in use."""
+    """Warn if the image lacks libibverbs, through which NCCL uses RDMA, or its driver for the devices in use.
+
+    Such a driver is called a provider, for example mlx5 for NVIDIA's NICs.
+    """
     devices = [_device_of_port(draft.facts, port) for port in used]
     providers = draft.facts.verbs_providers
     # 0x15b3 is the PCI vendor of Mellanox (NVIDIA), whose NICs need the provider mlx5.
     needs_mlx5 = "0x15b3" in [device.vendor for device in devices]
+    # Without a usable port, NCCL does not need the library.
     if not devices:
         return
     if draft.facts.library("libibverbs.so.1") is None:
@@ -303,7 +323,7 @@ def _check_libibverbs(draft: PlanDraft, used: Sequence[Port]) -> None:
 def line_rate_Gbps(facts: HostFacts, used: Sequence[Port]) -> float | None:
     """Return the rate of all ports together in Gbit/s, or None if one of the rates is unknown.
 
-    A virtual function whose card is also in use does not count, because both share the card's rate.
+    A virtual function does not count if its card is also in use, because both share the card's rate.
     """
     devices = {port.name: _device_of_port(facts, port) for port in used}
     cards = {device.card for device in devices.values() if not device.physical}
@@ -344,10 +364,11 @@ def gid_evidence(port: Port, gid: Gid) -> str:
 
 
 def decide_gid(draft: PlanDraft, ports: Sequence[Port]) -> None:
-    """Decide the GID index for these RoCE ports.
+    """Decide NCCL_IB_GID_INDEX for these RoCE ports.
 
-    It is set only for NCCL below 2.21, which does not search for it. A run on several nodes is blocked if the
-    ports then need different indices, and with every version if a port has no IPv4 GID.
+    It is the index of the address (GID) that NCCL uses on each port. It is set only for NCCL below 2.21,
+    since later versions search for the right address themselves. A run on several nodes is blocked in two
+    cases: an old NCCL would need different indices for its ports, or a port has no IPv4 address.
     """
     search = next((name for name in GID_SEARCH if draft.preset(name)), None)
     if search:
@@ -363,6 +384,7 @@ def decide_gid(draft: PlanDraft, ports: Sequence[Port]) -> None:
         else:
             gids[port.name] = gid
             gid_texts.append(gid_evidence(port, gid))
+    # No index is right for all ports if one has no GID. Such a port was reported above.
     if gids and len(gids) == len(ports):
         _decide_index(draft, gids, "; ".join(gid_texts))
 
@@ -407,7 +429,10 @@ def _decide_index(draft: PlanDraft, gids: Mapping[str, Gid], evidence: str) -> N
 
 
 def _block_without_gid(draft: PlanDraft, port: Port) -> None:
-    """Block a run on several nodes because a port has no IPv4 GID, unless the GID index is set already."""
+    """Block a run on several nodes because a port has no IPv4 GID, the address that RoCE needs.
+
+    If NCCL_IB_GID_INDEX is set already, somebody has chosen another address, so the run is not blocked.
+    """
     slots = ", ".join(f"{gid.index}: {gid.value} {gid.kind}".strip() for gid in port.gids) or "all empty"
     netdev = next((gid.netdev for gid in port.gids if gid.netdev), "its interface")
     reason = f"{port.name} has no IPv4 GID, so NCCL uses index 0; {port.path}/gids: {slots}"

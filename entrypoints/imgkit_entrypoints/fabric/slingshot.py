@@ -51,7 +51,10 @@ def nics_text(facts: HostFacts) -> str:
 
 
 def decide_slingshot(draft: PlanDraft) -> None:
-    """Decide the variables of libfabric and NCCL, and leave out a plug-in of the image that does not fit."""
+    """Decide the variables of libfabric and NCCL for Slingshot.
+
+    NCCL needs the plug-in aws-ofi-nccl there. If the image names another plug-in, its value is left out.
+    """
     names = nics_text(draft.facts)
     for variable, value, reason in SETTINGS:
         draft.set(variable, value, f"{reason} ({names})")
@@ -67,7 +70,8 @@ def decide_slingshot(draft: PlanDraft) -> None:
 def _decide_net(draft: PlanDraft) -> None:
     """Set NCCL_NET for a run on several nodes, so that NCCL stops instead of falling back to TCP.
 
-    On one node the variable is left out, because the plug-in would only allocate memory for nothing.
+    On one node NCCL uses no network. The variable is left out there, because the plug-in would allocate
+    memory for nothing.
     """
     path = find_plugin(draft.facts, draft.links)
     if not draft.has_several_nodes:

@@ -27,7 +27,7 @@ _FAST_Mbps = 100_000
 
 
 def usable_interfaces(facts: HostFacts) -> tuple[Interface, ...]:
-    """Return the interfaces that another node could reach.
+    """Return the interfaces over which another node could reach this one.
 
     They are up and have an address. Loopback and the interfaces of containers are left out.
     """
@@ -46,14 +46,14 @@ def usable_names(facts: HostFacts, *prefixes: str) -> list[str]:
 def best_interface(
     facts: HostFacts, head: str = "", prefer: Sequence[str] = ()
 ) -> tuple[Interface, str] | None:
-    """Return the interface over which nodes should connect, and the reason, or None if none is usable.
+    """Return the interface over which nodes should connect, and the reason for the choice.
 
-    The first of these decides: the network of the interface contains the head; the interface is one of
-    `prefer`; the default route uses it; it is the first usable interface.
+    Return None if no interface is usable. The first rule that applies decides: the interface is in the head's
+    network; it is one of `prefer`; the default route uses it; it is the first usable interface.
 
     Parameters
     ----------
-    head : address of node 0, or empty. A loopback address means that all nodes are on this machine.
+    head : address of node 0, or "". A loopback address means that all nodes are on this machine.
     prefer : names of interfaces, the best one first.
     """
     loopback = next((item for item in facts.interfaces if item.name == "lo"), None)
@@ -106,7 +106,7 @@ def state_of(interface: Interface) -> str:
 def format_interfaces(names: Sequence[str], facts: HostFacts) -> str:
     """Return the value of NCCL_SOCKET_IFNAME that selects exactly `names`.
 
-    NCCL reads the names as prefixes. If one is also the prefix of another interface, the value begins with
+    NCCL reads each name as a prefix. If a name is also a prefix of another interface, the value begins with
     ``=``, which makes the names exact: ``["eth1"] -> "=eth1"`` on a node with eth1 and eth10.
     """
     unselected = [item.name for item in facts.interfaces if item.name not in names]
@@ -115,10 +115,10 @@ def format_interfaces(names: Sequence[str], facts: HostFacts) -> str:
 
 
 def match_interfaces(selection: str, interfaces: Iterable[Interface]) -> tuple[Interface, ...]:
-    """Return the interfaces that a value of NCCL_SOCKET_IFNAME selects.
+    """Return those of `interfaces` that a value of NCCL_SOCKET_IFNAME selects.
 
     The format is ``[^][=]prefix,...``: ``^`` excludes what follows, and ``=`` makes the names exact. For
-    example ``^docker,lo`` selects all interfaces whose names begin with neither of the two.
+    example, ``^docker,lo`` selects all interfaces whose names begin with neither of the two.
     """
     excludes, is_exact, names = ports.parse_selection(selection)
 
@@ -140,8 +140,8 @@ MATCHING = {NCCL: match_interfaces, GLOO: matching_gloo}
 def selected_interface(facts: HostFacts, env: Mapping[str, str]) -> Interface | None:
     """Return the interface over which a worker with the variables `env` connects.
 
-    Returns None if no variable is set, or if it selects no interface that is up with an address. With GPUs
-    the variable of NCCL comes first, otherwise the variable of Gloo.
+    Return None if no variable is set, or if the variable selects no interface that is up with an address.
+    With GPUs the variable of NCCL comes first, otherwise the variable of Gloo, torch's library for CPUs.
     """
     variables = (NCCL, GLOO) if env.get("IMGKIT_DEVICE") == "cuda" else (GLOO, NCCL)
     for variable in variables:
@@ -155,8 +155,12 @@ def selected_interface(facts: HostFacts, env: Mapping[str, str]) -> Interface | 
 def decide_interface(draft: PlanDraft, prefer: Sequence[str] = ()) -> Interface | None:
     """Set the interface of NCCL's bootstrap and of Gloo for a run on several nodes, and return it.
 
-    On one node the interface is only reported. Without a usable interface, a run on several nodes is blocked
-    and None is returned.
+    In the bootstrap, NCCL's processes find each other over TCP. On one node, the interface is only reported.
+    If no interface is usable, return None, and block a run on several nodes.
+
+    Parameters
+    ----------
+    prefer : names of interfaces, the best one first.
     """
     refuse_absent(draft)
     choice = best_interface(draft.facts, draft.head, prefer)
@@ -178,7 +182,10 @@ def decide_interface(draft: PlanDraft, prefer: Sequence[str] = ()) -> Interface 
 
 
 def use_partition(draft: PlanDraft, system: SystemFacts | None, partition: str) -> None:
-    """Replace the interfaces in the draft's recipe by the interfaces of a Slurm partition in the recipe."""
+    """Use the interfaces that the recipe states for a Slurm partition, not those for the whole cluster.
+
+    The recipe's values in `draft` are changed. Without an entry for `partition`, nothing changes.
+    """
     if system is None or partition not in system.partitions:
         return
     names = system.partitions[partition].interfaces
@@ -194,7 +201,7 @@ def use_partition(draft: PlanDraft, system: SystemFacts | None, partition: str) 
 def refuse_absent(draft: PlanDraft) -> None:
     """Leave out interface names of the recipe or the image that this node does not have.
 
-    NCCL would not start with them.
+    NCCL would end with an error if a name selected no interface.
     """
     interfaces = draft.facts.interfaces
     if not interfaces:  # /sys is not visible, so nothing is known about them
@@ -209,8 +216,8 @@ def refuse_absent(draft: PlanDraft) -> None:
 def decide_threads(draft: PlanDraft, interface: Interface | None) -> None:
     """Set the number of sockets of NCCL's TCP transport for an interface of 100 Gbit/s or more.
 
-    NCCL's default of one socket cannot fill such an interface. On AWS and Google Cloud NCCL chooses the
-    number itself, so nothing is set there.
+    With NCCL's default of one socket, such an interface cannot reach its rate. On AWS and Google Cloud, NCCL
+    chooses the number itself, so nothing is set there.
     """
     if interface is None or not draft.has_several_nodes or (interface.speed_Mbps or 0) < _FAST_Mbps:
         return

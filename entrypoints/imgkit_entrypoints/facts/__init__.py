@@ -21,13 +21,13 @@ __all__ = ["HostFacts", "Reader", "gather", "root_of", "system_facts"]
 
 
 def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> HostFacts:
-    """Read the facts of the machine from files and from the environment `env`.
+    """Read what is known about this machine (the facts) from files and from the environment `env`.
 
-    A missing file is no error. Its fact is empty, and the decision that needs the fact says so.
+    A missing file is no error. Its fact is empty, and a decision that needs the fact says so.
 
     Parameters
     ----------
-    root : folder that replaces ``/``; by default ``IMGKIT_ROOT``, or ``/`` where that is not set.
+    root : folder that replaces ``/``. By default, it is ``IMGKIT_ROOT``, or ``/`` if that is not set.
 
     Raises
     ------
@@ -95,11 +95,13 @@ def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> Hos
 
 
 def system_facts(path: Path | None = None, env: Mapping[str, str] = os.environ) -> system.SystemFacts | None:
-    """Return the recipe's facts for the partition of this job, or None in an image of another tool.
+    """Return what the image's recipe states about the cluster, for the partition of this job.
+
+    Return None in an image that imgkit has not built.
 
     Parameters
     ----------
-    path : the file with the facts; by default /opt/imgkit/system.json.
+    path : the file with these facts. By default, it is /opt/imgkit/system.json.
 
     Raises
     ------

@@ -23,8 +23,9 @@ _LONGEST_PATH = _LONGEST_CPU_LIST = 4096
 def count_cpus(reader: Reader) -> tuple[int, str]:
     """Return the number of processors that this process may use (at least 1), and the evidence.
 
-    It follows from the affinity and the quotas of the cgroups. os.cpu_count() would be wrong, because a job
-    step has only a part of the node, and torch would start threads for all of it.
+    It follows from the process's affinity and the CPU quotas of its cgroups (the kernel's groups of processes
+    with limits). os.cpu_count() would be wrong: a job step often has only a part of the node, and torch would
+    start threads for all of it.
     """
     count, source = _read_affinity(reader)
     quota, quota_source = min(_read_quotas(reader), default=(None, ""))
@@ -43,7 +44,7 @@ def _read_affinity(reader: Reader) -> tuple[int, str]:
 
 
 def read_allowed_cpus(reader: Reader) -> str:
-    """Return the processors on which this process may run as the kernel lists them: ``0-39,80-119``.
+    """Return the processors on which this process may run, as the kernel lists them: ``0-39,80-119``.
 
     The text is empty if they are unknown.
     """
@@ -55,9 +56,9 @@ def read_allowed_cpus(reader: Reader) -> str:
 
 
 def read_numa_cpus(reader: Reader) -> Mapping[int, str]:
-    """Return the processors of each NUMA node as the kernel lists them: ``{0: "0-39", 1: "40-79"}``.
+    """Return the processors of each NUMA node, as the kernel lists them: ``{0: "0-39", 1: "40-79"}``.
 
-    Nodes without processors are left out. The memory of a GPU can be such a node, as in a GH200.
+    NUMA nodes without processors are left out. The memory of a GPU can be one, as in a GH200.
     """
     lists = {}
     for name in reader.names("/sys/devices/system/node", "node[0-9]{1,4}"):
@@ -68,7 +69,7 @@ def read_numa_cpus(reader: Reader) -> Mapping[int, str]:
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
-    """Return the numbers in a list of processors: ``0-3,8 -> 0, 1, 2, 3, 8``.
+    """Return the numbers in a list of processors: ``0-3,8`` gives 0, 1, 2, 3, 8.
 
     The set is empty if `text` is not such a list.
     """
@@ -82,9 +83,10 @@ def parse_cpu_list(text: str) -> frozenset[int]:
 
 
 def _read_quotas(reader: Reader) -> Iterator[tuple[float, str]]:
-    """Yield the CPU quota of every cgroup above this process, in processors, with the evidence.
+    """Yield each CPU quota that limits this process, as a number of processors, with the evidence.
 
-    Cgroups without a quota are left out. Both versions of cgroups are read.
+    The process's own cgroup and all cgroups above it may have a quota. Those without one are left out. Files
+    of both versions of cgroups are read.
     """
     for version, folder in _find_cgroups(reader, "cpu"):
         if version == 2:
@@ -101,9 +103,10 @@ def _read_quotas(reader: Reader) -> Iterator[tuple[float, str]]:
 
 
 def _find_cgroups(reader: Reader, controller: str) -> Iterator[tuple[int, str]]:
-    """Yield version and folder of each cgroup above this process that may have files of `controller`.
+    """Yield the version and the folder of each cgroup that may limit this process by `controller`.
 
-    The process' own cgroup comes first, the root last. Some of the folders may not exist.
+    A controller is a kind of limit, such as ``cpu``. The process's own cgroup comes first and the root last.
+    Some of the folders may not exist.
     """
     for line in (reader.text("/proc/self/cgroup") or "").splitlines():
         # "0::/slurm/job_7" in version 2, "4:cpu,cpuacct:/slurm/job_7" in version 1
@@ -128,9 +131,9 @@ def _find_cgroups(reader: Reader, controller: str) -> Iterator[tuple[int, str]]:
 
 
 def read_process_limit(reader: Reader) -> tuple[Limit, str]:
-    """Return how many processes and threads the user and the cgroups may have, and the evidence.
+    """Return how many processes and threads are allowed, and the evidence.
 
-    The lowest of these limits counts.
+    The user and each cgroup of this process may have a limit. The lowest of them counts.
     """
     # The user's limit counts threads as well, and so does pids.max of a cgroup.
     user_limit = read_limit(reader, "Max processes")
@@ -179,7 +182,7 @@ def _count_pci_gpus(reader: Reader, *, computing: bool = False) -> Mapping[str, 
 
     Parameters
     ----------
-    computing : True to leave out cards of AMD that drive a display.
+    computing : True to leave out AMD cards that drive a display, since they may be unable to compute.
     """
     counts: collections.Counter[str] = collections.Counter()
     for address in reader.names(_PCI):
@@ -194,6 +197,7 @@ def _count_pci_gpus(reader: Reader, *, computing: bool = False) -> Mapping[str, 
             classes = (_CLASS_3D, _CLASS_ACCELERATOR, _CLASS_OTHER_DISPLAY)
         else:
             classes = (_CLASS_DISPLAY, _CLASS_ACCELERATOR)
+        # The class is a number such as 0x030200, and its first digits are the kind of the device.
         if pci_class.startswith(classes):
             counts[maker or f"vendor {vendor}"] += 1
     return counts
@@ -204,7 +208,7 @@ def _describe_hidden_gpus(reader: Reader, has_files: bool) -> str:
 
     Parameters
     ----------
-    has_files : the node has device files of NVIDIA GPUs, which cannot be opened.
+    has_files : True if the node has device files of NVIDIA GPUs, which then cannot be opened.
     """
     other_files, driver_gpus = reader.names("/dev", _OTHER_FILES), reader.names(_DRIVER_GPUS)
     counts = _count_pci_gpus(reader)
@@ -221,14 +225,15 @@ def _describe_hidden_gpus(reader: Reader, has_files: bool) -> str:
     has_others = counts or other_files not in ((), ("dri",))
     if has_others and not has_nvidia:
         evidence.append(ONLY_NVIDIA)
+    # The text is added to other evidence, so each part begins with a semicolon.
     return "".join(f"; {text}" for text in evidence)
 
 
 def find_amd_gpus(reader: Reader) -> str:
-    """Return evidence of AMD GPUs that could compute, or an empty text.
+    """Return evidence of AMD GPUs that could compute, or "" if there are none.
 
-    The text is also empty on a node that shows a GPU of NVIDIA. A card that drives a display counts only if
-    there is /dev/kfd, the device file of AMD's compute driver.
+    The text is also empty on a node that shows an NVIDIA GPU, since the run uses that. A card that drives a
+    display counts only if there is /dev/kfd, the device file of AMD's compute driver.
     """
     accelerators = _count_pci_gpus(reader, computing=True)
     if reader.names("/dev", NVIDIA_FILES) or reader.names(_DRIVER_GPUS) or "NVIDIA" in accelerators:
@@ -243,6 +248,8 @@ def find_amd_gpus(reader: Reader) -> str:
 
 def count_gpus(reader: Reader, env: Mapping[str, str], closed: Mapping[str, str]) -> VisibleGpus:
     """Return the number of GPUs that a worker could use, by device files and CUDA_VISIBLE_DEVICES.
+
+    The result also has the evidence for the number, and a problem with the variable if there is one.
 
     Parameters
     ----------
@@ -280,9 +287,9 @@ def count_gpus(reader: Reader, env: Mapping[str, str], closed: Mapping[str, str]
 
 
 def read_gpu_devices(reader: Reader) -> tuple[Gpu, ...]:
-    """Return the GPUs that the driver shows, sorted by PCI address.
+    """Return the GPUs that NVIDIA's driver shows in /proc, sorted by PCI address.
 
-    Some of them may belong to other jobs, or be closed to this container.
+    Some of them may belong to other jobs, or cannot be opened in this container.
     """
     gpus = []
     # Addresses such as 0000:1b:00.0 have a fixed width, so sorting the texts gives CUDA's order.
@@ -315,12 +322,12 @@ def order_worker_gpus(
     """Return the GPUs that workers can use, in the order of their local ranks.
 
     The result is empty if the order is unknown. CUDA numbers the fastest GPUs first, and equal ones by PCI
-    address, so it is known only for GPUs of one model. It is also unknown if CUDA_VISIBLE_DEVICES names a GPU
-    by anything but its number.
+    address, so the order is known only for GPUs of one model. It is also unknown if CUDA_VISIBLE_DEVICES
+    names a GPU by its UUID instead of its number.
 
     Parameters
     ----------
-    devices : the result of `read_gpu_devices`; some of these GPUs may belong to other jobs.
+    devices : the result of `read_gpu_devices`. Some of these GPUs may belong to other jobs.
     visible : the result of `count_gpus`.
     closed : device files that cannot be opened (`software.closed_gpus`).
     """
@@ -371,7 +378,10 @@ def read_limit(reader: Reader, name: str) -> Limit:
 
 
 def read_shm_bytes(reader: Reader) -> int | None:
-    """Return the size of /dev/shm in bytes, or None if it is unknown, as in a tree of files."""
+    """Return the size of /dev/shm in bytes, or None if it is unknown.
+
+    It is unknown if the facts come from a saved tree of files, which does not have the size.
+    """
     if not reader.live:
         return None
     try:

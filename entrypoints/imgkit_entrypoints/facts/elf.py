@@ -59,7 +59,7 @@ class SharedObject:
 
 
 def read(path: Path) -> SharedObject:
-    """Return the names and symbol versions of the shared object `path`.
+    """Return the names and symbol versions in the shared object `path`, such as libfabric.so.1.
 
     Raises
     ------
@@ -89,6 +89,12 @@ class _Object:
     """A shared object that is open for reading. Its header is parsed at the start."""
 
     def __init__(self, file: BinaryIO) -> None:
+        """Read the header of an ELF file, and the table of its segments (the parts that a program loads).
+
+        Raises
+        ------
+        NotShared : the file is no shared object for a 64-bit machine.
+        """
         self.file = file
         self.size = os.fstat(file.fileno()).st_size
         # Bytes 4 to 6 of e_ident: ELFCLASS64, ELFDATA2LSB, EV_CURRENT.
@@ -107,7 +113,7 @@ class _Object:
         self.segments = [_Segment(*header) for header in headers]
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return `length` bytes of the file from `offset`.
+        """Return `length` bytes of the file, from `offset` on.
 
         Raises
         ------
@@ -130,7 +136,7 @@ class _Object:
         raise NotShared(f"names the address {address:#x}, which no segment holds")
 
     def parse(self) -> SharedObject:
-        """Return what the dynamic section holds.
+        """Return what the dynamic section holds: the table by which the dynamic linker loads the file.
 
         Raises
         ------
@@ -158,7 +164,11 @@ class _Object:
         )
 
     def _read_dynamic_section(self) -> Mapping[int, list[int]]:
-        """Return the values of the dynamic section by tag. A tag such as DT_NEEDED has several values."""
+        """Return the values of the dynamic section by tag.
+
+        A tag says what its values mean. DT_NEEDED, for example, has a value for each library that the file
+        needs.
+        """
         values: dict[int, list[int]] = {}
         segment = next((segment for segment in self.segments if segment.kind == _DYNAMIC), None)
         if segment is None:
@@ -171,9 +181,10 @@ class _Object:
         raise NotShared("has a dynamic section without an end")
 
     def _chain(self, offset: int, count: int, layout: str) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Yield offset and fields of each entry of a linked list of versions.
+        """Yield the offset and the fields of each entry of a linked list of symbol versions.
 
-        The last field of an entry is the distance to the next one, or 0 at the end.
+        The last field of an entry is the distance to the next entry, or 0 at the end of the list. `count` and
+        a limit keep a damaged list from going on for ever.
 
         Parameters
         ----------
@@ -189,12 +200,17 @@ class _Object:
             offset += fields[-1]
 
     def _needs(self, names: bytes, address: int | None, count: int) -> Mapping[str, tuple[str, ...]]:
-        """Return the symbol versions of the table .gnu.version_r by library, without weak versions."""
+        """Return the symbol versions that this file needs, by library: ``{"libc.so.6": ("GLIBC_2.34",)}``.
+
+        They are in the table .gnu.version_r. Weak versions are left out, since the file can be loaded without
+        them.
+        """
         versions: dict[str, list[str]] = {}
         total = 0
         # The fields of Elf64_Verneed and Elf64_Vernaux in elf.h.
         libraries = self._chain(self.offset(address), count, "<HHIII") if address else ()
         for offset, (_, version_count, library_name, first_version, _) in libraries:
+            # A damaged file may claim any number of versions.
             total += version_count
             if total > _MAX_ENTRIES:
                 raise NotShared(f"has a table of more than {_MAX_ENTRIES} versions")
@@ -214,7 +230,12 @@ class _Object:
 
 
 def _name(names: bytes, offset: int) -> str:
-    """Return the name at `offset` of the string table, where it ends with a zero byte."""
+    """Return the name at `offset` of the string table, where each name ends with a zero byte.
+
+    Raises
+    ------
+    NotShared : there is no such name, or it cannot be printed.
+    """
     end = names.find(b"\0", offset, offset + _MAX_NAME_BYTES)
     if offset >= len(names) or end < 0:
         raise NotShared("names something outside its table of names")

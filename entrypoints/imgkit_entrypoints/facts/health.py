@@ -49,19 +49,26 @@ class PcieLink:
 
     @property
     def rate_Gbps(self) -> float | None:
-        """Return the rate in one direction in Gbit/s, or None if the speed is unknown."""
+        """Return the rate of the link in one direction in Gbit/s, or None if the speed is unknown.
+
+        The kernel gives a speed such as ``16.0 GT/s`` for each lane. A part of these transfers carries no
+        data.
+        """
         match = re.match(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) GT/s", self.speed)
         if match is None:
             return None
         lane_GTps = float(match[1])
         for least_GTps, share in GTps_Gbps:
             if lane_GTps >= least_GTps:
-                return lane_GTps * share * self.width or None
+                return lane_GTps * share * self.width or None  # 0 lanes: unknown
         return None
 
 
 def read_links(reader: Reader, facts: HostFacts) -> tuple[PcieLink, ...]:
-    """Return the PCIe links of all GPUs and NICs that sysfs shows. A virtual function has no link."""
+    """Return the PCIe links of all GPUs and NICs that sysfs shows.
+
+    A virtual function, which is a share of a card, has no link of its own.
+    """
     # The PCI address by the name of the device. A GPU has no other name.
     addresses = {gpu.address: gpu.address for gpu in facts.gpu_devices}
     nics: list[RdmaDevice | CxiDevice] = [*facts.rdma, *facts.cxi]
@@ -81,7 +88,7 @@ def read_links(reader: Reader, facts: HostFacts) -> tuple[PcieLink, ...]:
 
 
 def read_port_errors(reader: Reader, facts: HostFacts) -> dict[str, dict[str, int]]:
-    """Return the error counters that are not zero: ``{"mlx5_0:1": {"symbol_error": 4}}``."""
+    """Return the error counters of RDMA ports that are not zero: ``{"mlx5_0:1": {"symbol_error": 4}}``."""
     errors: dict[str, dict[str, int]] = {}
     for device in facts.rdma:
         for port in device.ports:
@@ -110,7 +117,10 @@ def read_xids(reader: Reader) -> str:
 
 
 def _run(*command: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a command without input for at most `COMMAND_S`, and return its output and exit code."""
+    """Run a command for at most `COMMAND_S` seconds, and return its output and exit code.
+
+    It gets no input, so that it cannot wait for a user.
+    """
     return subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -133,9 +143,9 @@ def _output(*command: str) -> str:
 
 
 def load_problem(path: str, library_path: str | None = None) -> str:
-    """Return why the dynamic linker cannot load a library, or an empty text if it can.
+    """Return why the dynamic linker cannot load a library, or "" if it can.
 
-    Another process loads it, because the library's constructors may do anything.
+    Another process loads the library, because its constructors may do anything, such as end the process.
 
     Parameters
     ----------

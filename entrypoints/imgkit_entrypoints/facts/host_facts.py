@@ -105,9 +105,10 @@ class RdmaDevice:
 
     @property
     def card(self) -> str:
-        """Return the address by which NCCL merges the ports and virtual functions of one card.
+        """Return the address of this device's card.
 
-        The ports of a card differ in the last digit of their address, and virtual functions also in the two
+        NCCL merges all ports and virtual functions (shares of a card) with the same address into one NIC. The
+        ports of a card differ in the last digit of their address, and virtual functions also in the two
         digits of the device: ``0000:17:00.1 -> 0000:17:00.0`` (net_ib/init.cc). Without an address, return
         the device's name.
         """

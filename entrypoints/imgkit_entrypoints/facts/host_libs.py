@@ -61,7 +61,7 @@ provides those of the driver.
 def requested_by(recipe: SystemFacts, env: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
     """Return the setting that asks for the host's libraries, and the folders to search first.
 
-    The variable `HOST_LIBS` counts before the recipe. The text is empty if nothing asks for the libraries.
+    The variable `HOST_LIBS` counts before the recipe. If nothing asks for the libraries, return ``("", ())``.
 
     Raises
     ------
@@ -82,7 +82,9 @@ def requested_by(recipe: SystemFacts, env: Mapping[str, str]) -> tuple[str, tupl
 
 
 def find_host_libraries(reader: Reader, recipe: SystemFacts, env: Mapping[str, str]) -> HostLibraries | None:
-    """Return the fabric's libraries of the host and the image, or None if nothing asks for the host's.
+    """Return the libraries of the fabric that the host and the image have.
+
+    Return None if neither the recipe nor the user asks for the host's libraries.
 
     Raises
     ------
@@ -130,8 +132,10 @@ class _Search:
 
         Parameters
         ----------
-        near : folders of the host to search first, from the RPATH and RUNPATH of the library that needs this.
+        near : folders of the host to search first. The library that needs this one names them (RPATH and
+            RUNPATH).
         """
+        # Libraries may need each other in a circle. A name with a slash is not searched for.
         if name in self.seen or len(self.seen) >= _MAX_LIBRARIES or "/" in name:
             return
         self.seen.add(name)
@@ -147,7 +151,7 @@ class _Search:
                 break
 
     def _add_host_library(self, name: str, path: str) -> None:
-        """Add the host's file `path` for `name`, and then the libraries that it needs."""
+        """Add the host's file `path` for the library `name`, and then the libraries that the file needs."""
         target = _follow_on_host(self.reader, path)
         library = self._read(name, path, f"{HOST}{target}" if target else "")
         self.host.append(library)
@@ -162,7 +166,14 @@ class _Search:
             self.add(needed, folders)
 
     def _read(self, name: str, path: str, target: str) -> Candidate:
-        """Read the library in the file `target`. If it cannot be read, the result has the reason."""
+        """Read the library in the file `target`. If it cannot be read, the result has the reason.
+
+        Parameters
+        ----------
+        name : name by which programs open the library, such as ``libfabric.so.1``.
+        path : where the library was found. It may be a link.
+        target : the file after all links. Empty if the links lead to a place that is not mounted.
+        """
         if not target or not self.reader.exists(target):
             fault = f"is a link out of what is bound ({', '.join(HOST_FOLDERS)})"
             return Candidate(name=name, path=path, target="", fault=fault)
@@ -177,10 +188,10 @@ class _Search:
 
 
 def _follow_on_host(reader: Reader, path: str) -> str:
-    """Return `path` of the host with all links followed, or an empty text if there are too many.
+    """Return `path` of the host with all links followed, or "" if there are too many links.
 
-    The container cannot follow them by itself, because the host's root is `HOST` here: an absolute link to
-    /opt/cray means /run/imgkit/host/opt/cray.
+    The container itself would follow them wrongly: the host's root is mounted at `HOST`, so an absolute link
+    to /opt/cray means /run/imgkit/host/opt/cray.
     """
     resolved = PurePosixPath("/")
     remaining = list(PurePosixPath(path).parts)
@@ -203,9 +214,10 @@ def _follow_on_host(reader: Reader, path: str) -> str:
 
 
 def find_cuda_compat(reader: Reader, recipe: SystemFacts, env: Mapping[str, str]) -> CudaCompat | None:
-    """Return the image's libraries for CUDA's forward compatibility, or None if the rule is ``none``.
+    """Return the image's libraries for CUDA's forward compatibility, or None if they must not be used.
 
-    The variable `CUDA_COMPAT` counts before the recipe.
+    With these libraries, a newer CUDA runs on an older driver. The variable `CUDA_COMPAT` counts before the
+    recipe.
 
     Raises
     ------

@@ -18,7 +18,7 @@ from imgkit_entrypoints.facts.reader import Reader
 
 
 def read_interfaces(reader: Reader) -> tuple[Interface, ...]:
-    """Return every network interface with its state and addresses."""
+    """Return every network interface in /sys/class/net with its state, speed and addresses."""
     folder = "/sys/class/net"
     # Only folders are interfaces: bonding puts the file bonding_masters there.
     names = [name for name in reader.names(folder) if reader.exists(f"{folder}/{name}/")]
@@ -42,7 +42,7 @@ def read_interfaces(reader: Reader) -> tuple[Interface, ...]:
 
 
 def read_routes(reader: Reader) -> tuple[Route, ...]:
-    """Return the IPv4 routes of /proc/net/route that are up. Lines that cannot be read are left out."""
+    """Return the IPv4 routes of /proc/net/route that are up. Lines that cannot be parsed are left out."""
     routes = []
     # "eth0  0000000A  00000000  0001  0  0  100  00FFFFFF ..." is the route to 10.0.0.0/24
     for line in (reader.text("/proc/net/route") or "").splitlines()[1:]:
@@ -70,12 +70,12 @@ def _address(text: str) -> str:
 
 
 def _assign_ipv4_addresses(reader: Reader, names: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
-    """Return the IPv4 addresses of each interface.
+    """Return the IPv4 addresses of each interface by its name.
 
-    /proc/net/fib_trie lists the local addresses without their interfaces, so an address is assigned to the
-    interface with a route to its network. If several interfaces share a network, as the rails of a fabric
-    often do, the files do not say which one has which address. Then they are assigned in order, which at
-    least tells correctly whether an interface has an address.
+    /proc/net/fib_trie lists the local addresses without their interfaces. So an address is assigned to the
+    interface that has a route to its network. If several interfaces share a network, as those of a fabric
+    often do, the files do not say which one has which address. Then the addresses are assigned in order: it
+    is at least right that each of these interfaces has an address.
     """
     unassigned = list(_local_addresses(reader.text("/proc/net/fib_trie") or ""))
     addresses = {"lo": tuple(text for text in unassigned if text.startswith("127."))}
@@ -92,7 +92,10 @@ def _assign_ipv4_addresses(reader: Reader, names: Sequence[str]) -> Mapping[str,
 def _interfaces_by_network(
     reader: Reader, names: Sequence[str]
 ) -> Mapping[ipaddress.IPv4Network, Sequence[str]]:
-    """Return the interfaces among `names` by the network to which they have a direct route."""
+    """Return the interfaces among `names` by the network to which they have a direct route.
+
+    A direct route has no gateway: the node is itself in this network.
+    """
     interfaces: dict[ipaddress.IPv4Network, list[str]] = {}
     for route in read_routes(reader):
         is_direct = route.gateway == "0.0.0.0" and route.network != "0.0.0.0/0"  # noqa: S104
@@ -104,7 +107,7 @@ def _interfaces_by_network(
 
 
 def _local_addresses(trie: str) -> tuple[str, ...]:
-    """Return the local addresses of /proc/net/fib_trie, each once, in the order of the file."""
+    """Return this machine's addresses in the text `trie` of /proc/net/fib_trie, each once, in their order."""
     # The line "|-- 10.0.0.1" names an address, and "/32 host LOCAL" below it marks it as local.
     local: dict[str, None] = {}
     address = ""
@@ -126,7 +129,11 @@ def _is_address(text: str, kind: type[ipaddress.IPv4Address] | type[ipaddress.IP
 
 
 def _read_ipv6_addresses(reader: Reader) -> Mapping[str, tuple[str, ...]]:
-    """Return the IPv6 addresses of each interface in /proc/net/if_inet6, except link-local addresses."""
+    """Return the IPv6 addresses of each interface in /proc/net/if_inet6, by the interface's name.
+
+    Link-local addresses are left out: every interface has one, and it is of no use without the interface's
+    name.
+    """
     addresses: dict[str, tuple[str, ...]] = {}
     for line in (reader.text("/proc/net/if_inet6") or "").splitlines():
         try:
@@ -157,7 +164,7 @@ def _find_device_files(reader: Reader) -> dict[str, str]:
 
 
 def _read_rdma_device(reader: Reader, name: str, verbs: str) -> RdmaDevice:
-    """Read an RDMA device. `verbs` is its device file, or empty if sysfs names none."""
+    """Read the RDMA device `name` from sysfs. `verbs` is its device file, or "" if sysfs names none."""
     path = f"{SYSFS}/{name}"
     numbers = reader.names(f"{path}/ports", "[0-9]{1,9}")
     return RdmaDevice(
@@ -176,7 +183,10 @@ def _read_rdma_device(reader: Reader, name: str, verbs: str) -> RdmaDevice:
 
 
 def _read_port(reader: Reader, device: str, number: int) -> Port:
-    """Read a port of an RDMA device from /sys/class/infiniband/DEVICE/ports/NUMBER."""
+    """Read a port of an RDMA device from /sys/class/infiniband/DEVICE/ports/NUMBER.
+
+    A file that is missing gives an empty text.
+    """
     path = f"{SYSFS}/{device}/ports/{number}"
     return Port(
         device=device,
@@ -192,7 +202,10 @@ def _read_port(reader: Reader, device: str, number: int) -> Port:
 
 
 def _read_gids(reader: Reader, port: str) -> tuple[Gid, ...]:
-    """Return the slots of a port's GID table that are in use, by index."""
+    """Return the GIDs (addresses for RDMA) of a port, by their index.
+
+    Only slots of the table that are in use are returned. `port` is the folder of the port in sysfs.
+    """
     gids = []
     for slot in reader.names(f"{port}/gids", "[0-9]{1,9}"):
         value = reader.text(f"{port}/gids/{slot}") or ""
@@ -206,9 +219,9 @@ def _read_gids(reader: Reader, port: str) -> tuple[Gid, ...]:
 
 
 def can_open(reader: Reader, path: str) -> bool:
-    """Return whether a device file can be opened for reading and writing, so that this container can use it.
+    """Return whether this container can open the device file `path` for reading and writing.
 
-    In a tree of files (``IMGKIT_ROOT``) it is enough that the file exists.
+    In a saved tree of files (``IMGKIT_ROOT``) nothing can be opened, so it is enough that the file exists.
     """
     if not reader.live:
         return reader.exists(path)
@@ -221,7 +234,7 @@ def can_open(reader: Reader, path: str) -> bool:
 
 
 def read_cxi_devices(reader: Reader) -> tuple[CxiDevice, ...]:
-    """Return the Slingshot NICs, with the path in the first of three folders that shows them."""
+    """Return the Slingshot NICs. Their path is in the first of three folders that shows them."""
     paths: dict[str, str] = {}
     for folder in ("/sys/class/cxi", "/sys/class/cxi_user", "/dev"):
         for name in reader.names(folder, r"cxi\d+"):

@@ -23,7 +23,9 @@ _MOST_BYTES = 4 << 20
 
 
 def root_of(env: Mapping[str, str]) -> Path:
-    """Return the folder that replaces ``/``, which ``IMGKIT_ROOT`` names, or ``/`` if that is not set.
+    """Return the folder that replaces ``/``: the value of ``IMGKIT_ROOT``, or ``/`` if that is not set.
+
+    With a folder that holds copies of another machine's files, imgkit reads the facts of that machine.
 
     Raises
     ------
@@ -63,8 +65,8 @@ class Reader:
     def content(self, path: str) -> bytes | None:
         """Return the bytes of a file, or None if it cannot be read.
 
-        A tree of files may come from somebody else. A link that leads out of it is not followed, because it
-        would show a file of this machine.
+        A tree of files (``IMGKIT_ROOT``) may come from somebody else. A link that leads out of the tree is
+        not followed, because it would show a file of this machine.
         """
         try:
             if not self.live and not self._holds(path):
@@ -99,9 +101,11 @@ class Reader:
     def names(self, folder: str, like: str = "") -> tuple[str, ...]:
         """Return the names in a folder in natural order, so that mlx5_10 comes after mlx5_2.
 
+        The result is empty if the folder cannot be read.
+
         Parameters
         ----------
-        like : regular expression that must match the whole name; empty for all names.
+        like : regular expression that must match the whole name. Empty for all names.
         """
         try:
             names = [path.name for path in self.real_path(folder).iterdir()]
@@ -116,7 +120,10 @@ class Reader:
         return self.real_path(path).exists()
 
     def target(self, path: str) -> str:
-        """Return a path of the machine with all links followed, or an empty text if it does not exist."""
+        """Return the path of a file with all links followed, or "" if it does not exist.
+
+        In a tree of files (``IMGKIT_ROOT``), the path is that on the machine from which the tree comes.
+        """
         if not self.exists(path):
             return ""
         target = os.path.realpath(self.real_path(path))

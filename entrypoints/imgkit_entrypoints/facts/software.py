@@ -44,9 +44,10 @@ _PLUGIN_VERSION = re.compile(rb"[0-9]{1,9}(?:\.[0-9]{1,9})*")
 
 
 def library_folders(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the folders that the dynamic linker searches, in its order.
+    """Return the folders in which the dynamic linker searches for libraries, in its order.
 
-    They come from LD_LIBRARY_PATH, /etc/ld.so.conf.d and the system. Relative folders are left out.
+    They come from LD_LIBRARY_PATH, /etc/ld.so.conf.d and the linker's own list. Relative folders are left
+    out.
     """
     configured = []
     for name in reader.names("/etc/ld.so.conf.d"):
@@ -99,7 +100,7 @@ def _find_file(reader: Reader, name: str, folders: Sequence[str]) -> str:
 def inspect_library(reader: Reader, name: str, target: str) -> tuple[str, str]:
     """Return the version of libfabric or aws-ofi-nccl, and the library that aws-ofi-nccl opens while it runs.
 
-    Both texts are empty for other libraries.
+    The second text is "" for libfabric. Both texts are "" for other libraries.
     """
     if name.startswith("libfabric."):
         return _libfabric_version(reader, target), ""
@@ -134,10 +135,10 @@ _NO_FILES = ("none", "STATIC_PLUGIN")
 
 
 def split_plugins(value: str) -> tuple[str, ...]:
-    """Return the plug-ins in a value of `NET_PLUGIN`: ``ofi,/opt/libnccl-net.so`` has two.
+    """Return the plug-ins that a value of `NET_PLUGIN` names: ``ofi,/opt/libnccl-net.so`` has two.
 
-    Newer versions of NCCL read the value as a list. A relative path is left out, because it depends on the
-    folder in which a worker starts.
+    Newer versions of NCCL read the value as a list. A relative path is left out, because its meaning depends
+    on the folder in which a worker starts.
     """
     names = []
     for name in map(str.strip, value.split(",")):
@@ -155,7 +156,7 @@ def plugin_files(plugin: str) -> tuple[str, ...]:
 def named_plugins(
     recipe: SystemFacts, env: Mapping[str, str], settings: Sequence[Setting]
 ) -> tuple[str, ...]:
-    """Return the files of all plug-ins that the environment, an nccl.conf file or the recipe names."""
+    """Return the files of all network plug-ins that the environment, nccl.conf or the recipe names."""
     values = [setting.value for setting in settings if setting.name == NET_PLUGIN]
     file_names: dict[str, None] = {}  # each name once, in order
     for value in (env.get(NET_PLUGIN, ""), *values, recipe.env.get(NET_PLUGIN, "")):
@@ -167,7 +168,7 @@ def named_plugins(
 def read_recipe(reader: Reader) -> SystemFacts:
     """Return the recipe's facts from /opt/imgkit/system.json, or the defaults if it cannot be read.
 
-    `facts.system_facts` reports the error to the user.
+    An error is ignored here, since `facts.system_facts` reports it to the user.
     """
     try:
         return system.from_json(reader.text(str(system.SYSTEM_JSON)) or "{}")
@@ -176,7 +177,10 @@ def read_recipe(reader: Reader) -> SystemFacts:
 
 
 def image_env(reader: Reader) -> Mapping[str, str] | None:
-    """Return the variables that the image's base and recipe set, or None if no manifest states them."""
+    """Return the variables that the image's base and recipe set, or None if they are unknown.
+
+    The image's manifest states them. An image that imgkit has not built has no manifest.
+    """
     data = manifest(reader)
     base, recipe_env = data.get("base"), data.get("env")
     base_env = base.get("env") if isinstance(base, dict) else None
@@ -201,10 +205,11 @@ def manifest(reader: Reader) -> dict[str, Any]:
 def closed_gpus(reader: Reader, env: Mapping[str, str]) -> Mapping[str, str]:
     """Return the device files of NVIDIA GPUs that programs in this container cannot use, with the reasons.
 
-    There are two causes. Apptainer mounts all of /dev, but brings the driver's library only with ``--nv``.
-    And Slurm closes the GPUs of other jobs.
+    There are two causes. Apptainer mounts all of /dev, but adds the driver's library only with ``--nv``. And
+    Slurm gives a job no access to the GPUs of other jobs.
     """
     paths = [f"/dev/{name}" for name in reader.names("/dev", NVIDIA_FILES)]
+    # In a saved tree of files, nothing can be opened.
     if not reader.live:
         return {}
     has_cuda = paths and any(reader.exists(f"{folder}/{_CUDA}") for folder in library_folders(reader, env))
@@ -226,9 +231,9 @@ def _linker_cache() -> bytes:
 
 
 def verbs_providers(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of libibverbs' drivers (providers), such as ``mlx5``.
+    """Return the names of libibverbs' drivers (its providers), such as ``mlx5``.
 
-    Without the driver of a device NCCL reports "No device found".
+    If the driver of a device is missing, NCCL reports "No device found".
     """
     providers = {name.removesuffix(".driver") for name in reader.names("/etc/libibverbs.d", r".*\.driver")}
     for folder in library_folders(reader, env):
@@ -272,10 +277,10 @@ def _python_folders() -> tuple[str, ...]:
 
 
 def rocm_evidence(reader: Reader) -> str:
-    """Return evidence that this image is made for AMD GPUs, or an empty text if it is not.
+    """Return evidence that this image is made for AMD GPUs, or "" if it is not.
 
-    If the image has torch, torch's build decides, because the node's /opt/rocm may be mounted into a
-    container whose torch is for other GPUs.
+    If the image has torch, only torch's build decides: the node's /opt/rocm may be mounted into a container
+    whose torch is for other GPUs.
     """
     path, text = _torch_version_file(reader)
     if path:
@@ -285,10 +290,10 @@ def rocm_evidence(reader: Reader) -> str:
 
 
 def loaded_nccl(reader: Reader, env: Mapping[str, str], image: tuple[str, str]) -> tuple[str, str, str]:
-    """Return version, source and owner of the NCCL that torch loads. All are empty if it is unknown.
+    """Return the version, source and owner of the NCCL that torch loads. All are "" if it is unknown.
 
-    The owner is ``torch`` for a wheel beside torch, ``image`` for the library on the library path, and empty
-    if the user states the version.
+    The owner is ``torch`` for a wheel beside torch, ``image`` for the library on the library path, and "" if
+    the user states the version.
 
     Parameters
     ----------
@@ -300,6 +305,7 @@ def loaded_nccl(reader: Reader, env: Mapping[str, str], image: tuple[str, str]) 
     """
     option = env.get("IMGKIT_NCCL_VERSION")
     if option:
+        # The text must be nothing but a version.
         if _version(option) != option:
             problem, hint = f"{option!r} is not an NCCL version", "give, for example, 2.20.5"
             raise UsageError(problem, where="IMGKIT_NCCL_VERSION", hint=hint)
@@ -316,9 +322,10 @@ def loaded_nccl(reader: Reader, env: Mapping[str, str], image: tuple[str, str]) 
 
 
 def image_nccl(reader: Reader, env: Mapping[str, str]) -> tuple[str, str]:
-    """Return version and source of the NCCL on the library path. Both are empty if it is unknown.
+    """Return the version and the source of the NCCL on the library path. Both are "" if it is unknown.
 
-    The name of the library's file has the version. Otherwise NCCL_VERSION, which NVIDIA's images set, counts.
+    The file's name has the version, such as libnccl.so.2.20.5. Otherwise the variable NCCL_VERSION counts,
+    which NVIDIA's images set.
     """
     for folder in library_folders(reader, env):
         target = reader.target(f"{folder}/libnccl.so.2")
@@ -332,10 +339,11 @@ def image_nccl(reader: Reader, env: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _is_linked_to_wheel(reader: Reader) -> bool:
-    """Return whether torch's library names the folder of the NCCL wheel in its RPATH or RUNPATH.
+    """Return whether torch loads NCCL from the wheel beside it, and not from the library path.
 
-    The torch of an NGC image does not, even if another package has installed the wheel. A torch whose library
-    cannot be read counts as linked to the wheel.
+    torch's library then names the folder of the wheel in its RPATH or RUNPATH (folders that the linker
+    searches first). The torch of an NGC image does not, even if another package has installed the wheel. If
+    torch's library cannot be read, return True.
     """
     path, _ = _torch_version_file(reader)
     folder, _, _ = path.rpartition("/")
@@ -355,7 +363,7 @@ def _version(text: str) -> str:
 def nccl_settings(reader: Reader, env: Mapping[str, str]) -> tuple[Setting, ...]:
     """Return the settings of nccl.conf files. If two files set a variable, the user's file counts.
 
-    The user's file is named by NCCL_CONF_FILE, or is ~/.nccl.conf. The other file is /etc/nccl.conf.
+    The user's file is the one in NCCL_CONF_FILE, or else ~/.nccl.conf. The other file is /etc/nccl.conf.
     """
     paths = ["/etc/nccl.conf"]
     if env.get("NCCL_CONF_FILE"):
@@ -363,6 +371,7 @@ def nccl_settings(reader: Reader, env: Mapping[str, str]) -> tuple[Setting, ...]
     elif env.get("HOME", "").startswith("/"):
         paths.append(f"{env['HOME']}/.nccl.conf")
     settings: dict[str, Setting] = {}
+    # The user's file comes first, and `setdefault` keeps its values.
     for path in reversed(paths):
         for line in (reader.text(path) or "").splitlines():
             name, equals, value = line.partition("=")
@@ -376,7 +385,10 @@ FILES = ("NCCL_TOPO_FILE", "NCCL_GRAPH_FILE", "NCCL_CONF_FILE", "NCCL_IBVERBS_LI
 
 
 def absent_files(reader: Reader, env: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Return a problem and its remedy for each variable of `FILES` whose file does not exist."""
+    """Return a problem and its remedy for each variable whose file does not exist.
+
+    The variables are those of `FILES`: each names a file that NCCL reads, such as NCCL_TOPO_FILE.
+    """
     problems = []
     for name in FILES:
         path = env.get(name, "")
@@ -387,9 +399,9 @@ def absent_files(reader: Reader, env: Mapping[str, str]) -> tuple[tuple[str, str
 
 
 def peermem(reader: Reader) -> str:
-    """Return the version file of the peer memory module with its content, or "" without the module.
+    """Return the version file of the kernel module for GPUDirect with its content, or "" without the module.
 
-    NCCL tries the same paths (gdr.cc).
+    NCCL looks for the module at the same paths (gdr.cc).
     """
     for path in (
         "/sys/module/nvidia_peermem/version",
@@ -417,9 +429,9 @@ _CAP_SYS_NICE = 1 << 23
 
 
 def numa_fault(reader: Reader) -> str:
-    """Return evidence that a container's system call filter refuses NUMA calls, or an empty text.
+    """Return evidence that the container's system call filter refuses NUMA calls, or "" if it does not.
 
-    Docker's filter allows these calls only with CAP_SYS_NICE.
+    Docker's filter allows these calls only to a process with CAP_SYS_NICE.
     """
     status = reader.text("/proc/self/status") or ""
     # "Seccomp: 2" means that a filter is active.

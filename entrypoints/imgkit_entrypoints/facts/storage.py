@@ -20,9 +20,10 @@ _PIECE = bytes(1 << 20)
 
 
 def write_MBps(folder: Path) -> float:
-    """Measure the speed of writing to `folder` with new files, and return it in MB/s (1e6 bytes a second).
+    """Measure the speed of writing new files to `folder`, and return it in MB/s (1e6 bytes a second).
 
-    The time of a file ends when it is on the disk (fsync). The files are removed from the folder at once.
+    The best of a few files counts. The time of a file ends when it is on the disk (fsync). The files are
+    removed at once.
 
     Raises
     ------
@@ -36,7 +37,7 @@ def write_MBps(folder: Path) -> float:
 
 
 def _time_write(folder: Path) -> float:
-    """Write a file of `WRITTEN_BYTES`, and return the seconds until it is on the disk."""
+    """Write a file of `WRITTEN_BYTES` bytes into `folder`, and return the seconds until it is on the disk."""
     path = files.temporary_name(folder / "imgkit-written")
     with files.create_file(path, mode=0o600) as stream:
         path.unlink()  # the file system frees the space at the end, even after a kill
@@ -67,7 +68,7 @@ def on_network_disk(reader: Reader, path: str) -> bool:
 
 
 def _file_system(reader: Reader, path: str) -> str:
-    """Return the type of the file system that `path` is on, such as ``lustre``, or an empty text.
+    """Return the type of the file system that `path` is on, such as ``lustre``, or "" if it is unknown.
 
     It is read from /proc/self/mountinfo, whose format is in proc_pid_mountinfo(5).
     """

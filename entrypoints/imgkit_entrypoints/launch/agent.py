@@ -83,9 +83,9 @@ class HeadOrders:
     is_head_lost: bool = False
 
     def take_next_attempt(self) -> AttemptStart | None:
-        """Return the attempt that the head has ordered, and forget it.
+        """Return the head's order for the next attempt, and forget it, so that it is carried out only once.
 
-        Return None if the head has ordered none or is lost.
+        Return None if the head has ordered no attempt, or if this node has lost its connection to the head.
         """
         if self.is_head_lost:
             return None
@@ -152,9 +152,10 @@ class NodeAgent:
 
         Raises
         ------
-        NoPlan : the roll call failed. ToolFailed : the command cannot be started. UsageError : a folder of
-        the run cannot be written, or a file in it prevents the run from starting. CheckFailed : the
-        preflight found more outliers than the run can do without.
+        NoPlan : the roll call, in which the nodes meet, has failed.
+        ToolFailed : the command cannot be started.
+        UsageError : a folder of the run cannot be written, or a file in it prevents the run from starting.
+        CheckFailed : the preflight found more outliers (slow or broken nodes) than the run can do without.
         """
         stop_dir = self.config.command.env.get("IMGKIT_STOP_DIR", "")
         code = EXIT_NO  # for the result file, if an unexpected error ends the run
@@ -179,7 +180,11 @@ class NodeAgent:
         return code
 
     def _run_states(self, stop_folder: Path, folders: ExitStack) -> int:
-        """Run one state after another, and close all processes and connections. Return the exit code."""
+        """Run one state after another until the run is over, and return the exit code of this process.
+
+        A state is a method that returns the next state (see the table of this class). All processes and
+        connections are closed at the end, also after an error.
+        """
         failure_lines: tuple[str, ...] = ()
         try:
             state: State | None = self._gather(stop_folder, folders)
@@ -202,7 +207,7 @@ class NodeAgent:
         return code
 
     def _close(self) -> None:
-        """End all processes, close the connections, and print the summary on the head."""
+        """End all processes of this node and its connections. On the head, print the summary of the run."""
         self._gpu_monitor.close()
         if self._attempt:
             self._attempt.close()
@@ -213,14 +218,15 @@ class NodeAgent:
             self._log_summary(self.session)
 
     def _log_summary(self, session: HeadSession) -> None:
-        """Print one line about where the time of the run went and how much it used its GPUs.
+        """Print one line about where the time of the run went and how much the run used its GPUs.
 
-        Leave out a part that is unknown, and print nothing if both are.
+        Either half of the line is left out if it is unknown. If both are unknown, print nothing.
         """
         parts = []
         time_summary = self._step_timer.summary(session.placement.nnodes)
         if time_summary:
             parts.append(time_summary)
+        # This also updates the file with the GPU use in the run's folder.
         use = self._files.write_gpu_use(session)
         if use:
             parts.append(gpu_use.describe(use))
@@ -246,7 +252,11 @@ class NodeAgent:
         return None
 
     def _gather(self, stop_folder: Path, folders: ExitStack) -> State:
-        """Meet the agents of all nodes, and return the preflight or the first attempt as the next state."""
+        """Meet the agents of all nodes in the roll call, and return the next state.
+
+        The roll call connects every node with the head. The next state is the preflight if the user wants
+        one, else the first attempt.
+        """
         config = self.config
         self._start_up.record("container", process_start_s())
         self._start_up.record("node_agent")
@@ -278,7 +288,10 @@ class NodeAgent:
         return self._begin_attempts()
 
     def _prepare_attempts(self, session: HeadSession) -> Attempts:
-        """Print the warnings of the roll call, and return the head's decisions about attempts."""
+        """Print the warnings of the roll call, and return the object that decides about attempts.
+
+        Only the head calls this.
+        """
         for warning in session.warnings:
             self.log(f"warning: {warning}")
         return Attempts(
@@ -291,7 +304,11 @@ class NodeAgent:
         )
 
     def _command_env(self, stop_folder: Path) -> Mapping[str, str]:
-        """Return the environment of the command, the same in every attempt."""
+        """Return the environment of the command. It is the same in every attempt of the run.
+
+        The stop folder, in which the node agent and the program leave files for each other, is passed in a
+        variable.
+        """
         config, env = self.config, self.config.command.env
         host = config.node.host.replace("$", "$$")  # torchrun reads the prefix as a string.Template
         command_env = {
@@ -302,6 +319,7 @@ class NodeAgent:
             "IMGKIT_JOB_ID": config.job_id,
             **nccl.recorder_variables(env, config.node.software.torch, config.job_id),
         }
+        # Only the head has the run's id, by which workers of an older attempt are kept out (fence.py).
         if config.is_head:
             command_env[fence.VARIABLE] = self._files.run_id
         return command_env
@@ -320,9 +338,13 @@ class NodeAgent:
             self._files.admit_attempt(attempt)
 
     def _preflight(self) -> State:
-        """Measure all nodes, then begin the first attempt without the slow nodes."""
+        """Measure all nodes, then begin the first attempt without the nodes that are too slow or broken.
+
+        This is the state after the roll call if the user gave ``--preflight``. It returns the next state.
+        """
         assert self.config.preflight  # noqa: S101 - else this state is skipped
         placement, folder = self.session.placement, self._files.folder
+        # Spares are nodes beyond those that train. The preflight may leave out at most as many nodes.
         config = PreflightConfig(
             module=self.config.preflight,
             env=self.context.env,
@@ -343,9 +365,10 @@ class NodeAgent:
         return self._start
 
     def _start(self) -> State | None:
-        """Wait for the head's next attempt, and start the command in it.
+        """Wait for the head's order to start an attempt, and start the command of this node.
 
-        Return None if the run is over. A node that is a spare in the attempt stays in this state.
+        Return None if the run is over. A spare has no command in the attempt: it stays in this state, since a
+        later attempt may need it in place of a lost node.
         """
         order = self._wait_for_attempt()
         if order is None:
@@ -363,8 +386,9 @@ class NodeAgent:
     def _wait_for_attempt(self) -> AttemptStart | None:
         """Wait until the head orders an attempt, and return the order.
 
-        Return None if the head ends the run or is lost, after a second signal, or if the other nodes take too
-        long to stop.
+        An attempt is one start of the command on all nodes, and only the head (node 0) decides about it.
+        Return None if this node should leave instead: the head has ended the run or is lost, the user has
+        sent a second stop signal, or the other nodes take too long to stop.
         """
         orders = self._orders
         report_at = math.inf
@@ -383,23 +407,28 @@ class NodeAgent:
                 report_at = math.inf  # once is enough
                 name = self.context.node_name
                 self.log(f"the command on {name} has ended with 0, and the head's goes on")
+            # A lost head was reported already.
             if self._waiting_deadline.is_due() and not orders.is_head_lost:
                 self.log("the other nodes are not done; leaving without them")
                 return None
         return orders.take_next_attempt()
 
     def _has_ended_first(self) -> bool:
-        """Return whether this node's own command has ended as intended, and the head's may go on.
+        """Return whether this node's own command has ended as intended, while the head's command may go on.
 
-        `ray symmetric-run` also returns 0 if Ray has failed on its node, so the user should know if the
-        head's command goes on for long.
+        This matters only with ``--per-node``. `ray symmetric-run` also returns 0 if Ray has failed on its
+        node, so the user should know if the head's command goes on for long.
         """
         if not self.config.command.is_per_node or self.config.is_head or self._attempt is None:
             return False
+        # If the deadline has begun, the node agent itself has ended the command.
         return self._attempt.code == 0 and not self._attempt.deadline.has_begun
 
     def _start_attempt(self, order: AttemptStart, node_rank: int) -> State:
-        """Start the command of an attempt. Start nothing if the head has cancelled it in the meantime."""
+        """Start the command of an attempt, and return the next state.
+
+        Nothing is started if the head has cancelled the attempt since it was ordered.
+        """
         attempt = self._attempt = NodeAttempt(self.context, order, node_rank)
         if self.stop:  # the request came while the other nodes started
             attempt.request_stop(self.stop.reason)
@@ -441,7 +470,7 @@ class NodeAgent:
         return self._attempt
 
     def _supervise_tick(self, attempt: NodeAttempt) -> bool:
-        """Wait up to one tick, and react to the command, the other nodes and the workers.
+        """Wait up to one tick (`TICK_S`), and react to the command, the other nodes and the workers.
 
         Return False once no process of the command is left.
         """
@@ -450,6 +479,7 @@ class NodeAgent:
             return False
         self._handle_events()
         attempt.check_workers()
+        # The head's torchrun serves the store that the other nodes use, so it must exit last.
         if self._attempts and self._attempts.have_others_ended():
             stop_protocol.release_torchrun(self.context.stop_folder)
         self._report_lost_output()
@@ -477,20 +507,25 @@ class NodeAgent:
             self.log(f"standard output is closed or full ({reason}): output of the ranks is lost")
 
     def _restart(self) -> State:
-        """Explain how the attempt ended on this node, and report that to the head."""
+        """Finish an attempt on this node: explain a failure, and report the end to the head (node 0).
+
+        Return the state in which this node waits for the head's next order. The head may start another
+        attempt, or end the run.
+        """
         attempt = self._current_attempt()
         has_run = attempt.is_running  # False if the head has cancelled the attempt before its start
         if has_run:
             self._finish_attempt(attempt)
         self._step_timer.end_attempt(self.context.stop_folder)
         self.session.positions = None
+        # The other nodes must not take the head for lost while it runs this function.
         if has_run and attempt.code in GOOD and self.config.is_head and self.config.on_success:
             self._run_while_connected(self.config.on_success)
         self.session.report(attempt.report())
         return self._start
 
     def _finish_attempt(self, attempt: NodeAttempt) -> None:
-        """Set the results of an attempt whose command has ended, and explain a failure."""
+        """Collect the results of an attempt whose command has ended, and explain a failure to the user."""
         received = self._signals.received
         attempt.finish(
             received_signal=received[0] if received else None,
@@ -501,9 +536,11 @@ class NodeAgent:
         attempt.explain_failure()
 
     def _run_while_connected(self, function: Callable[[], None]) -> None:
-        """Run `function` in a thread, and answer the other nodes in the meantime.
+        """Run `function` in a thread, and go on answering the other nodes.
 
-        Return when it has ended, or after `ON_SUCCESS_S` seconds.
+        Without answers, the other nodes would take the head for lost.
+
+        Return when `function` has ended, or after `ON_SUCCESS_S` seconds.
         """
         thread = threading.Thread(target=function, daemon=True)
         thread.start()
@@ -516,8 +553,8 @@ class NodeAgent:
     def _failure_lines(self, *, of_previous: bool = False) -> tuple[str, ...]:
         """Return the lines about a failed run, which are printed last.
 
-        The head describes the failure that came first on any node, and every other node has one line about
-        its own worker. With `of_previous`, the lines are about the attempt before this one.
+        The head (node 0) describes the failure that came first on any node. Every other node has one line
+        about its own worker. With `of_previous`, the lines are about the attempt before this one.
         """
         attempt, memory = self._attempt, self.config.command.memory
         # The ranks of a stalled start failed because the agent ended them, so their errors say nothing.
@@ -536,20 +573,26 @@ class NodeAgent:
         return (failures.summarize_failure(failure),)
 
     def _run_code(self) -> int:
-        """Return the exit code of the run if the head has ended it, else the code of this node alone."""
+        """Return the exit code with which the head has ended the run.
+
+        If the head has not ended the run, for example because a signal came first, return the code of this
+        node alone.
+        """
         if self._orders.run_code is not None:
             return self._orders.run_code
         if self._orders.is_head_lost:
             return EXIT_TOOL_FAILED
         node_code = self._attempt.code if self._attempt else EXIT_NO
+        # A saved state counts more than the signal that has led to it.
         if self._signals.received and node_code != EXIT_SAVED:
             return 128 + self._signals.received[0]
         return node_code
 
     def _exit_code(self, run_code: int) -> int:
-        """Return the exit code of this process, and ask for a requeue if the run has saved its state.
+        """Return the exit code of this process, given the exit code of the run.
 
-        The code is 1 for a run that has succeeded, but whose output could not be printed.
+        If the run has saved its state, also ask the job script for a requeue. If the run has succeeded, but
+        its output could not be printed, the code is 1, since the user has not seen everything.
         """
         code = run_code
         if run_code == EXIT_SAVED:
@@ -589,7 +632,10 @@ class NodeAgent:
         self._waiting_deadline.set_within(patience_s, "the other nodes are not done")
 
     def _handle_events(self) -> None:
-        """React to the other nodes, the signals, the stop file and, on the head, the reports of all nodes."""
+        """React to the other nodes, the signals and the stop file.
+
+        On the head, `Attempts` also reacts to the reports of all nodes: it may start or end an attempt.
+        """
         for event in self.session.poll():
             self._handle_event(event)
         self._handle_signals()
@@ -607,7 +653,10 @@ class NodeAgent:
             self._stop_all(StopRequest(reason=self._signals.first_name(), requeue=True))
 
     def _handle_event(self, event: Event) -> None:
-        """React to one message of another node. Messages of other kinds need no reaction here."""
+        """React to one message of another node.
+
+        Messages of other kinds only update the session, and need no reaction.
+        """
         match event:
             case StopOrder():
                 reason = f"{event.reason} on {event.node}"
@@ -631,7 +680,11 @@ class NodeAgent:
         self.request_stop(request)
 
     def request_stop(self, request: StopRequest) -> None:
-        """Ask the program to save and end. A later request changes only whether the job is requeued."""
+        """Ask the program to save its state and end.
+
+        If a stop was requested before, a later request that takes precedence only changes whether the job is
+        requeued.
+        """
         previous = self.stop
         if not request.takes_precedence(previous):
             return
@@ -640,5 +693,6 @@ class NodeAgent:
             self.log(f"{request.reason}: the run ends for good")
         elif self.running_attempt:
             self.running_attempt.request_stop(request.reason)
+        # No command runs now, so only the wait for the other nodes has to end.
         else:
             self._limit_waiting()

@@ -100,6 +100,7 @@ class Attempts:
 
         Parameters
         ----------
+        size : the number of nodes that train, and the number of spares (nodes that replace lost ones).
         max_failures : number of failures after which the run still starts another attempt.
         on_start : called with an attempt's number before the attempt starts.
         is_per_node : True if the nodes run the user's own commands. The run then ends with the exit code of
@@ -125,9 +126,10 @@ class Attempts:
         """Time at which the last failure was noticed, on the monotonic clock."""
 
     def start(self, excluded: Collection[int] = ()) -> None:
-        """Start the next attempt with the nodes that are alive, or end the run if that makes no sense.
+        """Start the next attempt with the nodes that are alive, or end the run if it cannot succeed.
 
-        The nodes in `excluded` take no part in this attempt and all later ones.
+        An attempt is one start of the command on all nodes that train. The nodes in `excluded` take no part
+        in this attempt and all later ones.
 
         Raises
         ------
@@ -152,7 +154,10 @@ class Attempts:
         self._session.start_attempt(self._number, ranks)
 
     def _end_reason(self, nodes: int) -> str:
-        """Return why no further attempt starts now that `nodes` nodes are alive. Empty if one can start."""
+        """Return why no further attempt starts now that `nodes` nodes are alive, or "" if one can start.
+
+        For example, too few nodes are left, or two attempts have failed at the same step.
+        """
         if nodes < self._size.training:
             return f"{count_text(nodes, 'node')} left, and the run needs {self._size.training}"
         reason = end_reason(self._failures, self._max_failures)
@@ -164,7 +169,8 @@ class Attempts:
     def check(self, *, stopped: bool) -> None:
         """React to the reports of the nodes: end the attempt, start the next one, or end the run.
 
-        `stopped` is True if the run was asked to save and end. The agent calls this at every tick.
+        An attempt is one start of the command on all nodes that train. The head (node 0) calls this at every
+        tick. `stopped` is True if the run was asked to save and end.
         """
         session = self._session
         if self._is_over or not self._ranks:
@@ -178,6 +184,7 @@ class Attempts:
             self._end_after_head(results)
         else:
             self._handle_failure(results, stopped=stopped)
+        # Wait until the attempt is over on every node, since its workers would disturb the next attempt.
         if results.ended_nodes != self._ranks.keys():
             return
         if self._failure:
@@ -186,7 +193,10 @@ class Attempts:
             self._end_successful_run(results.codes)
 
     def _collect_results(self) -> _AttemptResults:
-        """Return what the nodes of the current attempt have reported, and which of them are lost."""
+        """Return what the nodes of the current attempt have reported, and which of them are lost.
+
+        A node that reported success and was lost afterwards counts as a success.
+        """
         codes: dict[int, int] = {}
         failed: dict[int, int] = {}
         for number, report in self._session.reports.items():  # in the order of their arrival
@@ -199,10 +209,10 @@ class Attempts:
         return _AttemptResults(codes=codes, failed=failed, lost=lost - succeeded)
 
     def _handle_failure(self, results: _AttemptResults, *, stopped: bool) -> None:
-        """Note the first failure of the attempt, and end the attempt on all nodes once its cause is known.
+        """Note the first failure of the attempt, and end the attempt on all nodes once the cause is known.
 
-        After a stop request, the other nodes go on if a worker fails, since they may still save. If a node is
-        lost, they cannot save any more.
+        After a stop request, a failed worker does not end the attempt, since the other nodes may still save.
+        A lost node does: without it, no node can save any more.
         """
         if self._failure is None and (results.lost or results.failed):
             self.failed_at = time.monotonic()
@@ -216,7 +226,11 @@ class Attempts:
             self._session.send_all(EndAttempt(attempt=self._number, reason=self._failure.cause))
 
     def _first_failure(self, results: _AttemptResults) -> FailedAttempt:
-        """Return the failure that the head has just noticed."""
+        """Return the failure that the head has just noticed.
+
+        It has the cause, such as a lost node, the step that the run had reached, and the exit code if the run
+        ends now.
+        """
         positions = self._session.run_positions
         return FailedAttempt(
             cause=self._cause(results),
@@ -228,7 +242,8 @@ class Attempts:
     def _end_after_head(self, results: _AttemptResults) -> None:
         """End the commands of the other nodes, because the head's command has succeeded.
 
-        A failure of another node until now is printed, but no longer counts.
+        This is for a run with ``--per-node``. If another node has failed before this, its failure is printed,
+        but no longer counts.
         """
         if self._is_cancelled:
             return
@@ -245,7 +260,10 @@ class Attempts:
     def _close_failed_attempt(
         self, failure: FailedAttempt, results: _AttemptResults, *, stopped: bool
     ) -> None:
-        """Start another attempt or end the run, now that a failed attempt is over on all nodes."""
+        """Record a failed attempt that is over on all nodes.
+
+        Then start another attempt, or end the run after a stop.
+        """
         cause = failure.cause
         if results.lost:  # a node that was lost meanwhile explains why the workers of others have failed
             cause = self._cause(dataclasses.replace(results, failed={}))
@@ -259,17 +277,24 @@ class Attempts:
             self.start()
 
     def _stopped_code(self, failure: FailedAttempt, results: _AttemptResults) -> int:
-        """Return the exit code of a run that was asked to stop, and in which a node has failed."""
+        """Return the exit code of a run that was asked to stop, and in which a node has failed.
+
+        A saved state counts more than the failure, so that the job is requeued and goes on from there.
+        """
         if EXIT_SAVED in results.codes.values():
             return EXIT_SAVED
         if results.lost:
             return failure.code
         if self._is_per_node:
             return results.codes[HEAD]
+        # A failed worker's code is above 0, the code of a success.
         return max(results.codes.values())
 
     def _end_successful_run(self, codes: Mapping[int, int]) -> None:
-        """End the run on all nodes, with 85 if any node has saved its state."""
+        """End the run on all nodes. Its exit code is 85 (requeue me) if any node has saved its state, else 0.
+
+        With ``--per-node``, it is the exit code of the head's command.
+        """
         code = 0
         if self._is_per_node:
             code = codes[HEAD]
@@ -281,8 +306,9 @@ class Attempts:
     def _has_cause(self, failed_nodes: Collection[int]) -> bool:
         """Return whether the cause of the failure is among the reports of `failed_nodes`.
 
-        If they only report that a rank elsewhere is gone, return False until `PEER_FAILED_S` have passed.
-        With --per-node, the head's command counts as the cause, so that its exit code can still arrive.
+        If these nodes only report that a rank elsewhere is gone, return False, so that the head waits for the
+        report of that rank. After `PEER_FAILED_S` seconds, return True in any case. With ``--per-node``, the
+        head's command counts as the cause, so that its exit code can still arrive.
         """
         if time.monotonic() - self.failed_at > PEER_FAILED_S:
             return True
@@ -349,7 +375,10 @@ class StartWatch:
         """Time of the last change of `_phase`, on the monotonic clock."""
 
     def find_stall_reason(self) -> str:
-        """Return why the attempt must end. Empty while its start is in order or within the limit."""
+        """Return why the head must end the attempt, or "" while its start goes on within the time limit.
+
+        The limit counts from the moment at which all nodes have come to the same waiting phase.
+        """
         now = time.monotonic()
         phase = self._limited_phase()
         if phase != self._phase:
@@ -359,11 +388,11 @@ class StartWatch:
         return self._describe_stall(phase)
 
     def _limited_phase(self) -> str:
-        """Return the phase to which the limit applies now, or "" if it applies to none.
+        """Return the phase of the start to which the time limit applies now, or "" if it applies to none.
 
-        The limit applies while every node is in the rendezvous or past it. A node that is not there yet may
-        still be reading torchrun from a slow file system. In the same way, the limit applies while every rank
-        tries to connect.
+        The limit applies while every node is in torchrun's rendezvous or past it: a node that is not there
+        yet may still be reading torchrun from a slow file system. It also applies while every rank tries to
+        connect.
         """
         node_phases = set(self._session.phases.values())
         if RENDEZVOUS in node_phases and STARTING not in node_phases:
@@ -373,7 +402,10 @@ class StartWatch:
         return ""
 
     def _describe_stall(self, phase: str) -> str:
-        """Return the message about nodes that have been in `phase` for too long."""
+        """Return the message for the user about nodes that have waited in `phase` for too long.
+
+        The phase is torchrun's rendezvous, in which the nodes meet, or the connection of the ranks after it.
+        """
         waiting = []
         for number, node_phase in self._session.phases.items():
             if node_phase == phase:
@@ -399,9 +431,9 @@ class StartWatch:
 def assign_ranks(alive: Collection[int], nnodes: int, previous: Mapping[int, int]) -> Mapping[int, int]:
     """Return the node rank of each node that trains in the next attempt, by the node's number.
 
-    A node keeps its rank of the attempt before, and a free rank goes to a spare: with nodes 0, 2 and 3 alive,
-    2 ranks and ``{0: 0, 1: 1}`` before, the result is ``{0: 0, 2: 1}``. It is empty if fewer than `nnodes`
-    nodes are alive.
+    A node keeps its rank of the attempt before, and a free rank goes to a spare, which is a node beyond those
+    that train. With nodes 0, 2 and 3 alive, 2 ranks and ``{0: 0, 1: 1}`` before, the result is ``{0: 0, 2:
+    1}``. It is empty if fewer than `nnodes` nodes are alive.
 
     Parameters
     ----------
@@ -420,10 +452,10 @@ def assign_ranks(alive: Collection[int], nnodes: int, previous: Mapping[int, int
 
 
 def end_reason(failures: Sequence[FailedAttempt], max_failures: int) -> str:
-    """Return why the run ends after the last of `failures`.
+    """Return why the run ends after the last of `failures`, or "" if it goes on.
 
-    The result is empty if there are none, or if another attempt may help. The reasons are more than
-    `max_failures` failures, two in a row at the same step, or two soon after a start.
+    The run ends after more than `max_failures` failures. It also ends after two failures in a row at the same
+    step, or within `QUICK_S` seconds of a start, since a third attempt would fail in the same way.
     """
     if len(failures) > max_failures:
         reason = f"--max-failures {max_failures}"
@@ -437,6 +469,7 @@ def end_reason(failures: Sequence[FailedAttempt], max_failures: int) -> str:
         return ""
     if last.step is not None:
         return f"two failures in a row at step {last.step}; a new attempt would fail there as well"
+    # Without steps (None), only the time shows whether both attempts failed at the same place.
     if max(previous.after_s, last.after_s) >= QUICK_S:
         return ""
     return (
@@ -448,11 +481,12 @@ def end_reason(failures: Sequence[FailedAttempt], max_failures: int) -> str:
 def describe_cause(lost: Mapping[str, str], codes: Mapping[str, int]) -> str:
     """Return the cause of a failure: all lost nodes with the reasons, or else the first exit code of a node.
 
-    A lost node explains why other nodes failed: their workers waited for the workers of the lost node.
+    If a node is lost, exit codes are not mentioned: the other nodes failed because their workers waited for
+    the workers of the lost node.
 
     Parameters
     ----------
-    lost : reason by the name of each lost node.
+    lost : reason by the name of each lost node, such as ``{"n3": "no heartbeat for 30 s"}``.
     codes : exit code by the name of each failed node, the first failure first.
     """
     if lost:

@@ -48,10 +48,11 @@ _NAME_OFFSET = 30
 
 
 def find_folder(env: Mapping[str, str], key: str, *, is_shared: Callable[[str], bool]) -> Path | None:
-    """Return the folder for this node's cache, such as ``/tmp/imgkit-cache-1000-0f3a5c7b9d1e``.
+    """Return the folder for this node's compiled code, such as ``/tmp/imgkit-cache-1000-0f3a5c7b9d1e``.
 
-    It is in TMPDIR, /tmp or /dev/shm: the first folder that this user can write to, that only this node has,
-    and in which no other user has made a folder of this name. Return None if there is no such folder.
+    It is in the first of TMPDIR, /tmp and /dev/shm that this user can write to, and that only this node has.
+    A folder of the same name that another user has made is not used, since that user could put code into it.
+    Return None if no folder can be used.
 
     Parameters
     ----------
@@ -94,7 +95,9 @@ class CompileCache:
     """Names of the files that `unpack` has taken from `file`."""
 
     def make_folders(self) -> None:
-        """Make the folder and its parts, or use the folders that an earlier run of this user has left.
+        """Make the cache's folder on this node, and one folder in it for each compiler.
+
+        Folders that an earlier run of this user has left are used again.
 
         Raises
         ------
@@ -114,8 +117,9 @@ class CompileCache:
     def _remove_abandoned_locks(self) -> None:
         """Remove the locks of builds that were killed, unless another start uses this cache.
 
-        Every process that needs an extension waits until its lock is gone, so after a kill all later starts
-        on this node would wait for ever (pytorch issue 189245).
+        torch's builds of extensions make a lock file, and every process that needs the extension waits until
+        the file is gone. After a kill, all later starts on this node would wait for ever (pytorch issue
+        189245).
         """
         extensions = self.folder / FOLDERS["TORCH_EXTENSIONS_DIR"]
         # Each start on this node holds a shared lock on the folder. Its descriptor stays open until this
@@ -131,13 +135,16 @@ class CompileCache:
             fcntl.flock(in_use, fcntl.LOCK_SH)
 
     def unpack(self) -> str:
-        """Add the files of the packed cache to the folder.
+        """Add the files of the packed cache to the folder of this node.
+
+        The packed cache is a zip file that an earlier run has written.
 
         Return why the packed cache is not used, or "" if it was added or does not exist yet.
 
         Raises
         ------
-        UsageError : `file` is not a packed cache. Packing would later replace a file of another kind.
+        UsageError : `file` is not a packed cache. This is an error because `pack` would later replace the
+            user's file.
         """
         if self.file is None or not os.path.lexists(self.file):
             return ""
@@ -163,8 +170,9 @@ class CompileCache:
 
         Raises
         ------
-        UsageError : `stream` is not a packed cache. ValueError : it is too large, is for another image, or
-        has a path that leads out of the folders of a cache.
+        UsageError : `stream` is not a packed cache.
+        ValueError : the cache is too large, is for another image, or has a path that leads out of its
+            folders.
         """
         # A file of another kind is an error, but a damaged cache is only skipped. So the name at the start is
         # checked before zipfile reads the list at the end.
@@ -176,6 +184,7 @@ class CompileCache:
                 hint="name another file, or remove this one",
             )
         with zipfile.ZipFile(stream) as archive:  # noqa: TID251 - a stream
+            # The first member is the header, whose content is the key of the image.
             header, *members = archive.infolist()
             if sum(member.file_size for member in archive.infolist()) > MAX_BYTES:
                 raise ValueError(f"it holds more than {MAX_BYTES} bytes")
@@ -190,9 +199,9 @@ class CompileCache:
         return [member.filename for member in members]
 
     def pack(self) -> str:
-        """Write the packed cache if the folder has files that it lacks.
+        """Write the packed cache if this node's folder has files that the packed cache lacks.
 
-        Return a message about that, or "" if there was nothing to do.
+        Return a message about the new file or an error, or "" if there was nothing to do.
         """
         names = self._list_files()
         if self.file is None or self._packed.issuperset(names):
@@ -213,9 +222,9 @@ class CompileCache:
         return f"packed {len(names)} files of compiled code into {self.file}"
 
     def _list_files(self) -> list[str]:
-        """Return the names of the files in the folder, such as ``triton/ab/kernel.so``, sorted.
+        """Return the names of the compiled files in the folder, such as ``triton/ab/kernel.so``, sorted.
 
-        Links and the locks of torch's builds are left out.
+        Links and the lock files of torch's builds are left out, since a packed cache must not contain them.
         """
         names = []
         for part in FOLDERS.values():

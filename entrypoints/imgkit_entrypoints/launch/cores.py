@@ -38,7 +38,7 @@ class CpuBinding:
 
 
 def choose_binding(host: HostFacts, nproc: int, env: Mapping[str, str]) -> CpuBinding:
-    """Return the processors of `nproc` workers with one GPU each.
+    """Return the processors of `nproc` workers with one GPU each: those on the NUMA node of the worker's GPU.
 
     The workers are not bound if that could do harm: on one NUMA node, if the GPU of a worker is unknown, if
     its NUMA node has too few processors, or if this process has fewer processors than the job.
@@ -48,7 +48,9 @@ def choose_binding(host: HostFacts, nproc: int, env: Mapping[str, str]) -> CpuBi
     NoPlan : Slurm's number of processors cannot be read.
     """
     allowed_cpus = parse_cpu_list(host.allowed_cpus)
+    # The processors of the whole node.
     total = sum(len(parse_cpu_list(text)) for text in host.numa_cpus.values())
+    # Nodes may have different numbers, such as "80(x3),40". Every node has at least the lowest.
     job_cpus = min(expand_counts(env.get(_JOB_CPUS) or "0", where=_JOB_CPUS))
     if len(host.numa_cpus) < 2:
         return CpuBinding(reason="/sys/devices/system/node does not show two NUMA nodes with processors")
@@ -62,7 +64,10 @@ def choose_binding(host: HostFacts, nproc: int, env: Mapping[str, str]) -> CpuBi
 
 
 def _bind_to_numa_nodes(host: HostFacts, numa_nodes: Sequence[int | None]) -> CpuBinding:
-    """Return the processors of workers whose GPUs are on `numa_nodes`, where None is an unknown NUMA node."""
+    """Return the processors of workers whose GPUs are on `numa_nodes`.
+
+    `numa_nodes` has an entry for each worker, which is None if the NUMA node of its GPU is unknown.
+    """
     names = ", ".join(map(str, numa_nodes))
     evidence = f"the NUMA nodes of the GPUs: {names}; processors allowed: {host.allowed_cpus}"
     allowed_cpus = parse_cpu_list(host.allowed_cpus)
@@ -81,8 +86,8 @@ def _bind_to_numa_nodes(host: HostFacts, numa_nodes: Sequence[int | None]) -> Cp
 def bind_to_cpus(env: Mapping[str, str], local_rank: int) -> None:
     """Bind this thread, and the processes that it starts, to the processors of the worker `local_rank`.
 
-    Processors that this process may not use now stay out. Do nothing without `VARIABLE` in `env`. If the
-    system refuses the binding, print a warning.
+    The processors come from `VARIABLE` in `env`. Without it, do nothing. Processors that this process may not
+    use now are left out. If the system refuses the binding, print a warning.
     """
     if not env.get(VARIABLE):
         return

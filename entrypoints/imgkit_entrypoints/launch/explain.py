@@ -18,7 +18,8 @@ def memory_remedy(requested: str) -> str:
 
     Parameters
     ----------
-    requested : the value of `MEMORY`. Empty if the job did not request memory and got the default.
+    requested : the value of `MEMORY`, such as ``--mem 440G``. Empty if the job did not request memory and got
+        the default.
     """
     advice = "request more memory (imgkit run --mem SIZE)"
     if requested:
@@ -190,12 +191,15 @@ KNOWN: tuple[_Known, ...] = (
 
 
 def find_explanations(text: str, *, memory: str = "", has_cause: bool = False) -> tuple[Explanation, ...]:
-    """Return the known causes of the failures in `text`, the most specific first.
+    """Return the explanations of known failures in `text`, the most specific first.
+
+    `text` is the error output of a run. Each entry of `KNOWN` has a pattern, such as "CUDA out of memory",
+    and what to do about that failure.
 
     Parameters
     ----------
-    memory : the value of `MEMORY`.
-    has_cause : a rank is known that failed by itself, so closed connections need no explanation.
+    memory : the value of `MEMORY`: the memory that the job requested, or "".
+    has_cause : True if a rank is known that failed by itself, so that closed connections need no explanation.
     """
     explanations: list[Explanation] = []
     for entry in KNOWN:
@@ -206,13 +210,19 @@ def find_explanations(text: str, *, memory: str = "", has_cause: bool = False) -
         if match is None:
             continue
         explanations.append(_explain(entry, match, memory))
-        if entry.stops:
+        if entry.stops:  # the entries after it would only repeat this explanation
             break
     return tuple(explanations)
 
 
 def _explain(entry: _Known, match: re.Match[str], memory: str) -> Explanation:
-    """Return the explanation of the text in which the pattern of `entry` was found."""
+    """Return the explanation of a failure: the line of the output, its cause and its remedy.
+
+    Parameters
+    ----------
+    entry : the known failure.
+    match : where the pattern of `entry` was found in the output. Its named groups fill the text of the cause.
+    """
     values = {}
     for name, value in match.groupdict().items():
         if value is not None:

@@ -94,8 +94,9 @@ class RankRecord:
 def note_codes(env: Mapping[str, str], codes: Mapping[int, int], *, is_imgkits: bool) -> None:
     """Write the exit codes of a node's failed workers into the stop folder, for the node agent.
 
-    torchrun's process calls this. A program of this package (`is_imgkits`) that ends with an exit code has
-    already printed or recorded the reason, so `find_node_failure` does not count it as silent.
+    torchrun's process calls this. The node agent also needs to know whether the workers are a program of this
+    package (`is_imgkits`): such a program that ends with an exit code has already printed or recorded the
+    reason, so `find_node_failure` does not count it as silent.
     """
     content = {"is_imgkits": is_imgkits, "codes": {str(rank): code for rank, code in codes.items()}}
     with contextlib.suppress(KeyError, OSError):
@@ -112,7 +113,7 @@ def note_torchrun(env: Mapping[str, str], text: str) -> bool:
 
 
 def clear_records(stop_folder: Path) -> None:
-    """Remove the records and exit codes of an earlier attempt.
+    """Remove what the workers of an earlier attempt have recorded about their errors and exit codes.
 
     Raises
     ------
@@ -123,9 +124,10 @@ def clear_records(stop_folder: Path) -> None:
 
 
 def read_records(stop_folder: Path) -> list[RankRecord]:
-    """Return the records that workers of this node have left, in the order of their times.
+    """Return the errors that workers of this node have recorded, the earliest first.
 
-    Files that are not complete records are left out: a worker may be writing one now.
+    A record is a file such as ``failed-3`` for rank 3: the time of the error, and the traceback. Incomplete
+    files are left out, because a worker may be writing one now.
     """
     records = []
     for path in stop_folder.glob(f"{RECORD}*"):
@@ -142,9 +144,9 @@ def read_records(stop_folder: Path) -> list[RankRecord]:
 
 
 def _read_codes(stop_folder: Path) -> tuple[Mapping[int, int], bool]:
-    """Return the exit codes by rank that `note_codes` has written, and its `is_imgkits`.
+    """Return what `note_codes` has written: the exit codes by rank, and whether the program is imgkit's.
 
-    Without a readable file, return no codes and False.
+    If the file is missing or cannot be read, return ``({}, False)``.
     """
     try:
         content = json_text.parse(files.read_own(stop_folder / CODES))
@@ -157,12 +159,14 @@ def _read_codes(stop_folder: Path) -> tuple[Mapping[int, int], bool]:
 def find_node_failure(stop_folder: Path, killed_by: int = 0) -> RankFailure | None:
     """Return the worker of this node that failed first, or None if none is known to have failed.
 
-    A worker that has recorded its own error comes first, then a worker that ended without a record (most
-    often killed), then a worker whose error only says that another rank is gone.
+    A worker leaves a record of its error in the stop folder. The error of one worker makes others fail, so
+    the order is: a worker with an error of its own, then a worker that ended without a record (most often
+    killed), then a worker whose error only says that another rank is gone.
 
     Parameters
     ----------
-    killed_by : number of the signal that ended torchrun itself, or 0. Signals of the node agent do not count.
+    killed_by : number of the signal that ended torchrun itself, or 0. Signals that the node agent has sent do
+        not count.
     """
     codes, is_imgkits = _read_codes(stop_folder)
     records = read_records(stop_folder)
@@ -171,6 +175,7 @@ def find_node_failure(stop_folder: Path, killed_by: int = 0) -> RankFailure | No
             return _recorded_failure(record, codes)
     recorded_ranks = {record.rank for record in records}
     for rank, code in codes.items():
+        # A worker that torchrun has ended after the failure of another one is not the cause.
         has_reason = rank in recorded_ranks or (is_imgkits and code > 0)
         if not has_reason and code not in _BY_TORCHRUN:
             return RankFailure(rank=rank, code=code, age_ms=0, after_peer=False, log="")
@@ -182,7 +187,10 @@ def find_node_failure(stop_folder: Path, killed_by: int = 0) -> RankFailure | No
 
 
 def _recorded_failure(record: RankRecord, codes: Mapping[int, int]) -> RankFailure:
-    """Return the failure of the worker, or of torchrun, that has left `record`."""
+    """Return the failure of the worker, or of torchrun itself, that has left `record`.
+
+    `codes` has the exit codes of the failed workers by rank.
+    """
     # torchrun leaves no codes if it was ended before it could. Python ends with 1 after an exception.
     code = 1
     if record.rank is not None:
@@ -198,7 +206,7 @@ def _recorded_failure(record: RankRecord, codes: Mapping[int, int]) -> RankFailu
 
 
 def command_failure(code: int, output: str) -> RankFailure:
-    """Return the failure of a command of dist-run --per-node.
+    """Return the failure of a command of ``dist-run --per-node``, which is not a worker and leaves no record.
 
     Parameters
     ----------
@@ -221,8 +229,8 @@ def command_failure(code: int, output: str) -> RankFailure:
 def limit_lines(text: str) -> tuple[str, ...]:
     """Return the lines of `text`, shortened so that a message between nodes can carry them.
 
-    If there are too many, keep the first `HEAD_LINES` and as many of the last lines as fit, with a line
-    between them that counts the others.
+    If there are too many, keep the first `HEAD_LINES` and as many of the last lines as the message can hold.
+    A line between the two parts says how many lines are missing.
     """
     lines = [shorten_message(line.expandtabs())[:LINE] for line in text.split("\n")]
     # The first lines come first, and then the others from the last one on.
@@ -240,7 +248,10 @@ def limit_lines(text: str) -> tuple[str, ...]:
 
 
 def _count_fitting(lines: Sequence[str]) -> int:
-    """Return how many of the first `lines` fit into a message between nodes, besides one line more."""
+    """Return how many of the first `lines` fit into a message between nodes.
+
+    One more line must fit as well: it says how many lines are left out.
+    """
     size = 0
     for number, line in enumerate(lines):
         size += len(json.dumps(line)) + 2  # JSON has ", " between two elements
@@ -260,7 +271,10 @@ class LateRecords:
         self._reported: set[int | None] = set()
 
     def new_reports(self) -> Iterator[tuple[str, ...]]:
-        """Yield the lines of each new report, a title and the traceback. Call it about once a second."""
+        """Yield the lines of each new report: a title, and then the traceback. Call this about once a second.
+
+        A record is late if its worker has not ended some seconds after it was written. Each is reported once.
+        """
         for record in read_records(self._folder):
             late_s = LATE_AFTER_PEER_S if record.after_peer else LATE_S
             is_late = time.time() - record.at > late_s
@@ -293,17 +307,20 @@ def first_failure(failures: Iterable[NodeFailure]) -> NodeFailure | None:
 def describe_run_failure(
     session: HeadSession, head: str, log: Callable[..., None], *, memory: str, of_previous: bool
 ) -> tuple[str, ...]:
-    """Return the last lines that the head prints about a failed attempt. Empty if no failed worker is known.
+    """Return the last lines that the head (node 0) prints about a failed attempt.
+
+    Return () if no failed worker is known.
 
     Parameters
     ----------
-    head : the head's name, also if it is the only node.
-    log : prints the explanations of a failure that is only a consequence.
-    memory : the value of `explain.MEMORY`.
+    head : name of the head, which is also known if it is the only node.
+    log : prints the known explanations, if the failure is only a consequence of another rank's end.
+    memory : the value of `explain.MEMORY`: the memory that the job requested.
     of_previous : True for the attempt before the one that starts now.
     """
     failures = []
     for at, number, failure in session.previous_failures if of_previous else session.failures:
+        # Number 0 is the head.
         name = session.node_name(number) if number else head
         failures.append(NodeFailure(at=at, node=name, failure=failure))
     first = first_failure(failures)
@@ -322,7 +339,7 @@ def describe_failure(
 ) -> tuple[str, ...]:
     """Return the last lines of a failed run: rank, node, exit code, path of the log, and the traceback.
 
-    Without a traceback, the last line says what usually ends a worker in this way.
+    If there is no traceback, the last line says what usually ends a worker in this way.
 
     Parameters
     ----------
@@ -343,7 +360,7 @@ def describe_failure(
 
 
 def summarize_failure(entry: NodeFailure) -> str:
-    """Return the line about the failed worker of a node, which nodes other than the head print.
+    """Return the line about the failed worker of this node. Nodes other than the head print it.
 
     An example is ``rank 3 on n2 failed, exit code 1: ValueError: no data; full log: /logs/errors-n2.log``.
     """
@@ -387,15 +404,16 @@ def describe_ending(code: int) -> str:
 
 
 def write_log(text: str, folder: str, node: str, attempt: int) -> str:
-    """Write the full log of this node, and return its path.
+    """Write the full error output of this node into a file, and return the file's path.
 
-    If `folder` cannot be written, use a temporary folder. If that fails as well, return an empty text.
+    If `folder` cannot be written, use a temporary folder. If that fails as well, return "".
 
     Parameters
     ----------
     text : the error output. Colours are removed and control characters are escaped.
     folder : the folder of the user's logs or of the run. Empty for a temporary folder.
     node : the node's part of the file's name, which must differ between the node agents of a run.
+    attempt : number of the attempt. From the second one on, it is a part of the file's name.
     """
     name = f"errors-{node}.log"
     if attempt > 1:

@@ -33,9 +33,10 @@ _END_S = 1.0
 
 
 def query_argv(gpus: Sequence[Gpu]) -> list[str]:
-    """Return the command that prints the use and memory of `gpus` every ten seconds, without an end.
+    """Return the nvidia-smi command that prints the use and memory of `gpus` every ten seconds.
 
-    If `gpus` is empty, it prints the use of all GPUs that nvidia-smi sees.
+    The command does not end by itself. If `gpus` is empty, it prints the use of all GPUs that nvidia-smi
+    sees.
     """
     argv = ["nvidia-smi", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
     if gpus:
@@ -62,7 +63,10 @@ class GpuMonitor:
         self._peak_MiB = 0
 
     def start(self) -> None:
-        """Start nvidia-smi. Later calls do nothing. A node without nvidia-smi has no readings."""
+        """Start nvidia-smi in the background. Later calls do nothing.
+
+        On a node without nvidia-smi, nothing starts, and `read_use` returns None.
+        """
         if self._has_started or not self._argv:
             return
         self._has_started = True
@@ -75,9 +79,9 @@ class GpuMonitor:
             os.set_blocking(self._output.fileno(), False)  # `read_use` must not wait for the next reading
 
     def read_use(self) -> GpuUse | None:
-        """Read what nvidia-smi has printed, and return the use since the start.
+        """Read what nvidia-smi has printed since the last call, and return the GPU use since the start.
 
-        Return None if there is no new reading.
+        Return None if nvidia-smi has printed nothing new.
         """
         if self._output is None:
             return None
@@ -106,9 +110,9 @@ class GpuMonitor:
 
 
 def combine_uses(uses: Collection[GpuUse]) -> GpuUse | None:
-    """Return the use of several nodes together, or None if no node has a reading.
+    """Return the GPU use of several nodes together, or None if no node has read its GPUs.
 
-    The percentage is the mean of all readings, and the memory is the most that one GPU used.
+    The percentage is the mean of all readings, and the memory is the most that any single GPU has used.
     """
     readings = sum(use.readings for use in uses)
     if not readings:

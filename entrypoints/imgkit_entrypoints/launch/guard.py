@@ -53,11 +53,12 @@ def adopt_orphans() -> bool:
 
 
 def descendants() -> dict[int, str]:
-    """Return the names of all processes below this one, by process id."""
+    """Return the names of all processes below this one, by process id: ``{4711: "python3"}``."""
     children: dict[int, list[tuple[int, str]]] = {}
     for pid, parent, name in _list_processes():
         children.setdefault(parent, []).append((pid, name))
     names: dict[int, str] = {}
+    # Walk down the tree of processes from this process.
     unvisited = [os.getpid()]
     while unvisited:
         for pid, name in children.get(unvisited.pop(), ()):
@@ -67,7 +68,10 @@ def descendants() -> dict[int, str]:
 
 
 def _list_processes() -> Iterator[tuple[int, int, str]]:
-    """Yield the id, the parent's id and the name of each living process of the node."""
+    """Yield the id, the parent's id and the name of each living process of the node.
+
+    An example is ``4711, 1, "python3"``.
+    """
     for entry in os.listdir(PROC):  # noqa: PTH208 - pathlib costs this process a third of its start
         if entry.isdigit():
             with contextlib.suppress(OSError, ValueError):  # the process has ended
@@ -88,7 +92,11 @@ def _read_proc_file(path: str) -> bytes:
 
 
 def reap(codes: dict[int, int]) -> bool:
-    """Collect the exit codes of ended children into `codes`. Return False when no child is left."""
+    """Collect the exit codes of ended children into `codes`. Return False when no child is left.
+
+    Without this, ended processes would stay as zombies. The children include orphans that this process has
+    adopted.
+    """
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -102,7 +110,8 @@ def reap(codes: dict[int, int]) -> bool:
 def end_all(within_s: float = REAP_S) -> tuple[str, ...]:
     """Kill and collect every process below this process. Return the names of processes that are still there.
 
-    A process that is left after `within_s` seconds hangs in the kernel."""
+    A process that is left after `within_s` seconds hangs in the kernel, where no signal reaches it.
+    """
     deadline = time.monotonic() + within_s
     while reap({}):
         # Again and again, since a process may have started another one in the meantime.
@@ -160,6 +169,7 @@ def main(control: int, status: int, open_files: int, kind: str, command: list[st
             leave_at += LEAVE_S
         while "kill" not in orders and reap(codes) and time.monotonic() < leave_at:
             orders |= _take_orders(control, None, (), TICK_S)
+    # Processes that the command has left running, such as a daemon. They are named in the last report.
     remaining = sorted(set(descendants().values()))
     stuck = end_all()
     if child not in codes:
@@ -168,7 +178,7 @@ def main(control: int, status: int, open_files: int, kind: str, command: list[st
 
 
 def _start_command(command: list[str], kind: str) -> int:
-    """Start `command` and return its process id.
+    """Start `command` with the signal settings of its kind (see the module), and return its process id.
 
     Raises
     ------
@@ -184,7 +194,7 @@ def _start_command(command: list[str], kind: str) -> int:
 
 
 def _wake_on_child() -> int:
-    """Return a descriptor that becomes readable when a child ends."""
+    """Return a descriptor that becomes readable when a child ends, so that `select` can wait for it."""
     # select() does not return for a signal by itself: Python writes a byte into this pipe (set_wakeup_fd).
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
@@ -198,7 +208,8 @@ def _take_orders(control: int, child: int | None, wakers: tuple[int, ...], secon
     """Wait up to `seconds` for commands of the node agent, and return their names, such as ``terminate``.
 
     The command ``signal N`` is carried out here: `child` gets the signal. If the node agent is gone, the
-    result is ``kill``. A byte on one of `wakers` ends the waiting.
+    result is ``kill``, so that the run ends with it. A byte on one of the descriptors in `wakers` ends the
+    waiting.
     """
     readable, _, _ = select.select([control, *wakers], [], [], seconds)
     for descriptor in wakers:

@@ -109,6 +109,8 @@ class GuardedCommand:
     def read_reports(self) -> bool:
         """Handle the guard's new reports. Return False once no process of the command is left.
 
+        The guard is a process of imgkit between this one and the command (guard.py).
+
         Raises
         ------
         ToolFailed : the command cannot be started.
@@ -129,7 +131,11 @@ class GuardedCommand:
             os.write(self._control, f"{step}\n".encode())
 
     def wait_for_guard(self) -> int:
-        """Close the pipes, wait for the guard, and return the command's exit code."""
+        """Close the pipes, wait until the guard has ended, and return the command's exit code.
+
+        If the guard itself was killed, kill the processes that it has left, and return -9 as for a killed
+        command.
+        """
         self.close()
         self._process.wait()
         if self.code is None:
@@ -144,7 +150,11 @@ class GuardedCommand:
         return self._copier.tail().decode(errors="replace").replace(MARK, "")
 
     def _handle_report(self, line: str) -> None:
-        """React to one line of the guard, such as ``exit 1`` or ``clean python3 wandb-core``."""
+        """React to one line of the guard, such as ``exit 1`` or ``clean python3 wandb-core``.
+
+        ``clean`` lists the processes that were still there when the command had ended, and that the guard has
+        killed.
+        """
         event, _, value = line.partition(" ")
         match event:
             case "started":
@@ -199,7 +209,10 @@ class _Copier(threading.Thread):
         self._in_line = self._is_hidden = False
 
     def run(self) -> None:
-        """Copy until every process has closed the other end."""
+        """Copy the command's error output until every process has closed its end of the pipe.
+
+        Everything is kept for the log of a failed run, but only what the user should see is printed.
+        """
         can_write = True
         while True:
             data = os.read(self._source.fileno(), 65536)
@@ -208,6 +221,7 @@ class _Copier(threading.Thread):
             self._keep(data)
             visible = b"".join(self._visible_lines(data))
             try:
+                # A write may take only a part of the data, as to a full pipe. Descriptor 2 is standard error.
                 while can_write and visible:
                     visible = visible[os.write(2, visible) :]
             except OSError:  # our own output is closed: read on, so that the program does not block
@@ -225,7 +239,10 @@ class _Copier(threading.Thread):
         return b"".join(tuple(self._chunks))[-TAIL_BYTES:]
 
     def _visible_lines(self, data: bytes) -> Iterator[bytes]:
-        """Yield the lines and parts of lines in `data` that are copied."""
+        """Yield the lines, and parts of lines, in `data` that the user should see.
+
+        Lines for the log alone are left out, such as a traceback that the node agent prints later.
+        """
         for line in re.findall(rb"[^\n]*\n|[^\n]+", data):
             if not self._in_line:  # else it goes on with a line whose beginning was in the data before
                 # The empty line after a hidden stack belongs to it.
@@ -285,9 +302,10 @@ class Deadline:
             self.at, self.reason = at, reason
 
     def set_now(self, reason: str) -> None:
-        """Begin the end of the program now, with quick steps and without QUIT.
+        """Begin the end of the program now, and leave out QUIT, so that the end comes sooner.
 
-        An end that has already begun goes on from the step where it is.
+        If the end has begun before, it goes on from the step where it is, with the shorter time between two
+        steps.
         """
         now = time.monotonic()
         if self.has_begun:
@@ -302,7 +320,11 @@ class Deadline:
         return time.monotonic() >= self.at
 
     def next_step(self) -> str:
-        """Take the next step, and return it as a command to the guard."""
+        """Take the next step towards the end, and return it as a command to the guard, such as ``signal 1``.
+
+        The step after it is due after the time between two steps. After the last step, no step is due any
+        more.
+        """
         step = self._steps.pop(0)
         self.has_begun = True
         self.is_forced = step != _TERMINATE

@@ -67,7 +67,7 @@ class CleanEnvironment:
     def apply(self) -> None:
         """Make the link for a short TMPDIR, and switch core dumps off for this process and its children.
 
-        The variables are not changed here: the caller passes them to the workers.
+        The environment itself is not changed here: the caller passes `env` and `unset` to the workers.
 
         Raises
         ------
@@ -99,6 +99,9 @@ def clean_environment(
     exists: Callable[[str], bool] = os.path.exists,
 ) -> CleanEnvironment:
     """Return the changes that keep harmful settings of the host away from the workers.
+
+    A container gets most variables of the host. Harmful ones are those of the host's MPI and Python,
+    libraries in LD_PRELOAD that the image lacks, a TMPDIR that is too long for sockets, and core dumps.
 
     Parameters
     ----------
@@ -171,6 +174,7 @@ def _short_tmpdir(tmpdir: str) -> str:
     """Return a short name in /tmp for a TMPDIR that is too long for sockets, or "" if it is short enough."""
     if len(tmpdir) <= MAX_TMPDIR:
         return ""
+    # The digest gives each long TMPDIR a link of its own, also if a user has several jobs on the node.
     digest = hashlib.sha256(tmpdir.encode()).hexdigest()[:8]
     return f"/tmp/imgkit-tmp-{os.geteuid()}-{digest}/t"  # noqa: S108 - the user's own folder in it
 
@@ -187,9 +191,11 @@ def _count_by_prefix(names: Sequence[str]) -> list[str]:
 
 
 def _loadable_libraries(preload: str, exists: Callable[[str], bool]) -> list[str]:
-    """Return the libraries of an LD_PRELOAD that exist here, without XALT, which counts jobs of the host.
+    """Return the libraries of an LD_PRELOAD that the loader of this container can load.
 
-    A name without a slash stays: the loader searches for it on the library path.
+    Libraries that do not exist here are left out: the loader would print an error for them at each program's
+    start. XALT, by which a site counts the programs of its jobs, is left out as well. A name without a slash
+    stays: the loader searches for it on the library path.
     """
     libraries = []
     for path in re.split(r"[\s:]+", preload.strip()):
@@ -204,8 +210,9 @@ def _remove_host_python(
 ) -> dict[str, str]:
     """Return new values for variables of Python, without what belongs to a Python of the host.
 
-    Folders of installed packages leave PYTHONPATH, and programs of a virtual environment leave PATH. A
-    variable with an empty value is to be removed.
+    The image's Python cannot load packages that were installed for another one. So folders of installed
+    packages leave PYTHONPATH, and programs of a virtual environment leave PATH. A variable whose new value is
+    empty is to be removed.
 
     Parameters
     ----------

@@ -38,8 +38,8 @@ class Service:
     def is_used(self, env: Mapping[str, str], has_package: Callable[[str], bool]) -> bool:
         """Return whether a program in this environment is likely to call the service.
 
-        A variable that keeps the library offline decides first. Otherwise the service is likely to be called
-        if one of its variables is set, or if the Python of the program has its package.
+        If a variable keeps the library offline, the answer is no. Otherwise the answer is yes if one of the
+        service's variables is set, or if the program's Python has the service's package.
         """
         for name, offline_values in self.offline_variables.items():
             if env.get(name, "").lower() in offline_values:
@@ -86,7 +86,10 @@ def offline_settings(
     can_connect: Callable[[str], bool],
     is_shared: Callable[[str], bool],
 ) -> OfflineSettings:
-    """Return the variables and the notes for a program in the environment `env`.
+    """Return the variables and the notes about internet services for a program in the environment `env`.
+
+    For example, if the program uses Weights & Biases and this node cannot reach it, the workers get
+    ``WANDB_MODE=offline``, and a note says so.
 
     Parameters
     ----------
@@ -126,7 +129,10 @@ def offline_settings(
 
 
 def can_connect(url: str) -> bool:
-    """Return whether the host of `url` accepts a connection within `ATTEMPT_S` seconds."""
+    """Return whether the host of `url` accepts a connection within `ATTEMPT_S` seconds.
+
+    Nothing is sent: the connection alone shows that there is a route to the internet.
+    """
     address = urllib.parse.urlsplit(url)
     default_port = 80 if address.scheme == "http" else 443
     try:

@@ -54,7 +54,10 @@ _RANK_NUMBER = re.compile(r"(?m)^  Rank (\d{1,9}) -- ")
 
 
 def ras_address(env: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return the host and port at which NCCL's RAS answers, or None if the workers of `env` do not use it."""
+    """Return the host and port at which NCCL's RAS answers, or None if the workers of `env` do not use it.
+
+    RAS is NCCL's service for questions about its state. Each process with NCCL answers at this address.
+    """
     if env.get("IMGKIT_DEVICE") != "cuda" or env.get("NCCL_RAS_ENABLE") == "0":
         return None
     host, _, port = env.get("NCCL_RAS_ADDR", RAS_DEFAULT).rpartition(":")
@@ -89,7 +92,10 @@ class Question:
         return self._thread.is_alive() and time.monotonic() < self._until
 
     def _ask(self, host: str, port: int) -> None:
-        """Ask, and set `lines` to the report or to the reason why there is none."""
+        """Ask NCCL, and set `lines` to its report, or to the reason why there is none.
+
+        `lines` stays empty if no NCCL with RAS runs here.
+        """
         name = f"NCCL's RAS ({host}:{port})"
         try:
             problems = summarize_answer(_read_answer(host, port))
@@ -104,12 +110,13 @@ class Question:
 
 
 def _read_answer(host: str, port: int) -> bytes:
-    """Return NCCL's answer to the command VERBOSE STATUS.
+    """Return NCCL's answer to the command VERBOSE STATUS, which lists the errors of all its communicators.
 
     Raises
     ------
-    TimeoutError : no process has greeted. ConnectionResetError : NCCL has closed the connection. ValueError :
-    another program listens there.
+    TimeoutError : no process has greeted.
+    ConnectionResetError : NCCL has closed the connection.
+    ValueError : another program listens at this address.
     """
     for _ in range(_TRIES):
         with (
@@ -134,8 +141,8 @@ def _read_answer(host: str, port: int) -> bytes:
 def summarize_answer(answer: bytes) -> list[str]:
     """Return the errors and warnings in NCCL's answer to the command VERBOSE STATUS.
 
-    After `MAX_LINES` lines, one more line counts the rest. Ranks that NCCL lists one below the other become
-    one line for each node.
+    After `MAX_LINES` lines, one more line counts the rest. NCCL writes one line for each rank. Consecutive
+    lines about ranks of the same node become one line.
 
     Raises
     ------
@@ -155,7 +162,10 @@ def summarize_answer(answer: bytes) -> list[str]:
 
 
 def _fold_ranks(lines: list[str]) -> Iterator[str]:
-    """Yield `lines`, with one line for consecutive ranks of a node: ``  Ranks 0-3,5 on node n2``."""
+    """Yield `lines`, with one line for consecutive ranks of a node: `` Ranks 0-3,5 on node n2``.
+
+    Lines that are not about a rank stay as they are.
+    """
     for node, group in groupby(lines, _node_of_rank_line):
         node_lines = list(group)
         if node is None or len(node_lines) == 1:
@@ -180,10 +190,11 @@ RENAMED_SINCE = (2, 9)
 
 
 def recorder_variables(env: Mapping[str, str], torch_version: str, job_id: str) -> dict[str, str]:
-    """Return the variables that make torch record collectives, and write them to a file after a timeout.
+    """Return the variables that switch torch's flight recorder on.
 
-    Variables that `env` already has are left out. If no safe folder can be used, or if the user has named
-    one, the variable for the files' names is left out as well.
+    The recorder keeps the latest collectives of each rank, and writes them to a file after a timeout. A
+    variable that `env` already has is left out. If the user has named a place for the files, or if no safe
+    folder can be used, the variable for their names is left out as well.
     """
     if env.get("IMGKIT_DEVICE") != "cuda":
         return {}
@@ -195,6 +206,7 @@ def recorder_variables(env: Mapping[str, str], torch_version: str, job_id: str) 
     has_new_name = plan.is_torch_since(torch_version, RENAMED_SINCE)
     if not has_new_name:
         variables["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "2000"  # collectives; by default, it records none
+    # The user has not named a place for the files.
     if OLD_DUMP_PREFIX not in env and DUMP_PREFIX not in env:
         folder = _recorder_folder(env)
         if folder:
@@ -207,8 +219,8 @@ def recorder_variables(env: Mapping[str, str], torch_version: str, job_id: str) 
 def _recorder_folder(env: Mapping[str, str]) -> Path | None:
     """Return the folder for the recorder's files: the run's folder, or else the folder of temporary files.
 
-    torch follows links. So if other users can write to that folder, return a private folder in it, or None if
-    the private folder cannot be made.
+    If other users can write to this folder, return a private folder in it, or None if that cannot be made.
+    torch follows links, so another user's link with a file's name could make it overwrite any file.
     """
     folder = Path(env.get("IMGKIT_RUN_DIR") or tempfile.gettempdir())
     try:
@@ -226,9 +238,9 @@ def _recorder_folder(env: Mapping[str, str]) -> Path | None:
 
 
 def recorder_dumps(env: Mapping[str, str], since: float) -> str:
-    """Return a line about the recorder's files that were written after `since`, or "" if there are none.
+    """Return a line about the files that torch's flight recorder has written after `since`.
 
-    `since` is in seconds of the epoch.
+    `since` is in seconds of the epoch. Return "" if there are no new files.
     """
     prefix = env.get(DUMP_PREFIX) or env.get(OLD_DUMP_PREFIX)
     if not prefix:

@@ -130,9 +130,10 @@ class NodeAttempt:
     """
 
     def __init__(self, node: NodeContext, order: AttemptStart, node_rank: int) -> None:
-        """Prepare the attempt of `order`, in which this node has the rank `node_rank`.
+        """Prepare the attempt of `order`, in which this node has the rank `node_rank`. `start` starts it.
 
-        Files of the attempt before are removed from the stop folder.
+        Files of the attempt before are removed from the stop folder, where workers and node agent exchange
+        files.
         """
         timeouts = node.config.timeouts
         self._node, self._order, self._node_rank = node, order, node_rank
@@ -169,11 +170,11 @@ class NodeAttempt:
         node.session.phase = STARTING
 
     def start(self, start_up_variables: Mapping[str, str]) -> None:
-        """Start the command under a guard.
+        """Start the command below a guard, the process that ends everything the command leaves (guard.py).
 
         Parameters
         ----------
-        start_up_variables : the parts of the start until now (start_up.py).
+        start_up_variables : how long each part of the start has taken until now (start_up.py).
         """
         node, command = self._node, self._node.config.command
         env = {**node.env, "IMGKIT_ATTEMPT": str(self._order.attempt), **start_up_variables}
@@ -195,7 +196,8 @@ class NodeAttempt:
     def _fill_placeholders(self) -> tuple[list[str], dict[str, str]]:
         """Return the argv of the user's command in this attempt, and the variables with the same values.
 
-        Make the folder RAY_TMPDIR for this attempt, unless the user has set the variable.
+        The user writes placeholders such as ``{node_rank}`` in the command. If the user has not set
+        RAY_TMPDIR, make a folder for it, so that two attempts do not share Ray's files.
         """
         node, command = self._node, self._node.config.command
         run_dir = command.env.get("IMGKIT_RUN_DIR", "")
@@ -214,7 +216,10 @@ class NodeAttempt:
             self._command.close()
 
     def request_stop(self, reason: str) -> None:
-        """Make the program's stop file, and set the deadline at which the program is ended by force."""
+        """Ask the program to save and end, and set the time at which it is ended by force.
+
+        A program of torchrun finds the request as a file in its stop folder.
+        """
         config = self._node.config
         grace_s = config.timeouts.grace_s
         self._is_asked_to_stop = True
@@ -227,7 +232,10 @@ class NodeAttempt:
             self.deadline.set_within(grace_s, "the grace time is over")
 
     def end_when_due(self) -> None:
-        """Send the command the next signal that should end it, if its time has come."""
+        """Send the command the next signal that ends it, if the time for it has come.
+
+        The signals are HUP, QUIT and KILL, some seconds apart.
+        """
         if self._command is None or not self.deadline.is_due():
             return
         was_forced = self.deadline.is_forced
@@ -251,9 +259,9 @@ class NodeAttempt:
         return self._command
 
     def check_workers(self) -> None:
-        """Update what the heartbeats say about the workers, and report workers that hang or fail late.
+        """Report workers that hang or fail late, and update what the heartbeats say about the workers.
 
-        A start that takes too long is ended.
+        On the head, a start that takes too long is ended.
         """
         session = self._node.session
         session.positions = self._watchdog.positions
@@ -277,7 +285,7 @@ class NodeAttempt:
         return WORKERS
 
     def finish(self, *, received_signal: int | None, is_head_lost: bool) -> None:
-        """Wait for the guard of the ended command, and set `code` and `saved_state`.
+        """Wait for the guard (the parent process) of the ended command, and set `code` and `saved_state`.
 
         Parameters
         ----------
@@ -301,8 +309,10 @@ class NodeAttempt:
     def _node_code(self, command_code: int, received_signal: int | None, *, is_head_lost: bool) -> int:
         """Return the exit code of this node, whose command has ended with `command_code` and saved nothing.
 
-        If the node agent has ended the command, the code tells why, and not by which signal. If the command
-        has ended by itself, it is the command's code, or 128 plus the signal that killed it, as in a shell.
+        If the command has ended by itself, the code is that of the command, or 128 plus the signal that
+        killed it, as in a shell. If the node agent has ended the command, its signal says nothing, so the
+        code tells the reason: a lost head, a start that took too long, or the signal that the node agent has
+        received.
         """
         if command_code == 0:
             return 0
@@ -317,6 +327,7 @@ class NodeAttempt:
                 "the program was killed (SIGKILL), often by the kernel because memory ran out: "
                 f"{explain.memory_remedy(self._node.config.command.memory)}"
             )
+        # The code of a killed command is the negative signal: -9 becomes 137.
         return 128 - command_code
 
     def explain_failure(self) -> None:
@@ -337,12 +348,17 @@ class NodeAttempt:
             self._log(dumps)
 
     def _log_explanations(self) -> None:
-        """Print the known causes of the failure texts in the command's error output."""
+        """Print the explanations of known failures in the command's error output (explain.py).
+
+        For example, "CUDA out of memory" has one. If a rank's own error is known, closed connections need
+        none.
+        """
         failure, has_cause = self.failure, False
         if failure is not None and failure.rank is not None:  # None: torchrun or the user's command failed
             if not failure.lines:
                 return  # a rank without a traceback was usually killed, and the final message explains that
             is_only_node = self._node.session.placement.nnodes == 1
+            # On several nodes, the head explains a failure that is only a consequence of another rank's end.
             has_cause = not (failure.after_peer and is_only_node)
         output = self._running_command.output_tail()[-EXPLAINED_CHARACTERS:]
         memory = self._node.config.command.memory
@@ -352,7 +368,7 @@ class NodeAttempt:
     def _find_failure(self) -> RankFailure | None:
         """Return the worker or command of this node that failed first.
 
-        Return None if none is known to have failed by itself.
+        Return None if none is known to have failed by itself: what the node agent has ended did not fail.
         """
         command = self._running_command
         if self._node.config.command.is_per_node:

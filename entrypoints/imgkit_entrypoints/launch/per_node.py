@@ -45,7 +45,10 @@ It must be short, since Ray adds about 68 characters: ``ray/session_TIME_PID/soc
 
 
 def placeholder_values(order: AttemptStart, node_rank: int, nproc: int, run_dir: str) -> dict[str, str]:
-    """Return the value of each placeholder on this node, in the attempt that `order` starts."""
+    """Return the value of each placeholder in the user's command, such as ``{port}``, on this node.
+
+    The values are those of the attempt that `order` starts.
+    """
     return {
         "head": order.head,
         "port": str(order.port),
@@ -59,13 +62,14 @@ def placeholder_values(order: AttemptStart, node_rank: int, nproc: int, run_dir:
 
 
 def fill_placeholders(argv: Iterable[str], values: Mapping[str, str]) -> list[str]:
-    """Return `argv` with `values` in place of the placeholders. All other braces stay as they are.
+    """Return `argv` with `values` in place of the placeholders, such as ``{port}``.
 
-    With ``{"port": "29500", ...}``, ``["--port={port}", "{{port}}", "{x}"]`` becomes
-    ``["--port=29500", "{port}", "{x}"]``.
+    With ``{"port": "29500", ...}``, ``["--port={port}", "{{port}}", "{x}"]`` becomes ``["--port=29500",
+    "{port}", "{x}"]``: doubled braces keep a placeholder's text, and all other braces stay as they are.
     """
 
     def value(match: re.Match[str]) -> str:
+        # Group 1 is the text between doubled braces, and group 2 the name of a placeholder.
         return match[1] or values[match[2]]
 
     return [_PLACEHOLDER.sub(value, arg) for arg in argv]

@@ -178,8 +178,8 @@ class LaunchPlan:
     def announcements(self, *, verbose: bool) -> Iterator[str]:
         """Yield the lines that the head prints at the start.
 
-        With `verbose`, these are all values, notes and warnings. Otherwise there are few lines, of which at
-        most `MAX_WARNINGS` are about warnings.
+        With `verbose`, these are all values, notes and warnings. Otherwise they are the size of the run, the
+        notes, and at most `MAX_WARNINGS` lines about warnings.
         """
         messages = self.messages
         if verbose:
@@ -210,7 +210,7 @@ class LaunchPlan:
         return f"{self.placement.nnodes} nodes, {processes} on each, {device}"
 
     def lines(self) -> Iterator[str]:
-        """Yield the text of ``--dry-run``: each value with its source, the warnings, and the command."""
+        """Yield the lines of ``--dry-run``: each value with its source, the warnings, and the command."""
         rows = [*self._placement_rows(), *self._decision_rows(), *self._variable_rows()]
         name_width = max(len(row.name) for row in rows)
         value_width = min(_WIDEST, max(len(row.value) for row in rows))
@@ -221,7 +221,7 @@ class LaunchPlan:
         yield f"command: {shlex.join(self.argv)}"
 
     def _placement_rows(self) -> Iterator[_DryRunRow]:
-        """Yield the rows of a dry run about the nodes and how the workers start on them."""
+        """Yield the rows of a dry run about the nodes, and about how the workers start on them."""
         yield _DryRunRow("scheduler", self.placement.scheduler)
         defaults = {"nnodes": "this machine alone", "node_rank": "the only node", "port": "from the job id"}
         values = _placement_dict(self.placement)
@@ -234,7 +234,7 @@ class LaunchPlan:
         yield _DryRunRow("mode", self.mode, f"{starters[self.mode]} starts the workers")
 
     def _decision_rows(self) -> Iterator[_DryRunRow]:
-        """Yield the rows of a dry run about the secret and about values with a reason."""
+        """Yield the rows of a dry run about the secret, and about each value that has a reason."""
         if self.secret:
             yield _DryRunRow("secret", self.secret)
         else:
@@ -255,7 +255,7 @@ class LaunchPlan:
             yield _DryRunRow(name, "-", "removed from the workers' environment")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the document that ``--dry-run --json`` prints."""
+        """Return the JSON document that ``--dry-run --json`` prints."""
         return {
             "schema": SCHEMA,
             "scheduler": self.placement.scheduler,
@@ -285,7 +285,7 @@ class _DryRunRow(NamedTuple):
 
 
 def _placement_dict(placement: Placement) -> dict[str, Any]:
-    """Return the part of the document of a dry run about the nodes."""
+    """Return the part of the JSON document of a dry run that describes the nodes."""
     return {
         "nnodes": placement.nnodes,
         "size": dataclasses.asdict(placement.size or Size(training=placement.nnodes)),
@@ -309,19 +309,21 @@ def decide_launch(
     env: Mapping[str, str],
     is_imgkits: bool = False,
 ) -> LaunchPlan:
-    """Decide how to start the command `worker` on the node `placement`, and return the plan.
+    """Decide how to start the command `worker` on this node, and return the plan.
 
     Parameters
     ----------
-    worker : argv of one worker, or with ``--per-node`` of the command.
+    worker : argv of one worker. With ``--per-node``, argv of the command that runs once on each node.
     torchrun : the module that runs torchrun.
+    placement : the nodes of the run, and the rank of this node among them.
     host : what was found on this machine.
     system : the image's recipe for a cluster, or None in an image without one.
     is_imgkits : True if `worker` is a program of this package.
 
     Raises
     ------
-    NoPlan : no launch can work, since the recipe's GPUs are not visible, or the nodes could not connect.
+    NoPlan : no launch can work, for example because the recipe's GPUs are not visible, or because the nodes
+        could not connect.
     """
     device = _choose_device(request, host, system, env)
     network = fabric.choose_fabric(host, system, env, nnodes=placement.nnodes, head=placement.head)
@@ -331,6 +333,7 @@ def decide_launch(
     binding = _choose_binding(request, device.value, host, placement, int(nproc.value), env)
     threads = _choose_threads(host, int(nproc.value), binding, system, env)
     chosen = dict(network.env)
+    # The user's own value is in the environment already.
     if threads and threads.origin != "user":
         chosen[threads.variable] = threads.value
     if binding.value:
@@ -386,7 +389,10 @@ def decide_launch(
 
 
 def _refuse_blocked_network(network: fabric.FabricPlan, placement: Placement) -> None:
-    """Raise NoPlan if NCCL cannot work with this node's network."""
+    """Raise NoPlan if NCCL cannot work with this node's network.
+
+    Without this error, the run would hang or fail later with an obscure message.
+    """
     problems = list(network.refusals)
     if placement.nnodes > 1:  # on one node, NCCL does not use the network
         problems += network.blockers
@@ -401,7 +407,10 @@ def _refuse_blocked_network(network: fabric.FabricPlan, placement: Placement) ->
 def _choose_binding(
     request: Request, device: str, host: HostFacts, placement: Placement, nproc: int, env: Mapping[str, str]
 ) -> cores.CpuBinding:
-    """Choose the processors of each worker. A result without a reason is not shown in a dry run."""
+    """Choose the processors on which each worker may run: those beside its GPU.
+
+    Workers without a GPU of their own are not bound. A result without a reason is not shown in a dry run.
+    """
     if not request.binds_cpus:
         return cores.CpuBinding(reason="--no-cpu-binding")
     if device != "cuda" or request.is_per_node or placement.direct:
@@ -410,9 +419,9 @@ def _choose_binding(
 
 
 def _choose_max_failures(request: Request, placement: Placement) -> int:
-    """Return the number of failures after which the run starts a new attempt.
+    """Return the number of failures after which the run still starts a new attempt.
 
-    Direct ranks have no node agent.
+    It is 0 for ranks that the launcher has started itself, since no node agent could start them again.
     """
     if placement.direct is not None:
         return 0
@@ -422,9 +431,12 @@ def _choose_max_failures(request: Request, placement: Placement) -> int:
 
 
 def _useless_spares(placement: Placement) -> tuple[str, ...]:
-    """Return a warning if spares cannot replace a lost node, and nothing otherwise.
+    """Return a warning if spares, the nodes that should replace lost ones, cannot do so.
 
-    Ranks without torchrun have no spares, and the launchers in `ENDED_TOGETHER` end the job with one node.
+    Otherwise return nothing.
+
+    Ranks that the launcher starts without torchrun all take part, and the launchers in `ENDED_TOGETHER` end
+    the whole job when one node is lost.
     """
     if placement.size is None or not placement.size.spares:
         return ()
@@ -441,7 +453,7 @@ def _useless_spares(placement: Placement) -> tuple[str, ...]:
 def _choose_device(
     request: Request, host: HostFacts, system: SystemFacts | None, env: Mapping[str, str]
 ) -> Decision:
-    """Choose ``cuda`` or ``cpu``.
+    """Choose the device of the workers, ``cuda`` or ``cpu``.
 
     Raises
     ------
@@ -481,7 +493,10 @@ def _no_gpu_error(host: HostFacts, number: str, reason: str) -> NoPlan:
 
 
 def _refuse_amd(host: HostFacts) -> None:
-    """Raise NoPlan for an image or a node with AMD GPUs. Otherwise the run would silently use the CPU."""
+    """Raise NoPlan for an image or a node with AMD GPUs, which imgkit does not support.
+
+    Without this error, the run would silently use the CPU.
+    """
     if host.rocm:
         problem, remedy = "the image is made for AMD GPUs", "an image for NVIDIA GPUs"
     elif host.amd_gpus and not host.gpus:
@@ -497,9 +512,9 @@ def _refuse_amd(host: HostFacts) -> None:
 
 
 def _expected_gpus(system: SystemFacts | None, env: Mapping[str, str]) -> tuple[int, str]:
-    """Return the number of GPUs that this node must have, and its source: the image, or else the job.
+    """Return the number of GPUs that this node must have, and where the number comes from.
 
-    The number is 0 if neither says anything.
+    The image's recipe decides first, and then the job's variables. Without both, return ``(0, "")``.
     """
     if system is not None and system.node.gpus:
         model = system.node.gpu_model
@@ -514,12 +529,14 @@ def _expected_gpus(system: SystemFacts | None, env: Mapping[str, str]) -> tuple[
 def _choose_nproc(
     request: Request, device: str, host: HostFacts, placement: Placement, env: Mapping[str, str]
 ) -> Decision:
-    """Choose the number of workers on this node.
+    """Choose the number of workers on this node: the user's number, or else one for each GPU.
 
     Raises
     ------
-    NoPlan : several workers would share a GPU, or the number of an operator cannot be read.
+    NoPlan : several workers would share a GPU, or the number that a Kubernetes operator has set cannot be
+        read.
     """
+    # The launcher has started every rank itself, without torchrun.
     if placement.direct is not None:
         number, reason = placement.direct.local_world_size, f"{placement.scheduler} started them"
     elif request.nproc != "auto":
@@ -540,7 +557,7 @@ def _choose_nproc(
 
 
 def _operators_nproc(text: str, host: HostFacts) -> tuple[int, str]:
-    """Return the number of processes that the text of `_PET_NPROC` means, and the reason.
+    """Return the number of processes that a Kubernetes operator asks for in `_PET_NPROC`, and the reason.
 
     The text is a number, ``auto``, ``gpu`` or ``cpu``, as for torchrun's ``--nproc-per-node``.
 
@@ -566,7 +583,10 @@ def _operators_nproc(text: str, host: HostFacts) -> tuple[int, str]:
 def _unused_nproc(
     request: Request, placement: Placement, nproc: str, env: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Return a warning if an operator gives another number of processes than the run uses."""
+    """Return a warning if a Kubernetes operator asks for another number of processes than the run uses.
+
+    Otherwise return nothing.
+    """
     value = env.get(_PET_NPROC, "")
     if value in ("", "auto", nproc):
         return ()
@@ -586,13 +606,15 @@ def _choose_threads(
     system: SystemFacts | None,
     env: Mapping[str, str],
 ) -> Decision | None:
-    """Choose OMP_NUM_THREADS: the user's value, or else the processors of this node per worker.
+    """Choose OMP_NUM_THREADS, the number of threads that each worker uses for work on processors.
 
-    Return None if the recipe sets the variable, since the plan of the network then includes it.
+    It is the user's value, or else the processors of this node divided by the workers. Return None if the
+    image's recipe sets the variable, since the plan of the network then includes it.
     """
     name = "OMP_NUM_THREADS"
     value = env.get(name)
     image_value = host.image_env.get(name) if host.image_env else None
+    # Nobody has set another value than the recipe and the image.
     if system is not None and name in system.env and value in (None, image_value, system.env[name]):
         return None
     # PBS sets the variable to all processors of the chunk, and mpiexec passes it on. The user has not chosen
@@ -611,7 +633,10 @@ def _choose_threads(
 
 
 def _rank_variables(placement: Placement) -> dict[str, str]:
-    """Return the variables that torchrun would have set for this worker."""
+    """Return the variables that torchrun would have set for a worker.
+
+    They are for a worker that the launcher has started itself, without torchrun.
+    """
     assert placement.direct is not None  # noqa: S101 - the caller branches on it
     return {
         "RANK": str(placement.direct.rank),
@@ -626,10 +651,11 @@ def _rank_variables(placement: Placement) -> dict[str, str]:
 def _torchrun_argv(
     module: str, request: Request, placement: Placement, host: HostFacts, nproc: str
 ) -> tuple[str, ...]:
-    """Return the argv of torchrun, which the worker's argv follows."""
+    """Return the argv of torchrun, without the worker's argv, which the caller appends."""
     # A container without a network cannot resolve the host's name, and the run would hang for ten minutes.
     head = placement.head if placement.nnodes > 1 else "127.0.0.1"
     nnodes, node_rank = str(placement.nnodes), str(placement.node_rank)
+    # With spares, the number and the rank may differ between attempts.
     if placement.size and placement.nnodes > 1:
         nnodes, node_rank = NNODES_PENDING, NODE_RANK_PENDING
     shutdown_option: tuple[str, ...] = ()
@@ -654,7 +680,10 @@ def _torchrun_argv(
 
 
 def _torchrun_logs(request: Request, placement: Placement, host: HostFacts) -> str:
-    """Return the folder for the output of each process, or a marker if the user names none."""
+    """Return the folder for the output of each process, or the marker `LOGS_PENDING` if the user names none.
+
+    `fill_markers` replaces the marker by a folder in the node's stop folder.
+    """
     if not request.log_dir:
         return LOGS_PENDING
     # Each node has its own folder, since torchrun's paths name no host and nodes may share a file system.
@@ -691,7 +720,10 @@ LOGS_PENDING = "<log folder of this run>"
 
 
 def fill_markers(argv: Sequence[str], order: AttemptStart, node_rank: int, stop_folder: Path) -> list[str]:
-    """Return `argv` with the values of the attempt that `order` starts in place of the markers."""
+    """Return `argv` with the values of an attempt in place of the markers, such as `PORT_PENDING`.
+
+    The values are known only when the head starts the attempt by `order`.
+    """
     attempt = f"attempt{order.attempt}"
     values = {
         PORT_PENDING: str(order.port),

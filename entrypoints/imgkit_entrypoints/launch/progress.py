@@ -79,7 +79,10 @@ class Progress(NamedTuple):
 
 
 def read_progress(folder: Path) -> Progress | None:
-    """Return the notes of an attempt, or None before its first step and for a program that writes none."""
+    """Return the notes that the program has written in an attempt (`ProgressNotes`).
+
+    Return None if it has not begun a step yet, or if it is a program that writes no notes.
+    """
     try:
         with files.open_regular(folder / PROGRESS_FILE) as file:
             progress = Progress(*PROGRESS_LAYOUT.unpack(file.read(PROGRESS_LAYOUT.size)))
@@ -107,7 +110,7 @@ class StepTimer:
         self._has_steps = False
 
     def start_attempt(self, folder: Path) -> float:
-        """Begin an attempt whose program writes its notes into `folder`.
+        """Begin to measure an attempt whose program writes its notes into `folder`.
 
         Return the time at which the first attempt of this start began, on the monotonic clock.
         """
@@ -120,7 +123,11 @@ class StepTimer:
         return self._first_attempt_s
 
     def end_attempt(self, folder: Path) -> None:
-        """Add the notes of the attempt that has ended, if its program has written any."""
+        """Add the times of an attempt that has ended to the times of the run: starting, training and saving.
+
+        They follow from the notes that the program has written into `folder`. Without notes, nothing is
+        added.
+        """
         progress = read_progress(folder)
         if progress is None:
             return
@@ -135,13 +142,14 @@ class StepTimer:
         self._parts["saving"] += saving_s
 
     def summary(self, nodes: int) -> str:
-        """Return the line about a start on `nodes` nodes. Empty if its program has noted no step.
+        """Return the line about where the time of a start on `nodes` nodes went, or "" if there was no step.
 
         An example is ``412 s on 2 nodes: starting 31 s (8 %), training 370 s (90 %), saving 11 s (3 %)``.
         """
         if not self._has_steps:
             return ""
         total_s = time.monotonic() - self._start_s
+        # Tenths of a second matter only in short runs.
         decimals = 0 if total_s >= ROUNDED_S else 1
         parts = []
         for name, seconds in self._parts.items():

@@ -19,10 +19,11 @@ _MOUNTS = "/proc/self/mountinfo"
 
 
 def refuse_missing_code(env: Mapping[str, str]) -> None:
-    """Raise NoPlan if the run has code of its own, but nothing is mounted at the place for its copy.
+    """Raise NoPlan if the run's copy of the user's code is not mounted in the container.
 
-    The content of the copy is not compared with the digest: the program may have changed files before a
-    requeue.
+    A run without a copy passes. With an unmounted copy, the program would then run the image's older code, or
+    not be found. The content of the copy is not compared with the digest: the program may have changed files
+    before a requeue.
     """
     code = env.get(CODE_VARIABLE, "")
     if not code:

@@ -41,7 +41,7 @@ class RunFiles:
         self._next_gpu_write_s = 0.0
 
     def prepare(self, plan_text: str) -> None:
-        """Remove the files of an earlier start, and write `PLAN_FILE`.
+        """Remove the files of an earlier start from the run's folder, and write the new plan into it.
 
         Raises
         ------
@@ -60,7 +60,7 @@ class RunFiles:
         self._write(RESULT, f"{self._job_id} {code}\n", loss)
 
     def write_gpu_use(self, session: HeadSession) -> GpuUse | None:
-        """Write the GPU use of all nodes so far, and return it.
+        """Write the GPU use of all nodes so far into the run's folder, and return it.
 
         Return None and write nothing if no node has read its GPUs yet.
         """
@@ -77,9 +77,9 @@ class RunFiles:
             self.write_gpu_use(session)
 
     def admit_attempt(self, attempt: int) -> None:
-        """Let only workers of `attempt` write into the folder.
+        """Let only workers of this attempt write into the run's folder.
 
-        Workers of an earlier attempt may still run on a lost node.
+        Workers of an earlier attempt may still run on a lost node, and would overwrite newer files.
         """
         if self.folder is None:
             return
@@ -94,10 +94,10 @@ class RunFiles:
         return self.folder.request()
 
     def request_requeue(self, saved_state: str) -> int:
-        """Ask the job script to requeue a run that has saved its state. Return the exit code of the run.
+        """Ask the job script to requeue a run that has saved its state, and return the exit code of the run.
 
-        A scheduler's exit code does not say that the state was saved: Slurm reports the code of a task that
-        it has killed. So the request is a file.
+        The request is a file, because the exit code that a scheduler passes on is not reliable: Slurm reports
+        the code of a task that it has killed.
         """
         if self.folder is None or not saved_state:
             return EXIT_SAVED

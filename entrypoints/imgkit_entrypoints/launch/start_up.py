@@ -43,10 +43,11 @@ class StartUp:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> StartUp:
-        """Return the parts that the node agent of this worker has measured, and the part ``torchrun``.
+        """Return how long each part of the start has taken until the start of this worker.
 
-        The part ``torchrun`` lasts until this process has started. A worker without a node agent has no parts
-        yet.
+        The node agent has measured the first parts, and this method adds the part ``torchrun``. The part
+        ``torchrun`` lasts from the start of torchrun until this process has started. Without a node agent,
+        nothing was measured, so there are no parts yet.
         """
         worker_start_s = process_start_s()
         try:
@@ -62,9 +63,10 @@ class StartUp:
         return start_up
 
     def record(self, name: str, end_s: float | None = None) -> None:
-        """Record that the part `name` has lasted from the end of the part before until `end_s`.
+        """Record that the part `name` has lasted from the end of the part before it until `end_s`.
 
-        `end_s` is of the monotonic clock, and None means now. A name that is used again adds to its part.
+        `end_s` is on the monotonic clock. None means now. If `name` was recorded before, the new time is
+        added to it.
         """
         if end_s is None:
             end_s = time.monotonic()
@@ -95,13 +97,16 @@ def start_time_s(env: Mapping[str, str], folder: RunFolder | None) -> float:
     """Return when this start began, on the monotonic clock: with its Slurm job, or else with this process.
 
     The job's time counts only for a run with a folder, since an interactive allocation begins long before the
-    commands in it. A later start in the same job begins when the earlier one has last written to the folder.
+    commands in it. A job may start a run a second time. That start begins when the earlier one has last
+    written to the folder.
     """
     process_s = process_start_s()
     job_s = parse_digits(env.get("SLURM_JOB_START_TIME", ""))  # in seconds of the epoch
     if folder is None or job_s is None:
         return process_s
+    # The monotonic clock has another zero than the epoch, so convert by the age.
     age_s = time.time() - max(float(job_s), folder.last_change_s())
+    # A clock that was set wrongly gives an impossible age.
     if not 0 <= age_s <= LONGEST_S:
         return process_s
     return min(process_s, time.monotonic() - age_s)
@@ -117,9 +122,10 @@ def process_start_s() -> float:
 
 @contextlib.contextmanager
 def rendezvous(env: Mapping[str, str]) -> Iterator[None]:
-    """Report to the node agent that torchrun is in its rendezvous, and after the context that it is past it.
+    """Report to the node agent that torchrun is in its rendezvous, in which all nodes meet.
 
-    If the rendezvous fails, nothing more is reported.
+    Use this as a context around the rendezvous: at its end, it reports that torchrun is past it. If the
+    rendezvous fails, nothing more is reported.
     """
     write_phase(env, RENDEZVOUS)
     yield

@@ -67,7 +67,8 @@ LOCAL_JOB = "local"
 def use_stop_folder(parent: str, node_rank: int) -> Iterator[Path]:
     """Yield this node's stop folder, without files of an earlier run.
 
-    The folder is ``PARENT/nodeRANK``, since all nodes may share the file system of `parent`. If `parent` is
+    In this folder, the node agent asks the program to stop, and the program says what it has saved. The
+    folder is ``PARENT/nodeRANK``, since all nodes may share the file system of `parent`. If `parent` is
     empty, the folder is a temporary one, which is removed afterwards.
 
     Raises
@@ -95,10 +96,11 @@ def use_stop_folder(parent: str, node_rank: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked_folder(path: Path) -> Iterator[None]:
-    """Make a folder of this user unless it exists, lock it, and remove it afterwards.
+    """Make a folder of this user unless it exists, lock it, and remove it at the end of the context.
 
-    Nodes that share the file system share the folder, and the first of them locks it. If a node agent is
-    killed, its lock is gone, and a later start of this user removes the folder (`_remove_abandoned`).
+    The lock shows that the folder is in use. If a node agent is killed, its lock is gone, and a later start
+    of this user removes the folder (`_remove_abandoned`). If several nodes share the file system, they share
+    the folder, and the first of them locks it.
 
     Raises
     ------
@@ -117,7 +119,10 @@ def locked_folder(path: Path) -> Iterator[None]:
 
 
 def _temporary_folder() -> Path:
-    """Make a temporary folder in the usual place, in memory or in the current folder.
+    """Make a temporary folder, and return its path.
+
+    It is in the usual place for temporary files, in /dev/shm, or in the current folder: the first of them
+    that can be written.
 
     Raises
     ------
@@ -130,10 +135,9 @@ def _temporary_folder() -> Path:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove the stop folders and Ray folders of this user's node agents that were killed.
+    """Remove the stop folders and Ray folders that killed node agents of this user have left in `parent`.
 
-    Slurm kills all processes of a cancelled job that hangs, so its node agent cannot remove the folder
-    itself.
+    Slurm kills all processes of a cancelled job that hangs, and then its node agent cannot remove its folder.
     """
     for path in (*parent.glob(f"{TEMPORARY}*"), *parent.glob(f"{RAY_PREFIX}*")):
         try:
@@ -148,6 +152,8 @@ def _remove_abandoned(parent: Path) -> None:
 
 def clear_stop_folder(stop_folder: Path) -> None:
     """Remove the files of an earlier run or attempt from the stop folder.
+
+    The program would otherwise take an old stop request for a new one.
 
     Raises
     ------
@@ -183,10 +189,12 @@ def lost_output_reason(stop_folder: Path) -> str:
 
 
 def read_saved_step(stop_folder: Path, job_id: str) -> tuple[str | None, str]:
-    """Return the step that the program of this job has saved, and a problem with the file ``state-saved``.
+    """Return the step that the program has saved, and a message about a problem with its record.
 
-    The step is None if nothing was saved, and ``?`` if the file names no step. The problem says why an
-    existing file does not count, such as a file of another job. It is empty otherwise.
+    The record is the file ``state-saved``, such as ``4711.0 300``: job id and step.
+
+    The step is None if nothing was saved, and ``?`` if the file names no step. The message is "" if there is
+    no problem. A problem is, for example, a file that another job has left.
     """
     path = stop_folder / SAVED
     try:
@@ -259,7 +267,7 @@ class RunFolder:
         return self.path / BY_PERSON if self._find(BY_PERSON) else None
 
     def refuse_stopped(self) -> None:
-        """Raise UsageError if a person has asked the run not to start."""
+        """Raise UsageError if a person has asked the run not to start, by a stop file in its folder."""
         file = self.stop_file()
         if file:
             raise UsageError(
@@ -274,9 +282,9 @@ class RunFolder:
         files.refuse_unusable_folder(self.path, "run folder", where=where, hint=hint)
 
     def clear(self) -> None:
-        """Remove the files that the job script and an earlier start have left for each other.
+        """Remove the files that an earlier start of this run and the job script have left for each other.
 
-        A file of another user may stay, since it is ignored.
+        A file of another user may stay, since it is ignored in any case.
 
         Raises
         ------
@@ -302,9 +310,10 @@ class RunFolder:
         return None
 
     def _find(self, name: str) -> bool:
-        """Look for a file of this user, and return whether it is there.
+        """Return whether the file `name` is in the run's folder and belongs to this user.
 
-        Another user's file is ignored, with one warning about it.
+        A file of another user is ignored, since anyone may be able to write to the folder. One warning is
+        printed about it.
         """
         try:
             problem = files.foreign_file_reason(self.path / name)
@@ -316,7 +325,7 @@ class RunFolder:
         return not problem
 
     def write(self, name: str, text: str) -> None:
-        """Write a file for people and for the job script. Make the folder if needed.
+        """Write a file into the run's folder, for people and for the job script. Make the folder if needed.
 
         Raises
         ------
@@ -326,11 +335,12 @@ class RunFolder:
         files.write_file(self.path / name, text)
 
     def request_requeue(self, state: str) -> int:
-        """Ask the job script to requeue the job, and return the exit code of the run.
+        """Ask the job script to requeue the job of a run that has saved its state.
 
-        The run has saved its state. A job that has the same state as at its last requeue makes no progress,
-        and is not requeued again. A job that a person has asked to stop is not requeued either, and its exit
-        code is 0.
+        Return the exit code of the run.
+
+        There are two cases without a request. If the state is the same as at the last requeue, the run makes
+        no progress. If a person has asked the run to stop, it should not start again, and the exit code is 0.
 
         Parameters
         ----------
@@ -397,7 +407,11 @@ class CollectedSignals:
             os.set_blocking(descriptor, False)
 
     def record(self, number: int, _frame: FrameType | None) -> None:
-        """Record signal `number`. This is the signal handler."""
+        """Record signal `number`. Python calls this method as the signal handler.
+
+        TERM or INT a second time means that the user wants the end now. Two signals in quick succession are
+        taken as one, since launchers pass on signals that a process also gets directly.
+        """
         now = time.monotonic()
         previous_at = self._received_at.get(number)
         self._received_at[number] = now
@@ -423,8 +437,8 @@ class CollectedSignals:
     def collect(self) -> Iterator[CollectedSignals]:
         """Collect signals within this context, and ignore them afterwards.
 
-        When the first task of a step has ended, srun ends the others with TERM. A process that is about to
-        exit must not be killed by that, since it would lose its own exit code.
+        srun sends TERM to the other tasks of a step once the first one has ended. A process that is about to
+        exit must ignore it, since it would lose its own exit code if the signal killed it.
         """
         for number in STOP_SIGNALS:
             signal.signal(number, self.record)

@@ -78,7 +78,8 @@ def main(argv: list[str]) -> None:
 def _unblock_stop_signals() -> None:
     """Unblock the stop signals for the program, with a handler that does nothing.
 
-    The signals are blocked only if a node agent has started torchrun.
+    The node agent, not the program, acts on these signals. They are blocked only if a node agent has started
+    torchrun; otherwise, change nothing.
     """
     blocked_signals = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # blocks nothing more
     if signal.SIGTERM not in blocked_signals:
@@ -90,10 +91,11 @@ def _unblock_stop_signals() -> None:
 
 
 def _set_import_path(program: str, *, is_module: bool) -> None:
-    """Set the first entry of sys.path as Python does for a program.
+    """Set the first entry of sys.path to the folder in which Python looks for the program's modules.
 
-    It is the folder of the script, or with -m the current folder. Before, it is the folder of this file. With
-    -P (safe_path), Python has left out the entry, and it stays out.
+    It is the folder of the script, or with -m the current folder. Until now it is the folder of this file,
+    since Python was started with this file. With -P (safe_path), Python has left out the entry, and it stays
+    out.
     """
     has_entry = not getattr(sys.flags, "safe_path", False) or sys.path[:1] == [""]
     if not has_entry:
@@ -107,7 +109,7 @@ def _set_import_path(program: str, *, is_module: bool) -> None:
 def open_watchdog_files() -> None:
     """Make the files by which the node agent's watchdog sees this process and its stacks (watchdog.py).
 
-    Do nothing without a node agent.
+    Without a node agent, nobody reads these files, so do nothing.
     """
     folder, rank = os.environ.get("IMGKIT_STOP_DIR"), os.environ.get("RANK", "")
     if not folder or not rank.isdigit():
@@ -138,7 +140,12 @@ def _create(path: str) -> BinaryIO:
 
 
 def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Report the exception that ends this worker. Without a node agent, print it as Python does."""
+    """Report the exception that ends this worker to the node agent.
+
+    Without a node agent, print it as Python does.
+
+    Python calls this function for an exception that the program has not caught (sys.excepthook).
+    """
     try:
         text = format_error(error, trace)
         is_reported = report(text, sample=find_sample(trace), address=find_unreachable(error))
@@ -151,9 +158,9 @@ def excepthook(kind: type[BaseException], error: BaseException, trace: Traceback
 def format_error(error: BaseException, trace: TracebackType | None) -> str:
     """Return the traceback of `error` from the first frame of the user's code on.
 
-    The frames before it start the program: they are of runpy, of this package or of torch. If there are no
-    other frames, return the whole traceback. But if the program was not found or is not valid Python, the
-    frames say nothing, so return the error alone.
+    The frames before it only start the program: they are of runpy, of this package or of torch. If there is
+    no frame of the user's code, return the whole traceback. But if the program was not found or is not valid
+    Python, return the error without any frames, since they say nothing about it.
     """
     frames = user_frames(trace)
     has_started = frames is not None or not _failed_to_start(trace)
@@ -166,7 +173,8 @@ def format_error(error: BaseException, trace: TracebackType | None) -> str:
 def _failed_to_start(trace: TracebackType | None) -> bool:
     """Return whether the error came up while the program was started.
 
-    The innermost frame outside of runpy and Python's import system is then a frame of this module.
+    For example, the program's file may be missing. In this case, the innermost frame outside of runpy and
+    Python's import system is a frame of this module.
     """
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
     for file in reversed(files):
@@ -183,7 +191,10 @@ def user_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _starts_programs(frame: FrameType) -> bool:
-    """Return whether `frame` is of Python's start of programs, of this package or of torch."""
+    """Return whether `frame` belongs to code that starts programs: of Python, this package or torch.
+
+    Such frames are left out of tracebacks, since the user has not written them.
+    """
     file = frame.f_code.co_filename
     if _is_python_start(file):
         return True
@@ -213,8 +224,8 @@ def find_sample(trace: TracebackType | None) -> Any:
 def find_unreachable(error: BaseException | None) -> str:
     """Return the ``HOST:PORT`` to which `error`, or an error that led to it, could not connect.
 
-    Return "" if no connection failed. The messages of many libraries do not name the host, so look for it in
-    the frames of the socket module, by which all of these libraries connect.
+    Return "" if no connection failed. Many libraries do not name the host in their messages. But all of them
+    connect through Python's socket module, so its frames in the traceback have the host.
     """
     seen = list[BaseException]()
     while error is not None and error not in seen:  # a program can make a circle of errors
@@ -227,7 +238,7 @@ def find_unreachable(error: BaseException | None) -> str:
 
 
 def _connect_address(error: BaseException) -> str:
-    """Return the ``HOST:PORT`` of the innermost call that connects in the frames of `error`, or ""."""
+    """Return the ``HOST:PORT`` to which the innermost frames of `error` tried to connect, or ""."""
     address = ""
     if not isinstance(error, OSError):
         return address
@@ -235,6 +246,7 @@ def _connect_address(error: BaseException) -> str:
         values = frame.f_locals
         is_connecting = frame.f_code.co_name in ("create_connection", "getaddrinfo")
         if is_connecting and "host" in values and "port" in values:
+            # The innermost frame comes last, and replaces the others.
             address = f"{values['host']}:{values['port']}"
     return address
 
@@ -242,7 +254,8 @@ def _connect_address(error: BaseException) -> str:
 def report(text: str, *, sample: object = None, address: str = "") -> bool:
     """Write the error text with which this worker ends into the stop folder, for the node agent.
 
-    Return False if there is no node agent, or if the record cannot be written.
+    The node agent prints it at the end of the run. Return False if there is no node agent, or if the record
+    cannot be written.
 
     Parameters
     ----------
@@ -281,9 +294,10 @@ def print_to_log(text: str) -> None:
 
 
 def _name_bad_samples() -> None:
-    """Change torch so that the error of a data worker names the sample that could not be read.
+    """Change torch so that the error of a data worker names the sample that it could not read.
 
-    torch sends the error to the parent process as a text, from which the sample cannot be found any more.
+    A sample is one item of the data set. torch sends the error to the parent process as a text, and the
+    parent cannot find the sample in it.
     """
     wrapper = getattr(sys.modules.get("torch._utils"), "ExceptionWrapper", None)
     if wrapper is None:
@@ -301,9 +315,10 @@ def _name_bad_samples() -> None:
 
 
 def _obey_parent_only() -> None:
-    """In a forked process, end by TERM only if the parent has sent it.
+    """In a forked process, let TERM end the process only if the parent process has sent it.
 
-    A thread waits for TERM, since a signal handler in Python does not see the sender.
+    A scheduler sends TERM to all processes, and the forked process must survive that. A thread waits for the
+    signal, since a signal handler in Python does not see the sender.
     """
     parent = os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])

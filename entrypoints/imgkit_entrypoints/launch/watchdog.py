@@ -97,6 +97,10 @@ class Pulse:
     """
 
     def __init__(self, folder: str | None, rank: int) -> None:
+        """Open the files that this worker shares with its node agent, in the stop folder `folder`.
+
+        Without a folder, or without room in it, the notes stay in memory that nobody else reads.
+        """
         self._memory: mmap.mmap | bytearray = bytearray(LAYOUT.size)
         if folder:
             with contextlib.suppress(OSError):
@@ -131,7 +135,10 @@ class Pulse:
 
 @contextlib.contextmanager
 def connecting(env: Mapping[str, str]) -> Iterator[None]:
-    """Have the watchdog watch this worker while it opens the process group, unless it does so already."""
+    """Have the watchdog watch this worker in this context, while the worker opens the process group.
+
+    A worker that has a file for the watchdog already needs no other one.
+    """
     folder, rank = env.get("IMGKIT_STOP_DIR"), env.get("RANK", "0")
     if folder is None or Path(folder, f"pulse-{rank}").exists():
         yield
@@ -148,7 +155,7 @@ def _replace_file(path: Path) -> BinaryIO:
 
 
 def map_shared_file(path: Path, size: int) -> mmap.mmap:
-    """Make the file `path` with `size` zeros, and return it as memory that other processes can read.
+    """Make the file `path` with `size` zero bytes, and return it as memory that other processes can read.
 
     Raises
     ------
@@ -189,7 +196,8 @@ class _IdleTimer:
     def update(self, pid: int, now: float) -> float:
         """Read the processor time of process `pid`, and return the seconds for which it has been idle.
 
-        Call this about once a second. A process that has ended is never idle.
+        Idle means that it uses at most `IDLE_SHARE` of a processor. Call this about once a second. For a
+        process that has ended, return minus infinity, so that it never counts as idle.
         """
         try:
             fields = read_stat(pid)
@@ -276,11 +284,13 @@ class Watchdog:
     ) -> None:
         """Watch the workers that write their positions into `folder`.
 
+        Files of workers of an earlier attempt are removed.
+
         Parameters
         ----------
         host : name of this node in reports.
         hang_after_s : the value of ``--hang-after``. 0 switches the reports off.
-        ask_nccl : starts a question to NCCL, or returns None if it cannot be asked.
+        ask_nccl : starts a question to NCCL, or returns None if NCCL cannot be asked.
         """
         self._folder, self._host, self._hang_after_s, self._ask_nccl = folder, host, hang_after_s, ask_nccl
         self._question: Question | None = None
@@ -310,11 +320,13 @@ class Watchdog:
         return len(workers) == nproc and all(worker.is_connecting for worker in workers)
 
     def new_reports(self, of_run: Positions | None = None) -> list[str]:
-        """Check all workers, and return new reports. Call this about once a second.
+        """Check all workers, and return new reports about workers that hang, or that move again.
+
+        Call it once a second.
 
         Parameters
         ----------
-        of_run : positions of the slowest and the furthest worker of the whole run.
+        of_run : positions of the slowest and the furthest worker of the whole run, or None if unknown.
         """
         now = time.monotonic()
         reports = self._update(now)
@@ -327,6 +339,7 @@ class Watchdog:
         low, high = self.positions
         if of_run:
             low, high = min(low, of_run[0]), max(high, of_run[1])
+        # Only workers at the lowest position can be the cause: all others wait for them.
         slowest = [worker for worker in self._workers.values() if worker.note.position == low]
         late = [worker for worker in slowest if worker.is_late(self._hang_after_s, now)]
         if not self._should_report(slowest, late):
@@ -346,10 +359,10 @@ class Watchdog:
     def _question_workers(
         self, workers: Sequence[_Worker], now: float, *, some_are_ahead: bool
     ) -> Mapping[int, str] | None:
-        """Return the stacks of `workers` by rank, or None while some may still come.
+        """Return the stacks of workers that hang, by rank, or None while some of the stacks may still come.
 
         The first call asks the workers for their stacks, and NCCL for its state. A later call returns the
-        answers. The stack of a worker that does not answer in time is empty.
+        answers. The stack of a worker that does not answer in time is "".
 
         Parameters
         ----------
@@ -372,10 +385,14 @@ class Watchdog:
         return stacks
 
     def _should_report(self, slowest: Sequence[_Worker], late: Sequence[_Worker]) -> bool:
-        """Return whether the workers in `late`, a part of the slowest workers, are a hang not reported yet.
+        """Return whether the late workers are a hang that was not reported yet.
 
-        All of the slowest workers must be late. For user programs, one late worker is enough, since the
-        others may wait for it in short naps.
+        Parameters
+        ----------
+        slowest : the workers at the lowest position of the run. All of them must be late: if one still moves,
+            the run may just be slow. For user programs, one late worker is enough: the others may wait for it
+            in short naps.
+        late : the part of `slowest` that has given no sign of life for too long.
         """
         if not late:
             return False
@@ -385,10 +402,10 @@ class Watchdog:
         return is_new and len(late) == len(slowest)
 
     def _check_connecting(self, worker: _Worker, now: float) -> None:
-        """Find out whether a worker without a sign of life waits in `CONNECTS`.
+        """Find out whether a worker without a sign of life waits for other ranks in `CONNECTS`.
 
-        The worker is asked for its stack every `CONNECT_LOOK_S` seconds, or every ``--hang-after`` if that is
-        shorter, and only while it is idle.
+        Its stack shows that. The worker is asked for it only while it is idle, every `CONNECT_LOOK_S`
+        seconds, or every ``--hang-after`` if that is shorter.
         """
         if worker.stacks_from is not None:  # it was asked before
             self._read_connecting(worker, now)
@@ -410,7 +427,11 @@ class Watchdog:
             worker.stacks_from = None  # so that it is asked again later
 
     def _update(self, now: float) -> list[str]:
-        """Read the notes of all workers. Return reports about workers that move again after a report."""
+        """Read the notes of all workers, and update what is known about each worker.
+
+        A note is what a worker has written into shared memory: its position (the number of its step) and its
+        signs of life. Return a report about workers that move again after they were reported as late.
+        """
         moved: dict[int, list[_Worker]] = {}  # by the whole seconds of the hang
         # While a worker is reported, others wait for it, so their steps do not show how long a step takes.
         is_calm = not self._reported
@@ -423,6 +444,7 @@ class Watchdog:
                 self._forget(note.rank)
                 self._workers[note.rank] = _Worker(note=note, since=now)
                 continue
+            # The new waits come from our own request for a stack, and are no sign of life.
             if worker.was_woken(now):
                 worker.note = note
             if not worker.has_moved(note):
@@ -444,7 +466,10 @@ class Watchdog:
         self._reported.discard(rank)
 
     def _read_running(self) -> Iterator[_Note]:
-        """Yield the notes of workers that still run. A user program gets its waits as signs of life."""
+        """Yield the notes of workers that still run.
+
+        A user program writes no signs of life, so the number of its main thread's waits stands for them.
+        """
         for note in self._read_notes():
             status = _process_status(note.pid)
             if not status:  # the process has ended
@@ -464,7 +489,10 @@ class Watchdog:
                     yield _Note(rank, pid, position, signs, writes_no_positions=signs < 0)
 
     def _request_stack(self, worker: _Worker, now: float) -> None:
-        """Ask a worker for its stack by a signal, and remember where in the file its answer begins."""
+        """Ask a worker for its stack by a signal, and remember where its answer will begin in the file.
+
+        The handler of the signal appends the stack to the file ``stacks-RANK``, which may hold older ones.
+        """
         path = self._folder / f"stacks-{worker.note.rank}"
         worker.stacks_from = path.stat().st_size if path.exists() else 0
         worker.asked_at = now
@@ -476,7 +504,12 @@ class Watchdog:
                 os.kill(worker.note.pid, STACK_SIGNAL)
 
     def _read_stack(self, worker: _Worker) -> str:
-        """Return the stack of `worker`, or why it has none. Empty while the stack may still come."""
+        """Return the stack of `worker`, or the reason why it has none.
+
+        Return "" while the stack may still come.
+
+        A stopped process, for example, cannot write its stack.
+        """
         with contextlib.suppress(OSError):
             text = files.read_bytes(self._folder / f"stacks-{worker.note.rank}")[worker.stacks_from :]
             stack = _main_stack(text.decode(errors="replace"))
@@ -486,9 +519,14 @@ class Watchdog:
         return STOPPED.get(state, "").format(pid=worker.note.pid)
 
     def _title(self, late: list[_Worker], seconds: float, low: int, high: int) -> str:
-        """Return the first line of a report about workers that are `late`.
+        """Return the first line of a report about workers that have given no sign of life for too long.
 
-        `low` and `high` are the positions of the slowest and the furthest worker of the run.
+        Parameters
+        ----------
+        late : these workers.
+        seconds : time since their last sign of life.
+        low : position of the slowest worker of the run.
+        high : position of the furthest worker of the run.
         """
         name = self._ranks_text(late)
         if all(worker.is_connecting for worker in late):
@@ -541,7 +579,10 @@ def _describe_position(position: int) -> str:
 
 
 def _process_status(pid: int) -> dict[str, str]:
-    """Return the fields of /proc/PID/status by name. Empty if the process has ended."""
+    """Return the fields of /proc/PID/status by name, such as ``{"State": "S (sleeping)"}``.
+
+    The result is empty if the process has ended.
+    """
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (OSError, UnicodeDecodeError):
@@ -556,7 +597,7 @@ def _process_status(pid: int) -> dict[str, str]:
 
 
 def _main_stack(text: str) -> str:
-    """Return the main thread's innermost frames from faulthandler's text. Empty while there are none.
+    """Return the main thread's innermost frames from faulthandler's text, or "" while there are none.
 
     ``File "train.py", line 12 in step`` becomes ``train.py:12 step``.
     """

@@ -65,11 +65,11 @@ class Environment(dict[str, str]):
         return ", ".join(f"{name}={self[name]}" for name in self.present(*names))
 
     def read_number(self, name: str, *, least: int = 0) -> int:
-        """Return the whole number in variable `name`.
+        """Return the whole number in the variable `name`.
 
         Raises
         ------
-        NoPlan : the variable is not set, not a whole number, or below `least`.
+        NoPlan : the variable is not set, is not a whole number, or is below `least`.
         """
         text = self.get(name, "").strip()
         if not text:
@@ -80,7 +80,7 @@ class Environment(dict[str, str]):
         return number
 
     def read_port(self, name: str) -> int | None:
-        """Return the port in variable `name`, or None if it is not set.
+        """Return the port in the variable `name`, or None if it is not set.
 
         Raises
         ------
@@ -100,7 +100,7 @@ class Environment(dict[str, str]):
     def find_position(self, hosts: Sequence[str]) -> int | None:
         """Return the index of this machine in `hosts`, or None if it is not there exactly once.
 
-        Host names are compared without their domains.
+        Host names are compared without their domains, since some launchers leave the domain out.
         """
         name = short_host(self.hostname())
         short_names = [short_host(host) for host in hosts]
@@ -109,9 +109,10 @@ class Environment(dict[str, str]):
         return short_names.index(name)
 
     def find_node_rank(self, hosts: Sequence[str], *variables: str) -> tuple[int | None, str]:
-        """Return the rank of this node and its source: the first of `variables` that is set, or ``hostname``.
+        """Return the rank of this node and its source, such as ``(2, "PBS_NODENUM")``.
 
-        Return ``(None, "")`` if no variable is set and this machine is not in `hosts`.
+        The rank is the value of the first of `variables` that is set, or else the position of this machine in
+        `hosts`, with the source ``hostname``. Return ``(None, "")`` if both are unknown.
         """
         name = self.first_set(variables)
         if name:
@@ -124,9 +125,9 @@ class Environment(dict[str, str]):
     def requested_nodes(self) -> tuple[str, ...]:
         """Return the hosts of IMGKIT_NODES in their order, each once. Empty if the variable is not set.
 
-        A list with brackets is read as Slurm's compact form: ``n[1-2]`` -> n1, n2. Otherwise commas and
-        spaces separate the hosts. Repeats are dropped, since a PBS node file has a line for each process of a
-        host.
+        A list with brackets is in Slurm's compact form: ``n[1-2]`` is n1, n2. Otherwise commas and spaces
+        separate the hosts. A host may be there several times, since a PBS node file has a line for each
+        process of a host.
         """
         text = self.get(NODES, "")
         if "[" in text or "]" in text:
@@ -134,9 +135,10 @@ class Environment(dict[str, str]):
         return unique_names(text.replace(",", " ").split())
 
     def find_hosts(self) -> tuple[tuple[str, ...], str]:
-        """Return the hosts of IMGKIT_NODES, or else of PBS' node file, and the name of the variable.
+        """Return the hosts of the job, and the name of the variable that they come from.
 
-        Both parts of the result are empty if neither of the two lists is known.
+        They are listed in IMGKIT_NODES, or else in the node file of PBS. Return ``((), "")`` if there is no
+        list.
         """
         requested = self.requested_nodes()
         if requested:
@@ -150,14 +152,19 @@ class Environment(dict[str, str]):
     def choose_hosts(
         self, nnodes: int, hosts: tuple[str, ...], hosts_from: str
     ) -> tuple[tuple[str, ...], str]:
-        """Return the hosts and their source. IMGKIT_NODES takes precedence over the launcher's `hosts`.
+        """Return the hosts of the run and their source.
 
-        On some clusters, each node has a second name on the fast network. IMGKIT_NODES then holds these
-        names.
+        They are those of IMGKIT_NODES if it is set, else the launcher's `hosts`. On some clusters, each node
+        has a second name on the fast network. The user then lists these names in IMGKIT_NODES.
+
+        Parameters
+        ----------
+        nnodes : number of nodes that the launcher has started.
+        hosts_from : the variable that `hosts` come from.
 
         Raises
         ------
-        NoPlan : IMGKIT_NODES has another number of hosts than the launcher started.
+        NoPlan : IMGKIT_NODES has another number of hosts than the launcher has started.
         """
         requested = self.requested_nodes()
         if not requested or nnodes == 1:
@@ -173,7 +180,7 @@ class Environment(dict[str, str]):
     def find_head(
         self, nnodes: int, hosts: tuple[str, ...], hosts_from: str, *variables: str
     ) -> tuple[str, str]:
-        """Return the address of node 0, and the variable that it comes from.
+        """Return the address of node 0 (the head), and the variable that it comes from.
 
         It is the value of IMGKIT_HEAD, the first of `hosts`, or the value of the first of `variables` that is
         set, in this order. Return ``("", "")`` on one node, and if nothing says where node 0 is.

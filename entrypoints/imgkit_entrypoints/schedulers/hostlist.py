@@ -34,10 +34,10 @@ _NUMBERED = re.compile(r"(.*?)([0-9]{1,18})([^0-9]*)", re.ASCII)
 def expand_nodelist(text: str, *, where: str = "") -> tuple[str, ...]:
     """Return the hosts that a compact list names: ``"a3,a[5-7]" -> a3, a5, a6, a7``.
 
-    Order and repeats stay, since node 0 of a step is its first host. Like in Slurm, numbers have at least as
+    Order and repeats stay, since node 0 of a step is its first host. As in Slurm, numbers have at least as
     many digits as the low end of their range: ``n[098-101]`` is n098, n099, n100, n101, and ``n[8-12]`` has
     no zeros. If a name has several brackets, the numbers vary in Slurm's order (`scontrol show hostnames`,
-    22.05): in the last bracket fastest, then in the first, the second and so on.
+    22.05): those in the last bracket fastest, then those in the first bracket, the second and so on.
 
     Parameters
     ----------
@@ -53,7 +53,9 @@ def expand_nodelist(text: str, *, where: str = "") -> tuple[str, ...]:
 
 
 def expand_counts(text: str, *, where: str = "") -> tuple[int, ...]:
-    """Return the numbers of a list of counts, one per node: ``"4(x2),3" -> 4, 4, 3``.
+    """Return the numbers of a list of counts, one for each node: ``"4(x2),3" -> 4, 4, 3``.
+
+    Slurm writes such lists: ``4(x2)`` means that two nodes have 4 tasks each.
 
     Raises
     ------
@@ -74,13 +76,14 @@ def expand_counts(text: str, *, where: str = "") -> tuple[int, ...]:
 
 
 def fold_hosts(hosts: Iterable[str]) -> str:
-    """Return hosts as Slurm prints them: ``n3, n4, n5, n9 -> "n[3-5,9]"``.
+    """Return hosts in Slurm's compact form: ``n3, n4, n5, n9 -> "n[3-5,9]"``.
 
     `expand_nodelist` reads such a list. Only one number of a name becomes a range: the last number before the
-    first dot, or the last number of an address.
+    first dot, or in an address such as 10.0.0.7 the last number.
     """
     numbers_by_pattern: dict[str, list[str]] = {}  # {"n*": ["3", "4", "5", "9"]}
     for host in hosts:
+        # "n3.cluster.org" has the label "n3" with the number 3.
         label, dot, domain = host.partition(".")
         if label.isdigit():  # an address such as 10.0.0.7 has no domain
             label, dot, domain = host, "", ""
@@ -125,7 +128,7 @@ class _Expansion:
         self.where = where
 
     def read_hosts(self) -> list[str]:
-        """Return the hosts of the whole list."""
+        """Return the hosts of the whole list, item by item. Commas outside of brackets separate the items."""
         hosts: list[str] = []
         start = 0
         while start <= len(self.text):
@@ -137,9 +140,9 @@ class _Expansion:
         return hosts
 
     def read_item(self, start: int) -> tuple[list[str], int]:
-        """Return all hosts that the item at `start` stands for, and the position of its end.
+        """Return all hosts that the item at position `start` stands for, and the position of its end.
 
-        The end is a comma or the end of the list.
+        An item is the text up to the next comma or the end of the list, such as ``n[1-2]``.
         """
         parts: list[list[str]] = []  # choices for each part of the name: "n[1-2]" has ["n"] and ["1", "2"]
         brackets: list[int] = []  # indices of the parts that were in brackets
@@ -178,7 +181,10 @@ class _Expansion:
         return names, position
 
     def read_numbers(self, position: int, end: int) -> list[str]:
-        """Return the numbers between `position` and `end`, each as wide as the low end of its range."""
+        """Return the numbers in a bracket: those between the positions `position` and `end`.
+
+        ``098-100,7`` gives 098, 099, 100, 7: each number is at least as wide as the low end of its range.
+        """
         numbers: list[str] = []
         while True:
             match = _RANGE.match(self.text, position, end)
@@ -195,7 +201,10 @@ class _Expansion:
             position += 1
 
     def expand_range(self, match: re.Match[str]) -> list[str]:
-        """Return the numbers of a range that `_RANGE` has matched, each as wide as its low end."""
+        """Return the numbers of a range that `_RANGE` has matched: ``098-100`` gives 098, 099, 100.
+
+        Each number is at least as wide as the low end of the range.
+        """
         low, high = match[1], match[2] or match[1]
         if len(low) > MAX_NUMBER_DIGITS or len(high) > MAX_NUMBER_DIGITS:
             self.refuse(match.start(), "the number is too long")
@@ -212,10 +221,10 @@ class _Expansion:
 
 
 def _raise_error(text: str, position: int, reason: str, where: str) -> NoReturn:
-    """Raise the NoPlan whose hint shows `position` in `text` with a caret.
+    """Raise a NoPlan whose hint shows the part of `text` around `position`, with a caret below the position.
 
-    The hint shows at most 50 characters on each side, since a terminal would wrap a long list, and the caret
-    would stand elsewhere. Control characters would move the caret as well.
+    The part has at most 50 characters on each side, since a terminal would wrap a long line and the caret
+    would stand elsewhere. Control characters are escaped, since they would move the caret as well.
     """
     before = escape_controls(text[max(0, position - 50) : position])
     after = escape_controls(text[position : position + 50])

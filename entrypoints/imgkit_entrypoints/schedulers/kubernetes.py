@@ -45,12 +45,14 @@ def _is_rank(env: Environment) -> bool:
 
 
 def find_placement(env: Environment) -> Placement:
-    """Return the pod in which this process runs. A pod counts as a node.
+    """Return the placement of the pod in which this process runs. A pod counts as a node.
+
+    The operator that starts the pods describes them in variables, such as ``PET_NNODES=4``.
 
     Raises
     ------
     NoPlan : the number of pods is a range, the rank is not below that number, or no variable says where the
-    first pod is.
+        first pod is.
     """
     nnodes_from = env.first_set(("PET_NNODES", "WORLD_SIZE"))
     if ":" in env.get("PET_NNODES", ""):

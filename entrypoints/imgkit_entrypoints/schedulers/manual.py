@@ -25,7 +25,7 @@ def claims(env: Environment) -> tuple[str, ...]:
 
 
 def find_placement(env: Environment) -> Placement:
-    """Return the placement that the user's flags and variables describe.
+    """Return the placement that the user's flags and variables describe, without help of a launcher.
 
     Raises
     ------
@@ -75,10 +75,10 @@ def find_placement(env: Environment) -> Placement:
 def start_argv(
     command: Sequence[str], *, nnodes: int | Size, node_rank: int | str, head: str, port: str | int = ""
 ) -> tuple[str, ...]:
-    """Return the argv that starts `command` on one node of several.
+    """Return the argv that starts `command` on one node of several, with the flags that describe this node.
 
-    The options follow the ``dist-*`` word, since arguments behind a script are the script's own:
-    ``dist-run train.py`` -> ``dist-run --nnodes 2 --node-rank 0 --head n1 train.py``.
+    The flags follow the ``dist-*`` word, since arguments behind a script are the script's own. ``dist-run
+    train.py`` becomes ``dist-run --nnodes 2 --node-rank 0 --head n1 train.py``.
     """
     options = ["--nnodes", str(nnodes), "--node-rank", str(node_rank), "--head", head]
     if port:

@@ -84,7 +84,7 @@ class MpiLauncher:
         forward: Mapping[str, str] | None = None,
         options: Sequence[str] = (),
     ) -> tuple[str, ...]:
-        """Return the argv that starts `command` once on each node, with the variables of `forward` set.
+        """Return the argv that starts `command` once on each node, with the variables in `forward` set.
 
         `options` are further options of the launcher.
         """
@@ -99,7 +99,10 @@ class MpiLauncher:
         return shlex.join(self.start_argv(command, nnodes=nnodes, forward=forward))
 
     def find_placement(self, env: Environment) -> Placement:
-        """Return the node on which this process runs. With several processes per node, it includes the rank.
+        """Return the placement of this process: the node on which this MPI launcher has started it.
+
+        If the launcher has started several processes on each node, the placement also has the process's own
+        rank.
 
         Raises
         ------
@@ -152,11 +155,11 @@ class MpiLauncher:
     def _ranks(self, env: Environment, hosts: int) -> Direct:
         """Return the rank of this process, and the numbers of ranks in the job and on this node.
 
-        If no variable gives one of the numbers, it is computed from the number of `hosts`.
+        If no variable gives one of the two numbers, it is computed from the number of `hosts`.
 
         Raises
         ------
-        NoPlan : the numbers are unknown, or contradict each other.
+        NoPlan : a number is unknown, or the numbers contradict each other.
         """
         fields = self.fields
         size_from, local_from = self._size_variables(env)
@@ -199,9 +202,10 @@ class MpiLauncher:
         return Direct(rank=rank, local_rank=local_rank, world_size=size, local_world_size=local_size)
 
     def _is_alone(self, env: Environment) -> bool:
-        """Return whether this looks like the only rank of its node.
+        """Return whether this process looks like the only rank of its node.
 
-        Rank and node then have the same number, which a second rank on the node would not have.
+        With one rank on each node, the rank equals the number of the node. For a second rank on a node, they
+        differ.
         """
         rank = env.get(env.first_set(self.fields.rank))
         node_rank = env.get(env.first_set(self.fields.node_rank))
@@ -209,7 +213,10 @@ class MpiLauncher:
         return rank is not None and rank == node_rank and local_rank == "0"
 
     def _unknown_number_error(self, env: Environment, numbers: str, names: Sequence[str]) -> NoPlan:
-        """Return the error for a number that none of the variables `names` gives."""
+        """Return the error for a number, such as that of the nodes, that none of the variables `names` gives.
+
+        The hint tells the user to list the hosts.
+        """
         hosts = "" if env.get(NODES) else ", and there is no host list"
         return NoPlan(
             f"the number of {numbers} is unknown: none of {', '.join(names)} is set{hosts}",
@@ -223,7 +230,8 @@ class MpiLauncher:
 
         Raises
         ------
-        WrongStart : only one node was started. NoPlan : another number of nodes was started.
+        WrongStart : only one node was started. The caller then tells the user how to start all of them.
+        NoPlan : another number of nodes was started.
         """
         if not hosts or len(hosts) == nnodes:
             return
@@ -242,8 +250,9 @@ class MpiLauncher:
     def _node_rank(self, env: Environment, ranks: Direct, nnodes: int) -> tuple[int, str]:
         """Return the rank of this node, and the variable from which it comes.
 
-        Without a variable for the node, it follows from the rank, as launchers place ranks in one of two
-        orders.
+        If the launcher sets no variable for the node, the rank of the node follows from the rank of this
+        process. Launchers place ranks in one of two orders: they fill one node after another, or give each
+        node one rank in turn.
         """
         name = env.first_set(self.fields.node_rank)
         if name:

@@ -44,11 +44,12 @@ def claims(env: Environment) -> tuple[str, ...]:
 
 
 def find_placement(env: Environment) -> Placement:
-    """Return the host of a PBS job on which this process was started.
+    """Return the placement of this process: the host of the PBS job on which it was started.
 
     Raises
     ------
-    WrongStart : this is the job script itself, but the job has several hosts.
+    WrongStart : this is the job script itself, which runs on the first host only, but the job has several
+        hosts.
     NoPlan : the job's hosts are unknown, or this host is not one of them.
     """
     # --nnodes 1 on the command line, which comes in as IMGKIT_NNODES, asks for this host alone.
@@ -99,10 +100,10 @@ def find_placement(env: Environment) -> Placement:
 
 
 def start_argv(command: Sequence[str], *, line_index: str) -> tuple[str, ...]:
-    """Return the argv that starts `command` through pbsdsh on one host.
+    """Return the argv that starts `command` through pbsdsh on one host of the PBS job.
 
     The command does not get the variables, modules or working directory of the job script. pbsdsh itself
-    always ends with 0, so ``-v`` is given: it prints the exit status of the task.
+    always ends with 0, so the option ``-v`` is given: with it, pbsdsh prints the exit status of the task.
 
     Parameters
     ----------
@@ -112,7 +113,10 @@ def start_argv(command: Sequence[str], *, line_index: str) -> tuple[str, ...]:
 
 
 def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -> str:
-    """Return the lines for the job script: PALS' mpiexec, and pbsdsh for systems without it."""
+    """Return the lines for a job script that start `command` on each node, for a hint.
+
+    They show PALS' mpiexec, and pbsdsh for systems without it.
+    """
     command_line = shlex.join(command)
     # With pbsdsh, the command is a part of a double-quoted word, so these characters in it need a backslash.
     quoted = re.sub(r'(["\\$`])', r"\\\1", command_line)
@@ -130,7 +134,10 @@ def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -
 
 
 def _is_script(env: Environment) -> bool:
-    """Return whether this process belongs to the job script, and was not started as a task on a host."""
+    """Return whether this process belongs to the job script.
+
+    Otherwise, pbsdsh or another program has started it as a task on a host.
+    """
     if _SPAWNED.fullmatch(env.get("PBS_TASKNUM", "")):
         return False
     if env.get("PBS_NODENUM", "0") != "0":

@@ -37,7 +37,9 @@ class Size:
 
     @classmethod
     def parse(cls, text: str) -> Size:
-        """Return the size that a text means: ``4`` is four nodes, and ``4+1`` is four nodes and a spare.
+        """Return the size that `text` means: ``4`` is four nodes, and ``4+1`` is four nodes and a spare.
+
+        A spare is a node that waits until it can replace a lost one.
 
         Raises
         ------
@@ -67,7 +69,7 @@ _RANGE = re.compile(r"([0-9]{1,7}):([0-9]{1,7})", re.ASCII)
 
 
 def size_examples(text: str, option: str) -> str:
-    """Return what to type instead of a text that `Size.parse` refuses.
+    """Return what to type instead of a text that `Size.parse` refuses, for a hint.
 
     For the range ``2:4``, it is ``--nnodes 4, or --nnodes 4+1 with one spare``.
 

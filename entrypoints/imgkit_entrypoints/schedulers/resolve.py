@@ -23,15 +23,17 @@ from imgkit_entrypoints.schedulers.placement import Direct, Placement, Placement
 def find_placement(
     request: PlacementRequest, env: Mapping[str, str], read: Read, *, head_suffix: str = ""
 ) -> Placement:
-    """Return the placement of this process, from flags, the environment and sometimes a file.
+    """Return the placement of this process: which node of the run this is, and where the other nodes are.
 
-    A worker of torchrun is refused. Otherwise the first of these decides: the flag ``--scheduler``; the
-    complete flags ``--nnodes --node-rank --head``; the one launcher whose variables are set; IMGKIT_NODES or
+    A worker of torchrun is refused. Otherwise the first of these decides: the flag ``--scheduler``; the flags
+    ``--nnodes --node-rank --head``, if all are given; the launcher whose variables are set; IMGKIT_NODES or
     IMGKIT_NNODES; this machine alone.
 
     Parameters
     ----------
-    head_suffix : added to the head's name if that comes from Slurm's list of nodes (``fabric.head_suffix``).
+    read : returns the text of a file, or None if it cannot be read.
+    head_suffix : the recipe's ``fabric.head_suffix``. It is added to the head's name if that comes from
+        Slurm's list of nodes.
 
     Raises
     ------
@@ -49,7 +51,10 @@ def find_placement(
 
 
 def _requested_placement(request: PlacementRequest, resolved_env: Environment) -> Placement:
-    """Return the placement by the first module in the order of `find_placement`."""
+    """Return the placement by the first module that decides, in the order of `find_placement`.
+
+    Each module knows one launcher, such as Slurm. A claimant is a module whose launcher's variables are set.
+    """
     _refuse_nesting(resolved_env)
     claimants = _find_launchers(resolved_env)
     if request.scheduler:
@@ -74,8 +79,8 @@ def _requested_placement(request: PlacementRequest, resolved_env: Environment) -
 def _use_fast_network(placement: Placement, suffix: str) -> Placement:
     """Return the placement with the head's name on the fast network.
 
-    With the suffix ``-ib``, ``n1`` becomes ``n1-ib``. A head or a host list that the user has named stays as
-    it is.
+    With the suffix ``-ib``, ``n1`` becomes ``n1-ib``. Only a name from Slurm's own list is changed. A head or
+    a host list that the user has named stays as it is.
     """
     hosts_from = placement.source.get("hosts", "")
     if not suffix or not placement.head or hosts_from not in slurm.FIELDS["hosts"]:
@@ -92,6 +97,8 @@ def placement_warnings(
 ) -> tuple[str, ...]:
     """Return warnings about a placement that is odd, but not an error.
 
+    For example, an image that was built for Slurm is started without any variable of Slurm.
+
     Parameters
     ----------
     recipe : the scheduler for which the image was built. Empty if there is none.
@@ -107,7 +114,10 @@ def placement_warnings(
 
 
 def _refuse_nesting(env: Environment) -> None:
-    """Raise NoPlan if this process is already a worker of torchrun."""
+    """Raise NoPlan if this process is already a worker of torchrun.
+
+    A node agent in each worker would start all workers once more.
+    """
     # Only torchrun sets these two variables. Pods have RANK and LOCAL_RANK as well.
     where = env.quote("TORCHELASTIC_RUN_ID", "GROUP_RANK")
     if where:
@@ -122,7 +132,10 @@ def _refuse_nesting(env: Environment) -> None:
 
 
 def _ask_launcher(module: Scheduler, request: PlacementRequest, env: Environment) -> Placement:
-    """Return the placement by `module`. With ``--nnodes 1``, a start on one node of several is allowed.
+    """Return the placement by `module`, the module of a launcher.
+
+    If the command was started on one node of several, and the user gave ``--nnodes 1``, this node alone is
+    meant.
 
     Raises
     ------
@@ -165,10 +178,10 @@ def _command_on_host(command: Sequence[str], env: Environment) -> tuple[str, ...
 
 
 def _refuse_other_rank(claimants: Sequence[Scheduler], placement: Placement, env: Environment) -> None:
-    """Raise NoPlan if ``--node-rank`` differs from the rank by a launcher.
+    """Raise NoPlan if ``--node-rank`` differs from the rank that a launcher gives this process.
 
-    In ``srun dist-run --node-rank $SLURM_NODEID``, the shell of the job script expands the variable, and not
-    the task. The flag is then 0 on every node.
+    In ``srun dist-run --node-rank $SLURM_NODEID``, the shell of the job script expands the variable before
+    the tasks start. The flag is then 0 on every node, and no node would find the others.
     """
     for module in claimants:
         try:
@@ -190,7 +203,7 @@ def _refuse_other_rank(claimants: Sequence[Scheduler], placement: Placement, env
 def _refuse_wrong_order(placement: Placement, env: Environment) -> None:
     """Raise NoPlan if the host list is in another order than the ranks.
 
-    The other nodes would then call the wrong host.
+    All nodes take the first host of the list for node 0, so they would connect to the wrong host.
     """
     position = env.find_position(placement.hosts)
     if placement.nnodes == 1 or position in (None, placement.node_rank):
@@ -217,7 +230,10 @@ _VARIABLES: Mapping[str, str] = {
 
 
 def _flags_as_variables(request: PlacementRequest, env: Environment) -> Environment:
-    """Return the environment with every flag as its variable: ``--node-rank 2`` is IMGKIT_NODE_RANK=2."""
+    """Return the environment with every flag as its variable: ``--node-rank 2`` is IMGKIT_NODE_RANK=2.
+
+    The modules of the launchers then only have to read variables.
+    """
     variables = dict(env)
     for field, name in _VARIABLES.items():
         value = getattr(request, field)
@@ -233,9 +249,10 @@ def _flags_from_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _apply_request(request: PlacementRequest, placement: Placement, env: Mapping[str, str]) -> Placement:
-    """Return the placement with the requested port and spares.
+    """Return the placement with the port, the spares and the direct rank that the user has requested.
 
-    The sources name flags where the values come from flags, and not the variables that the modules read.
+    A direct rank is one that the launcher has started itself, without torchrun. The modules of the launchers
+    have read the flags as variables, but the sources in the result name the flags again.
 
     Raises
     ------
@@ -246,6 +263,7 @@ def _apply_request(request: PlacementRequest, placement: Placement, env: Mapping
     if request.port is not None:
         port = request.port
         source["port"] = _VARIABLES["port"]
+    # The launcher has started one process on each node, so each node is a rank.
     if request.direct and direct is None:
         rank, nnodes = placement.node_rank, placement.nnodes
         direct = Direct(rank=rank, local_rank=0, world_size=nnodes, local_world_size=1)
@@ -260,7 +278,10 @@ def _apply_request(request: PlacementRequest, placement: Placement, env: Mapping
 
 
 def _refuse_contradictions(placement: Placement, request: PlacementRequest) -> None:
-    """Raise NoPlan if a flag contradicts the launcher. Neither may silently take precedence."""
+    """Raise NoPlan if a flag contradicts what the launcher has started.
+
+    One of the two is a mistake, and choosing either of them silently could start a wrong run.
+    """
     size, scheduler = request.size, placement.scheduler
     if size and not size.training <= placement.nnodes <= size.started:
         raise NoPlan(
@@ -355,7 +376,9 @@ def _find_launchers(env: Environment) -> list[Scheduler]:
 
 
 def _get_scheduler(name: str, env: Environment) -> Scheduler:
-    """Return the module that ``--scheduler`` names. Of several, it is the first whose variables are set.
+    """Return the module of the launcher that ``--scheduler`` names.
+
+    A name such as ``mpi`` may stand for several modules. Then return the first whose variables are set.
 
     Raises
     ------
@@ -389,7 +412,10 @@ def missing_launcher_clause(name: str, env: Mapping[str, str]) -> str:
 
 
 def _refuse_two_launchers(claimants: Sequence[Scheduler], env: Environment) -> NoReturn:
-    """Raise the NoPlan that names two launchers that show at once, and the flag that chooses one."""
+    """Raise NoPlan because the variables of two launchers are set at once.
+
+    Either of them may have started this process. The error names both, and the flag that chooses one of them.
+    """
     names = [f"{module.NAME} ({', '.join(module.claims(env)[:3])})" for module in claimants]
     flags = " or ".join(f"--scheduler {module.NAME}" for module in claimants)
     raise NoPlan(

@@ -62,7 +62,9 @@ def claims(env: Environment) -> tuple[str, ...]:
 
 
 def find_placement(env: Environment) -> Placement:
-    """Return the node of a step on which this process was started.
+    """Return the placement of this process: the node of a Slurm step on which srun has started it.
+
+    A step is one call of srun in a job.
 
     Raises
     ------
@@ -135,7 +137,7 @@ def start_argv(
     outlives_nodes: bool = False,
     options: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """Return the argv that starts `command` once on each of `nnodes` nodes of this job.
+    """Return the argv of srun that starts `command` once on each of `nnodes` nodes of this job.
 
     Parameters
     ----------
@@ -154,7 +156,10 @@ def start_argv(
 
 
 def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -> str:
-    """Return the line that starts `command` on all nodes of this allocation, with all CPUs of the job."""
+    """Return the line that starts `command` on all nodes of this allocation, for a hint.
+
+    The tasks get all CPUs of the job.
+    """
     cpus = None
     counts = env.get("SLURM_JOB_CPUS_PER_NODE")
     if counts:
@@ -171,9 +176,9 @@ def _hetjob_variables(env: Environment) -> tuple[str, ...]:
 
 
 def _expand_hosts(env: Environment, names: Sequence[str]) -> tuple[tuple[str, ...], str]:
-    """Return the hosts in the first of the variables `names` that is set, and its name.
+    """Return the hosts in the first of the variables `names` that is set, and the name of this variable.
 
-    Both are empty if none is set.
+    Return ``((), "")`` if none is set.
     """
     name = env.first_set(names)
     if not name:
@@ -201,9 +206,10 @@ def _is_shell(env: Environment) -> bool:
 
 
 def _find_placement_outside_step(env: Environment) -> Placement:
-    """Return the placement of a process that srun has not started.
+    """Return the placement of a process that srun has not started, such as a batch script.
 
-    There is one only in a job of one node, and on that node.
+    In a job of one node, the process is on that node. In a job of several nodes, it is on one of them, and
+    the others have no process yet.
 
     Raises
     ------
@@ -246,6 +252,8 @@ def _job_id(env: Environment) -> tuple[str, str]:
 def _direct_rank(env: Environment, nnodes: int, node_rank: int) -> Direct | None:
     """Return the rank of this task in a step with several tasks on a node. None with one task on each node.
 
+    With several tasks, srun has already started every rank, and torchrun is not used.
+
     Raises
     ------
     NoPlan : the numbers of tasks and nodes contradict each other, or a number is missing.
@@ -262,11 +270,11 @@ def _direct_rank(env: Environment, nnodes: int, node_rank: int) -> Direct | None
 
 
 def _task_counts(env: Environment, nnodes: int) -> Sequence[int]:
-    """Return the number of tasks on each node of the step.
+    """Return the number of tasks on each node of the step, such as ``(4, 4, 3)``.
 
     Raises
     ------
-    NoPlan : see `_direct_rank`.
+    NoPlan : the numbers of tasks and nodes contradict each other, or a number is missing.
     """
     counts_from = env.first_set(FIELDS["tasks"])
     if counts_from:

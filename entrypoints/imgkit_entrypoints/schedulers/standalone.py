@@ -20,12 +20,15 @@ def claims(env: Environment) -> tuple[str, ...]:
 
 
 def find_placement(env: Environment) -> Placement:
-    """Return this machine alone, or with ``--direct`` the rank that an unknown launcher has given.
+    """Return the placement of a process that no known launcher has started: this machine alone.
+
+    With ``--direct``, return the rank that an unknown launcher has given in torch's variables.
 
     Raises
     ------
     NoPlan : the process is already one rank of several, or a job of LSF has several hosts.
     """
+    # All variables of a torch rank are set, and there are several ranks.
     if env.present(*WORKER) == WORKER and env.read_number("WORLD_SIZE", least=1) > 1:
         return _direct_placement(env)
     # LSF is not supported, but a job of LSF on one host is a run on this machine alone.
@@ -53,7 +56,7 @@ def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -
 
 
 def _direct_placement(env: Environment) -> Placement:
-    """Return the placement of a rank that an unknown launcher has started. It is used only with ``--direct``.
+    """Return the placement of a rank that an unknown launcher has started, from torch's variables.
 
     Raises
     ------

@@ -40,9 +40,10 @@ _MAX_LINE_CHARACTERS = 160
 
 
 def check_pcie(subject: Subject) -> Iterator[Check]:
-    """Check that the PCIe links of GPUs and NICs have all their lanes.
+    """Check that the PCIe links of GPUs and NICs use all their lanes.
 
-    A NIC with fewer lanes passes if its link is still as fast as its ports.
+    A card that is badly seated uses fewer lanes, and is slower. A NIC with fewer lanes passes if its link is
+    still as fast as its ports.
     """
     port_rates = {}
     for device in subject.facts.rdma:
@@ -64,11 +65,11 @@ def check_pcie(subject: Subject) -> Iterator[Check]:
 
 
 def _narrow_link(link: PcieLink, needed_Gbps: float | None) -> Check:
-    """Return the warning about a link with too few lanes.
+    """Return the warning about a PCIe link that uses too few lanes.
 
     Parameters
     ----------
-    needed_Gbps : rate of the ports of a NIC; None for a GPU.
+    needed_Gbps : rate of the ports of a NIC in Gbit/s. None for a GPU.
     """
     evidence = f"{link.device}: {link.path}/current_link_width: {link.width} of {link.most_width} lanes "
     if link.rate_Gbps:
@@ -83,7 +84,10 @@ def _narrow_link(link: PcieLink, needed_Gbps: float | None) -> Check:
 
 
 def check_port_errors(subject: Subject) -> Iterator[Check]:
-    """Check that no port in use has counted errors of its cable or switch."""
+    """Check that no port in use has counted errors, which come from a bad cable or switch.
+
+    The counters keep old errors, so the remedy is to check them again after a run.
+    """
     counts = health.read_port_errors(subject.reader, subject.facts)
     for name in subject.plan.devices:
         errors = counts.get(name)
@@ -98,7 +102,10 @@ def check_port_errors(subject: Subject) -> Iterator[Check]:
 
 
 def check_gpu_health(subject: Subject) -> Iterator[Check]:
-    """Check that nvidia-smi reports neither memory errors nor reduced clocks for any GPU."""
+    """Check that nvidia-smi reports neither memory errors nor reduced clocks for any GPU.
+
+    Without GPUs, or without a readable report of nvidia-smi, there is no result.
+    """
     if not subject.facts.gpu_devices:
         return
     report = health.run_nvidia_smi(subject.reader)
@@ -117,7 +124,7 @@ def check_gpu_health(subject: Subject) -> Iterator[Check]:
 
 
 def _gpu_problems(gpu: ElementTree.Element) -> Iterator[Check]:
-    """Yield the problems of one GPU in the report of ``nvidia-smi -q -x``."""
+    """Yield the problems of one GPU, whose element in the report of ``nvidia-smi -q -x`` is `gpu`."""
     address = gpu.get("id", "")
     source = f"{address}: nvidia-smi -q:"
     reset = f"stop all programs on it, then: sudo nvidia-smi -r -i {address}, or reboot the node"
@@ -149,7 +156,7 @@ def _count_uncorrectable_errors(gpu: ElementTree.Element) -> int:
 
 
 def _active_clock_reasons(gpu: ElementTree.Element) -> set[str]:
-    """Return the active reasons for low clocks of a GPU, such as ``hw_thermal_slowdown``."""
+    """Return the reasons why the clocks of a GPU are low now, such as ``hw_thermal_slowdown``."""
     reasons = set()
     # Older drivers call them "clocks_throttle_reasons".
     for kind in ("event", "throttle"):
@@ -160,7 +167,11 @@ def _active_clock_reasons(gpu: ElementTree.Element) -> set[str]:
 
 
 def check_xids(subject: Subject) -> Iterator[Check]:
-    """Check that the kernel log has no Xid error of a GPU's hardware or driver."""
+    """Check that the kernel log has no Xid error of a GPU.
+
+    NVIDIA's driver numbers its errors, and calls them Xids. Numbers that a faulty program causes are left
+    out.
+    """
     if not subject.facts.gpu_devices:
         return
     log = health.read_xids(subject.reader)

@@ -28,7 +28,10 @@ MACHINES = {"linux/amd64": "x86_64", "linux/arm64": "aarch64"}
 
 
 def check_image(subject: Subject) -> Iterator[Check]:
-    """Check that the image has the recipe's facts and is built for this architecture."""
+    """Check that imgkit has built the image, and that the image is for this machine's architecture.
+
+    Without imgkit's file in the image, the expected hardware is unknown.
+    """
     if not subject.has_recipe:
         evidence = "/opt/imgkit/system.json does not exist, so the expected hardware is unknown"
         yield Check("image", "unknown", evidence, "run inside an image that imgkit built")
@@ -48,7 +51,8 @@ def check_image(subject: Subject) -> Iterator[Check]:
 def check_gpus(subject: Subject) -> Iterator[Check]:
     """Check that the node has as many GPUs as the recipe states.
 
-    An image or a node for AMD GPUs fails, because imgkit supports only CUDA and NCCL.
+    An image or a node for AMD GPUs fails, because imgkit supports only CUDA and NCCL. If the run is on CPUs
+    on purpose, missing GPUs are only a warning.
     """
     facts = subject.facts
     expected = subject.system.node.gpus
@@ -57,6 +61,7 @@ def check_gpus(subject: Subject) -> Iterator[Check]:
         evidence += f", the recipe says {expected} per node"
     missing: Verdict = "warn" if subject.env.get("IMGKIT_DEVICE") == "cpu" else "fail"
     if _is_for_other_gpus(subject):
+        # The image is made for AMD GPUs. Otherwise, the node has them.
         if facts.rocm:
             evidence += f"; made for AMD GPUs: {facts.rocm}"
         fix = "imgkit supports CUDA and NCCL only: use an image and a node for NVIDIA GPUs, "
@@ -89,7 +94,8 @@ def _is_for_other_gpus(subject: Subject) -> bool:
 def report_driver(subject: Subject) -> Iterator[Check]:
     """Report the versions of the driver and of the image's CUDA.
 
-    A driver that is too old for the CUDA is reported as a known issue.
+    Whether the driver is too old for this CUDA is not checked here, because the table of known issues has an
+    entry for it.
     """
     if not subject.facts.gpus:
         return
@@ -104,7 +110,10 @@ def report_driver(subject: Subject) -> Iterator[Check]:
 
 
 def check_processors(subject: Subject) -> Iterator[Check]:
-    """Check that there are enough processors to feed the GPUs."""
+    """Check that there are enough processors to feed the GPUs with data.
+
+    The recipe may state how many each GPU needs. Otherwise, one for each GPU is enough.
+    """
     per_gpu = subject.system.node.cpus_per_gpu or 1
     needed = per_gpu * subject.facts.gpus
     evidence = f"{subject.facts.cpus} allowed ({subject.facts.cpus_source})"
@@ -117,7 +126,10 @@ def check_processors(subject: Subject) -> Iterator[Check]:
 
 
 def check_locked_memory(subject: Subject) -> Iterator[Check]:
-    """Check that the limit of locked memory allows RDMA, which locks the buffers that it registers."""
+    """Check that the limit of locked memory is high enough for RDMA.
+
+    RDMA locks its buffers in memory, so it fails if this limit is low. Without RDMA, there is no result.
+    """
     limit = subject.facts.memlock
     if not subject.uses_rdma:
         return
@@ -140,7 +152,7 @@ def check_locked_memory(subject: Subject) -> Iterator[Check]:
 
 
 def check_shared_memory(subject: Subject) -> Iterator[Check]:
-    """Check that shared memory is large enough for the ranks of a node and for data workers."""
+    """Check that /dev/shm is large enough for NCCL between the ranks of a node and for data workers."""
     size_bytes = subject.facts.shm_bytes
     if size_bytes is None:
         yield Check(SHM, "unknown", "the size cannot be read", "read the size: df -h /dev/shm")
@@ -159,7 +171,10 @@ def check_shared_memory(subject: Subject) -> Iterator[Check]:
 
 
 def check_disk(subject: Subject) -> Iterator[Check]:
-    """Check that temporary files can be written. There is no check for a tree of files (``IMGKIT_ROOT``)."""
+    """Check that temporary files can be written, and measure how fast.
+
+    If the facts come from a saved tree of files (``IMGKIT_ROOT``), there is no disk to check, and no result.
+    """
     if not subject.reader.live:
         return
     folder = tempfile.gettempdir()
@@ -192,7 +207,7 @@ def _check_limit(name: str, limit: Limit, least: int, fix: str) -> Iterator[Chec
 def check_ports(subject: Subject) -> Iterator[Check]:
     """Check that the kernel does not assign the ports of jobs to outgoing connections.
 
-    Such a connection may have taken the port on which torchrun wants to listen.
+    If it does, a connection of any program may already use the port on which torchrun wants to listen.
     """
     if subject.facts.ephemeral_ports is None:
         return
@@ -209,13 +224,14 @@ def check_ports(subject: Subject) -> Iterator[Check]:
 
 
 def check_processes(subject: Subject) -> Iterator[Check]:
-    """Check that the user and the container may have enough processes and threads."""
+    """Check that the limits of the user and the container allow enough processes and threads."""
     limit = subject.facts.processes
     source = subject.facts.processes_source
+    # The limit is unknown.
     if limit == Limit():
         return
     evidence = source or str(limit)
-    # Four for each core, for the reason at MIN_PROCESSES.
+    # Each core has several threads of OpenMP, NCCL and data workers.
     needed = max(MIN_PROCESSES, 4 * subject.facts.cpus)
     if limit.value is None or limit.value >= needed:
         yield Check("processes", "ok", evidence)
@@ -230,7 +246,7 @@ def check_processes(subject: Subject) -> Iterator[Check]:
 def report_iommu(subject: Subject) -> Iterator[Check]:
     """Report that the node has an IOMMU, which may slow down traffic between GPUs.
 
-    The verdict is unknown, because only a measurement shows whether it does.
+    The verdict is ``unknown``, because only a measurement shows whether the traffic is slow.
     """
     if subject.facts.gpus < 2:
         return
@@ -243,7 +259,10 @@ def report_iommu(subject: Subject) -> Iterator[Check]:
 
 
 def report_nccl(subject: Subject) -> Iterator[Check]:
-    """Report the version of NCCL, and the settings in nccl.conf files."""
+    """Report the version of NCCL and the settings in nccl.conf files.
+
+    NCCL reads these files besides the variables of the environment.
+    """
     facts = subject.facts
     if facts.nccl_version:
         yield Check("nccl", "ok", f"{facts.nccl_version} ({facts.nccl_source})")

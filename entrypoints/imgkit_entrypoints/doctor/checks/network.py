@@ -15,7 +15,11 @@ from imgkit_entrypoints.system import HOST_LIBS
 
 
 def report_network(subject: Subject) -> Iterator[Check]:
-    """Report the kind of network, and every blocker, known issue and warning of its plan."""
+    """Report the kind of network that a run would use, and what is wrong with it.
+
+    The plan of the network has blockers (a run on several nodes would fail), known issues and warnings. Each
+    of them is a result.
+    """
     plan = subject.plan
     devices = ", ".join(plan.devices) or "no device"
     if plan.line_rate_Gbps:
@@ -29,7 +33,10 @@ def report_network(subject: Subject) -> Iterator[Check]:
 
 
 def check_net_plugin(subject: Subject) -> Iterator[Check]:
-    """Check that the dynamic linker can load the plug-in of NCCL_NET_PLUGIN."""
+    """Check that the dynamic linker can load the network plug-in that NCCL_NET_PLUGIN names.
+
+    The file may exist, but need other libraries that are missing.
+    """
     value = subject.plan.env.get(plugin.VARIABLE) or subject.env.get(plugin.VARIABLE, "")
     if plugin.VARIABLE in subject.plan.unset or not value:
         return
@@ -47,9 +54,9 @@ def check_net_plugin(subject: Subject) -> Iterator[Check]:
 
 
 def report_interface(subject: Subject) -> Iterator[Check]:
-    """Report the interface for the bootstrap of NCCL and Gloo.
+    """Report the network interface for the bootstrap of NCCL and Gloo.
 
-    The bootstrap uses TCP even if the data uses RDMA.
+    In the bootstrap, their processes find each other. It uses TCP, even if the data uses RDMA.
     """
     if not subject.facts.interfaces:
         fix = "start the container with /sys, without --contain"
@@ -64,7 +71,8 @@ def report_interface(subject: Subject) -> Iterator[Check]:
 def check_rdma_ports(subject: Subject) -> Iterator[Check]:
     """Report the RDMA ports in use, and check the other ports for faults.
 
-    A port without a link is a fault only if no port can be used, or if `_dead_siblings` names it.
+    A port without a link is often unused on purpose. It is a fault only if no port can be used, or if its
+    whole card has failed (`_ports_of_failed_cards`).
     """
     all_ports = {port.name: port for device in subject.facts.rdma for port in device.ports}
     used = [port for name, port in all_ports.items() if name in subject.plan.devices]
@@ -74,6 +82,7 @@ def check_rdma_ports(subject: Subject) -> Iterator[Check]:
     failed = _ports_of_failed_cards(subject, used)
     is_expected = subject.system.fabric.kind in ("infiniband", "roce")
     for decision in subject.plan.decisions:
+        # A decision that is not used has the name of a port that was left out, and the reason.
         if decision.variable != ports.HCA or decision.used:
             continue
         port = all_ports.get(decision.value)
@@ -89,8 +98,8 @@ def check_rdma_ports(subject: Subject) -> Iterator[Check]:
 def _ports_of_failed_cards(subject: Subject, used: Sequence[Port]) -> set[str]:
     """Return the names of ports without a link whose card has failed, such as ``mlx5_3:1``.
 
-    A card has failed if none of its ports has a link while most cards of this kind work. The second port of a
-    working card often has no cable on purpose. If the recipe's number of NICs works, no card has failed.
+    A card has failed if none of its ports has a link while most cards of its kind work. The second port of a
+    working card often has no cable on purpose. If as many NICs work as the recipe states, no card has failed.
 
     Parameters
     ----------
@@ -119,7 +128,7 @@ def _ports_of_failed_cards(subject: Subject, used: Sequence[Port]) -> set[str]:
 def check_verbs(subject: Subject) -> Iterator[Check]:
     """Report the device files and libraries of InfiniBand and RoCE.
 
-    Their failures are warnings of the plan, which `report_network` reports.
+    If one of them is missing, the plan of the network has a warning, which `report_network` reports.
     """
     facts, devices = subject.facts, _used_devices(subject)
     if subject.plan.kind not in ("infiniband", "roce") or not devices:
@@ -145,7 +154,10 @@ def report_gid(subject: Subject) -> Iterator[Check]:
 
 
 def check_slingshot(subject: Subject) -> Iterator[Check]:
-    """Check that Slingshot's devices can be opened, and that NCCL's plug-in and its libraries exist."""
+    """Check that Slingshot's NICs can be opened, and that NCCL's plug-in and its libraries exist.
+
+    On a node without Slingshot, there is no result.
+    """
     facts = subject.facts
     links = subject.plan.links
     if subject.plan.kind != "slingshot":
@@ -176,7 +188,7 @@ def check_slingshot(subject: Subject) -> Iterator[Check]:
 def _host_libraries(subject: Subject) -> Iterator[Check]:
     """Check that the dynamic linker can load the libraries that the plan takes from the host.
 
-    The folder with links is made for this as a launch makes it.
+    Like a launch, this makes a folder with a link to each library, so that the linker searches as in a run.
     """
     links = subject.plan.links
     if not links or not subject.reader.live:
@@ -197,7 +209,10 @@ def _host_libraries(subject: Subject) -> Iterator[Check]:
 
 
 def check_gpudirect(subject: Subject) -> Iterator[Check]:
-    """Check that NICs can read the memory of GPUs directly, and that each NIC in use is near a GPU."""
+    """Check that NICs can read the memory of GPUs directly, and that each NIC in use is near a GPU.
+
+    NVIDIA calls this GPUDirect RDMA. Without GPUs or RDMA, there is no result.
+    """
     facts = subject.facts
     if not (facts.gpus and subject.uses_rdma):
         return
@@ -221,7 +236,10 @@ def _used_devices(subject: Subject) -> list[RdmaDevice]:
 
 
 def _check_affinity(subject: Subject, device: RdmaDevice) -> Check:
-    """Check that an RDMA device is near a GPU."""
+    """Check that an RDMA device is near a GPU: under the same PCI switch, or on the same NUMA node.
+
+    Data between distant devices crosses the processors, which is slower.
+    """
     evidence = f"{device.name}: {device.path}/device -> {device.pci or '?'}, numa_node {device.numa_node}"
     match ports.gpu_distance(subject.facts, device):
         case None:

@@ -20,7 +20,11 @@ LIBC = (
 
 
 def check_scheduler(subject: Subject) -> Iterator[Check]:
-    """Check that the scheduler's variables are visible. A container with --cleanenv hides them."""
+    """Check that the variables of the recipe's scheduler are visible.
+
+    A container that was started with ``--cleanenv`` hides them, and each node would then start a run of its
+    own.
+    """
     problem = missing_launcher_clause(subject.system.scheduler, subject.env)
     if problem:
         fix = "in a job: start the container without --cleanenv and --containall; elsewhere this is expected"
@@ -32,7 +36,10 @@ def check_scheduler(subject: Subject) -> Iterator[Check]:
 
 
 def check_glibc(subject: Subject) -> Iterator[Check]:
-    """Check that the image's glibc is new enough for libraries that are bound from the host."""
+    """Check that the image's glibc is new enough for the host's libraries that workers load.
+
+    A library that needs ``GLIBC_2.38`` cannot be loaded with an older glibc. NCCL then uses TCP or ends.
+    """
     path, version = image_glibc(subject.facts, subject.reader)
     needed = needed_glibc(subject.facts, subject.reader)
     if not version or not needed:
@@ -73,7 +80,10 @@ def newest_glibc(reader: Reader, path: str) -> int:
 
 
 def check_variables(subject: Subject) -> Iterator[Check]:
-    """Check that files that variables name exist, and that NCCL or Gloo knows the name of each variable."""
+    """Check that files that variables name exist, and that NCCL or Gloo knows the name of each NCCL variable.
+
+    A misspelled name has no effect, and nobody reports it.
+    """
     settings = {item.name: item.value for item in subject.facts.nccl_settings}
     # The user's environment counts before an nccl.conf file, and that before the recipe.
     env = {**subject.system.env, **settings, **subject.env}
@@ -89,7 +99,7 @@ def check_variables(subject: Subject) -> Iterator[Check]:
 
 
 def check_image_mount(subject: Subject) -> Iterator[Check]:
-    """Check that the image is not served by a squashfuse process of the job step.
+    """Check that the image's files are not served by a squashfuse process of this Slurm job step.
 
     A signal of Slurm to the step would end this process, and with it the program that runs from the image.
     """

@@ -77,8 +77,8 @@ def run_preflight(session: Session, config: PreflightConfig) -> tuple[int, ...]:
 
     Raises
     ------
-    CheckFailed : more nodes are outliers than the run can do without. NoPlan : a stop was requested, or the
-    head is lost.
+    CheckFailed : more nodes are outliers (slow or broken) than the run can do without.
+    NoPlan : a stop was requested, or the head is lost.
     """
     placement = session.placement
     env = {
@@ -99,9 +99,12 @@ def run_preflight(session: Session, config: PreflightConfig) -> tuple[int, ...]:
 def _follow(session: Session, process: MeasuringProcess, config: PreflightConfig) -> tuple[int, ...]:
     """Measure what the head orders, and return the numbers of the nodes that the head leaves out.
 
+    Every node but the head runs this function.
+
     Raises
     ------
-    CheckFailed : the head has judged that the run cannot start. NoPlan : see `run_preflight`.
+    CheckFailed : the head has judged that the run cannot start.
+    NoPlan : a stop was requested, or the head is lost.
     """
     while True:
         for event in _poll(session, process, config):
@@ -119,7 +122,8 @@ def _poll(
 ) -> Iterator[Event]:
     """Wait up to `TICK_S` for the head, this node's measuring process or `sources`, and react.
 
-    Requests of the head go to `process`, and its answers go to the head. All other events are yielded.
+    Requests of the head to measure go to `process`, and the results of `process` go to the head. All other
+    events are yielded to the caller.
 
     Raises
     ------
@@ -160,9 +164,10 @@ class _Leader:
         """Answers of the current stage by rank."""
 
     def lead(self) -> tuple[int, ...]:
-        """Lead all nodes through the stages, judge them, and send the verdict to all of them.
+        """Lead all nodes through the stages of the preflight, judge them, and send them the verdict.
 
-        Return the ranks of the nodes that the run leaves out.
+        First each node measures itself, and then pairs of nodes measure their link. Return the ranks of the
+        nodes that the run leaves out.
         """
         start = time.monotonic()
         try:
@@ -176,7 +181,10 @@ class _Leader:
         return self._conclude(time.monotonic() - start)
 
     def _measure_nodes(self) -> None:
-        """Let each node measure itself, and add the answers to `_nodes`."""
+        """Let each node measure itself, and enter the figures and errors in `_nodes`.
+
+        This is stage 0 of the preflight. A node with an error takes no part in later stages.
+        """
         self._config.log(f"preflight: each node measures itself, up to {ALONE_S} s")
         self._measure(0, [(rank,) for rank in self._nodes], ALONE_S)
         for rank, answer in self._answers.items():
@@ -189,7 +197,10 @@ class _Leader:
             )
 
     def _measure_links(self) -> None:
-        """Let pairs of nodes measure their link, for `ROUNDS` rounds at most."""
+        """Let pairs of nodes measure the link between them, in at most `ROUNDS` rounds.
+
+        Each round has other pairs.
+        """
         nnodes = len(self._nodes)
         # Among n nodes, n - 1 rounds (n, if n is odd) pair each two nodes once.
         all_rounds = nnodes if nnodes % 2 else nnodes - 1
@@ -208,6 +219,8 @@ class _Leader:
 
     def _conclude(self, seconds: float) -> tuple[int, ...]:
         """Judge the results, print and save the report, and send the verdict to all nodes.
+
+        Return the ranks of the nodes that the run leaves out.
 
         Raises
         ------
@@ -243,12 +256,15 @@ class _Leader:
             self._config.log(f"warning: {self._config.folder / FILE}: {error.strerror}")
 
     def _measure(self, stage: int, groups: Sequence[tuple[int, ...]], limit_s: int) -> None:
-        """Have all groups measure at the same time, and collect their answers. A node that hangs is out.
+        """Have all groups of nodes measure at the same time, and collect their answers.
+
+        A node that does not answer in time gets an error, and takes no part in later stages.
 
         Parameters
         ----------
-        stage : number of the stage: 0 is each node alone, 1 and higher are rounds of pairs.
+        stage : number of the stage. In stage 0, each node is alone. Stages from 1 on are rounds of pairs.
         groups : ranks that measure together.
+        limit_s : time limit of the stage in seconds.
         """
         self._answers = {}
         for group in groups:
@@ -256,6 +272,7 @@ class _Leader:
             for rank in group:
                 self._session.send(rank, request)
         ranks = set(itertools.chain.from_iterable(groups))
+        # An answer may be sent just before the limit, and needs time to arrive.
         deadline = time.monotonic() + limit_s + ANSWER_S
         while self._unanswered(ranks) and time.monotonic() < deadline:
             self._take_answers(stage)
@@ -267,7 +284,7 @@ class _Leader:
                 self._nodes[rank] = replace(self._nodes[rank], error=answer.error)
 
     def _unanswered(self, ranks: set[int]) -> set[int]:
-        """Return the nodes among `ranks` whose answer in this stage may still come."""
+        """Return which of `ranks` have not answered yet and may still do so."""
         return ranks - self._answers.keys() - self._failed_ranks()
 
     def _link_result(self, pair: tuple[int, int]) -> LinkResult:
@@ -286,7 +303,11 @@ class _Leader:
         return self._port != 0
 
     def _take_answers(self, stage: int) -> None:
-        """Wait up to a tick, and take the answers for `stage`, lost nodes and the port of the store."""
+        """Wait up to `TICK_S` for messages, and enter the answers for `stage` in `_answers`.
+
+        A node that is lost gets an error. The process that serves the store, in which the nodes meet, sends
+        its port.
+        """
         for _ in _poll(self._session, self._process, self._config, self._store.sources):
             pass  # the session keeps what the events say, such as lost nodes
         for rank, reason in self._session.lost.items():
@@ -312,7 +333,10 @@ class _Leader:
 
 
 def _outlier_error(report: Report) -> CheckFailed:
-    """Return the error about a run that cannot do without its outliers. It names the slowest of them."""
+    """Return the error about a run that cannot do without its outliers. It names the slowest of them.
+
+    The hint tells the user how to start again without these nodes.
+    """
     excluded = report.verdict.excluded
     worst = excluded[0]
     problem = f"{worst.host} is an outlier: {report.verdict.reasons[worst.rank][0]}"
@@ -354,7 +378,10 @@ class MeasuringProcess:
         return self._process or ()
 
     def start(self) -> None:
-        """Start the process, unless it runs already."""
+        """Start the process, unless it runs already.
+
+        It gets requests and sends its results over a pair of sockets.
+        """
         if self._process:
             return
         own_socket, child_socket = socket.socketpair()
@@ -381,7 +408,8 @@ class MeasuringProcess:
     def take_answer(self) -> MeasureResult | None:
         """Return the result of the last request, or None while it is not there.
 
-        If the process ends, or hangs beyond the time limit of the request, the result has an error.
+        If the process has ended, or has not answered within the time limit of the request, the result has an
+        error. `mute` is True if the process hangs, so that it cannot measure anything more.
         """
         if self._process is None:
             return None

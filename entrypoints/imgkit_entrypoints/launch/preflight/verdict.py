@@ -84,9 +84,9 @@ class Verdict:
 
 
 def judge(nodes: Sequence[NodeResult], links: Sequence[LinkResult]) -> Verdict:
-    """Judge all nodes and links of a preflight.
+    """Judge all nodes and links of a preflight: find the outliers and the slow links.
 
-    Links of outliers are not judged: they say nothing more about the network.
+    Links of outliers are left out, because a slow node makes its links slow as well.
     """
     median = _median_TFLOPs(nodes)
     reasons = {}
@@ -108,16 +108,20 @@ def judge(nodes: Sequence[NodeResult], links: Sequence[LinkResult]) -> Verdict:
 def _median_TFLOPs(nodes: Sequence[NodeResult]) -> float | None:
     """Return the median speed of the nodes, or None if most of them could not measure it.
 
-    The few that could do not show what is usual.
+    A few measured nodes do not show what is usual, so no node can be compared with their median.
     """
     rates = [node.matmul_TFLOPs for node in nodes if node.matmul_TFLOPs is not None]
+    # Fewer than half of the nodes could measure it.
     if not rates or 2 * len(rates) < len(nodes):
         return None
     return statistics.median(rates)
 
 
 def _outlier_reasons(node: NodeResult, median: float | None, links: Sequence[LinkResult]) -> Iterator[str]:
-    """Yield the reasons why `node` is an outlier. Without any, it is none."""
+    """Yield the reasons why `node` is an outlier. If there is no reason, the node is not an outlier.
+
+    `median` is the median speed of all nodes, or None if it is unknown.
+    """
     if node.error:
         yield node.error
         return
@@ -135,7 +139,7 @@ def _outlier_reasons(node: NodeResult, median: float | None, links: Sequence[Lin
 def _slow_links(links: Sequence[LinkResult], hosts: Mapping[int, str]) -> Iterator[str]:
     """Yield a line for each link that is broken, or slower than the median by more than `TOLERANCE`.
 
-    `hosts` has the host of each node by rank.
+    `hosts` has the host of each node by rank, since a link only names the ranks of its two nodes.
     """
     rates = [link.GBps for link in links if link.GBps is not None]
     median = statistics.median(rates) if rates else 0.0
@@ -156,11 +160,11 @@ def _compare_with_median(rate: float, median: float) -> str:
 
 
 def pair_up(nodes: int, turn: int) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of one round among nodes 0 to `nodes` - 1. With an odd number, one node rests.
+    """Return the pairs of nodes that measure together in round number `turn`, among nodes 0 to `nodes` - 1.
 
     This is the circle method of tournaments: one seat stays, and the others turn around it. All rounds
     together pair each two nodes once. With four nodes, round 0 is ``(0, 3), (1, 2)`` and round 1 is ``(1, 3),
-    (0, 2)``.
+    (0, 2)``. With an odd number of nodes, one node has no partner in each round.
     """
     if nodes < 2:
         return ()
@@ -196,7 +200,10 @@ class Report:
         return folded
 
     def table(self) -> list[str]:
-        """Return the lines of the report: a table with all figures, then outliers, slow links and notes."""
+        """Return the lines of the report: a table with all figures, then outliers, slow links and notes.
+
+        An outlier is a node that is broken, or much slower than the median.
+        """
         verdict = self.verdict
         lines = self._figure_lines()
         for node in verdict.outliers:
@@ -211,7 +218,12 @@ class Report:
         return [*lines, self._summary()]
 
     def _figure_lines(self) -> list[str]:
-        """Return the lines of the table with the figures of the nodes, or of the outliers among many."""
+        """Return the lines of the table with the figures of each node.
+
+        The figures are the speed of matrix products, and the best bandwidth to any partner.
+
+        With more than `MAX_ROWS` nodes, the table has only the outliers.
+        """
         verdict = self.verdict
         nodes = verdict.nodes if len(verdict.nodes) <= MAX_ROWS else verdict.outliers
         rows = [("node", "matmul", "bandwidth"), ("", "TFLOP/s", "GB/s")]
