@@ -154,7 +154,7 @@ class Pbs(System):
     def parse_status(self, output: str) -> JobStatus:
         """Parse the output of ``qstat -f``: the job's state, its exit code, and the fields for people.
 
-        The state of a finished job does not tell whether it succeeded, so its exit status decides.
+        The state of a finished job (``F``) does not tell whether it succeeded, so its exit status decides.
         """
         output = output.replace("\n\t", "")  # qstat breaks long values at 80 columns
         letter = _find_attribute(output, "job_state", r"\w")
@@ -290,7 +290,7 @@ def _directive_texts(options: Sequence[str]) -> list[str]:
 
 
 def _node_command(job: Job, *, rdzv: bool) -> Argv:
-    """Return the command that starts the job's command on this node, or by mpiexec on all nodes.
+    """Return the command that starts the job's command on one node, or with PALS' mpiexec on all nodes.
 
     Parameters
     ----------
@@ -310,7 +310,7 @@ def _node_command(job: Job, *, rdzv: bool) -> Argv:
 
 
 def _remote_command(starter: str) -> Argv:
-    """Return the command with which the script runs the shell text ``$task`` on another host.
+    """Return the command with which the job's script runs the shell text ``$task`` on another of its hosts.
 
     Parameters
     ----------
@@ -324,7 +324,9 @@ def _remote_command(starter: str) -> Argv:
 
 
 def _interactive_script(job: Job) -> Script:
-    """Return the ``qsub -I`` line. Comments above it have the lines to type in the shell that it opens.
+    """Return the script of an interactive job: the ``qsub -I`` line, which opens a shell on a node.
+
+    ``qsub -I`` cannot be told what to run there. So comments above it have the lines that the user types.
 
     Raises
     ------
