@@ -124,7 +124,7 @@ def _refuse_flags(flags: Mapping[str, object], conflict: str) -> None:
 
 
 def _job_shell(job_id: str, node: str, *, must_run: bool) -> tuple[tuple[str, ...], str]:
-    """Return the command that opens a shell in the job, and a text about what the shell runs in.
+    """Return the command that opens a shell in the job, and a text that says where the shell runs.
 
     Parameters
     ----------

@@ -25,9 +25,10 @@ JSON_EVERY_S = 1.0
 
 @contextlib.contextmanager
 def reporter(*, as_json: bool = False, verbose: bool = False) -> Iterator[Reporter]:
-    """Yield the reporter for the given flags: JSON, plain lines, or a live display on a terminal.
+    """Yield the reporter, which shows the progress of a verb: as JSON, as plain lines, or as a live display.
 
-    With ``--verbose`` it is plain lines, because only they show the output of tools.
+    The live display needs a terminal. With ``--verbose`` the progress is in plain lines, because only they
+    show the output of other programs.
     """
     if as_json:
         yield JsonReporter()
