@@ -284,7 +284,6 @@ def refuse_flags(request: JobRequest, base: str) -> None:
 
     imgkit itself chooses the folder on a remote, and an image that is there already is not built.
     """
-
     if request.names_directory:
         raise UsageError(
             "--directory cannot be combined with a remote",
