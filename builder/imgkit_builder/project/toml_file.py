@@ -104,7 +104,7 @@ def find_file(folder: Path) -> Path | None:
     """Return the ``imgkit.toml`` of `folder`, or of the nearest folder above it in the same git repository.
 
     Outside of a repository only `folder` itself is searched, because a file in /tmp or in a home folder is
-    not meant for the folders below it. Return None if there is no such file.
+    not meant for all folders below. Return None if there is no such file.
     """
     start = folder.absolute()
     candidates = (start, *start.parents)
@@ -158,10 +158,10 @@ def parse_text(text: str, file: Path) -> ProjectFile:
 
 
 def _mistake_hint(mistake: Mistake) -> str:
-    """Return the hint for a mistake.
+    """Return the hint for a mistake in imgkit.toml.
 
-    For a wrong type it shows how to write the right one. Otherwise it is the hint of the rule that was
-    broken.
+    For a value of a wrong type, such as ``data = "letters"``, the hint shows how to write the right type.
+    Otherwise it is the hint of the rule that the value breaks.
     """
     if mistake.kind != "type":
         return mistake.hint
