@@ -100,13 +100,13 @@ def verb_run(
 def find_remote(options: JobOptions) -> tuple[Remote | None, ProjectFile | None]:
     """Return the remote of a job, and the imgkit.toml whose values the job takes.
 
-    The remote is None for a job on this machine. The file is None if there is no such file. It is also None
-    for a job on this machine whose recipe is on the command line, because the file's values are for its own
-    recipe.
+    The remote is None for a job on this machine. The file is None if there is no such file, and for a job on
+    this machine whose recipe is on the command line.
     """
     from imgkit_builder.jobs.remote import config
 
     project = None
+    # The values of imgkit.toml are for the recipe that it names, and not for another one on this machine.
     if not options.recipe or options.on not in ("", HERE):
         project = read_project(recipe=options.recipe, trusted=options.trust_folder)
     remote_name = options.on
