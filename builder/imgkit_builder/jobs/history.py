@@ -45,10 +45,10 @@ def scheduler_runner(record: SubmittedJob, *, may_ask: bool = False) -> Runner:
 
 
 def status_runner(record: SubmittedJob, *, may_ask: bool = False) -> Runner:
-    """Return a function like that of `scheduler_runner`, for `report_job` and then `read_gpu_use`.
+    """Return a function that runs commands on the machine of a job, for `report_job` and then `read_gpu_use`.
 
-    On a remote, the first command also fetches the file with the use of the GPUs, so that both calls together
-    need one connection. They need two if the scheduler no longer knows the job.
+    On a remote, the first command also fetches the file with the use of the GPUs. So both calls together need
+    only one connection, or two if the scheduler no longer knows the job.
     """
     job = record.job
     if not job.remote:

@@ -480,7 +480,8 @@ def _amd_evidence(job: Job) -> tuple[str, str]:
 def _amd_image_evidence(job: Job) -> tuple[str, str]:
     """Return the evidence for AMD GPUs in the name of the job's image, or in the recipe's base image.
 
-    The result has the form of that of `_amd_evidence`.
+    The result is the name that shows it, and the flag or the recipe's line with that name. Both texts are
+    empty if there is no evidence.
     """
     recipe = job.recipe
     image = job.request.container.image

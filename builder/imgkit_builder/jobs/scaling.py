@@ -212,7 +212,7 @@ def submit_sizes(
     ImgkitError : the largest job could not be submitted. A smaller job that is refused does not raise: the
         reason is the state of its size.
     """
-    *smaller_jobs, largest = planned
+    *smaller_jobs, largest = planned  # in ascending order
     refuse_unstartable(largest.job, largest.script, transport.run)
     ready = submission.make_ready(largest, transport, report)
     record = submission.start_job(ready, transport, report)

@@ -252,7 +252,7 @@ class Ssh(Transport):
     def prepare_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
         """Build, convert and send the image, and its added packages, if the remote does not have them.
 
-        See `Transport`.
+        Return the job with their paths on the remote.
         """
         source = prepared.source
         assert source is not None  # noqa: S101 - `prepare` has been told the remote
@@ -301,7 +301,10 @@ class Ssh(Transport):
         report.note(_sent_text("data", transferred))
 
     def put_code(self, code_folder: CodeFolder, home: Path, report: Reporter) -> None:
-        """Send the code by rsync, which finds equal files of earlier code on the remote. See `Transport`."""
+        """Send the code to the store on the remote by rsync, unless it is there already.
+
+        Files that earlier versions of the code have on the remote are not sent again.
+        """
         sha256 = code_folder.record.sha256
         if sha256 in self.store.code:
             report.note(f"to send: nothing of the code; {self.name} has that of {code_folder.folder}")
@@ -324,7 +327,7 @@ class Ssh(Transport):
         report.note(_sent_text("code", transferred))
 
     def put_entry_points(self, job: Job, report: Reporter) -> None:
-        """Send the entry points by rsync. See `Transport`."""
+        """Send the entry points, which are bound into the job's image, unless the remote has them already."""
         folder = bound.entry_points_folder(job)
         # `self.store` does not list this folder.
         output = self.connection.run('if [ -d "$folder" ]; then echo exists; fi\n', {"folder": str(folder)})
@@ -345,7 +348,10 @@ class Ssh(Transport):
             )
 
     def with_entry_points(self, prepared: PreparedJob) -> Job:
-        """Inspect the image on the remote, unless it is known to have the entry points. See `Transport`."""
+        """Return the job with imgkit's entry points bound into an image that has none.
+
+        The image is inspected on the remote for that, unless imgkit has built it.
+        """
         assert prepared.source is not None  # noqa: S101 - `prepare` has been told the remote
         if not prepared.source.has_unknown_entry_points:
             return prepared.job

@@ -206,7 +206,7 @@ def _null_separated(names: Iterable[str]) -> bytes:
 
 
 def _conflict_error(run_folder: Path, names: tuple[str, ...], hint: str) -> UsageError:
-    """Return the error for files that both the run and the user have changed, so that one would be lost."""
+    """Return the error for files that both the run and the user have changed: one change would be lost."""
     shown_names = ", ".join(names[:_MAX_NAMES])
     if len(names) > _MAX_NAMES:
         shown_names += f" and {len(names) - _MAX_NAMES} more"

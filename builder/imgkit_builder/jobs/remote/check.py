@@ -251,11 +251,11 @@ def _check_runtime(answer: Answer, modules: Sequence[str]) -> Check:
 
 
 def _runtime_without_module_command(modules: Sequence[str]) -> Check:
-    """Return the check of a remote that has neither a runtime nor a module command.
+    """Return the check of a remote that has neither Singularity or Apptainer nor a command ``module``.
 
     Parameters
     ----------
-    modules : as in `_check_runtime`.
+    modules : the environment modules that the recipe's jobs load. Without a module command they would fail.
     """
     if modules:
         value = f"the recipe's jobs load {', '.join(modules)}, and there is no module command"

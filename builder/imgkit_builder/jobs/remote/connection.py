@@ -281,9 +281,11 @@ def unreadable_answer(remote: str, output: bytes) -> ToolFailed:
 def connect(remote: Remote, *, ask: bool = False) -> Connection:
     """Return the connection to `remote`. ssh starts with the first command, not here.
 
+    Commands share one ssh connection if `remote` allows that and there is a private folder for its socket.
+
     Parameters
     ----------
-    ask : as in `Connection`.
+    ask : whether ssh may ask for a password or a second factor on the terminal.
     """
     folder = None
     reason = ""

@@ -188,7 +188,7 @@ def find_superseded(
     Cut, ScriptFailed, ToolFailed : in the cases of `find_unused`.
     """
     older = [image for image in images if image.project == current.project and image.name != current.name]
-    by_path = {f"images/{image.name}": image for image in older[1:]}
+    by_path = {f"images/{image.name}": image for image in older[1:]}  # without the newest of them
     if not by_path:
         return Unused(folders=()), {}
     listing = _list_store(connection)
@@ -202,7 +202,7 @@ def find_superseded(
     unused = Unused(
         folders=tuple(folders),
         used=len(by_path) - len(folders),
-        before_s=listing.clock_s,
+        before_s=listing.clock_s,  # a folder that a job uses from now on stays
         unknown=_unknown_reasons(waiting),
     )
     return unused, by_path

@@ -256,7 +256,7 @@ def follow_output(
             if failures >= ATTEMPTS:
                 raise
             log(f"the connection was lost, and imgkit connects again: {error.what}")
-            time.sleep(2**failures)
+            time.sleep(2**failures)  # 2, 4, 8 and 16 seconds
         else:
             return
 

@@ -59,7 +59,7 @@ def _run_ssh(argv: Sequence[str], script: bytes, token_line: bytes) -> int:
         threading.Thread(target=_send_script_and_output, args=(ssh, ssh.stdin, script), daemon=True).start()
         ssh_output = ssh.stdout.fileno()
         data = _skip_banner(ssh_output, token_line)
-        if data is None:
+        if data is None:  # the script has not run
             return _end_without_command(ssh)
         _copy_stream(data, ssh_output, 1)
         return ssh.wait()

@@ -203,6 +203,7 @@ class Store:
         same title is preferred. Return None if no image of the same architecture shares a layer or the title.
         """
         closest = None
+        # The number of common layers, and whether the titles are equal. Tuples compare in this order.
         closest_similarity = (0, False)
         for stored in self.images:
             if stored.arch != new.arch:
@@ -215,13 +216,15 @@ class Store:
 
 
 def describe_sif(path: Path, *, input_sha256: str = "", project: str = "") -> RemoteImage:
-    """Return the description of the local .sif `path`.
+    """Return the description of the local .sif `path`, which is stored beside it on a remote.
 
-    A .sif that another tool built has no image id; the digest of its root partition takes its place.
+    A .sif that another tool built has no image id. The digest of its root partition takes the place of the
+    id.
 
     Parameters
     ----------
-    input_sha256, project : as in `RemoteImage`.
+    input_sha256 : digest of the build's input if imgkit has built the image for this job, or "".
+    project : the host and folder of the project whose run sends the image.
 
     Raises
     ------

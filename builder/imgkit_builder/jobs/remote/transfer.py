@@ -331,7 +331,7 @@ def _publish(connection: Connection, values: Mapping[str, str], source: Source) 
 
     Parameters
     ----------
-    values : the variables of the scripts, as in `_attempt_transfer`.
+    values : the variables of the script on the remote: ``home``, ``folder``, ``name`` and ``partial``.
 
     Raises
     ------
@@ -375,8 +375,8 @@ def _prepare_incoming(
 
     Parameters
     ----------
-    values : the variables of the scripts, as in `_attempt_transfer`.
-    is_retry : first wait until the rsync of the earlier attempt has ended on the remote.
+    values : the variables of the scripts on the remote: ``home``, ``folder``, ``name`` and ``partial``.
+    is_retry : whether to wait first until the rsync of the earlier attempt has ended on the remote.
 
     Raises
     ------
@@ -419,7 +419,8 @@ def _send_files(
 
     Parameters
     ----------
-    values : the variables of the scripts, as in `_attempt_transfer`.
+    values : ``home`` is imgkit's folder on the remote, ``folder`` a folder in it such as ``images``, and
+        ``name`` the name of the new folder there.
 
     Raises
     ------

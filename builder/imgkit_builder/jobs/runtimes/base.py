@@ -410,7 +410,7 @@ class Runtime(abc.ABC):
 
         A variable that the user sets is left out. A ``dist-*`` command in a container gets only
         `VISIBLE_GPUS` (CUDA_VISIBLE_DEVICES): it reads ``system.env`` in the image itself, and leaves out
-        what does not fit the node.
+        values that are wrong for the node.
         """
         system_facts = job.recipe.system
         overridden = user_variables(job.container)

@@ -242,8 +242,8 @@ def array_state(states: Iterable[JobState]) -> JobState:
 def task_id(array: QueuedJob, text: str) -> str:
     """Return the complete id of a task of an array job, or "" if the array has no such task.
 
-    Slurm's form is ``ARRAY_INDEX``: ``4711_3``. That of PBS is ``SEQUENCE[INDEX].SERVER``:
-    ``4711[3].server``. The PBS array itself has the id ``SEQUENCE[].SERVER``.
+    An array job runs the same script several times, and each run is a task. For Slurm, the task 3 of the
+    array ``4711`` is ``4711_3``. For PBS, the task 3 of the array ``4711[].server`` is ``4711[3].server``.
 
     Parameters
     ----------

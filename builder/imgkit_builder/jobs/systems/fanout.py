@@ -175,13 +175,13 @@ class _Host:
             self.process.stdin.close()
 
     def exit_code(self) -> int | None:
-        """Return the exit code of ssh. Return None until ssh has ended and all of its output has been shown.
+        """Return the exit code of ssh, or None while ssh runs or some of its output has not been shown yet.
 
-        The code is 128 + N after signal N, as in a shell.
+        After signal N the code is 128 + N, as a shell reports it.
         """
         code = self.process.poll()
         for reader in self.readers:
-            if reader.is_alive():
+            if reader.is_alive():  # it still shows output
                 return None
         if code is not None and code < 0:  # subprocess returns -N after signal N
             return 128 - code
@@ -204,12 +204,13 @@ def run_on_hosts(
 
     Parameters
     ----------
-    remote : the name of each host, and the line for its shell.
+    remote : the name of each host, and the command line for its shell, which starts a guard: a script that
+        ends the command when imgkit asks or ends.
     show : gets the output. Several threads call it, but only one at a time.
     say : gets messages for the user.
-    sent : what the guards in the lines read first.
-    head_decides : whether only the first host's exit code counts. Then the other hosts go on after one has
-        failed.
+    sent : what the guards read first from their input, such as the values of variables.
+    head_decides : whether only the exit code of the first host, the head, counts. Then the other hosts go on
+        after one of them has failed.
     """
     lock = threading.Lock()
 

@@ -334,7 +334,7 @@ def _pod_template(job: Job, container: Mapping[str, Any], **spec: Any) -> dict[s
         mounts.append({"name": name, "mountPath": str(claim.path), "readOnly": claim.read_only or None})
         volumes.append({"name": name, "persistentVolumeClaim": {"claimName": claim.name}})
     containers = []
-    has_only_name = len(container) == 1
+    has_only_name = len(container) == 1  # "name" is its only key
     if mounts or not has_only_name:
         containers.append({**container, "volumeMounts": mounts})
     return {

@@ -127,7 +127,7 @@ class Pbs(System):
         return Script(text=text, submit=("qsub",), on_stdin=True, is_array=is_array)
 
     def conversion_script(self, job: Job) -> Script:
-        """Return the script for ``qsub`` of a job that makes an image file. See `System`.
+        """Return the script for ``qsub`` of a job that runs imgkit on a node, to make an image file.
 
         Raises
         ------

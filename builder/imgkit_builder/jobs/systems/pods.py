@@ -321,12 +321,12 @@ def user_ids(job: Job) -> tuple[str, str] | None:
 def pod_variables(job: Job) -> Mapping[str, str]:
     """Return the variables of each pod.
 
-    If a variable is set more than once, the user's value counts. Without it, the recipe's value counts, then
-    the setting of the node agent, and then the folder for output and state.
+    If a variable is set more than once, the user's value is used, or else the recipe's, or else imgkit's own.
 
     Raises
     ------
-    UsageError : a variable of the recipe has another one in its value, which only a shell would replace.
+    UsageError : a value in the recipe contains another variable, such as ``$SCRATCH``. Only a shell would
+        replace it, and no shell starts a pod.
     """
     # In an interactive job, the user can type any command. So its pods get the variables that a shell gets.
     program_job = dataclasses.replace(job, command=()) if job.is_interactive else job

@@ -155,7 +155,7 @@ class Slurm(System):
         return Script(text=text, submit=SUBMIT, on_stdin=True, is_array=is_array)
 
     def conversion_script(self, job: Job) -> Script:
-        """Return the script for ``sbatch`` of a job that makes an image file. See `System`."""
+        """Return the script for ``sbatch`` of a job that runs imgkit on a node, to make an image file."""
         directives = (
             f"--job-name={job.name}",
             *_output_options(job, "%j"),
