@@ -420,7 +420,7 @@ def filter_through(
     """Start the program `argv`, feed `chunks` to its standard input, and yield its output as it comes.
 
     So gigabytes can pass through a program such as zstd: neither input nor output is collected in memory. If
-    the caller stops to read, the program is killed.
+    the caller stops reading, the program is killed.
 
     Parameters
     ----------

@@ -59,6 +59,10 @@ class PlainReporter(Reporter):
         self._print(text)
 
     def advance(self, done_bytes: int, total_bytes: int | None = None) -> None:
+        """Print how many bytes are done, how fast, and the time that is left: ``send: 512 MB of 2048 MB``.
+
+        Nothing is printed within `PLAIN_EVERY_S` seconds after the last line.
+        """
         now = time.monotonic()
         if now - self._printed_s < PLAIN_EVERY_S:
             return

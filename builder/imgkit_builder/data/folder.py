@@ -131,8 +131,8 @@ def _entry_line(name: str, status: os.stat_result, link: str) -> bytes:
 def _walk_entries(folder: Path, prefix: str) -> Iterator[tuple[str, os.stat_result, str]]:
     """Yield the name, the status and the target of each file, folder and link in `folder` and below it.
 
-    The name is the path below the folder of data, such as ``train/0001.tar``. The target is that of a link,
-    and empty for files and folders.
+    The name is the path below the folder of data, such as ``train/0001.tar``. The target is what a link leads
+    to, and "" for files and folders.
 
     Parameters
     ----------

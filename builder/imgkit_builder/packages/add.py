@@ -158,8 +158,9 @@ def add(
 
     Parameters
     ----------
-    machine : the machine that has the image. None: this machine.
-    image_id : the id of the image, if it is known. That of an image on this machine is read from the image.
+    machine : the machine that has the image. None means this machine.
+    image_id : the id of an image on another machine, if it is known. On this machine, it is read from the
+        image.
 
     Raises
     ------

@@ -167,12 +167,15 @@ def _pip_error(problem: str, image: Path, typed: str) -> UsageError:
 
 
 def _network_error(answer: Mapping[str, Any], image: Path, typed: str, remote: str) -> ToolFailed:
-    """Return the error for a pip that cannot reach a package index. Its hint downloads wheels elsewhere.
+    """Return the error for a pip that cannot reach a package index, as on nodes without internet.
+
+    The hint has commands that download wheels on another machine, and add the packages from these wheels.
 
     Parameters
     ----------
-    answer, remote : as in `explain`.
+    answer : what ``inside.py`` has written, with the image's processor and version of Python.
     typed : the requirements as the user typed them.
+    remote : name of the remote with the image, or empty for this machine.
     """
     # The command downloads wheels for the image's processor and Python, whatever machine runs it.
     download = (

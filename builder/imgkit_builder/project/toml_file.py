@@ -146,6 +146,7 @@ def parse_text(text: str, file: Path) -> ProjectFile:
     problems = Collector(shows=(file.parent.resolve(),))
     data = parse_toml_file(text, file, problems, 'write KEY = "VALUE"')
     positions = {key: _key_position(key, text, file) for key in data}
+    # A key with an empty value, as `imgkit init` writes it for the user to fill in, counts as not set.
     non_empty = {key: value for key, value in data.items() if value != ""}
     values, mistakes = validate(ProjectValues, non_empty)
     for mistake in mistakes:

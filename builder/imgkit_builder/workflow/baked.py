@@ -41,7 +41,7 @@ def read_target(path: Path) -> Target:
 
 
 def target_of(image_manifest: Manifest, image_system: SystemFacts, platform: str, file: Path) -> Target:
-    """Return the name, the system and the projects of the recipe of which an image was built.
+    """Return what an image says about its recipe: the name, the system, the projects and the base image.
 
     Parameters
     ----------

@@ -204,7 +204,7 @@ def _resolve_base(engine: Engine, recipe: Recipe, request: BuildRequest, report:
 def plan(
     recipe: str | Path, request: BuildRequest = BuildRequest(), *, report: Reporter = SILENT
 ) -> ImagePlan:
-    """Return what `build` would do. No engine is needed for that.
+    """Return what `build` would do, for a dry run. Docker or Podman are not needed for that.
 
     Raises
     ------
@@ -284,7 +284,7 @@ def build_sif(
 def plan_sif(
     recipe: str | Path, request: SifBuildRequest = SifBuildRequest(), *, report: Reporter = SILENT
 ) -> SifPlan:
-    """Return what `build_sif` would do.
+    """Return what `build_sif` would do, with the command and the definition file, for a dry run.
 
     Raises
     ------

@@ -41,7 +41,7 @@ def smoke_test(
 
     Parameters
     ----------
-    runtime : the runtime for a .sif, ``singularity`` or ``apptainer``. None: the first of them on PATH.
+    runtime : the runtime for a .sif, ``singularity`` or ``apptainer``. None means the first of them on PATH.
 
     Raises
     ------
@@ -93,13 +93,13 @@ def shell_command(
 ) -> ShellCommand:
     """Return the command that opens a shell in `image`.
 
-    `image` is an image of the engine, a .sif file or a built recipe.
+    `image` is an image of Docker or Podman, a .sif file or a recipe whose image is built.
 
     Parameters
     ----------
     host : share this machine's home folder and network. A .sif also gets the binds and variables of its
         recipe.
-    workdir : the folder in which the shell starts. Empty: the one that the recipe sets.
+    workdir : the folder in which the shell starts. "" means the folder that the recipe sets.
     packages : files of ``imgkit add``, which only a .sif can have.
 
     Raises
