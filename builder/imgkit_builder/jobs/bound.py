@@ -193,6 +193,8 @@ def write_bound_files(job: Job, folder: Path) -> None:
 def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
     """Create the folder `target`, unless it exists. No other process sees it half written.
 
+    The content is written under a temporary name beside `target`, and one rename gives it its name.
+
     Parameters
     ----------
     fill : writes the content to the folder that it gets, which `write_folder` then moves to `target`.

@@ -233,6 +233,8 @@ def _refuse_shadowed_projects(
 ) -> None:
     """Raise UsageError for a project of the code that the image has installed in another folder.
 
+    Python would import the image's copy, and ignore the user's changes without a message.
+
     Parameters
     ----------
     projects : the projects in the code, with the folders in which the job sees them.
@@ -441,7 +443,7 @@ def _secret_files_error(folder: Path, names: Sequence[str]) -> UsageError:
 
 
 def _describe_file(source: sources.SourceEntry) -> CodeFile:
-    """Return the description of a file, folder or link of the code.
+    """Return the description of a file, folder or link of the code. A link is not followed.
 
     Raises
     ------

@@ -62,7 +62,9 @@ def download(folders: Iterable[DataFolder], request: JobRequest, report: Reporte
 
 
 def with_data(job: Job, folders: Iterable[DataFolder], store: str = "") -> Job:
-    """Return `job` with its folders of data mounted.
+    """Return `job` with its folders of data mounted read-only at the paths that the request names.
+
+    ``data/letters`` is seen at ``/workspace/data/letters``, and ``/gpfs/letters:/data`` at ``/data``.
 
     Parameters
     ----------

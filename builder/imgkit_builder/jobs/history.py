@@ -170,6 +170,9 @@ def _ask_scheduler(record: SubmittedJob, run: Runner) -> JobReport | None:
 def _ask_queue(record: SubmittedJob, argv: Argv, run: Runner) -> JobReport | None:
     """Return what the command `argv` reports about a job in the queue, or None if the job has left the queue.
 
+    A command that fails says nothing about the job, unless it says that there is no such job. For a job that
+    is known to have ended, a failure does not matter.
+
     Raises
     ------
     ToolMissing : the command is missing, and the job may still run.

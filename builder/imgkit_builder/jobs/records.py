@@ -157,7 +157,7 @@ def _find_task(handle: str) -> SubmittedJob | None:
 
 
 def _read_record(path: Path) -> SubmittedJob:
-    """Return the record in the file `path`.
+    """Return the record in the file `path`, in which the fields of `QueuedJob` and `SubmittedJob` are mixed.
 
     Raises
     ------

@@ -237,7 +237,9 @@ def _unlisted_queue_warnings(recipe: Target, queue: str) -> Iterator[str]:
 
 
 def _queue_allocation(recipe: Target, request: JobRequest, system: System) -> Allocation:
-    """Return an allocation with the account, queue, QoS and time limit. `_with_nodes` adds the nodes.
+    """Return an allocation with the account, queue, QoS and time limit, from the request or else the recipe.
+
+    The number of nodes and their GPUs are added later, by `_with_nodes`.
 
     Raises
     ------
@@ -258,6 +260,8 @@ def _queue_allocation(recipe: Target, request: JobRequest, system: System) -> Al
 
 def _refuse_missing_fields(recipe: Target, allocation: Allocation, project: ProjectSource | None) -> None:
     """Raise UsageError if `allocation` lacks a value that ``system.queue.required`` of the recipe names.
+
+    A centre may require an account or a QoS, for example. Its scheduler would refuse a job without it.
 
     Parameters
     ----------
@@ -305,6 +309,8 @@ def _unused_flag_warnings(
 ) -> Iterator[str]:
     """Yield a warning for each flag of the request that neither the system nor the runtime uses.
 
+    For example, PBS has no ``--qos``. The job is submitted all the same, without that value.
+
     Parameters
     ----------
     runtime : what starts the command, or None for a job that makes an image.
@@ -323,7 +329,7 @@ def _unused_flag_warnings(
 
 
 def _missing_fields_hint(recipe: Target, keys: Sequence[str], project: ProjectSource | None) -> str:
-    """Return how to state fields of ``system.queue`` that the recipe requires.
+    """Return how to state fields of ``system.queue`` that the recipe requires: ``add --account ...``.
 
     Parameters
     ----------
@@ -344,6 +350,8 @@ def _missing_fields_hint(recipe: Target, keys: Sequence[str], project: ProjectSo
 
 def _job_command(request: JobRequest) -> tuple[str, ...]:
     """Return the command of the job, which is empty for an interactive shell.
+
+    A wrong command is refused here, because the job would wait in the queue and then fail.
 
     Raises
     ------
@@ -373,6 +381,8 @@ def _job_command(request: JobRequest) -> tuple[str, ...]:
 
 def _select_runtime(recipe: Target, requested: RuntimeName | None, system: System) -> Runtime:
     """Return the runtime of ``--runtime``, or else of the recipe, which starts the command on each node.
+
+    A runtime is Singularity, pyxis or Docker, for example, or the node itself without a container.
 
     Raises
     ------
@@ -581,7 +591,7 @@ def parse_nodes(text: str) -> Size:
 
 
 def _gpus_per_node(recipe: Target, request: JobRequest) -> int:
-    """Return the requested number of GPUs per node, or else the number that a node has.
+    """Return the requested number of GPUs per node, or else the number that a node of the recipe has.
 
     Raises
     ------
@@ -797,7 +807,10 @@ def _refuse_long_job(recipe: Target, name: str, time_s: int) -> None:
 
 
 def _stop_before(request: JobRequest, time_limit: str) -> int:
-    """Return how many seconds before the time limit the program is asked to save. 0 means never.
+    """Return how many seconds before the time limit the program is asked to save its state. 0 means never.
+
+    Without ``--stop-before``, a job of ten minutes or more is asked `STOP_BEFORE_S` seconds before, and a
+    shorter job is not asked.
 
     Parameters
     ----------

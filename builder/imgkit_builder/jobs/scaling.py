@@ -498,7 +498,10 @@ def verdict_sentences(run: ScalingRun) -> list[str]:
 
 
 def _efficiency_sentences(run: ScalingRun) -> list[str]:
-    """Return sentences about the parallel efficiency, and about a report that is too small for CSC."""
+    """Return sentences about the parallel efficiency, and about a report that is too small for CSC.
+
+    CSC is a computing centre that asks for such a report before it grants larger jobs.
+    """
     if not run.compared_by:
         return ["The bandwidths are those of the largest size that dist-bench measured."]
     compared = [size for size in run.sizes if "efficiency" in size.figures]

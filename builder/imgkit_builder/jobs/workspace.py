@@ -98,7 +98,10 @@ class Update:
 
 
 def parse_listing(output: bytes) -> Listing:
-    """Return the lists of files that the script `LIST` has printed.
+    """Return the three lists of files that the script `LIST` has printed, in `output`.
+
+    The output consists of texts that end with a null byte. A list begins with its title and an empty text,
+    and each of its files has two texts: the path, and the kind, size and time.
 
     Raises
     ------

@@ -267,7 +267,10 @@ def _runtime_without_module_command(modules: Sequence[str]) -> Check:
 
 
 def _check_folder(answer: Answer, remote: Remote) -> Check:
-    """Return the check of imgkit's folder on the remote: its access, its owner and its free space."""
+    """Return the check of imgkit's folder on the remote: its access, its owner and its free space.
+
+    A folder that cannot be used fails the check. Too little space is only a warning.
+    """
     home = first_value(answer, "home")
     owner = first_value(answer, "owner")
     access_error = first_value(answer, "closed")

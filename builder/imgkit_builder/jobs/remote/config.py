@@ -327,7 +327,7 @@ def _write_file(text: str) -> None:
 
 
 def _parse_file(text: str) -> dict[str, Remote]:
-    """Return the remotes by name that `text`, the content of the file, describes.
+    """Return the remotes that `text`, the content of ``remotes.toml``, describes: ``{"mn5": Remote(...)}``.
 
     Raises
     ------

@@ -45,6 +45,9 @@ def main(config_json: str, _host: str, *args: str) -> int:
 def _run_ssh(argv: Sequence[str], script: bytes, token_line: bytes) -> int:
     """Run ssh between rsync, on standard input and output, and the remote. Return the exit status of ssh.
 
+    A thread sends the script and then rsync's data to ssh. Meanwhile this function passes ssh's output to
+    rsync, except for a banner of the login shell.
+
     Parameters
     ----------
     script : is sent before the data of rsync.

@@ -298,7 +298,9 @@ def _send_and_publish(
 def _attempt_transfer(
     connection: Connection, values: Mapping[str, str], source: Source, progress: _Progress, report: Reporter
 ) -> Transferred | None:
-    """Send what the remote does not have yet, and publish the folder.
+    """Make one attempt to send what the remote does not have yet, and publish the folder.
+
+    To publish means to check what has arrived and to give it its name in the store.
 
     Parameters
     ----------
@@ -449,6 +451,8 @@ def _full_disk_message(
     connection: Connection, folder: str, error: ScriptFailed, size_bytes: int
 ) -> str | None:
     """Return the message if rsync failed because the remote's disk is full. Return None after other errors.
+
+    rsync's own error says so in most cases. In the others, the free space on the remote decides.
 
     Parameters
     ----------

@@ -374,7 +374,11 @@ class Runtime(abc.ABC):
         return lines
 
     def exports(self, job: Job) -> tuple[str, ...]:
-        """Return shell lines that set the variables of the job before the command starts on a node."""
+        """Return shell lines that set the variables of the job before the command starts on a node.
+
+        They also end the job if a variable of the site, such as $SCRATCH, is not set, or if the image in
+        which imgkit looked for Python has changed.
+        """
         container = job.container
         variables = self.system_variables(job)
         lines = self._require_site_variables(job, variables)

@@ -420,7 +420,9 @@ def _torch_launch(job: Job, program: Argv, rank: int) -> Argv:
 
 
 def _interactive_script(job: Job) -> Script:
-    """Return the command of a shell in the container on the job's only host, or else on this machine.
+    """Return the script of an interactive job: a shell in the container on its only host, over ``ssh -t``.
+
+    Without ``--hosts``, the shell opens on this machine.
 
     Raises
     ------

@@ -99,7 +99,11 @@ class Pbs(System):
     )
 
     def script(self, job: Job) -> Script:
-        """Return the script for ``qsub``, or for an interactive job the ``qsub -I`` line."""
+        """Return the script for ``qsub``, or for an interactive job the ``qsub -I`` line.
+
+        PBS runs the script on the first node only. So on several nodes, the script itself starts the command
+        on the others, with pbsdsh, ssh or PALS' mpiexec (``--pbs-start``).
+        """
         if job.is_interactive:
             return _interactive_script(job)
         # The script itself starts the processes on the other hosts, with pbsdsh or ssh, unless PALS does.

@@ -134,7 +134,10 @@ def _check_code(job: Job) -> None:
 
 
 def _runai_warnings(job: Job) -> Iterator[str]:
-    """Yield warnings about a job that RunAI's own client submits."""
+    """Yield warnings about a job that RunAI's own client submits, and not kubectl.
+
+    They are about spare nodes, about arguments that older clients change, and about a missing client.
+    """
     size = job.allocation.size
     if size.spares:
         yield f"--nodes {size}: RunAI decides what follows a lost pod; --format pytorchjob states it"
@@ -389,6 +392,8 @@ def escape_for_kubernetes(text: str) -> str:
 
 def interactive_comments(job: Job, enter_commands: Sequence[str], delete_command: str) -> tuple[str, ...]:
     """Return comment lines that say how to enter the pods of an interactive job and how to end it.
+
+    The pods of such a job sleep, and the user starts the program in a shell in each of them.
 
     Parameters
     ----------

@@ -165,7 +165,11 @@ def _command_options(job: Job, name: str) -> Iterator[str]:
 
 
 def _resource_options(job: Job, *, is_v1: bool) -> Iterator[str]:
-    """Yield the options for the GPUs, CPUs and memory of each pod."""
+    """Yield the options for the GPUs, CPUs and memory of each pod.
+
+    ``--gpu 4 --cpu 32`` of the first client is ``--gpu-devices-request 4 --cpu-core-request 32`` of the later
+    one.
+    """
     allocation = job.allocation
     if is_v1:
         yield from ("--gpu", str(allocation.gpus))
