@@ -128,8 +128,8 @@ def _job_shell(job_id: str, node: str, *, must_run: bool) -> tuple[tuple[str, ..
 
     Parameters
     ----------
-    node : the node or pod in which to open the shell, or "" for the default.
-    must_run : first ask the scheduler, and refuse a job that does not run.
+    node : the node or pod in which to open the shell, or "" for the first one.
+    must_run : whether to ask the scheduler first, and to refuse a job that does not run.
     """
     if node and not quoting.is_job_id(node):
         raise UsageError(f"{node!r} cannot be the name of a node or pod", where="--node")

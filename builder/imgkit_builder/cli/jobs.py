@@ -142,7 +142,10 @@ def _reports_state(record: SubmittedJob) -> bool:
 
 
 def _report_to_dict(report: JobReport) -> dict[str, Any]:
-    """Return the data that ``imgkit status ID --json`` and ``imgkit wait ID --json`` print."""
+    """Return the data that ``imgkit status ID --json`` and ``imgkit wait ID --json`` print.
+
+    None stands for a value that is not known, or that the job does not have.
+    """
     record = report.record
     has_one_folder = record.has_run_folder and not record.job.array
     data: dict[str, Any] = {

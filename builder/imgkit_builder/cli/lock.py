@@ -169,11 +169,12 @@ def _update_lock(
 def _show_changes(
     file: Path, old: LockedPlatform | None, new: LockedPlatform, *, dry_run: bool, as_json: bool
 ) -> None:
-    """Print how the lock `file` has changed.
+    """Print how the lock `file` has changed: one line for each package, and the numbers of packages.
 
     Parameters
     ----------
-    old, new : the results of `_update_lock`.
+    old : the packages that the lock had for this platform before, or None if it had none.
+    new : the packages that it has now, or would have without ``--dry-run``.
     """
     is_same = changes.is_same(old, new)
     difference = changes.list_changes(old, new)

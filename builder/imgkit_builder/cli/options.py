@@ -110,7 +110,10 @@ def field_option(owner: type[Any], field: str) -> Any:
 
 
 def _typer_option(flag: Flag) -> Any:
-    """Return the typer option for `flag`, to use as the default of a parameter."""
+    """Return the typer option for `flag`, to use as the default of a parameter.
+
+    typer makes an option of each parameter whose default is such an object.
+    """
     if flag.is_negative:
         default: Any = False  # the value of the option --no-test; the field `test` is True then
     elif isinstance(flag.default, tuple):

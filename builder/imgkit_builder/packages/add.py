@@ -223,7 +223,7 @@ def _read_image_id(image: Path) -> str:
 
 
 def _image_path(request: AddRequest, machine: ImageMachine | None) -> Path:
-    """Return the absolute path of the image.
+    """Return the absolute path of the image to which packages are added, on the machine that has it.
 
     Raises
     ------
@@ -248,7 +248,9 @@ def _image_path(request: AddRequest, machine: ImageMachine | None) -> Path:
 
 
 def _check_requirements(request: AddRequest) -> None:
-    """Check what the request asks pip to install.
+    """Refuse a request whose packages, files or folders pip could not install.
+
+    A secret in an argument is refused as well: the file with the packages records the arguments.
 
     Raises
     ------
@@ -259,7 +261,7 @@ def _check_requirements(request: AddRequest) -> None:
         raise UsageError("no package given", where="PACKAGE", hint="imgkit add einops --image X.sif")
     for text in request.requirements:
         check_requirement(text)
-    # The arguments stand in the record at the end of the file, which others may read.
+    # The arguments stand in the record at the end of the file with the packages, which others may read.
     kind = secret_patterns.in_arguments(request.arguments)
     if kind:
         raise UsageError(

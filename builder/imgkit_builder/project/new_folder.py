@@ -230,6 +230,8 @@ def _run_commands(options: NewFolder, parent: Target) -> list[str]:
 def write_files(folder: Path, contents: Mapping[str, str]) -> tuple[Path, ...]:
     """Write each file of `contents` that does not exist yet, and return the paths of the new files.
 
+    A file of the user is never replaced.
+
     Raises
     ------
     UsageError : a value is wrong, or the folder has an imgkit.toml. In both cases nothing is written.

@@ -137,7 +137,9 @@ def read_file(file: Path) -> ProjectFile:
 
 
 def parse_text(text: str, file: Path) -> ProjectFile:
-    """Parse `text`, the content of `file`.
+    """Return the values of an ``imgkit.toml`` from `text`, its content, with the line of each key.
+
+    All mistakes are reported together, in the order of their lines.
 
     Raises
     ------

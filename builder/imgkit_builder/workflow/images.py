@@ -212,7 +212,9 @@ def _unset_variables(target: Target) -> list[str]:
 
 
 def _bind_options(target: Target) -> list[str]:
-    """Return the runtime's options that mount the folders of the image's system.
+    """Return the runtime's options that mount the folders of the image's system: ``--bind /gpfs:/gpfs``.
+
+    Variables in the paths, such as ``$SCRATCH``, get the values that they have in this shell.
 
     Raises
     ------
