@@ -152,8 +152,7 @@ def _note_args(job: Job) -> Argv:
     """Return the first three arguments of `_SUBMIT`, from which it writes the file ``jobs/ID``.
 
     They are the system, the other lines of the file, and the paths of the image, code and data. These must
-    still exist, because `imgkit remote gc` may have removed them meanwhile. The run folder does not exist
-    yet.
+    still exist: `imgkit remote gc` may have removed them meanwhile. The run folder need not exist yet.
     """
     resumed_folder = ""
     if job.request.resumed is not None:
