@@ -50,8 +50,8 @@ def to_dict(checks: Sequence[Check], **context: Any) -> dict[str, Any]:
 def table(checks: Sequence[Check]) -> Iterator[str]:
     """Yield the lines of a table for people.
 
-    Each check has one line with its verdict, name and finding in aligned columns. A line with its hint
-    follows if there is one.
+    ``warn  zstd  not on PATH`` is the line of a check, with its verdict, name and finding in aligned columns.
+    A line with the hint follows if there is one.
     """
     width = max((len(check.name) for check in checks), default=0)
     for check in checks:

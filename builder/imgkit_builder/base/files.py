@@ -72,10 +72,11 @@ def has_trailer(stream: BinaryIO, mark: bytes) -> bool:
 
 
 def read_trailer(stream: BinaryIO, start: int, size_bytes: int, mark: bytes) -> bytes | None:
-    """Return the text that `make_trailer` packed, read from the end of a range of `stream`.
+    """Return the text of a trailer: the text, its length and a mark that `make_trailer` put at a file's end.
 
-    The range has `size_bytes` and begins at byte `start`. Return None if it does not end with `mark`, or if
-    the recorded length is 0, over 1 MB or larger than the range.
+    The trailer is searched at the end of the part of `stream` that begins at byte `start` and has
+    `size_bytes`. Return None if this part does not end with `mark`, or if the recorded length is 0, over 1 MB
+    or larger than the part.
     """
     stream.seek(max(start + size_bytes - _END.size, 0))
     end = stream.read(_END.size)
@@ -103,9 +104,9 @@ def sha256(
 def start_sha256(
     stream: BinaryIO, start: int, size_bytes: int, *, advance: Callable[[int, int | None], None] | None = None
 ) -> hashlib._Hash:
-    """Return the hashlib object for `size_bytes` of `stream` from byte `start` on.
+    """Return the SHA-256 of `size_bytes` of `stream` from byte `start` on, as an object of hashlib.
 
-    The caller can update it with further bytes. `advance` is called as in `sha256`.
+    Unlike with `sha256`, the caller can update it with further bytes. `advance` is called as in `sha256`.
     """
     digest = hashlib.sha256()
     position = 0
@@ -143,7 +144,10 @@ def config_dir() -> Path:
 
 
 def _xdg_folder(variable: str, fallback: str) -> Path:
-    """Return the folder ``imgkit`` in the folder that `variable` names, or in `fallback` of the home."""
+    """Return imgkit's folder in the folder that `variable` names, or else in `fallback` of the home folder.
+
+    ``XDG_CACHE_HOME``, ``.cache`` -> ``$XDG_CACHE_HOME/imgkit`` or ``~/.cache/imgkit``
+    """
     # The XDG base directory specification says to ignore relative values.
     value = os.environ.get(variable, "")
     if value.startswith("/"):
@@ -161,10 +165,11 @@ def fullest_folder(*folders: Path) -> Path:
 
 
 def full_file(error: OSError) -> str:
-    """Return the path to name in a message about a full disk.
+    """Return the path that a message about a full disk names.
 
-    This is the file in `error`. If `error` names none, it is the folder with the least free space among the
-    current folder, the temporary folder, and imgkit's folders for state and cache.
+    It is the file in `error`. If `error` has no file, nobody knows which disk is full. The result is then the
+    folder with the least free space among the current folder, the temporary folder, and imgkit's folders for
+    state and cache.
     """
     if error.filename:
         return str(error.filename)
@@ -186,10 +191,11 @@ def write_cache(target: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def flush_in_background(path: Path) -> Iterator[None]:
-    """Sync `path` to the disk once a second while the block writes to it, so that the last fsync is short.
+    """Sync `path` to the disk once a second while the ``with`` block writes to it.
 
-    Linux begins to write a file of gigabytes only when a tenth of the memory is waiting. By then the program
-    that makes the file has often ended, and the processors would idle until the disk is done.
+    Otherwise the fsync at the end would take long. Linux begins to write a file of gigabytes only when a
+    tenth of the memory is waiting. By then the program that makes the file has often ended, and the
+    processors would idle until the disk is done.
 
     Raises
     ------

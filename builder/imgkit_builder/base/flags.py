@@ -74,7 +74,9 @@ def option_field(
 
 
 def part(kind: type[Value], *, group: str = "") -> Value:
-    """Return a dataclass field that holds a request of `kind`, whose flags the dataclass then has as well.
+    """Return a dataclass field that holds another request, whose flags the dataclass then has as well.
+
+    ``container: ContainerRequest = part(ContainerRequest)`` gives a `JobRequest` the flags of a container.
 
     Parameters
     ----------
@@ -86,7 +88,10 @@ def part(kind: type[Value], *, group: str = "") -> Value:
 
 
 def declared_options(owner: type[Any]) -> tuple[Flag, ...]:
-    """Return the flags that the dataclass `owner` and its parts declare, in the order of the fields."""
+    """Return the flags that the dataclass `owner` and its parts declare, in the order of the fields.
+
+    A part is a field that contains another request (`part`). Fields without help are no flags.
+    """
     types = typing.get_type_hints(owner)  # noqa: TID251 - makes options of them
     flags: list[Flag] = []
     for item in dataclasses.fields(owner):
@@ -114,10 +119,13 @@ def flags_in(request: Any) -> tuple[str, ...]:
 
 
 def option_arguments(kind: type[Any], request: Any) -> tuple[str, ...]:
-    """Return the arguments that set the values of `request` which differ from their defaults.
+    """Return the arguments of a command line that give the same `request`: ``("--time", "1h", "--verbose")``.
 
-    For example, a request with the time 1h and a verbose flag gives ``("--time", "1h", "--verbose")``. Only
-    the flags that the dataclass `kind` declares count; `request` is an instance of `kind` or of a subclass.
+    A flag whose value is its default is left out.
+
+    Parameters
+    ----------
+    kind : the dataclass whose flags are written. `request` can be of a subclass with more flags.
     """
     argv: list[str] = []
     for declared_flag in declared_options(kind):
@@ -136,9 +144,10 @@ def option_arguments(kind: type[Any], request: Any) -> tuple[str, ...]:
 
 
 def replace_fields(request: Value, values: Mapping[str, Any]) -> Value:
-    """Return a copy of `request` in which the fields named in `values` have the values given there.
+    """Return a copy of `request` with other values for the fields that `values` names.
 
-    A name may be that of a field of the request, or of a field of one of its parts.
+    A field can be one of the request, or of a part, which is a request in a field: ``{"command": ("ls",)}``
+    changes ``request.launch.command``.
 
     Raises
     ------
@@ -166,7 +175,8 @@ def replace_fields(request: Value, values: Mapping[str, Any]) -> Value:
 def _part_of_field(kind: type[Any]) -> Mapping[str, str]:
     """Return for each field the name of the part that has it, or "" if the request itself has it.
 
-    For example, ``{"directory": "", "launch": "", "command": "launch"}``.
+    In ``{"directory": "", "launch": "", "command": "launch"}``, `launch` is a part: a field that contains
+    another request, which has the field `command`.
     """
     parts = {}
     for item in dataclasses.fields(kind):

@@ -146,11 +146,12 @@ def first_line(output: bytes) -> str:
 def last_lines(output: str, limit: int = TAIL_LINES) -> list[str]:
     """Return the lines of a failed program's output that an error message quotes, at most `limit`.
 
-    Up to half of them are the last lines with ERROR or FATAL. The others are the end of the output. Progress
-    bars and empty lines are left out. Of a line that was rewritten by carriage returns, the last text counts.
+    Up to half of them are the last lines with ERROR or FATAL, after which a program can print much more. The
+    others are the end of the output. Progress bars and empty lines are left out. Of a line that was rewritten
+    by carriage returns, the last text counts.
     """
     lines: list[str] = []
-    error_numbers = []
+    error_numbers = []  # indices in `lines`
     for line in output.split("\n"):
         text = line.rstrip().rpartition("\r")[2]
         if _ERROR.search(text):
@@ -173,9 +174,10 @@ def _is_progress(line: str) -> bool:
 
 
 def quote_output(message: str, output: str, hint: str = "") -> tuple[str, str]:
-    """Return the message and hint of an error about a program, with the end of its `output`.
+    """Return the message and the hint of an error about a program, extended by the end of its `output`.
 
-    One line of output goes into the message, more lines into the hint.
+    A single line of output goes into the message: ``"sbatch failed: Invalid account"``. Several lines go into
+    the hint.
     """
     lines = last_lines(output)
     if not lines:
@@ -198,9 +200,10 @@ _KILL_MESSAGE = re.compile(r"signal: (killed|CPU time limit exceeded)")
 
 
 def kill_hint(code: int, output: str = "") -> str:
-    """Return a line to add to the hint of an error about a conversion whose program has failed.
+    """Return a line for the hint of a failed conversion, if the system has killed its program.
 
-    Return the empty string unless `code` or `output` shows that the system killed the program.
+    The exit code or the output shows that, usually after too much memory or CPU time on a login node. The
+    result is empty for all other failures.
     """
     if code not in _KILL_CODES and _KILL_MESSAGE.search(output) is None:
         return ""
@@ -227,13 +230,15 @@ def count_processors() -> int:
 def run_attached(argv: Sequence[str], *, until: Callable[[], bool] | None = None) -> int:
     """Run `argv` with the standard streams of this process, and return its exit code.
 
-    What it prints on a terminal goes through `terminal.output_copier`, so that it cannot steer the terminal.
-    The exit code is `INTERRUPTED` after Ctrl-C.
+    What the program prints on a terminal goes through `terminal.output_copier`, which replaces control
+    characters, so that a program cannot change the terminal's state. After Ctrl-C, the exit code is
+    `INTERRUPTED`.
 
     Parameters
     ----------
-    until : called at first every few seconds, then every 10. When it returns True, the program gets SIGTERM,
-        and the result is 0.
+    until : a function that is called every few seconds, and later every 10. When it returns True, the program
+        gets SIGTERM, and the result is 0. Without it, the program runs to its own end, as ``tail -F`` never
+        does.
 
     Raises
     ------
@@ -264,9 +269,10 @@ def run_attached(argv: Sequence[str], *, until: Callable[[], bool] | None = None
 
 
 def _terminate_when(program: subprocess.Popen[bytes], is_over: Callable[[], bool]) -> None:
-    """Terminate `program` once `is_over` returns True. Return without that if the program ends by itself.
+    """Terminate `program` once `is_over` returns True. Do nothing if the program ends by itself before.
 
-    `is_over` is called after 1, 2, 4, 7 and 12 seconds, and then every 10 seconds.
+    `is_over` is called after 1, 2, 4, 7 and 12 seconds, and then every 10 seconds. It usually asks a
+    scheduler whether a job has ended.
     """
     for pause_s in itertools.chain((1.0, 1.0, 2.0, 3.0, 5.0), itertools.repeat(10.0)):
         if _has_ended(program, pause_s):
@@ -290,7 +296,9 @@ def _has_ended(program: subprocess.Popen[bytes], timeout_s: float) -> bool:
 
 
 def replace_process(argv: Sequence[str], *, cwd: Path) -> NoReturn:
-    """Replace this process by `argv`, started in `cwd`. It keeps the terminal and the process id.
+    """Replace this process by the program `argv`, started in `cwd`. This function does not return.
+
+    The program gets the terminal, Ctrl-C and the process id of imgkit, as if the user had started it.
 
     Raises
     ------
@@ -329,6 +337,11 @@ def run(
 ) -> Finished:
     """Run `argv` to its end, without standard input, and return its exit code and output.
 
+    Parameters
+    ----------
+    env : all variables of the program. None means those of this process.
+    check : whether an exit code other than 0 raises an error.
+
     Raises
     ------
     ToolMissing : the program is not on PATH; `hint` explains how to install it.
@@ -366,7 +379,12 @@ def run(
 
 
 def read_answer(output: Generator[bytes, None, None], program: str) -> bytes:
-    """Return all of `output` in one piece. It comes from `filter_through`; `program` is named in the error.
+    """Return all of `output` in one piece.
+
+    Parameters
+    ----------
+    output : the generator that `filter_through` returns.
+    program : what printed the output, for the error: ``sbatch``.
 
     Raises
     ------
@@ -401,12 +419,13 @@ def filter_through(
 ) -> Generator[bytes, None, None]:
     """Start the program `argv`, feed `chunks` to its standard input, and yield its output as it comes.
 
-    Neither input nor output is collected in memory, and no thread is needed. If the caller stops early, the
-    program is killed.
+    So gigabytes can pass through a program such as zstd: neither input nor output is collected in memory. If
+    the caller stops reading, the program is killed.
 
     Parameters
     ----------
-    hold : leave the program's standard input open after the last chunk, until the program ends by itself.
+    hold : leave the program's standard input open after the last chunk, until the program ends by itself. A
+        script on a remote then takes the end of the input as the end of imgkit.
 
     Raises
     ------
@@ -432,7 +451,9 @@ def pump_pipes(
 ) -> Generator[bytes, None, bytes]:
     """Feed `chunks` to the running `program`, and yield its output as it comes.
 
-    The generator's return value is the end of the program's standard error.
+    One loop waits for all pipes (`select`) and serves the one that is ready. Writing first and reading later
+    would block for ever: a program that waits until its output is read does not read its input. The
+    generator's return value is the end of the program's standard error.
 
     Parameters
     ----------
@@ -461,7 +482,7 @@ def pump_pipes(
     is_fed = False
     pipes = [source, errors] if errors else [source]
     first_errors = last_errors = b""
-    error_bytes = 0
+    error_bytes = 0  # of standard error since the program has last read or answered
     has_ended = False
     while not has_ended:
         while not unsent and not is_fed:

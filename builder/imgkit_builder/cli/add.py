@@ -67,7 +67,7 @@ def verb_add(
 def _remote_machine(name: str) -> ImageMachine | None:
     """Return the remote `name` as the machine that runs pip in the image. Return None for this machine.
 
-    pip runs by the singularity or apptainer of the remote's recipe.
+    There, the singularity or apptainer of the remote's recipe starts the image.
     """
     if name in ("", HERE):
         return None

@@ -204,9 +204,9 @@ class Interrupted(ImgkitError):
 
 
 def _system_error(error: OSError) -> ToolFailed:
-    """Return the message for an error of the system that no function has handled.
+    """Return the message for an error of the system, such as a full disk, that no function has handled.
 
-    A full disk or a folder without permission needs no traceback.
+    The user needs the path and the reason, and no traceback.
     """
     path = error.filename
     hint = None

@@ -107,10 +107,10 @@ def verb_save(
 def _sidecar_maker(
     connected: Engine, info: ImageInfo, target: Path, report: Reporter
 ) -> Callable[[SavedFile], Sidecar]:
-    """Return a function that makes the sidecar of the archive once its size and digest are known.
+    """Return a function that makes the sidecar, the file ``X.tar.manifest.json`` beside an archive ``X.tar``.
 
-    The sidecar is the .manifest.json beside the archive. What it says about the image is read now, while the
-    engine is connected.
+    The sidecar describes the image and the archive. The facts about the image are read now, while the engine
+    is connected. The returned function adds the size and the digest of the archive, which are known later.
     """
 
     def read_built_file(path: str, parse: Callable[[str], Parsed]) -> Parsed | None:
@@ -142,7 +142,9 @@ def _sidecar_maker(
 def _next_commands(archive: Path, system: SystemFacts | None) -> dict[str, str]:
     """Return the commands that copy, verify and convert the archive, by their purpose.
 
-    The values of the image's system are filled in. The command is empty for a step that is not needed.
+    ``{"copy": "rsync -P mn5.tar ...", "module": "", "verify": "sha256sum -c ...", "convert": "imgkit sif
+    ..."}`` is an example. The values of the image's system are filled in, and "" stands for a step that is
+    not needed.
     """
     checksum_file = sidecar.sha256_path(archive)
     files = [str(archive), str(checksum_file), str(sidecar.json_path(archive))]
@@ -170,7 +172,10 @@ def _copy_destination(system: SystemFacts | None) -> str:
 
 
 def _conversion_argv(archive: str, system: SystemFacts | None) -> list[str]:
-    """Return the argv that makes the image in `archive` ready to run on the cluster."""
+    """Return the argv that makes the image in `archive` ready to run on the cluster: ``imgkit sif mn5.tar``.
+
+    The system decides about the format, and whether a job must do the conversion.
+    """
     argv = ["imgkit", "sif", archive]
     if system is None:
         return argv

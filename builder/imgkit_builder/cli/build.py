@@ -132,7 +132,9 @@ def _show_plan(plan: ImagePlan | SifPlan, *, as_json: bool) -> None:
 
 
 def _next_command(recipe: str, tag: str | None, runtime: str) -> str:
-    """Return the command to type after a build, which depends on how jobs of the recipe start the image.
+    """Return the command to type after a build: ``imgkit push``, ``imgkit sif`` or ``imgkit run``.
+
+    It depends on how jobs of the recipe start the image: in pods, from a file, or from the engine itself.
 
     Parameters
     ----------

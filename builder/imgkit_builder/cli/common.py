@@ -31,9 +31,10 @@ HERE = "here"
 
 
 def complete_names(incomplete: str) -> list[str]:
-    """Return the names that the shell can offer for the argument `incomplete`.
+    """Return the names that the shell offers when the user presses Tab after the text `incomplete`.
 
-    They are the shipped recipes, and the folders, recipes, archives and .sif files whose names begin with it.
+    They are the names of shipped recipes, and the folders, recipes, archives and .sif files, that begin with
+    this text.
     """
     names = [name for name in recipe_names() if name.startswith(incomplete)]
     # "dir/na" -> the names in "dir/" that begin with "na"
@@ -114,12 +115,14 @@ def show_checks(results: Sequence[Check], *, as_json: bool, **context: Any) -> N
 
 
 def confirm_large_code(pack: Callable[[bool], Result], *, large: bool, may_ask: bool = True) -> Result:
-    """Call `pack`, and return its result. If the code is large, first ask the user whether to go on.
+    """Call `pack`, which packs or reads code, and return its result. Ask the user first if the code is large.
+
+    Large code most often contains data by mistake, and packing it takes long.
 
     Parameters
     ----------
-    pack : packs code. Its argument says whether the code may be large. If not, it raises LargeContext for
-        more than 1 GB.
+    pack : its argument says whether the code may be large. If not, it raises LargeContext for large code, and
+        is called again when the user has agreed.
     large : whether the user has allowed large code by a flag.
     may_ask : whether the verb may ask. It also needs a terminal for that.
 
@@ -172,8 +175,8 @@ def format_columns(table: Sequence[Sequence[str]], *, max_width: int = sys.maxsi
 
     Parameters
     ----------
-    max_width : the largest width of a column, in characters. A longer cell is not cut: it moves the rest of
-        its line to the right.
+    max_width : the largest width to which cells are filled up, in characters. A longer cell is not cut: it
+        moves the rest of its line to the right.
     """
     rows = [[terminal.escape_controls(cell) for cell in row] for row in table]
     widths = []

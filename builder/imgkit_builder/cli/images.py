@@ -124,12 +124,12 @@ def _refuse_flags(flags: Mapping[str, object], conflict: str) -> None:
 
 
 def _job_shell(job_id: str, node: str, *, must_run: bool) -> tuple[tuple[str, ...], str]:
-    """Return the command that opens a shell in the job, and a text about what the shell runs in.
+    """Return the command that opens a shell in the job, and a text that says where the shell runs.
 
     Parameters
     ----------
-    node : the node or pod in which to open the shell, or "" for the default.
-    must_run : first ask the scheduler, and refuse a job that does not run.
+    node : the node or pod in which to open the shell, or "" for the first one.
+    must_run : whether to ask the scheduler first, and to refuse a job that does not run.
     """
     if node and not quoting.is_job_id(node):
         raise UsageError(f"{node!r} cannot be the name of a node or pod", where="--node")

@@ -91,10 +91,11 @@ def _show_own_jobs(*, as_json: bool) -> None:
 
 
 def _refresh_states(jobs: Iterable[SubmittedJob]) -> tuple[list[SubmittedJob], bool]:
-    """Ask the schedulers for the states of `jobs`. Return the jobs with them, and whether all answered.
+    """Ask the schedulers for the states of `jobs`.
 
-    A scheduler that does not answer is reported, and its job keeps the last known state. A remote that cannot
-    be reached is reported and tried only once.
+    Return the jobs with these states, and whether all schedulers have answered. If one does not answer, that
+    is reported, and its job keeps the last known state. A remote that cannot be reached is tried only once,
+    because each attempt would wait for ssh.
     """
     current_jobs = []
     unreachable_remotes = set()
@@ -119,10 +120,10 @@ def _remote_prefix(record: SubmittedJob) -> str:
 
 
 def _may_run(record: SubmittedJob) -> bool:
-    """Return whether the job may still wait or run.
+    """Return whether the job may still wait or run, so that ``imgkit status`` lists it.
 
-    A job whose system reports no states counts until it is cancelled, or for a week after its submission,
-    because imgkit never learns that it has ended.
+    imgkit never learns the end of a job whose system reports no states. Such a job is listed until it is
+    cancelled, or for a week after its submission.
     """
     if record.state in FINAL_STATES:
         return False
@@ -141,7 +142,10 @@ def _reports_state(record: SubmittedJob) -> bool:
 
 
 def _report_to_dict(report: JobReport) -> dict[str, Any]:
-    """Return the data that ``imgkit status ID --json`` and ``imgkit wait ID --json`` print."""
+    """Return the data that ``imgkit status ID --json`` and ``imgkit wait ID --json`` print.
+
+    None stands for a value that is not known, or that the job does not have.
+    """
     record = report.record
     has_one_folder = record.has_run_folder and not record.job.array
     data: dict[str, Any] = {
@@ -186,8 +190,8 @@ def scheduler_runner(record: SubmittedJob) -> Callable[[Sequence[str]], Finished
 def can_follow(record: SubmittedJob) -> bool:
     """Return whether `follow_job` can show the job's output.
 
-    It cannot for a local job in pods: there is no output until a node has pulled the image, and no command
-    reports the end.
+    It cannot do so for a job in pods that this machine submits: there is no output until a node has pulled
+    the image, and no command reports the end.
     """
     system = systems.get_system(record.job.system)
     if record.job.remote:
@@ -235,7 +239,10 @@ def _follow_to_end(record: SubmittedJob, run: Callable[[Sequence[str]], Finished
 
 
 def _show_local_output(record: SubmittedJob, run: Callable[[Sequence[str]], Finished], log: WaitLog) -> None:
-    """Show the output of a job of this machine until the job ends."""
+    """Show the output of a job of this machine until the job ends.
+
+    ``tail`` prints the output's file, and is terminated when the scheduler reports the job's end.
+    """
 
     def has_ended() -> bool:
         report = history.report_job(record, run)

@@ -110,10 +110,17 @@ def _update_lock(
     writes: bool,
     report: Reporter,
 ) -> tuple[LockedPlatform | None, LockedPlatform]:
-    """Resolve the packages of the recipe in its base, and write the lock `file`.
+    """Resolve the packages of the recipe in its base image, and write them into the lock `file`.
 
-    Return the packages that the lock had for this platform, which is None if it had none, and the new ones.
-    With `writes` False, no file is changed.
+    A lock has the exact version, URL and digest of each package, for one or more platforms.
+
+    Parameters
+    ----------
+    writes : whether the lock is written. With False, no file is changed.
+
+    Returns
+    -------
+    The packages that the lock had for this platform before, or None if it had none, and the new packages.
     """
     request = _lock_request(recipe, source.base)
     lock = lock_file.read_lock(file) if file.exists() else None
@@ -138,8 +145,7 @@ def _update_lock(
             report=report,
         )
         old = lock.for_platform(image.platform) if lock else None
-        # An upgrade of everything resolves all packages anew, so that wheels kept beside the lock do not
-        # count.
+        # Wheels that are kept beside the lock are used again, except in an upgrade of all packages.
         wheels = {} if options.upgrade and not options.packages else find_kept_wheels(file, old)
         resolution = Resolution(
             recipe=recipe, request=request, base=image, old=old, options=options, kept_wheels=wheels
@@ -154,7 +160,7 @@ def _update_lock(
         )
         is_same = changes.is_same(old, new)
         if writes and (options.keep_files or not is_same):
-            # A lock with the same packages is written only to keep files beside it.
+            # If the packages are the same, the lock is written only to keep their files beside it.
             resolved = old if is_same and old else new
             write_lock(recipe, file, lock, resolved, Path(folder) if options.keep_files else None)
     return old, new
@@ -163,11 +169,12 @@ def _update_lock(
 def _show_changes(
     file: Path, old: LockedPlatform | None, new: LockedPlatform, *, dry_run: bool, as_json: bool
 ) -> None:
-    """Print how the lock `file` has changed.
+    """Print how the lock `file` has changed: one line for each package, and the numbers of packages.
 
     Parameters
     ----------
-    old, new : the results of `_update_lock`.
+    old : the packages that the lock had for this platform before, or None if it had none.
+    new : the packages that it has now, or would have without ``--dry-run``.
     """
     is_same = changes.is_same(old, new)
     difference = changes.list_changes(old, new)

@@ -43,12 +43,12 @@ class Without:
 def with_options(verb: Verb, *, quiet: bool = False) -> Verb:
     """Return a function for typer that has an option for each field of the dataclasses that `verb` takes.
 
-    typer makes options of a function's parameters. For each parameter of `verb` whose type is a dataclass,
-    the returned function has a parameter for each field. For a parameter of the type
-    ``tuple[SystemFlags, ...]``, it has one for each flag of all systems.
+    typer makes options of a function's parameters, and knows no dataclasses. So for a parameter of `verb`
+    whose type is a dataclass, the returned function has a parameter for each field. For a parameter of the
+    type ``tuple[SystemFlags, ...]``, it has one for each flag of all systems (schedulers).
 
-    When typer calls the returned function, that creates the dataclasses from the values of the options, and
-    calls `verb`. The tuple has only the systems of which an option was given.
+    When typer calls the returned function, that function creates the dataclasses from the values of the
+    options, and calls `verb`. The tuple has only the flags of systems of which an option was given.
 
     Parameters
     ----------
@@ -110,7 +110,10 @@ def field_option(owner: type[Any], field: str) -> Any:
 
 
 def _typer_option(flag: Flag) -> Any:
-    """Return the typer option for `flag`, to use as the default of a parameter."""
+    """Return the typer option for `flag`, to use as the default of a parameter.
+
+    typer makes an option of each parameter whose default is such an object.
+    """
     if flag.is_negative:
         default: Any = False  # the value of the option --no-test; the field `test` is True then
     elif isinstance(flag.default, tuple):
@@ -150,7 +153,7 @@ class _FieldOptions:
         return parameters
 
     def pop_instance(self, values: dict[str, Any]) -> Any:
-        """Return an instance of `owner` with the values of these options, which `values` then lacks.
+        """Remove the values of these options from `values`, and return an instance of `owner` with them.
 
         Parameters
         ----------
@@ -205,7 +208,8 @@ class JobCommand(GroupedCommand):
     def parse_args(self, ctx: ClickContext, args: list[str]) -> Any:
         """Parse the arguments before ``--``, and store those after it in ``ctx.meta`` as the job's command.
 
-        click would take the first word of the command for the argument RECIPE if that is left out.
+        The arguments are split here, because click itself ignores ``--``: in ``imgkit run -- dist-bench``, it
+        would take ``dist-bench`` for the argument RECIPE, which the user has left out.
         """
         separator = args.index("--") if "--" in args else len(args)
         own_args = tuple(args[:separator])
@@ -230,7 +234,10 @@ class JobCommand(GroupedCommand):
 
 
 def _flags_of_systems(*, quiet: bool) -> list[type[Any]]:
-    """Return the dataclasses of all systems' flags. Report plug-ins that cannot be used, unless `quiet`."""
+    """Return the dataclasses with the flags of all systems (schedulers), each once.
+
+    Plug-ins that cannot be used are reported on stderr, unless `quiet` is set.
+    """
     # Not at the top of the module: `imgkit --help` loads it, and should neither import the systems nor search
     # for plug-ins.
     from imgkit_builder.jobs import systems

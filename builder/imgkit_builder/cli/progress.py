@@ -25,9 +25,10 @@ JSON_EVERY_S = 1.0
 
 @contextlib.contextmanager
 def reporter(*, as_json: bool = False, verbose: bool = False) -> Iterator[Reporter]:
-    """Yield the reporter for the given flags: JSON, plain lines, or a live display on a terminal.
+    """Yield the reporter, which shows the progress of a verb: as JSON, as plain lines, or as a live display.
 
-    With ``--verbose`` it is plain lines, because only they show the output of tools.
+    The live display needs a terminal. With ``--verbose`` the progress is in plain lines, because only they
+    show the output of other programs.
     """
     if as_json:
         yield JsonReporter()
@@ -58,6 +59,10 @@ class PlainReporter(Reporter):
         self._print(text)
 
     def advance(self, done_bytes: int, total_bytes: int | None = None) -> None:
+        """Print how many bytes are done, how fast, and the time that is left: ``send: 512 MB of 2048 MB``.
+
+        Nothing is printed within `PLAIN_EVERY_S` seconds after the last line.
+        """
         now = time.monotonic()
         if now - self._printed_s < PLAIN_EVERY_S:
             return

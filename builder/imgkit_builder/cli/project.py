@@ -126,9 +126,9 @@ def verb_init(
 
 
 def _left_out_notice(folder: Path) -> str:
-    """Return a line about files of `folder` that would stay out of the code of a job.
+    """Return a line about files of `folder` that stay out of the code of a job, although it may need them.
 
-    It is empty if there are none, or if the code cannot be read.
+    It is empty if there are no such files, or if the code cannot be read.
     """
     from imgkit_builder.jobs import code
 
@@ -140,7 +140,9 @@ def _left_out_notice(folder: Path) -> str:
 
 
 def _select_remote_and_recipe(on: str, recipe: str) -> tuple[str, str]:
-    """Return the name of the remote, or "", and the recipe for a new imgkit.toml.
+    """Return the name of the remote, or "" for none, and the recipe for a new imgkit.toml.
+
+    A value that the user has not given is chosen only if there is no doubt about it.
 
     Parameters
     ----------

@@ -198,9 +198,10 @@ def verb_check(
 
 
 def _check_recipe(file: str, *, strict: bool) -> tuple[Sequence[Problem], UsageError | None]:
-    """Load the recipe `file`, and return its warnings and its error. The error is None if it has none.
+    """Load the recipe `file`, and return its warnings and its error. The error is None for a correct recipe.
 
-    With `strict`, the warnings also list what the recipe does on this machine.
+    With `strict`, the warnings also list values with which the recipe reaches beyond the image, such as
+    folders of a machine that its jobs see.
     """
     warnings: list[Problem] = []
     try:
@@ -277,9 +278,12 @@ def verb_render(
 def _write_context(
     recipe: Recipe, file: Path, *, base: str | None, platform: str | None, large: bool
 ) -> None:
-    """Write the build context of the recipe to `file`, as a tar.
+    """Write the build context of the recipe, all files that a build gets, to `file` as a tar.
 
-    The other parameters are those of `verb_render`, with the same defaults for None.
+    Parameters
+    ----------
+    base, platform : those of ``imgkit render``. None stands for the recipe's value.
+    large : whether the user has allowed code of more than 1 GB.
     """
 
     def pack(large: bool) -> BuildContext:

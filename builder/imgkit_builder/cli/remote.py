@@ -182,7 +182,10 @@ def gc(
 
 
 def _removal_lines(unused: collector.Unused, removed_paths: Collection[str]) -> list[str]:
-    """Return a line for each folder that was to be removed, and one with the size of those that were."""
+    """Return a line for each folder that was to be removed, and a last line with the sum of what was removed.
+
+    A folder that a job has begun to use meanwhile has the line ``in use``.
+    """
     lines = []
     removed_bytes = 0
     for folder in unused.folders:

@@ -100,7 +100,8 @@ def verb_run(
 def find_remote(options: JobOptions) -> tuple[Remote | None, ProjectFile | None]:
     """Return the remote of a job, and the imgkit.toml whose values the job takes.
 
-    The remote is None for a job on this machine. The file is None if there is none, or if it does not count.
+    The remote is None for a job on this machine. The file is None if there is no such file, and for a job on
+    this machine whose recipe is on the command line.
     """
     from imgkit_builder.jobs.remote import config
 
@@ -187,9 +188,14 @@ def read_code(request: JobRequest, *, as_json: bool) -> CodeFolder | None:
 def _run_job(
     options: _Options, remote: Remote | None, flags: JobRequest, project: ProjectFile | None
 ) -> None:
-    """Submit the job on the remote or on this machine.
+    """Submit the job on the remote or on this machine, and follow its output.
 
-    Without a scheduler, run it in place of this process.
+    Without a scheduler or queue, the job is a command that replaces this process.
+
+    Parameters
+    ----------
+    flags : the request with the values of flags only.
+    project : the imgkit.toml with further values, or None.
     """
     from imgkit_builder.base import process
     from imgkit_builder.jobs import handle, submit
@@ -266,7 +272,9 @@ def local_recipe(options: JobOptions, project: ProjectFile | None) -> str:
 
 
 def _announce_job(options: _Options, prepared: PreparedJob, transport: Transport, recipe: str) -> None:
-    """Print on stderr which job is submitted where, before anything is built or sent.
+    """Print on stderr which job is submitted where, before anything is built or sent, which can take minutes.
+
+    Nothing is printed for a command that runs in this terminal.
 
     Raises
     ------
@@ -310,7 +318,8 @@ def _show_dry_run(
 ) -> None:
     """Print the script of the job, and with ``--verbose`` also all values and their sources.
 
-    imgkit does not connect to a remote for this. Placeholders stand for paths there that are not known.
+    imgkit does not connect to a remote for this. Texts such as ``/imgkit`` stand for paths there that it does
+    not know yet.
     """
     from imgkit_builder.jobs import image_source, volume
     from imgkit_builder.project import origins
@@ -357,8 +366,8 @@ def _remote_values(
 def _with_bound_entry_points(prepared: PreparedJob) -> PreparedJob:
     """Return a local job as it would be submitted, for a dry run.
 
-    The entry points are bound into an image that imgkit did not build. An image for another architecture
-    gives a warning, and is refused by a submission.
+    If imgkit did not build the image, its entry points (``dist-run`` and others) are bound into it. An image
+    for another processor gives only a warning here, although a submission refuses it.
     """
     from imgkit_builder.jobs import submit
     from imgkit_builder.jobs.runtimes import runtime_of
@@ -373,7 +382,7 @@ def _with_bound_entry_points(prepared: PreparedJob) -> PreparedJob:
 
 
 def _no_scheduler_hint(recipe: str) -> str:
-    """Return the hint for an error about the recipe's scheduler, which is not on PATH here.
+    """Return the hint for a user whose machine does not have the recipe's scheduler, such as a laptop.
 
     It names a remote that has this recipe, or else any remote. If there is none, it says how to add one.
     """
@@ -393,7 +402,8 @@ def _no_scheduler_hint(recipe: str) -> str:
 def show_submitted(record: SubmittedJob, ready: PreparedJob, *, detach: bool, as_json: bool) -> None:
     """Print the id of a job that has just been submitted, and follow the job's output if that is possible.
 
-    The output goes to stdout, so that the id of a job that is followed is printed on stderr only.
+    The id goes to stdout, for scripts. If the job is followed, its output goes to stdout, and the id is
+    printed on stderr only.
     """
     from imgkit_builder.jobs import records
 
@@ -458,7 +468,7 @@ def script_data(job: Job, script: Script) -> dict[str, Any]:
 def _run_on_hosts(script: Script) -> int:
     """Run the command lines of all hosts over ssh, and return the exit code of the run.
 
-    Each line of output begins with the host's name.
+    Each line of output begins with the host's name: ``node2: step 10``.
     """
     from imgkit_builder.base import process
     from imgkit_builder.jobs.systems import fanout

@@ -44,7 +44,7 @@ def jobs_table(jobs: Sequence[SubmittedJob]) -> Iterator[str]:
 
 
 def _table_row(record: SubmittedJob) -> tuple[str, ...]:
-    """Return the cells of `jobs_table` for a job. A value that the job does not have is shown as ``-``."""
+    """Return the cells of a job's row in `jobs_table`. A missing value is shown as ``-``."""
     numbers = history.last_numbers(record)
     submitted_minute = record.submitted[:16]  # "2026-01-31T12:00"
     image_digest = record.image_id.removeprefix("sha256:")

@@ -130,7 +130,8 @@ def verb_scaling(
 def _refuse_with_continue(nodes: str, options: JobOptions, flags: JobRequest) -> None:
     """Raise UsageError if another flag or argument is given with ``--continue``.
 
-    The report that it continues has its jobs already.
+    ``--continue`` only waits for the jobs of a report that were submitted before, so other values would have
+    no effect.
     """
     refused = [*flags_in(flags), *flags_in(dataclasses.replace(options, as_json=False))]
     if nodes:
@@ -147,7 +148,7 @@ def _refuse_with_continue(nodes: str, options: JobOptions, flags: JobRequest) ->
 def _plan_sizes(
     nodes: str, options: JobOptions, flags: JobRequest
 ) -> tuple[list[PreparedJob], Remote | None]:
-    """Check the jobs of all numbers of nodes, and return them, the largest last, with their remote.
+    """Return one checked job for each number of nodes, the largest last, and the remote of the jobs.
 
     Parameters
     ----------

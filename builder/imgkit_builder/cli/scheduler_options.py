@@ -34,16 +34,16 @@ NUMBER = r"(\d+)"
 
 
 def _passed_on(*names: str) -> tuple[Row, ...]:
-    """Return a row for each of `names` that passes an option with its value on to the scheduler.
+    """Return table rows for options that imgkit lacks, and whose answer is ``--option=NAME=VALUE``.
 
-    An item has one or more names of the same option: ``"-d --dependency"``. The last one is passed on, joined
-    to the value by ``=``, because a directive of Slurm is one word.
+    An item of `names` has one or more names of the same option: ``"-d --dependency"``. The last one is passed
+    on to the scheduler, joined to the value by ``=``, because a directive of Slurm is one word.
     """
     return tuple(Row(row_names, ANY, f"--option={row_names.split()[-1]}={{0}}") for row_names in names)
 
 
 def _flags_passed_on(*names: str) -> tuple[Row, ...]:
-    """Return a row for each of `names` that passes an option without a value on to the scheduler."""
+    """Return table rows for options without a value that imgkit lacks: ``--option=--exclusive``."""
     return tuple(Row(name, "", f"--option={name}") for name in names)
 
 
@@ -167,6 +167,8 @@ Answer = tuple[TypedOption, Row, re.Match[str]]
 def refuse_scheduler_options(args: Sequence[str], own_options: Mapping[str, bool]) -> None:
     """Raise UsageError with the line to type instead, if `args` has options of a scheduler.
 
+    ``imgkit run -N 2 -p gpu`` -> the hint ``--nodes 2 --queue gpu``. Users type such options by habit.
+
     Parameters
     ----------
     args : the arguments before ``--``.
@@ -182,7 +184,12 @@ def refuse_scheduler_options(args: Sequence[str], own_options: Mapping[str, bool
 
 
 def _foreign_options_error(scheduler: str, answers: Sequence[Answer]) -> UsageError:
-    """Return the error for options of `scheduler`. Its hint is the line to type instead, and the notes."""
+    """Return the error for options of `scheduler`, whose hint has imgkit's own options and notes about them.
+
+    Parameters
+    ----------
+    answers : each option that was typed, with the row of the table that answers it.
+    """
     options_to_type = []
     flags = []
     notes = []
@@ -202,13 +209,13 @@ def _foreign_options_error(scheduler: str, answers: Sequence[Answer]) -> UsageEr
 
 
 def _find_foreign_options(args: Sequence[str], own_options: Mapping[str, bool]) -> Iterator[TypedOption]:
-    """Yield the options in `args` that the verb does not have.
+    """Yield the options in `args` that the verb (``imgkit run``, for example) does not have.
 
     Parameters
     ----------
-    own_options : as in `refuse_scheduler_options`.
+    own_options : the names of the verb's own options, and for each whether it takes a value.
     """
-    remaining = collections.deque([*args, ""])  # the last argument is followed by an empty one
+    remaining = collections.deque([*args, ""])  # so that an argument follows each, which may be its value
     while len(remaining) > 1:
         flag, value = _split_option(remaining.popleft())
         next_argument = remaining[0]
@@ -235,7 +242,7 @@ def _split_option(argument: str) -> tuple[str, str]:
 
 
 def _split_pbs_resources(flag: str, value: str) -> Iterator[TypedOption]:
-    """Yield the resources in `value`, which follows `flag`, the option ``-l`` of PBS.
+    """Yield each resource in the value of `flag`, the option ``-l`` of PBS, like an option of its own.
 
     ``select=2:ngpus=4,walltime=1:00:00`` -> ``select`` 2, ``ngpus`` 4, ``walltime`` 1:00:00.
     """
@@ -246,7 +253,7 @@ def _split_pbs_resources(flag: str, value: str) -> Iterator[TypedOption]:
 
 
 def _find_answers(rows: Sequence[Row], typed_options: Sequence[TypedOption]) -> Iterator[Answer]:
-    """Yield the answer of the first row that fits each option. Options that no row fits are left out."""
+    """Yield each option with the first of `rows` that is about it. Other options are left out."""
     for option in typed_options:
         for row in rows:
             match = _match_option(row, option)

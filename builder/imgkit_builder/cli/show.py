@@ -55,7 +55,10 @@ def _show_recipe(recipe: str, *, as_json: bool) -> None:
 
 
 def _is_image(name: str) -> bool:
-    """Return whether `name` can only be an image: it has a tag, a digest or a slash, and is not a file."""
+    """Return whether `name` can only be an image: it has a tag, a digest or a slash, and is not a file.
+
+    ``mn5:latest`` and ``ghcr.io/group/mn5`` can only be images. ``mn5`` is a recipe.
+    """
     if name.endswith(RECIPE_SUFFIXES) or name.startswith((".", "/", "~")):
         return False
     if ":" not in name and "/" not in name:

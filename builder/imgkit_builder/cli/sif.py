@@ -124,9 +124,10 @@ def _read_system(image: Path) -> SystemFacts | None:
 
 
 def sif_command(sif: Path) -> str:
-    """Return the command that runs ``dist-train`` in `sif` with the options of the image's system.
+    """Return the command to type after a conversion: ``singularity exec --nv mn5.sif dist-train``.
 
-    An image that imgkit did not build has no ``dist-train``, so that the command opens a shell in it instead.
+    It has the options and mounts of the image's system. An image that imgkit did not build has no
+    ``dist-train``, so the command opens a shell in it instead.
     """
     system = _read_system(sif)
     if system is None:
@@ -135,7 +136,7 @@ def sif_command(sif: Path) -> str:
     if runtimes.get_runtime(runtime.kind).image_suffix == ".sif":
         argv = [runtime.command, "exec", *runtime.options]
     else:
-        argv = ["singularity", "exec"]  # to which the options of another runtime mean nothing
+        argv = ["singularity", "exec"]  # the recipe's options are for another runtime, and are left out
     for bind in runtime.binds:
         argv += ["--bind", quoting.quote_with_site_variables(bind)]
     argv += [str(sif), "dist-train"]

@@ -72,6 +72,9 @@ def find_folder(spec: DataSpec, project: Path) -> DataFolder:
 def list_folder(spec: DataSpec, path: Path) -> DataFolder:
     """Walk through the folder `path` of `spec`, and return its name, its number of files and their size.
 
+    The name contains a digest of the list of files with their sizes and times. So it changes if a file does,
+    although no file is read.
+
     Raises
     ------
     UsageError : in the cases of `find_folder`.
@@ -114,9 +117,9 @@ def _project_digits(spec: DataSpec, path: Path) -> str:
 
 
 def _entry_line(name: str, status: os.stat_result, link: str) -> bytes:
-    """Return the line about an entry from which the folder's name is computed.
+    """Return the line about a file, folder or link that goes into the digest in the folder's name.
 
-    The parameters are what `_walk_entries` yields.
+    The parameters are what `_walk_entries` yields. Only files have a size here, and folders have no time.
     """
     size = status.st_size if stat.S_ISREG(status.st_mode) else 0
     # A program that looks into a folder may have changed its time.
@@ -128,8 +131,8 @@ def _entry_line(name: str, status: os.stat_result, link: str) -> bytes:
 def _walk_entries(folder: Path, prefix: str) -> Iterator[tuple[str, os.stat_result, str]]:
     """Yield the name, the status and the target of each file, folder and link in `folder` and below it.
 
-    The name is the path below the folder of data, such as ``train/0001.tar``. The target is that of a link,
-    and empty for files and folders.
+    The name is the path below the folder of data, such as ``train/0001.tar``. The target is what a link leads
+    to, and "" for files and folders.
 
     Parameters
     ----------
@@ -158,7 +161,10 @@ def _walk_entries(folder: Path, prefix: str) -> Iterator[tuple[str, os.stat_resu
 
 
 def _refuse_unreadable(path: str, status: os.stat_result) -> None:
-    """Raise UsageError for a device, socket or pipe, and PermissionError for what the user may not read."""
+    """Raise UsageError for a device, socket or pipe, and PermissionError for what the user may not read.
+
+    Without this check, the transfer would fail later, after gigabytes.
+    """
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         raise UsageError(
             "only files, folders and links can be sent, and this is none",

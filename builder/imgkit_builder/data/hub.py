@@ -37,9 +37,9 @@ _MAX_LOCK_BYTES = 1 << 16
 
 
 def find(spec: DataSpec, project: Path) -> DataFolder:
-    """Return the folder of the hub repository that `spec` names.
+    """Return the local folder of the repository of the Hugging Face hub that `spec` names.
 
-    If the repository has to be downloaded first, the result has the number of files 0 and a name of the form
+    If the repository has to be downloaded first, the result has 0 files and a provisional name of the form
     ``models--openai-community--gpt2@main``.
 
     Raises
@@ -58,10 +58,11 @@ def find(spec: DataSpec, project: Path) -> DataFolder:
 
 
 def download(spec: DataSpec, project: Path, report: Reporter) -> DataFolder:
-    """Download a hub repository, make its folder for jobs, and write its commit into ``hf.lock``.
+    """Download a repository of the Hugging Face hub, make its folder for jobs, and lock its commit.
 
-    Two downloads at the same time wait for each other's files. Without internet, the function succeeds if the
-    user's cache already has all files of the revision.
+    The commit is written into ``hf.lock``, so that later runs use the same files. If two downloads run at the
+    same time, each waits for files that the other one downloads. Without internet, the function succeeds if
+    the user's cache already has all files of the revision.
 
     Raises
     ------
@@ -104,7 +105,7 @@ def download(spec: DataSpec, project: Path, report: Reporter) -> DataFolder:
 
 
 def _cache() -> Path:
-    """Return the user's cache of the hub, by default ``~/.cache/huggingface/hub``.
+    """Return the folder of the user's cache of the hub, by default ``~/.cache/huggingface/hub``.
 
     The variables and their order are those of huggingface_hub, which cannot be asked because it may not be
     installed.
@@ -126,7 +127,8 @@ def _folder(repo: HubRepo, revision: str) -> Path:
 def read_lock(file: Path) -> dict[str, str]:
     """Return the commit of each item in ``hf.lock``: ``{"hf://openai-community/gpt2": "607a30d7..."}``.
 
-    The result is empty if the file does not exist.
+    The commit is the version of the model or data set that all runs use. The result is empty if the file does
+    not exist.
 
     Raises
     ------
@@ -180,9 +182,11 @@ def _publish_snapshot(repo: HubRepo, snapshot: Path, path: Path) -> None:
 
 
 def _link_files(repo: HubRepo, snapshot: Path, path: Path) -> None:
-    """Fill the folder `path` with the files of `snapshot`, laid out as the hub's cache.
+    """Fill the folder `path` with the files of `snapshot`, a revision in the user's cache, as hard links.
 
-    A data set has its files at their own paths, and the layout of the cache in the folder `HUB_CACHE` below.
+    The folder has the layout of the hub's cache: the contents of files are in ``blobs/DIGEST``, and
+    ``snapshots/COMMIT`` has links to them by their names. A data set has such links at the top as well, and
+    the layout of the cache in its folder `HUB_CACHE`.
     """
     cache = path / HUB_CACHE if repo.is_data_set else path
     (cache / "blobs").mkdir(parents=True)
@@ -210,7 +214,10 @@ def _link_to_blob(link: Path, blob: Path) -> None:
 
 
 def _download_error(error: Exception, spec: DataSpec) -> ImgkitError:
-    """Return the error to show for a download that failed with `error`, which any library may have raised."""
+    """Return the error to show for a download that failed with `error`, which any library may have raised.
+
+    The three causes are a refusal of the hub, a local problem such as a full disk, and no connection.
+    """
     from huggingface_hub import constants
 
     refusal = _refusal(error, spec)
@@ -229,7 +236,10 @@ def _download_error(error: Exception, spec: DataSpec) -> ImgkitError:
 
 
 def _refusal(error: Exception, spec: DataSpec) -> UsageError | None:
-    """Return the error to show if the hub does not give the user what `spec` names. Otherwise return None."""
+    """Return the error to show if the hub has refused to send what `spec` names. Otherwise return None.
+
+    The hub refuses a repository or revision that does not exist, and one that this user may not read.
+    """
     from huggingface_hub import constants, errors
 
     page = f"{constants.ENDPOINT}/{spec.source.removeprefix('hf://').partition('@')[0]}"

@@ -98,7 +98,7 @@ def parse_spec(text: str) -> DataSpec:
 
 
 def parse_all(texts: Iterable[str]) -> tuple[DataSpec, ...]:
-    """Parse all items, and check that no two of them overlap in the job.
+    """Parse all items, and check that no two of them overlap in the job: ``/data`` and ``/data/letters``.
 
     Raises
     ------
@@ -142,7 +142,9 @@ def _parse_cluster_path(text: str) -> DataSpec:
 
 
 def _cluster_path_faults(text: str, source: str, target: str) -> Iterator[rules.Fault]:
-    """Yield what is wrong with ``SOURCE:TARGET``, and a hint for each. The most important fault comes first.
+    """Yield what is wrong with ``SOURCE:TARGET``, a folder of the cluster, and a hint for each fault.
+
+    The most important fault comes first, and callers show only that one.
 
     Parameters
     ----------

@@ -23,10 +23,11 @@ _NAME_DIGITS = 8
 
 
 def with_packages(job: Job) -> Job:
-    """Return `job` with the files of its packages mounted.
+    """Return `job` with the files of its added packages mounted.
 
-    Files of ``--packages`` are checked if all of them and the image are on this machine. The file for the
-    packages of imgkit.toml may not exist yet, and `make_ready` makes and checks it.
+    The user names the files (``--packages``), or imgkit.toml lists packages for one file. Files of the user
+    are checked if all of them and the image are on this machine. The file for imgkit.toml may not exist yet;
+    `make_ready` makes and checks it.
 
     Raises
     ------
@@ -109,9 +110,10 @@ def _refuse_unfit(job: Job) -> None:
 
 
 def refuse_unseen(job: Job, records: Sequence[PackagesRecord]) -> None:
-    """Raise UsageError if a job runs dist-train with a function of the packages, such as its ``--model``.
+    """Raise UsageError if dist-train is to use a function of added packages: ``--model=PACKAGE.X:FUNCTION``.
 
-    Packages are found by PYTHONPATH. dist-train starts Python with ``-I``, which ignores that variable.
+    Python finds added packages by PYTHONPATH. dist-train starts Python with ``-I``, which ignores that
+    variable, so the job would fail on the nodes.
 
     Parameters
     ----------

@@ -57,11 +57,11 @@ _IRRELEVANT_LINES = ("imgkit: the command of --activate", "module load ")
 
 
 def bind_entry_points(job: Job, remote_run: Runner | None = None) -> Job:
-    """Return `job` with imgkit's entry points bound into its image, or unchanged if the image has its own.
+    """Return `job` with imgkit's entry points bound into its image, if the image does not have them.
 
-    A job that runs no ``dist-*`` command needs no entry points. The job is also returned unchanged if this
-    machine does not have the image and the user chooses no Python in it. The checks of the submission report
-    the missing image.
+    The entry points are ``dist-run`` and the other ``dist-*`` commands. The job is returned unchanged if it
+    runs none of them or if the image has them. That is also so if this machine does not have the image and
+    the user chooses no Python in it; the checks of the submission then report the missing image.
 
     Parameters
     ----------
@@ -109,7 +109,7 @@ def _unreadable_image_error(job: Job, *, is_remote: bool) -> UsageError:
 
 
 def _without_missing_paths(job: Job, run: Runner) -> Job:
-    """Return `job` without the mounts and libraries that the machine of `run` lacks.
+    """Return `job` without the mounts and libraries that the machine of `run` lacks, to probe its image.
 
     A runtime refuses to mount a folder that does not exist, and some folders exist on the nodes only.
     """
@@ -131,10 +131,14 @@ def _list_existing(paths: Collection[str], run: Runner) -> Collection[str]:
 
 
 def _bound_entry_points(job: Job, python: PythonReport, digest: str) -> BoundEntryPoints:
-    """Return the record of which entry points are bound into the image, and where.
+    """Return the record of which entry points are bound into the image, and to which folder of its `python`.
 
-    They replace the entry points of an image that has some, and otherwise they are bound into the first
-    folder that `python` searches for packages.
+    If the image has entry points, the bound ones replace them. Otherwise they are bound into the first folder
+    in which `python` looks for packages.
+
+    Parameters
+    ----------
+    digest : the digest of the image that the probe has inspected.
     """
     folder = f"{job.directory}/{FOLDER}/{folder_name(job)}"
     return BoundEntryPoints(
@@ -188,6 +192,8 @@ def write_bound_files(job: Job, folder: Path) -> None:
 
 def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
     """Create the folder `target`, unless it exists. No other process sees it half written.
+
+    The content is written under a temporary name beside `target`, and one rename gives it its name.
 
     Parameters
     ----------
@@ -249,7 +255,10 @@ def _run_here(argv: Sequence[str]) -> Finished:
 
 
 def _inspect_python(job: Job, digest: str, run: Runner) -> PythonReport:
-    """Return what the probe prints about the image's Python, from the cache if the probe has run before.
+    """Return what the image's Python says about itself: its path, version, packages and torch.
+
+    A probe, a short program in the image, prints it. The result is cached, because starting a container can
+    take many seconds.
 
     Parameters
     ----------
@@ -302,9 +311,9 @@ def _read_cache(file: Path) -> PythonReport | None:
 def _probe_argv(job: Job) -> Argv:
     """Return the command that runs the probe in the job's image on the machine that submits.
 
-    The container starts with the job's runtime, options and mounts. It gets no GPUs, code, data, packages,
-    working directory or settings of the node agent. The probe does not need them, and a login node may lack
-    them.
+    The probe is a short program that prints what the image's Python has. The container starts with the job's
+    runtime, options and mounts, but without GPUs, code, data, packages, working directory and settings of the
+    node agent. The probe does not need them, and a login node may lack them.
     """
     probe_job = dataclasses.replace(job, settings={}).with_allocation(gpus=0)
     # The digest of the code would be part of the cache's key: each edit would start the image again.
@@ -315,10 +324,10 @@ def _probe_argv(job: Job) -> Argv:
 
 
 def _no_python_error(job: Job, finished: Finished) -> UsageError | ToolMissing:
-    """Return the error for a probe that printed no result.
+    """Return the error for a probe, a short program in the image, that printed no result.
 
-    Either the runtime did not start, or the command of ``--activate`` failed, or the image is for another
-    architecture, or it has no Python.
+    There are four causes: the runtime is missing, the command of ``--activate`` failed, the image is for
+    another processor, or it has no Python.
     """
     last_line = _last_line(finished)
     image_name = job.container.image
@@ -376,7 +385,10 @@ def _last_line(finished: Finished) -> str:
 
 
 def _refuse_unusable_python(job: Job, python: PythonReport) -> None:
-    """Raise UsageError if `python` cannot run the entry points, or if the nodes cannot run `python`."""
+    """Raise UsageError if the image's `python` cannot run the entry points, or the nodes cannot run `python`.
+
+    Without this check, the job would wait in the queue and then fail on the nodes.
+    """
     image_name = job.container.image
     # Wheels of torch for AMD GPUs have versions such as 2.5.1+rocm6.2.
     if "+rocm" in python.torch and not chooses_cpus(job.request):

@@ -75,7 +75,7 @@ class CodeFolder:
 
 
 def read_code_folder(request: JobRequest, *, large: bool, report: Reporter) -> CodeFolder:
-    """Read all files of the folder of ``--code`` that go to the nodes, and return their content.
+    """Read all files of the folder of ``--code`` that go to the nodes, and return them as a `CodeFolder`.
 
     Parameters
     ----------
@@ -120,8 +120,9 @@ def read_code_folder(request: JobRequest, *, large: bool, report: Reporter) -> C
 def _find_python_projects(folder: Path, entries: Iterable[CodeFile]) -> Iterator[InstalledProject]:
     """Yield a Python project for each pyproject.toml in the code, with its folder in the job.
 
-    Code without a pyproject.toml at its top may be a part of a project, such as its folder ``src``. Then that
-    project is yielded, too, without a folder in the job.
+    ``libs/a/pyproject.toml`` -> the project in ``/workspace/libs/a``. The code can also be only a part of a
+    project, such as its folder ``src``, with the pyproject.toml in a parent folder. Then that project is
+    yielded as well, without a folder, because the job does not get all of it.
     """
     files = {entry.name: entry.source for entry in entries if entry.kind == "file"}
     for name, file in files.items():
@@ -143,11 +144,12 @@ def _find_python_projects(folder: Path, entries: Iterable[CodeFile]) -> Iterator
 def with_code(job: Job, code: CodeRecord, store: Path) -> Job:
     """Return `job` with the code of which its run gets a copy.
 
-    The command also gets PYTHONDONTWRITEBYTECODE, unless the user or the recipe's system sets this variable.
+    The command also gets PYTHONDONTWRITEBYTECODE, which keeps ``__pycache__`` out of the copy, unless the
+    user or the recipe's system sets this variable.
 
     Parameters
     ----------
-    store : folder on the nodes with all code. Each version of the code is in a folder named by its digest.
+    store : folder on the nodes with all code that was sent. Each version is in a folder named by its digest.
     """
     folder = quoting.check_flag_value("--code", str(store / code.sha256))
     env = dict(job.container.env)
@@ -211,9 +213,10 @@ def refuse_shadowed_code(code: CodeFolder, recipe: Target, sif: Path | None) -> 
 
 
 def refuse_shadowed_bind(job: Job, sif: Path | None) -> None:
-    """Refuse a project that ``--bind`` mounts below the code's folder, as `refuse_shadowed_code` does.
+    """Refuse a project that ``--bind`` mounts below ``/workspace`` if the image has it in another folder.
 
-    A mount whose source is only on the nodes is not checked.
+    As in `refuse_shadowed_code`, Python would import the image's copy and ignore the mounted one. A mount
+    whose source is only on the nodes cannot be checked here.
     """
     for bind in with_targets(job.container.binds):
         source, target = bind.split(":")[:2]
@@ -229,6 +232,8 @@ def _refuse_shadowed_projects(
     projects: Sequence[InstalledProject], flag: str, recipe: Target, sif: Path | None
 ) -> None:
     """Raise UsageError for a project of the code that the image has installed in another folder.
+
+    Python would import the image's copy, and ignore the user's changes without a message.
 
     Parameters
     ----------
@@ -249,9 +254,10 @@ def _refuse_shadowed_projects(
 
 
 def _top_project_name(projects: Sequence[InstalledProject]) -> str:
-    """Return the name of the project at the top of the code, or of the project that contains all the code.
+    """Return the name of the project at the top of the code, or of the project of which the code is a part.
 
-    The result is empty if there is neither.
+    A project in a folder further down, such as ``/workspace/libs/a``, does not count. The result is "" if
+    there is neither.
     """
     for project in projects:
         if project.folder in ("", f"/{WORKSPACE}"):
@@ -264,7 +270,8 @@ def _unused_project_error(
 ) -> UsageError:
     """Return the error for a `project` of the code that the image has `installed` in another folder.
 
-    The hint says in which folder the recipe must install it.
+    Python would run the image's copy. The hint says which ``editable`` folder the recipe must name, so that
+    the installed package is the run's copy of the code.
     """
     title = f"the project {project.name}" if project.name else "a project without a name"
     folder = project.folder or f"/{WORKSPACE}"
@@ -300,9 +307,10 @@ def _pip_step(installed: InstalledProject, recipe: Target) -> int | None:
 
 
 def image_code_notice(job: Job) -> str:
-    """Return a line about code that the recipe copies into the image where the run's own code is mounted.
+    """Return a warning about code in the image that the job does not use.
 
-    The result is empty if the recipe copies nothing below ``/workspace``.
+    The recipe has copied it below ``/workspace``, where the run's copy of ``--code`` is mounted over it. The
+    result is empty if the recipe copies nothing there.
     """
     recipe = job.recipe
     for index, target in enumerate(recipe.copies):
@@ -435,7 +443,7 @@ def _secret_files_error(folder: Path, names: Sequence[str]) -> UsageError:
 
 
 def _describe_file(source: sources.SourceEntry) -> CodeFile:
-    """Return the description of a file, folder or link of the code.
+    """Return the description of a file, folder or link of the code. A link is not followed.
 
     Raises
     ------
@@ -491,7 +499,8 @@ def _list_git_files(folder: Path) -> Collection[str] | None:
 def _git_state(folder: Path) -> tuple[str, bool]:
     """Return what ``git describe`` prints for `folder`, and whether all of the folder is committed.
 
-    The result is ``("", False)`` without git or outside of a repository.
+    ``("v1.2-3-g3f2a91c", True)`` is an example. The result is ``("", False)`` if git is not installed or
+    `folder` is in no repository.
     """
     git = (*process.GIT, "-C", folder)
     try:
@@ -506,7 +515,7 @@ def _git_state(folder: Path) -> tuple[str, bool]:
 
 
 def _refuse_large(folder: Path, entries: Sequence[CodeFile]) -> None:
-    """Raise LargeContext for code of more than `LARGE_BYTES` or `MANY_FILES`.
+    """Raise LargeContext for code of more than `LARGE_BYTES` or `MANY_FILES`, which may contain data.
 
     The error names the three top-level entries with the most bytes or files, because data that is in the code
     by mistake is most often one folder.
@@ -529,12 +538,13 @@ def _refuse_large(folder: Path, entries: Sequence[CodeFile]) -> None:
 
 
 def _large_code_error(folder: Path, total: str, parts: Sequence[str]) -> LargeContext:
-    """Return the error for code that is probably not code alone.
+    """Return the error for code that is so large that it probably contains data by mistake.
 
     Parameters
     ----------
     total : the size or the number of files: ``"1.2 GB"``.
-    parts : the same of the largest files and folders at the top: ``["data 1.1 GB"]``.
+    parts : the largest files and folders at the top of the code, with their sizes or numbers of files:
+        ``["data 1.1 GB"]``.
     """
     return LargeContext(
         f"the code has {total}: {', '.join(parts)}",

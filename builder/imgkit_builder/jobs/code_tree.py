@@ -109,9 +109,10 @@ class CodeTree:
                 self._write_file(file, target, writable=writable)
 
     def _write_file(self, file: CodeFile, target: Path, *, writable: bool) -> None:
-        """Write the content of `file` to `target`, with the mode and the time that such content always has.
+        """Write the content of `file` to `target`, with a mode and a time that depend only on the content.
 
-        rsync --link-dest makes a hard link to the file in an older folder only if both are equal.
+        So an unchanged file has the same mode and time in each version of the code. Only then does
+        ``rsync --link-dest`` make a hard link to the file in an older folder, and does not send it again.
         """
         with files.create_file(target) as stream:
             stream.writelines(self._unchanged_content(file))
@@ -125,11 +126,11 @@ class CodeTree:
         os.utime(target, (mtime_s, mtime_s))
 
     def _mtime_s(self, name: str) -> int:
-        """Return the modification time of a file, which depends on its content alone.
+        """Return the modification time of a file, a number that depends on the file's content alone.
 
-        Python uses the bytecode in ``__pycache__`` if it records the time and size of the source file. A run
-        may have written bytecode of another version of the file, of the same size.
-        If all files had one time, Python would run that bytecode.
+        A fixed time for all files would not do. Python uses the bytecode in ``__pycache__`` if it records the
+        time and the size of the source file. With one time for all versions of a file, Python would run the
+        bytecode of an older version of the same size.
         """
         # 8 hexadecimal digits are 32 bits of the digest, more than the range needs.
         return files.MTIME_S + int(self._digests[name][:8], 16) % _MTIME_RANGE_S

@@ -44,7 +44,8 @@ def with_mounts_and_variables(job: Job, *, passes_names: bool) -> Job:
 
     Parameters
     ----------
-    passes_names : whether the job's system passes variables on without showing their values.
+    passes_names : whether the job's system can pass a variable of ``--env NAME`` to the program without its
+        value in the job's script.
 
     Raises
     ------
@@ -111,9 +112,10 @@ def _select_workdir(recipe: Target, requested: ContainerRequest) -> str:
 
 
 def refuse_secrets(recipe: Target, request: JobRequest) -> None:
-    """Raise UsageError for a secret in a value that the job script, the record or argument lists will show.
+    """Raise UsageError for a secret, such as a token, in the command, the recipe's options or a flag.
 
-    The value of ``--env`` is not checked here, but by `split_variable`.
+    Other users can read these values in the job script, in records and in argument lists. The value of
+    ``--env`` is not checked here, but by `split_variable`.
     """
     system = recipe.system
     arguments_by_origin = [
@@ -167,7 +169,10 @@ def _secret_variable_names(requested: ContainerRequest, passes_names: bool) -> t
 
 
 def split_variable(text: str) -> tuple[str, str]:
-    """Return the name and the value of ``NAME=VALUE``. The value of ``NAME`` alone is empty.
+    """Return the name and the value of ``NAME=VALUE``, a value of ``--env``.
+
+    The value of ``NAME`` alone is empty. A secret is refused, because the value becomes an argument of a
+    command, which all users of a node can read.
 
     Raises
     ------
@@ -245,7 +250,10 @@ def _all_mounts(job: Job, secret_file: str) -> tuple[str, ...]:
 
 
 def _refuse_hidden_code(binds: Sequence[str]) -> None:
-    """Raise UsageError if one of `binds` is mounted where the run's copy of its code belongs."""
+    """Raise UsageError if one of `binds` would be mounted at ``/workspace``, over the run's copy of its code.
+
+    The job would then run other code than the user has sent.
+    """
     for bind in with_targets(binds):
         target = bind.split(":")[1]
         if posixpath.normpath(target) == f"/{WORKSPACE}":

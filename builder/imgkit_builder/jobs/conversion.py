@@ -42,7 +42,9 @@ def prepare_conversion(
     *,
     verbose: bool = False,
 ) -> PreparedJob:
-    """Return the job that runs ``imgkit sif`` on `archive`. Nothing is written or run.
+    """Return the job that converts `archive` to a .sif or .sqsh on a node. Nothing is written or run.
+
+    The job's command is ``imgkit sif``.
 
     Parameters
     ----------
@@ -93,7 +95,9 @@ def prepare_build(
     *,
     verbose: bool = False,
 ) -> PreparedJob:
-    """Return the job that runs ``imgkit build --with apptainer`` on `recipe`. Nothing is written or run.
+    """Return the job that builds the image of `recipe` on a node as a .sif. Nothing is written or run.
+
+    The job's command is ``imgkit build --with apptainer``.
 
     Parameters
     ----------
@@ -177,9 +181,10 @@ def _load_archive_recipe(archive: Path, request: SubmitRequest) -> Target:
 
 
 def _refuse_missing_files(job: Job) -> None:
-    """Raise UsageError if this machine lacks the job's folder, or what the job makes its image from.
+    """Raise UsageError if this machine lacks the job's folder, or the files of which the job makes an image.
 
-    The image is made from an archive, or from a recipe and the base that ``--base-from`` names.
+    They are an archive, or a recipe and the file of a base image that ``--base-from`` names. The nodes share
+    this machine's file system, so the job would fail as well.
     """
     if not job.directory.is_dir():
         raise UsageError(f"no folder {job.directory}", where="--directory")

@@ -26,9 +26,10 @@ from imgkit_entrypoints.system import WORKSPACE
 
 
 def list_folders(request: JobRequest) -> tuple[DataFolder, ...]:
-    """Return the folders of data that are on this machine, with lists of their files.
+    """Return the folders of data in the request that are on this machine, with lists of their files.
 
-    Paths of the cluster are left out. A repository of the hub that was not downloaded yet has no files.
+    Paths of the cluster are left out. A repository of the Hugging Face hub that this machine has not
+    downloaded yet is returned without files; `download` downloads it.
 
     Raises
     ------
@@ -61,7 +62,9 @@ def download(folders: Iterable[DataFolder], request: JobRequest, report: Reporte
 
 
 def with_data(job: Job, folders: Iterable[DataFolder], store: str = "") -> Job:
-    """Return `job` with its folders of data mounted.
+    """Return `job` with its folders of data mounted read-only at the paths that the request names.
+
+    ``data/letters`` is seen at ``/workspace/data/letters``, and ``/gpfs/letters:/data`` at ``/data``.
 
     Parameters
     ----------
@@ -105,7 +108,11 @@ def _with_hub_variables(job: Job) -> Job:
 
 
 def _refuse_unmountable(job: Job, data_spec: DataSpec, mount: DataMount) -> None:
-    """Raise UsageError if the job's command cannot see the data at the path that `data_spec` names."""
+    """Raise UsageError if the job's command could not see the data at the path that `data_spec` names.
+
+    A container mounts the data there. Without a container or in a pod, a link in the run's copy of the code
+    takes the place of the mount, so the path must be in the code.
+    """
     runtime = runtime_of(job)
     if data_spec.hub and job.request.container.code is None:
         raise UsageError(
@@ -124,9 +131,10 @@ def _refuse_unmountable(job: Job, data_spec: DataSpec, mount: DataMount) -> None
 
 
 def _refuse_unlinkable_in_pods(job: Job, mount: DataMount, name: str) -> None:
-    """Raise UsageError if the run folder of a job in pods cannot have a link to the data `name`.
+    """Raise UsageError if a job in pods cannot see the data `name` by a link in its copy of the code.
 
-    A remote that stores the files of pods has the data, too. The link is in the run's copy of the code.
+    Pods mount no folder of this machine. But a remote that stores the files of pods on their volume has the
+    data, too, and the run's copy of the code gets a link to it.
     """
     has_copy = job.run_folder and job.request.container.code is not None
     if not has_copy or not is_in_code(mount.target) or "$" in mount.source:
@@ -138,7 +146,10 @@ def _refuse_unlinkable_in_pods(job: Job, mount: DataMount, name: str) -> None:
 
 
 def _refuse_unlinkable_on_host(job: Job, mount: DataMount, name: str) -> None:
-    """Raise UsageError if a job without a container cannot see the data `name` by a link in its code."""
+    """Raise UsageError if a job without a container cannot see the data `name` by a link in its code.
+
+    Nothing can be mounted without a container, so the run's copy of the code gets a link to the data.
+    """
     if not is_in_code(mount.target):
         raise UsageError(
             f"--runtime {job.container.runtime} has no container that could show {name} as {mount.target}",
@@ -162,7 +173,7 @@ done
 
 
 def refuse_missing(request: JobRequest, machine: str, run_script: RunScript) -> None:
-    """Raise UsageError if a path of the cluster is missing, or if the user cannot read it.
+    """Raise UsageError if a folder of data on the cluster is missing, or if the user cannot read it.
 
     Paths with a variable of the site are not checked, because only the nodes know the variable.
 
@@ -206,10 +217,11 @@ def is_in_code(target: str) -> bool:
 
 
 def mount_points(request: JobRequest, entries: Iterable[CodeFile]) -> Iterator[CodeFile]:
-    """Yield the folders that the code lacks and over which data is mounted, with their parents.
+    """Yield the empty folders that the code needs as mount points for data, with their parents.
 
-    The code must contain these mount points, because no runtime makes them in the run's copy of the code. For
-    a data set of the hub, a link in the hub's cache is yielded too, by which huggingface_hub finds it.
+    ``/workspace/data/letters`` -> ``data`` and ``data/letters``, unless the code has them. No runtime makes a
+    mount point in the run's copy of the code. For a data set of the Hugging Face hub, a link in the hub's
+    cache is yielded too, by which huggingface_hub finds it.
 
     Raises
     ------
@@ -254,8 +266,9 @@ def _folders_down_to(path: PurePosixPath) -> Iterator[CodeFile]:
 def code_patterns(request: JobRequest, code: Path) -> Iterator[str]:
     """Yield a pattern, as in .gitignore, for each folder of data in the folder `code`: ``/data/letters``.
 
-    The patterns keep data out of the code. The file with the hub's locked versions stays out too, because a
-    download writes it after the code has been read.
+    The patterns keep data out of the code, because it is sent separately. For data of the Hugging Face hub,
+    the pattern is that of the file with the locked versions, which a download writes after the code has been
+    read.
     """
     root = code.absolute()
     for data_spec in spec.parse_all(request.container.data):

@@ -168,10 +168,10 @@ class Delivery:
 
 
 def _find_built_image(contents: Store, input_sha256: str) -> RemoteImage | None:
-    """Return the remote's image that was built from this input, or None if the remote has none.
+    """Return the image on the remote that was built from this input, or None if the remote has none.
 
-    If this machine has built from the input, the image must be from its last build. Otherwise an image that
-    another machine built from the same input is as good.
+    The input is the recipe and its files. If this machine has built an image from the same input, only its
+    own image is used. Otherwise an image that another machine has built from the input is as good.
     """
     local_image_id = built_image_id(input_sha256)
     if local_image_id:

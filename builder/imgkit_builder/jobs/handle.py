@@ -206,9 +206,9 @@ def prepare_resume(
     same_code: bool,
     may_ask: bool = False,
 ) -> PreparedJob:
-    """Return the job that goes on in the run folder of `record`. Nothing is sent or submitted.
+    """Return the job that goes on in the run folder of the job of `record`. Nothing is sent or submitted.
 
-    The states that the scheduler reports are saved in the records of the run's jobs.
+    The earlier jobs of the run must have ended. Their final states are saved in their records.
 
     Parameters
     ----------
@@ -262,10 +262,11 @@ def submit_conversion(prepared: PreparedJob, *, report: Reporter | None = None) 
 
 
 def transport_to(remote: Remote | None, prepared: PreparedJob, *, may_ask: bool = False) -> Transport:
-    """Return the transport to the machine that submits the job.
+    """Return the transport, which brings the job's files to their machine and submits the job.
 
-    `remote` submits it, or this machine if `remote` is None. This machine also submits a job whose remote
-    only stores files for pods; then the transport brings the files to that remote.
+    It is `Transport` for a job of this machine, and `Ssh` for a job that `remote` submits. It is
+    `VolumeStore` for a remote that only stores files for pods: this machine submits the job, and the files go
+    to the remote.
 
     Parameters
     ----------

@@ -34,8 +34,8 @@ from imgkit_entrypoints.rollcall.messages import GpuUse
 def scheduler_runner(record: SubmittedJob, *, may_ask: bool = False) -> Runner:
     """Return a function that runs commands of a job's scheduler, such as ``("squeue", "--jobs=4711")``.
 
-    They run on the machine where the job was submitted, this one or a remote. The function returns when the
-    command has ended. A failed command does not raise.
+    The function runs a command on the machine where the job was submitted, this one or a remote, and returns
+    when the command has ended. A failed command does not raise.
 
     Parameters
     ----------
@@ -45,10 +45,10 @@ def scheduler_runner(record: SubmittedJob, *, may_ask: bool = False) -> Runner:
 
 
 def status_runner(record: SubmittedJob, *, may_ask: bool = False) -> Runner:
-    """Return a function like that of `scheduler_runner`, for `report_job` and then `read_gpu_use`.
+    """Return a function that runs commands on the machine of a job, for `report_job` and then `read_gpu_use`.
 
-    On a remote, the first command also fetches the file with the use of the GPUs, so that both calls together
-    need one connection. They need two if the scheduler no longer knows the job.
+    On a remote, the first command also fetches the file with the use of the GPUs. So both calls together need
+    only one connection, or two if the scheduler no longer knows the job.
     """
     job = record.job
     if not job.remote:
@@ -146,6 +146,8 @@ def report_job(record: SubmittedJob, run: Runner) -> JobReport:
 def _ask_scheduler(record: SubmittedJob, run: Runner) -> JobReport | None:
     """Return what the scheduler reports about a job, or None if it has forgotten the job.
 
+    The first command asks the queue, which has jobs that wait or run. The others ask the scheduler's history.
+
     Raises
     ------
     ToolFailed : the scheduler did not answer, and the job may still run.
@@ -167,6 +169,9 @@ def _ask_scheduler(record: SubmittedJob, run: Runner) -> JobReport | None:
 
 def _ask_queue(record: SubmittedJob, argv: Argv, run: Runner) -> JobReport | None:
     """Return what the command `argv` reports about a job in the queue, or None if the job has left the queue.
+
+    A command that fails says nothing about the job, unless it says that there is no such job. For a job that
+    is known to have ended, a failure does not matter.
 
     Raises
     ------
@@ -194,11 +199,13 @@ def _ask_queue(record: SubmittedJob, argv: Argv, run: Runner) -> JobReport | Non
 def _read_answer(
     record: SubmittedJob, argv: Argv, answer: Finished, run: Runner, *, is_in_queue: bool = False
 ) -> JobReport | None:
-    """Return what a command of the scheduler has printed about a job, or None if it does not know the job.
+    """Return the report from the answer of a scheduler's command, or None if it does not know the job.
 
     Parameters
     ----------
-    is_in_queue : whether the job is in the queue. Otherwise only the state of a job that has ended counts.
+    answer : the exit code and the output of the command `argv`.
+    is_in_queue : whether the command has found the job in the queue. If not, the output counts only if it
+        says that the job has ended, because a failed command can print anything.
     """
     system = systems.get_system(record.job.system)
     if not system.reports_state and answer.returncode == 0:
@@ -213,7 +220,8 @@ def _scheduler_report(record: SubmittedJob, argv: Argv, status: JobStatus, run: 
     """Return the report of a job whose `status` the scheduler's command `argv` has printed."""
     code = status.code
     if status.state == "failed" and code:
-        # Where one task fails, srun ends the others by SIGTERM, and their code is the higher one.
+        # Where one task fails, srun ends the others by SIGTERM, and their code (143) is the higher one. The
+        # run folder has the code of the task that failed.
         code = _code_in_run_folder(record, run) or code
     current = dataclasses.replace(record, state=status.state)
     return JobReport(record=current, argv=argv, text=status.text, code=code, wait=status.wait)
@@ -222,8 +230,8 @@ def _scheduler_report(record: SubmittedJob, argv: Argv, status: JobStatus, run: 
 def _report_without_scheduler(record: SubmittedJob, run: Runner) -> JobReport:
     """Return the report of a job that the scheduler has forgotten.
 
-    The record has the state if the scheduler still knew the job when imgkit asked last. Otherwise the state
-    follows from the exit code in the run folder. It is ``ended`` if there is no such code.
+    If imgkit asked the scheduler after the job had ended, the job's record has the state. Otherwise the state
+    follows from the exit code in the run folder, and is ``ended`` if there is no such code.
     """
     if record.state in FINAL_STATES and record.state != "ended":
         return JobReport(record=record)
@@ -255,10 +263,10 @@ def read_gpu_use(record: SubmittedJob, run: Runner) -> GpuUse | None:
 
 
 def _file_of_run(record: SubmittedJob, name: str, run: Runner) -> str:
-    """Return the text of a file in the job's run folder.
+    """Return the text of the file `name` in the job's run folder, which may be on a remote.
 
-    If there is no such file, the result is empty or the error message of ``cat``. The caller must parse the
-    text strictly.
+    If there is no such file, the result is empty or the error message of ``cat``. So the caller must not take
+    any text for the content of the file.
     """
     # Each task of an array has another run folder, so there is no single file. And `run` does not reach a
     # remote that only stores files.
@@ -428,7 +436,7 @@ def waiting_text(job: QueuedJob, wait: WaitInfo) -> str:
 
 
 class WaitLog:
-    """Log why a job waits whenever the reason changes, and log ``running`` when such a wait is over."""
+    """Log why a job waits whenever the reason changes, and log ``running`` when the job starts after that."""
 
     def __init__(self, job: QueuedJob, log: Callable[[str], None]) -> None:
         self._job = job
@@ -473,6 +481,9 @@ def wait_for_job(
     record: SubmittedJob, run: Runner, *, limit_s: float | None = None, log: WaitLog | None = None
 ) -> JobReport:
     """Wait until the job has ended, or for `limit_s` seconds, and return the last report about it.
+
+    The scheduler is asked every few seconds, and later every 30 seconds. If it does not answer once, it is
+    asked again.
 
     Parameters
     ----------

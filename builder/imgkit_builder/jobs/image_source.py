@@ -105,9 +105,9 @@ def _with_joined_output(job: Job) -> Job:
 
 
 def find_image_source(recipe: str, request: JobRequest, default: str) -> ImageSource:
-    """Return the image source of a job on a remote.
+    """Return from where a job on a remote gets its image: a recipe, an archive, a .sif, or a file over there.
 
-    The command line names it. If it does not, imgkit.toml does, and otherwise the remote.
+    The command line names the source. If it does not, imgkit.toml does, and otherwise the remote.
 
     Parameters
     ----------
@@ -213,9 +213,10 @@ def _find_remote_image(title: str, request: JobRequest) -> ImageSource:
 
 
 def archive_target(archive: Path) -> Target | None:
-    """Return the recipe's name and system that imgkit wrote beside an archive, in ``X.tar.manifest.json``.
+    """Return the name and system of the recipe from which an archive was made.
 
-    The result is None for a folder, and for an archive without such a file.
+    imgkit wrote them beside the archive, in ``X.tar.manifest.json``. The result is None for a folder, and for
+    an archive without such a file.
     """
     # Only an archive of `imgkit save` has files beside it. An OCI folder has none.
     if archive.is_dir():
@@ -227,7 +228,7 @@ def archive_target(archive: Path) -> Target | None:
 
 
 def _default_target(file: Path, default: str) -> Target:
-    """Return the remote's recipe `default`, on whose system an image runs that does not name a system.
+    """Return the remote's recipe `default`, for an image that does not itself name its system.
 
     Parameters
     ----------
@@ -279,8 +280,10 @@ def _ssh_config(address: str) -> dict[str, str]:
 
 
 def refuse_flags(request: JobRequest, base: str) -> None:
-    """Raise UsageError for ``--directory`` with a remote, or for ``--base`` with ``--image``."""
-    # On a remote, imgkit chooses the folder of the job.
+    """Raise UsageError for ``--directory`` with a remote, or for ``--base`` with ``--image``.
+
+    imgkit itself chooses the folder on a remote, and an image that is there already is not built.
+    """
     if request.names_directory:
         raise UsageError(
             "--directory cannot be combined with a remote",
@@ -315,9 +318,10 @@ def refuse_runtime(source: ImageSource) -> None:
 
 
 def refuse_script(job: Job, script: Script) -> None:
-    """Raise UsageError if the job's scheduler does not take the script over ssh.
+    """Raise UsageError if imgkit cannot submit the script to the job's scheduler over ssh.
 
-    The scheduler's command must read the script from its standard input, or the job must be interactive.
+    The scheduler must have a command such as ``sbatch``, and this command must read the script from its
+    standard input, unless the job is interactive.
     """
     has_queue = systems.get_system(job.system).queue.submit != ""
     if not has_queue or not (script.on_stdin or job.is_interactive):

@@ -80,7 +80,9 @@ _OPTION = re.compile(r"[A-Za-z0-9._@+:=,/^*()\[\]|&!~%-]+")
 
 
 def check_scheduler_option(value: str, *, where: str = "--option") -> str:
-    """Return `value`, an option for the scheduler, if it can be the value of a directive.
+    """Return `value`, an option for the scheduler, if it can be the value of a directive: ``--exclusive``.
+
+    A directive is a line ``#SBATCH OPTION`` or ``#PBS OPTION`` of the job's script.
 
     Parameters
     ----------
@@ -204,7 +206,7 @@ def quote_with_site_variables(text: str) -> str:
     """Return `text` as shell text in which the shell on the node expands the variables of the site.
 
     The result is in double quotes, with all other special characters escaped: ``$SCRATCH/5$`` becomes
-    ``"$SCRATCH/5\\$"``. A text without variables is returned as it is, and `quote` quotes it.
+    ``"$SCRATCH/5\\$"``. A text without variables is returned unchanged, so that `quote` quotes it later.
     """
     if not SITE_VARIABLE.search(text):
         return text
@@ -256,10 +258,10 @@ def repeat_option(option: str, values: Iterable[str]) -> tuple[str, ...]:
 
 
 def command_line(argv: Sequence[str]) -> str:
-    """Return a command as shell text with quoted arguments.
+    """Return a command as shell text with quoted arguments: ``["ls", "a b"]`` -> ``ls 'a b'``.
 
-    A command that is longer than `WIDTH` is broken into several lines, between two arguments. Each line but
-    the last ends with a backslash, and each but the first is indented.
+    A command that is longer than `WIDTH` is broken between two arguments, into lines that end with a
+    backslash. The lines after the first are indented.
     """
     lines = [""]
     for argument in map(quote, argv):

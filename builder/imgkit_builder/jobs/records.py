@@ -77,7 +77,8 @@ def _unknown_job_error(job_id: str) -> UsageError:
 def refuse_unknown_id(record: SubmittedJob) -> None:
     """Raise ToolFailed if the scheduler printed no id when the job was submitted.
 
-    The hint of the error has the command that shows the id.
+    imgkit cannot ask about such a job. The hint of the error has the scheduler's command that shows the id,
+    and warns the user not to submit the job again.
     """
     if record.answer is None:
         return
@@ -156,7 +157,7 @@ def _find_task(handle: str) -> SubmittedJob | None:
 
 
 def _read_record(path: Path) -> SubmittedJob:
-    """Return the record in the file `path`.
+    """Return the record in the file `path`, in which the fields of `QueuedJob` and `SubmittedJob` are mixed.
 
     Raises
     ------

@@ -39,7 +39,9 @@ from imgkit_entrypoints.system import CUDA_COMPAT, HOST_LIBS, Node
 
 
 def resolve_job(recipe: Target, request: JobRequest) -> Job:
-    """Return the job that `request` becomes on the system of `recipe`.
+    """Return the job that `request` becomes on the system of `recipe`: all values chosen and checked.
+
+    A value of the request takes precedence over the recipe's, and the recipe's over a default.
 
     Raises
     ------
@@ -47,7 +49,7 @@ def resolve_job(recipe: Target, request: JobRequest) -> Job:
         limit.
     ToolFailed : the system is a plug-in that cannot be loaded.
     """
-    # First of all, because the nodes of the partition have other limits.
+    # First of all, because all later checks need the limits of the partition's nodes.
     recipe = _select_partition(recipe, request.allocation.queue or recipe.system.queue.name)
     scheduler = recipe.system.scheduler
     system = systems.get_system(scheduler)
@@ -88,10 +90,10 @@ def resolve_job(recipe: Target, request: JobRequest) -> Job:
 
 
 def resolve_conversion(recipe: Target, request: JobRequest, image: Path) -> Job:
-    """Return the job in which the command of `request` writes the file `image`.
+    """Return a job that makes the image file `image` on a node, instead of running a program in an image.
 
-    The command is ``imgkit sif`` or ``imgkit build``. The job takes one node without GPUs, from the queue
-    that ``queue.sif`` of the recipe names.
+    The command of `request` is ``imgkit sif`` or ``imgkit build``. The job takes one node without GPUs, from
+    the queue that ``queue.sif`` of the recipe names.
 
     Raises
     ------
@@ -120,10 +122,10 @@ def resolve_conversion(recipe: Target, request: JobRequest, image: Path) -> Job:
 
 
 def _with_sif_queue(recipe: Target, system: System) -> Target:
-    """Return `recipe` with the queue, QoS and options of ``queue.sif``, which replace those of other jobs.
+    """Return `recipe` with the queue, QoS and options of ``queue.sif`` in place of those of other jobs.
 
     ``["--qos=gp_debug", "--exclusive"]`` -> the QoS ``gp_debug``, no queue, and the option ``--exclusive``.
-    Messages about an option name its line in ``queue.sif``.
+    The positions are changed as well, so that messages about an option name its line in ``queue.sif``.
     """
     queue = recipe.system.queue
     names, option_indices = _parse_sif_options(queue.sif, system.queue.fields)
@@ -181,10 +183,11 @@ def _refuse_small_numbers(request: JobRequest) -> None:
 
 
 def _select_partition(recipe: Target, name: str) -> Target:
-    """Return `recipe` with the partition's nodes as ``system.node``, and its options in ``system.queue``.
+    """Return `recipe` with the nodes and options of the partition `name` in place of the general ones.
 
-    Messages about these values name their lines below ``system.partitions``. The recipe is returned unchanged
-    if it does not list the partition.
+    They become ``system.node`` and part of ``system.queue.options``. The positions, which are the lines that
+    messages name, still lead to ``system.partitions.NAME``. The recipe is returned unchanged if it does not
+    list the partition.
     """
     partition = recipe.system.partitions.get(name)
     if partition is None:
@@ -205,9 +208,10 @@ def _select_partition(recipe: Target, name: str) -> Target:
 
 
 def _unlisted_queue_warnings(recipe: Target, queue: str) -> Iterator[str]:
-    """Yield a warning if the system does not list `queue`, because its nodes may differ.
+    """Yield a warning if the system does not list `queue`, because the nodes of that queue may differ.
 
-    A system that states neither partitions nor a limit of its default queue has no list.
+    Nothing is yielded for a system without a list of queues: one that states neither partitions nor a limit
+    of its default queue.
 
     Raises
     ------
@@ -233,11 +237,14 @@ def _unlisted_queue_warnings(recipe: Target, queue: str) -> Iterator[str]:
 
 
 def _queue_allocation(recipe: Target, request: JobRequest, system: System) -> Allocation:
-    """Return an allocation with the account, queue, QoS and time limit. `_with_nodes` adds the nodes.
+    """Return an allocation with the account, queue, QoS and time limit, from the request or else the recipe.
+
+    The number of nodes and their GPUs are added later, by `_with_nodes`.
 
     Raises
     ------
-    UsageError : a value is not valid, or the recipe requires one that neither it nor the request states.
+    UsageError : a value is not valid, or the recipe requires a value, such as an account, that is set
+        nowhere.
     """
     requested, defaults = request.allocation, recipe.system.queue
     allocation = Allocation(
@@ -253,6 +260,8 @@ def _queue_allocation(recipe: Target, request: JobRequest, system: System) -> Al
 
 def _refuse_missing_fields(recipe: Target, allocation: Allocation, project: ProjectSource | None) -> None:
     """Raise UsageError if `allocation` lacks a value that ``system.queue.required`` of the recipe names.
+
+    A centre may require an account or a QoS, for example. Its scheduler would refuse a job without it.
 
     Parameters
     ----------
@@ -300,6 +309,8 @@ def _unused_flag_warnings(
 ) -> Iterator[str]:
     """Yield a warning for each flag of the request that neither the system nor the runtime uses.
 
+    For example, PBS has no ``--qos``. The job is submitted all the same, without that value.
+
     Parameters
     ----------
     runtime : what starts the command, or None for a job that makes an image.
@@ -318,7 +329,7 @@ def _unused_flag_warnings(
 
 
 def _missing_fields_hint(recipe: Target, keys: Sequence[str], project: ProjectSource | None) -> str:
-    """Return how to state fields of ``system.queue`` that the recipe requires.
+    """Return how to state fields of ``system.queue`` that the recipe requires: ``add --account ...``.
 
     Parameters
     ----------
@@ -339,6 +350,8 @@ def _missing_fields_hint(recipe: Target, keys: Sequence[str], project: ProjectSo
 
 def _job_command(request: JobRequest) -> tuple[str, ...]:
     """Return the command of the job, which is empty for an interactive shell.
+
+    A wrong command is refused here, because the job would wait in the queue and then fail.
 
     Raises
     ------
@@ -369,6 +382,8 @@ def _job_command(request: JobRequest) -> tuple[str, ...]:
 def _select_runtime(recipe: Target, requested: RuntimeName | None, system: System) -> Runtime:
     """Return the runtime of ``--runtime``, or else of the recipe, which starts the command on each node.
 
+    A runtime is Singularity, pyxis or Docker, for example, or the node itself without a container.
+
     Raises
     ------
     UsageError : jobs of this system cannot use the runtime.
@@ -388,7 +403,7 @@ def _select_runtime(recipe: Target, requested: RuntimeName | None, system: Syste
 def _unsupported_runtime_error(
     recipe: Target, runtime: Runtime, system: System, *, needs_podman: bool, is_requested: bool
 ) -> UsageError:
-    """Return the error for a runtime that the system's jobs cannot use.
+    """Return the error for a runtime, such as Docker, that the jobs of this system cannot use.
 
     Parameters
     ----------
@@ -413,7 +428,10 @@ def _unsupported_runtime_error(
 
 
 def _runtime_problem(recipe: Target, runtime: Runtime, system: System, *, needs_podman: bool) -> str:
-    """Return why the system's jobs cannot use the runtime, as the end of an error message, or ""."""
+    """Return why the system's jobs cannot use the runtime, as the end of an error message.
+
+    The result is "" if there is no more to say than that the system does not support the runtime.
+    """
     program, scheduler = runtime.program(recipe), recipe.system.scheduler
     if needs_podman:
         return (
@@ -440,9 +458,10 @@ def chooses_cpus(request: JobRequest) -> bool:
 
 
 def _refuse_amd(job: Job) -> None:
-    """Raise UsageError if the image or the nodes are for AMD GPUs, unless the request chooses CPUs.
+    """Raise UsageError for a job on AMD GPUs, which imgkit does not support, unless the job runs on CPUs.
 
-    The node agent refuses to start there, too, and any other program would find no GPU.
+    Without this check the job would wait in the queue first: the node agent refuses to start on such nodes,
+    and any other program would find no GPU.
     """
     if chooses_cpus(job.request):
         return
@@ -453,9 +472,10 @@ def _refuse_amd(job: Job) -> None:
 
 
 def _amd_evidence(job: Job) -> tuple[str, str]:
-    """Return what shows that a job is for AMD GPUs, and the flag or the recipe's line that states it.
+    """Return the name that shows that a job is for AMD GPUs, and the flag or the recipe's line that has it.
 
-    The image is looked at first, and then the nodes. Both texts are empty if nothing shows it.
+    The image is looked at first, for example ``rocm/pytorch``, and then the nodes' GPU model. Both texts are
+    empty if nothing points to AMD.
     """
     if runtime_of(job).has_container:
         evidence, where = _amd_image_evidence(job)
@@ -468,7 +488,11 @@ def _amd_evidence(job: Job) -> tuple[str, str]:
 
 
 def _amd_image_evidence(job: Job) -> tuple[str, str]:
-    """Look for evidence in the name of the image, or in the recipe's base image. See `_amd_evidence`."""
+    """Return the evidence for AMD GPUs in the name of the job's image, or in the recipe's base image.
+
+    The result is the name that shows it, and the flag or the recipe's line with that name. Both texts are
+    empty if there is no evidence.
+    """
     recipe = job.recipe
     image = job.request.container.image
     # A .sif can be its own recipe: then its base is known, and the name of the file tells less.
@@ -482,9 +506,10 @@ def _amd_image_evidence(job: Job) -> tuple[str, str]:
 
 
 def _agent_settings(job: Job, system: System) -> Mapping[str, str]:
-    """Return the variables that pass options of the request to the node agent.
+    """Return the variables that pass options of the request to the node agent, imgkit's process on each node.
 
-    An option that has no effect in this job, or that the node agent knows without it, has no variable.
+    ``--max-failures 3`` -> ``IMGKIT_MAX_FAILURES=3``. An option gets no variable if it has no effect in this
+    job, or if the node agent knows the value from the image or as its default.
     """
     launch, allocation = job.request.launch, job.allocation
     settings = _worker_settings(job, system)
@@ -495,6 +520,7 @@ def _agent_settings(job: Job, system: System) -> Mapping[str, str]:
     settings.update(_library_settings(job))
     # The node agent removes some variables that leak from the host, but none that the user has set.
     user_names = [text.partition("=")[0] for text in job.request.container.env]
+    # The variable names those that it would remove otherwise.
     settings["IMGKIT_KEEP_ENV"] = ",".join(filter(host_leaks.may_remove, user_names))
     if launch.preflight:
         settings["IMGKIT_PREFLIGHT"] = "1"
@@ -506,7 +532,10 @@ def _agent_settings(job: Job, system: System) -> Mapping[str, str]:
 
 
 def _worker_settings(job: Job, system: System) -> dict[str, str]:
-    """Return the variables for the device, the GPUs and the number of workers of each node agent."""
+    """Return the variables that tell the node agent its device, its GPUs and how many workers to start.
+
+    A worker is one process of the program, usually one per GPU.
+    """
     node, gpus = job.recipe.system.node, job.allocation.gpus
     requested_gpus = job.request.allocation.gpus
     settings = {}
@@ -547,7 +576,9 @@ SHORT_S = 600
 
 
 def parse_nodes(text: str) -> Size:
-    """Return the number of nodes and spares that a value of ``--nodes`` means: ``16+1`` -> 16 and 1.
+    """Return the number of nodes that a value of ``--nodes`` means: ``16+1`` -> 16 nodes and 1 spare.
+
+    A spare is a node beyond those that train. It replaces a node that is lost.
 
     Raises
     ------
@@ -560,7 +591,7 @@ def parse_nodes(text: str) -> Size:
 
 
 def _gpus_per_node(recipe: Target, request: JobRequest) -> int:
-    """Return the requested number of GPUs per node, or else the number that a node has.
+    """Return the requested number of GPUs per node, or else the number that a node of the recipe has.
 
     Raises
     ------
@@ -650,14 +681,16 @@ def _cpus_of_processes(request: JobRequest, node_cpus: int | None) -> int | None
 def _memory_per_node(recipe: Target, requested: AllocationRequest, gpus: int) -> Memory | None:
     """Return the memory per node for a job with `gpus` GPUs per node.
 
-    None leaves it to the scheduler, for example because an option of the scheduler states the memory.
+    With None, the job requests no memory: nobody states a size, or an option of the scheduler
+    (``--mem-per-cpu``) does.
 
     Raises
     ------
     UsageError : a size is not valid, a node has less memory, or the flags contradict each other or the GPUs.
     """
     memory = _requested_memory(requested, gpus)
-    # Slurm refuses two options for memory, so that the recipe's default would exclude the user's option.
+    # Slurm refuses a job with two options for memory. So the recipe's default must not be added to an option
+    # for memory that the user or the recipe passes to the scheduler.
     if memory is None and not _states_memory(recipe, requested):
         memory = _default_memory(recipe.system.node, gpus)
     if memory is None:
@@ -774,7 +807,10 @@ def _refuse_long_job(recipe: Target, name: str, time_s: int) -> None:
 
 
 def _stop_before(request: JobRequest, time_limit: str) -> int:
-    """Return how many seconds before the time limit the program is asked to save. 0 means never.
+    """Return how many seconds before the time limit the program is asked to save its state. 0 means never.
+
+    Without ``--stop-before``, a job of ten minutes or more is asked `STOP_BEFORE_S` seconds before, and a
+    shorter job is not asked.
 
     Parameters
     ----------

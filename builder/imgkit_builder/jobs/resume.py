@@ -37,10 +37,10 @@ class RecordedRequest:
 
 
 def to_json(recipe: str | Path, request: JobRequest, base: str, *, remote: str) -> str:
-    """Return the arguments of a submission as JSON text for the job's record.
+    """Return the arguments of a submission as JSON text for the job's record, from which it can be resumed.
 
-    Variables that may be secret (``--env NAME``) are in it by name only. Paths on this machine become
-    absolute, because `imgkit resume` may run in another folder.
+    Of variables that may be secret (``--env NAME``), the text has the names only. Paths on this machine
+    become absolute, because `imgkit resume` may run in another folder.
 
     Parameters
     ----------
@@ -96,7 +96,10 @@ def load_request(record: SubmittedJob) -> RecordedRequest:
 
 
 def _refuse_unresumable(record: SubmittedJob) -> None:
-    """Raise UsageError for arrays, and for systems whose jobs cannot go on in the folder of another job."""
+    """Raise UsageError for an array job, or for a system whose jobs cannot go on in an earlier run folder.
+
+    Resuming means that a new job goes on in the run folder of the earlier one. An array has many run folders.
+    """
     handle = record.job.handle
     if record.job.array or not records.has_record_file(record):
         raise UsageError(
@@ -115,8 +118,8 @@ def _refuse_unresumable(record: SubmittedJob) -> None:
 def with_flags(recorded: JobRequest, flags: JobRequest) -> JobRequest:
     """Return the recorded request of a job, changed by the flags of `imgkit resume`.
 
-    The value of a flag replaces the recorded one. A variable of ``--env`` only replaces the variable of the
-    same name, and the other variables of the job stay.
+    ``--nodes 4`` replaces the recorded number of nodes. ``--env LR=0.1`` replaces only the variable LR, and
+    the other variables of the job stay.
     """
     changes: dict[str, Any] = {}
     for flag in declared_options(JobRequest):
@@ -154,7 +157,9 @@ def find_run(record: SubmittedJob, run: Runner, *, same_code: bool) -> ResumedRu
 def refuse_unended(record: SubmittedJob, run: Runner, run_on_files: Runner, *, has_command: bool) -> None:
     """Refuse to resume a run that has not ended, or whose program has ended well by itself.
 
-    A program that a person stopped has not ended by itself, so its run can be resumed.
+    Two jobs in one run folder would overwrite each other's files. A program that has ended by itself has
+    nothing left to do, unless a new command is given. A program that a person stopped with the file ``stop``
+    has not ended by itself, so its run can be resumed.
 
     Parameters
     ----------
@@ -177,7 +182,7 @@ def refuse_unended(record: SubmittedJob, run: Runner, run_on_files: Runner, *, h
     stop_file = latest.job.run_folder / stop_protocol.BY_PERSON
     is_stopped = latest.stopped or run_on_files(("test", "-e", str(stop_file))).returncode == 0
     if is_stopped:
-        # A submission that fails removes the file all the same, and the next one must know of it.
+        # The new submission removes the file, also if it fails. The record tells the next attempt about it.
         records.save_record(dataclasses.replace(latest, stopped=True))
     elif not has_command:
         raise UsageError(
@@ -188,10 +193,10 @@ def refuse_unended(record: SubmittedJob, run: Runner, run_on_files: Runner, *, h
 
 
 def _save_end(record: SubmittedJob, run: Runner) -> SubmittedJob | None:
-    """Return the record of a job that has ended, with its state, and save it.
+    """Return the record of a job that has ended, with its final state, and save it.
 
-    It is saved because the next start of the run removes the result in the run folder. The result is None for
-    a deleted job of a system that does not report how jobs end.
+    The state must be saved now, because the resumed run removes the file from which it follows. Return None
+    for a job that was deleted on a system that does not report how jobs end.
 
     Raises
     ------

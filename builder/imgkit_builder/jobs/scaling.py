@@ -165,7 +165,7 @@ def plan_scaling(
 
 
 def _refuse_unmeasurable(prepared: PreparedJob) -> None:
-    """Raise UsageError if imgkit cannot see when the job ends, or cannot read its run folder.
+    """Raise UsageError if imgkit could not measure the job: not see its end, or not read its run folder.
 
     Pods have no run folder that imgkit can read, and an array has a run folder for each task.
     """
@@ -202,7 +202,7 @@ def refuse_unstartable(job: Job, script: Script, run: Runner) -> None:
 def submit_sizes(
     planned: Sequence[PreparedJob], transport: Transport, report: Reporter
 ) -> Iterator[tuple[Path, ScalingRun]]:
-    """Submit the jobs of `plan_scaling`, and yield the report's folder and its content after each of them.
+    """Submit the jobs of `plan_scaling`, and yield the report's folder and its content after each submission.
 
     The largest job goes first, so that no other job waits in the queue if the scheduler refuses it. The image
     and the code are brought to the system once, for all jobs.
@@ -212,7 +212,7 @@ def submit_sizes(
     ImgkitError : the largest job could not be submitted. A smaller job that is refused does not raise: the
         reason is the state of its size.
     """
-    *smaller_jobs, largest = planned
+    *smaller_jobs, largest = planned  # in ascending order
     refuse_unstartable(largest.job, largest.script, transport.run)
     ready = submission.make_ready(largest, transport, report)
     record = submission.start_job(ready, transport, report)
@@ -344,8 +344,8 @@ def measure_run(run_folder: Path, nodes: int) -> dict[str, float]:
 def _metrics_figures(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the figures of a run from the lines of its ``metrics.jsonl``.
 
-    They are the mean rate, the means of GPU use and MFU, and the largest memory: the step that needs most
-    decides whether the run fits.
+    They are the mean rate, the means of GPU use and MFU (the part of the GPU's peak performance that is
+    used), and the largest memory, because the step that needs most decides whether the run fits.
     """
     values = collections.defaultdict[str, list[float]](list)
     for line in metrics:
@@ -386,6 +386,8 @@ def _launch_figures(run_folder: Path, nodes: int) -> dict[str, float]:
 def mean_rate(metrics: Sequence[Mapping[str, float]]) -> float | None:
     """Return the mean number of samples per second over all steps, or None if no line has a rate.
 
+    It is the number of all samples by the total time, and not the mean of the rates: slow steps take longer.
+
     Parameters
     ----------
     metrics : lines of ``metrics.jsonl``. The ``samples_per_s`` of a line is the rate of the steps since the
@@ -411,9 +413,10 @@ def mean_rate(metrics: Sequence[Mapping[str, float]]) -> float | None:
 def add_speedups(run: ScalingRun) -> ScalingRun:
     """Return `run` with the speed-up and the parallel efficiency of each size whose job ran to its end.
 
-    Both are relative to the smallest of these sizes. They are computed from the samples per second if each of
-    these sizes has that figure, and from the wall time otherwise. Runs of dist-bench are returned unchanged,
-    because dist-bench takes as long on any number of nodes.
+    A size is the job on one number of nodes. Both figures are relative to the smallest size: 1.8 times the
+    samples per second on 2 nodes instead of 1 is a speed-up of 1.8 and an efficiency of 90 %. If a size has
+    no samples per second, all are compared by wall time. Runs of dist-bench are returned unchanged, because
+    dist-bench takes as long on any number of nodes.
     """
     if any(name.endswith(" busbw_GBps") for size in run.sizes for name in size.figures):
         return run
@@ -443,7 +446,11 @@ def _compare_size(size: ScalingSize, reference: ScalingSize, compared_by: str) -
 
 
 def table_rows(run: ScalingRun) -> list[list[str]]:
-    """Return the rows of the table, beginning with its header. A figure that no size has is left out."""
+    """Return the rows of the table of results, beginning with its header.
+
+    There is one row for each number of nodes. A figure that no row has is left out, and ``-`` stands for a
+    single missing one.
+    """
     columns = _figure_columns(run)
     rows = [["nodes", "job", *(title for title, _ in columns.values()), "state"]]
     for size in run.sizes:
@@ -491,7 +498,10 @@ def verdict_sentences(run: ScalingRun) -> list[str]:
 
 
 def _efficiency_sentences(run: ScalingRun) -> list[str]:
-    """Return sentences about the parallel efficiency, and about a report that is too small for CSC."""
+    """Return sentences about the parallel efficiency, and about a report that is too small for CSC.
+
+    CSC is a computing centre that asks for such a report before it grants larger jobs.
+    """
     if not run.compared_by:
         return ["The bandwidths are those of the largest size that dist-bench measured."]
     compared = [size for size in run.sizes if "efficiency" in size.figures]

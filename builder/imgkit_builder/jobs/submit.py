@@ -47,8 +47,9 @@ from imgkit_entrypoints.errors import ToolFailed, UsageError
 from imgkit_entrypoints.launch import stop_protocol
 from imgkit_entrypoints.system import WORKSPACE
 
-# Replace a mount point in a run's copy of its code, or the link to older data, by a link to the data. The
-# arguments are the path of the data and that of the link.
+# Shell script that makes a link to a folder of data in a run's copy of its code. The link replaces the empty
+# folder that the code has there, or the link to older data. The arguments are the path of the data and the
+# path of the link.
 _LINK_DATA = """\
 cd -- "$(dirname -- "$2")" 2> /dev/null || exit 0 # the job has not started: its script makes the link
 if [ -d "$2" ] && [ ! -L "$2" ]; then rmdir -- "$2"; fi
@@ -75,9 +76,9 @@ def prepare(
         an archive, or empty for the remote's default.
     code : the code of the request, as `code.read_code_folder` returns it.
     remote : the remote on which the job is submitted or that stores its files. None means this machine.
-    base : another base image than the recipe's, for a job on a remote.
-    data : the request's folders of data, as `data_mounts.list_folders` returns them. With None, they are
-        listed here.
+    base : the base image that replaces that of the recipe, for a job on a remote. "" keeps the recipe's.
+    data : the request's folders of data, as `data_mounts.list_folders` returns them. With None, this function
+        lists them.
 
     Raises
     ------
@@ -109,9 +110,14 @@ def prepare(
 
 
 def _job_on_remote(source: ImageSource, code: CodeFolder | None, data: Sequence[DataFolder]) -> Job:
-    """Return the job that a remote submits.
+    """Return the job of `source` that a remote submits, with its data and code.
 
-    In its paths, `image_source.UNKNOWN_HOME` stands for imgkit's folder on the remote.
+    imgkit has not connected to the remote yet and does not know its own folder there. Until `make_ready`
+    replaces it, `image_source.UNKNOWN_HOME` stands for that folder in all paths of the job.
+
+    Raises
+    ------
+    UsageError : the job's runtime starts no .sif, or Python would import a copy of the code in the image.
     """
     image_source.refuse_runtime(source)
     if code is not None:
@@ -128,7 +134,12 @@ def _job_on_remote(source: ImageSource, code: CodeFolder | None, data: Sequence[
 def _job_in_pods(
     recipe: str, request: JobRequest, code: CodeFolder | None, remote: Remote, data: Sequence[DataFolder]
 ) -> Job:
-    """Return a job in pods that this machine submits, and whose files `remote` stores on a volume."""
+    """Return a job in pods: this machine submits it, and `remote` only stores its files on the pods' volume.
+
+    Raises
+    ------
+    UsageError : the image has installed a project of the code, so pods would run the image's copy.
+    """
     job = volume.provisional_job(recipe, request, remote)
     job = data_mounts.with_data(job, data, f"{job.directory}/{DATA_FOLDER}")
     job = added_packages.with_packages(job)
@@ -144,7 +155,8 @@ def _job_of_this_machine(
 ) -> Job:
     """Return a job that is submitted on this machine. `prepare` describes the parameters.
 
-    If `recipe` is a .sif or .sqsh, it is the image of the job, and names the system.
+    If `recipe` is a .sif or .sqsh, it takes the place of a recipe: the record in the image names the system,
+    and the job runs this image unless ``--image`` names another one.
     """
     recipe_file = Path(recipe)
     if image.is_sif(recipe_file) or sqsh.is_sqsh(recipe_file):
@@ -162,11 +174,14 @@ def _job_of_this_machine(
     job = _with_code(job, code, Transport.code_folder)
     if code is not None:
         job = _with_local_code(job, code, sif)
-    return data_mounts.with_data(job, data)  # its links are in the run folder
+    return data_mounts.with_data(job, data)  # last, because links to the data need the run folder
 
 
 def _with_local_code(job: Job, code: CodeFolder, sif: Path | None) -> Job:
-    """Return `job` with warnings about its code, and with a new run folder if its script makes none.
+    """Return `job` with warnings about its code, and with a run folder that imgkit itself makes if needed.
+
+    A scheduler's script makes the run folder. Without a scheduler there is no such script, and imgkit copies
+    the code into the folder before the start.
 
     Parameters
     ----------
@@ -189,10 +204,10 @@ def _with_local_code(job: Job, code: CodeFolder, sif: Path | None) -> Job:
 
 
 def _with_code(job: Job, code: CodeFolder | None, store_name: str) -> Job:
-    """Return `job` with the code of which its run gets a copy.
+    """Return `job` with the version of the code that its run gets a copy of.
 
-    A run that is resumed without sending code goes on with the code that it has. A job with neither is
-    returned unchanged.
+    Without `code`, a resumed run goes on with the version that it already has. Any other job without `code`
+    is returned unchanged.
 
     Parameters
     ----------
@@ -311,7 +326,8 @@ def make_ready(prepared: PreparedJob, transport: Transport, report: Reporter) ->
 def with_files_of(ready: PreparedJob, prepared: PreparedJob) -> PreparedJob:
     """Return `prepared` with the image, code and entry points that `make_ready` has brought for `ready`.
 
-    Both are jobs of the same request, on different numbers of nodes.
+    Both are jobs of the same request, on different numbers of nodes (`imgkit scaling`), so that the files are
+    sent only once.
     """
     job = prepared.job
     if prepared.source is not None:
@@ -337,10 +353,10 @@ def _with_job(prepared: PreparedJob, job: Job) -> PreparedJob:
 def _prepare_resumed_folder(
     resumed: ResumedRun, code: CodeFolder | None, job: Job, transport: Transport
 ) -> None:
-    """Bring today's code into the folder of a run, and remove files that would keep the run from starting.
+    """Bring today's code and data into the folder of an earlier run, so that the run can go on there.
 
-    The links to data are replaced by links to today's data. The file ``stop`` of a person and the result of
-    the run are removed.
+    Two files of the earlier job are removed, which would make the new one stop at once or look finished: the
+    file ``stop``, by which a person ends a run, and the file with the exit code of the run.
 
     Parameters
     ----------
@@ -348,7 +364,8 @@ def _prepare_resumed_folder(
 
     Raises
     ------
-    UsageError : the job's folder is now another one, or both the run and the user have changed a file.
+    UsageError : jobs now run in another folder than the earlier run, or both the run and the user have
+        changed the same file.
     ToolFailed : the copy cannot be written.
     """
     home = transport.home_of(job)
@@ -409,7 +426,7 @@ def _submit_script(ready: PreparedJob, transport: Transport) -> SubmittedJob:
 
 
 def _submission_answer(ready: PreparedJob, transport: Transport) -> str:
-    """Submit the script of `ready`, and return what the scheduler's command prints.
+    """Submit the script of `ready`, and return what the scheduler's command prints: ``"4711\\n"`` of sbatch.
 
     Raises
     ------

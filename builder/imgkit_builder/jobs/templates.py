@@ -49,7 +49,8 @@ def render_template(job: Job, name: str, **values: Any) -> str:
 def run_folder_lines(job: Job, job_id: str) -> str:
     """Return shell lines that make the run folder of an interactive job, with the run's copy of the code.
 
-    An interactive job without code has no run folder, and the result is empty.
+    The script of any other job has these lines already. An interactive job without code has no run folder, so
+    the result is empty.
 
     Parameters
     ----------

@@ -214,7 +214,7 @@ class Ssh(Transport):
         self.name = connection.remote.name
 
     def open_store(self, program: str, code_folder: CodeFolder | None) -> Store:
-        """Read what imgkit's folder on the remote contains, and return it.
+        """Read what imgkit's folder on the remote contains, and return it. `self.store` has it from then on.
 
         Parameters
         ----------
@@ -250,7 +250,10 @@ class Ssh(Transport):
         return b"".join(self.connection.stream(script, {}, args=args, data=data))
 
     def prepare_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
-        """Build, convert and send the image as far as the remote lacks it. See `Transport`."""
+        """Build, convert and send the image, and its added packages, if the remote does not have them.
+
+        Return the job with their paths on the remote.
+        """
         source = prepared.source
         assert source is not None  # noqa: S101 - `prepare` has been told the remote
         checks.check_environment(prepared.job)
@@ -274,7 +277,7 @@ class Ssh(Transport):
         return dataclasses.replace(prepared, job=job, image_id=image_id)
 
     def bring_data(self, prepared: PreparedJob, report: Reporter) -> Job:
-        """Send the data by rsync, as far as the remote lacks it. See `Transport`."""
+        """Send the folders of data that the remote does not have, and check paths there. See `Transport`."""
         job = data_mounts.with_data(prepared.job, prepared.data, f"{self.store.home}/{DATA_FOLDER}")
         data_mounts.refuse_missing(job.request, self.name, self.run_script)
         self.send_data(prepared.data, report)
@@ -290,6 +293,7 @@ class Ssh(Transport):
         """Send one folder of data, except for files that an earlier version of it on the remote has."""
         size = size_text(folder.size_bytes)
         report.note(f"to send: data: {folder.spec.source}, {folder.files} files, {size}")
+        # The name of a folder ends with the project, "DIGEST-PROJECT". The newest of them comes first.
         earlier = [name for name in self.store.data if name.endswith(f"-{folder.project_part}")]
         transferred = transfer.send_data(
             self.connection, folder, home=self.store.home, earlier=tuple(earlier[:1]), report=report
@@ -297,13 +301,16 @@ class Ssh(Transport):
         report.note(_sent_text("data", transferred))
 
     def put_code(self, code_folder: CodeFolder, home: Path, report: Reporter) -> None:
-        """Send the code by rsync, which finds equal files of earlier code on the remote. See `Transport`."""
+        """Send the code to the store on the remote by rsync, unless it is there already.
+
+        Files that earlier versions of the code have on the remote are not sent again.
+        """
         sha256 = code_folder.record.sha256
         if sha256 in self.store.code:
             report.note(f"to send: nothing of the code; {self.name} has that of {code_folder.folder}")
             return
         with tempfile.TemporaryDirectory(prefix="imgkit-") as work:
-            # rsync reads a copy: what it sends has the digest, even if somebody edits a file in the meantime.
+            # rsync reads a copy, which has the digest even if somebody edits a file of the code meanwhile.
             copy = Path(work, sha256)
             code_folder.tree.write(copy)
             transferred = transfer.send_folder(
@@ -320,7 +327,7 @@ class Ssh(Transport):
         report.note(_sent_text("code", transferred))
 
     def put_entry_points(self, job: Job, report: Reporter) -> None:
-        """Send the entry points by rsync. See `Transport`."""
+        """Send the entry points, which are bound into the job's image, unless the remote has them already."""
         folder = bound.entry_points_folder(job)
         # `self.store` does not list this folder.
         output = self.connection.run('if [ -d "$folder" ]; then echo exists; fi\n', {"folder": str(folder)})
@@ -341,7 +348,10 @@ class Ssh(Transport):
             )
 
     def with_entry_points(self, prepared: PreparedJob) -> Job:
-        """Inspect the image on the remote, unless it is known to have the entry points. See `Transport`."""
+        """Return the job with imgkit's entry points bound into an image that has none.
+
+        The image is inspected on the remote for that, unless imgkit has built it.
+        """
         assert prepared.source is not None  # noqa: S101 - `prepare` has been told the remote
         if not prepared.source.has_unknown_entry_points:
             return prepared.job

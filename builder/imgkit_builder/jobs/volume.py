@@ -42,10 +42,11 @@ if [ -n "$record" ] && [ ! -d workspace ]; then printf '%s\\n' "$record" > code.
 
 
 def provisional_job(recipe: str, request: JobRequest, remote: Remote) -> Job:
-    """Return the job before imgkit has connected to the remote.
+    """Return the job in pods before imgkit has connected to the remote that stores the job's files.
 
-    It has a new run folder, or the folder of the run that it resumes. In its paths on the volume,
-    `UNKNOWN_HOME` stands for imgkit's folder, and `UNKNOWN_IDS` stands for the user's ids.
+    The job has a new run folder, or the folder of the run that it resumes. `job_with_pod_paths` replaces two
+    texts that only the remote can tell: `UNKNOWN_HOME` in paths stands for imgkit's folder, and `UNKNOWN_IDS`
+    for the user's ids.
 
     Raises
     ------
@@ -67,7 +68,7 @@ def provisional_job(recipe: str, request: JobRequest, remote: Remote) -> Job:
 
 
 def job_with_pod_paths(store: Store, provisional: Job, remote: Remote) -> Job:
-    """Return the job of `provisional_job` with its paths in the pods, and the user's ids on the remote.
+    """Return the job of `provisional_job` with its real paths in the pods, and the user's ids on the remote.
 
     Raises
     ------

@@ -98,7 +98,10 @@ class Update:
 
 
 def parse_listing(output: bytes) -> Listing:
-    """Return the lists of files that the script `LIST` has printed.
+    """Return the three lists of files that the script `LIST` has printed, in `output`.
+
+    The output consists of texts that end with a null byte. A list begins with its title and an empty text,
+    and each of its files has two texts: the path, and the kind, size and time.
 
     Raises
     ------
@@ -134,11 +137,11 @@ def _parse_version(fields: str) -> Version:
 
 
 def plan_update(listing: Listing) -> Update:
-    """Return the changes that bring today's code into the run's copy.
+    """Return the changes that bring today's code into the run's copy of its code.
 
-    A file is copied or removed only if the user has changed it since it was sent. If the run has changed it
-    too, and today's code still has it, it is a conflict. A file that the run has changed and today's code no
-    longer has stays.
+    Each file has three versions: as it was sent, as it is in today's code, and as it is in the copy. A file
+    is copied or removed only if the user has changed it since it was sent. If the run has changed the file
+    too, it is a conflict; but if today's code no longer has it, the run's version stays.
     """
     copied = []
     removed = []
@@ -198,12 +201,15 @@ def update_workspace(resumed: ResumedRun, store: Path, today: CodeRecord, run_sc
 
 
 def _null_separated(names: Iterable[str]) -> bytes:
-    """Return a list of files for tar and xargs: each path after ``./``, and before a null byte."""
+    """Return a list of files for tar and xargs: ``["a.py", "b.py"]`` -> ``./a.py``, null byte, and so on.
+
+    ``./`` keeps a name that begins with "-" from being read as an option.
+    """
     return b"".join(os.fsencode(f"./{name}\0") for name in names)
 
 
 def _conflict_error(run_folder: Path, names: tuple[str, ...], hint: str) -> UsageError:
-    """Return the error for files that both the run and the user have changed."""
+    """Return the error for files that both the run and the user have changed: one change would be lost."""
     shown_names = ", ".join(names[:_MAX_NAMES])
     if len(names) > _MAX_NAMES:
         shown_names += f" and {len(names) - _MAX_NAMES} more"

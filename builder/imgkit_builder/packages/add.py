@@ -153,13 +153,14 @@ def add(
     """Install the packages of `request` into a new file, and return a description of the file.
 
     The file is complete when it gets its name. If an error is raised, an earlier file stays as it was.
-    Nothing is installed if the file was made by an equal request for the same image, unless the request reads
-    files.
+    Nothing is installed if an equal request has already made the file for the same image. A request that
+    reads files, such as a requirements.txt, is carried out again, because their content may have changed.
 
     Parameters
     ----------
-    machine : the machine that has the image. None: this machine.
-    image_id : the id of the image, if it is known. That of an image on this machine is read from the image.
+    machine : the machine that has the image. None means this machine.
+    image_id : the id of an image on another machine, if it is known. On this machine, it is read from the
+        image.
 
     Raises
     ------
@@ -212,8 +213,8 @@ def add(
 def _read_image_id(image: Path) -> str:
     """Return the id of the image in a .sif of this machine, or "" if the file has none.
 
-    `record.refuse_unfit` also accepts an image by its id. A .sif that imgkit packed again from the same image
-    has another digest, but the same id.
+    Packages also fit an image with this id (`record.refuse_unfit`): a .sif that imgkit has packed again from
+    the same image has another digest, but the same id.
     """
     if not sif_image.is_sif(image):
         return ""
@@ -222,7 +223,7 @@ def _read_image_id(image: Path) -> str:
 
 
 def _image_path(request: AddRequest, machine: ImageMachine | None) -> Path:
-    """Return the absolute path of the image.
+    """Return the absolute path of the image to which packages are added, on the machine that has it.
 
     Raises
     ------
@@ -247,7 +248,9 @@ def _image_path(request: AddRequest, machine: ImageMachine | None) -> Path:
 
 
 def _check_requirements(request: AddRequest) -> None:
-    """Check what the request asks pip to install.
+    """Refuse a request whose packages, files or folders pip could not install.
+
+    A secret in an argument is refused as well: the file with the packages records the arguments.
 
     Raises
     ------
@@ -258,7 +261,7 @@ def _check_requirements(request: AddRequest) -> None:
         raise UsageError("no package given", where="PACKAGE", hint="imgkit add einops --image X.sif")
     for text in request.requirements:
         check_requirement(text)
-    # The arguments stand in the record at the end of the file, which others may read.
+    # The arguments stand in the record at the end of the file with the packages, which others may read.
     kind = secret_patterns.in_arguments(request.arguments)
     if kind:
         raise UsageError(
@@ -398,7 +401,12 @@ class _Steps:
         return int(output)
 
     def _run(self, step: str, *args: str, data: Iterable[bytes] = ()) -> Generator[bytes, None, None]:
-        """Run a step of `machine.sh`, and yield its output."""
+        """Run a step of `machine.sh` on the machine that has the image, and yield the step's output.
+
+        Parameters
+        ----------
+        step : ``look``, ``install`` or ``publish``.
+        """
         settings = (
             f"inside={INSIDE} end_bytes={record.END_BYTES}",
             f'variables="{" ".join(PASSED)}"',
@@ -412,14 +420,18 @@ class _Steps:
         failures.refuse_problem(line, image=str(self.request.image), target=self.target)
 
     def _explain(self, error: ToolFailed, output: str, log: str) -> ImgkitError:
-        """Return the error for a script that failed, after the container had printed `output`."""
+        """Return the error for a failed step of `machine.sh`, whose container has printed `output`."""
         command = shlex.join(("imgkit", "add", *self.request.arguments, "--image", str(self.image)))
         return failures.explain_crash(
             error, output, image=self.image, target=self.target, command=command, log=log
         )
 
     def _pack_inputs(self) -> tuple[list[TarMember], list[str]]:
-        """Return what pip reads, as members of a tar, and the runtime's options that mount the rest of it."""
+        """Return the input of pip in the container: members of a tar, and options of the runtime for mounts.
+
+        The tar has ``inside.py``, its order (which says what to install) and the project. Folders with wheels
+        or requirements files are mounted on this machine, and are in the tar for a remote.
+        """
         request = self.request
         requirements = [*request.requirements]
         pip_options: list[str] = []
@@ -453,7 +465,8 @@ class _Steps:
     ) -> None:
         """Bring a folder of this machine into the container, as the folder `name` in `INSIDE`.
 
-        On this machine, the folder is mounted. A remote gets the files whose names match one of `patterns`.
+        On this machine, the folder is mounted. A remote does not have the folder, so it gets the files whose
+        names match one of `patterns`.
 
         Parameters
         ----------

@@ -52,7 +52,10 @@ _PROBLEMS = {
 
 
 def refuse_problem(line: str, *, image: str, target: Path) -> None:
-    """Raise the error for a line ``problem NAME`` of `machine.sh`. Do nothing for any other line."""
+    """Raise the error for a line ``problem NAME`` of `machine.sh`, such as ``problem no-image``.
+
+    Nothing is done for any other line.
+    """
     word, _, name = line.partition(" ")
     if word != "problem" or name not in _PROBLEMS:
         return
@@ -65,7 +68,9 @@ def refuse_problem(line: str, *, image: str, target: Path) -> None:
 def explain_crash(
     error: ToolFailed, output: str, *, image: Path, target: Path, command: str, log: str
 ) -> ImgkitError:
-    """Return the error for an image that did not start, or a program of `machine.sh` that failed.
+    """Return the error for a failure before or after pip: of the start of the image, or of another program.
+
+    Failures of pip itself are explained by `explain`.
 
     Parameters
     ----------
@@ -108,10 +113,11 @@ def explain(
     log: str,
     remote: str = "",
 ) -> ImgkitError:
-    """Return the error for an `answer` of ``inside.py`` that describes a failure.
+    """Return the error for a failure of pip, with a hint that names the cause.
 
     Parameters
     ----------
+    answer : what ``inside.py``, which runs pip in the image, has written about the failure.
     requirements : the requirements as the user typed them, for the commands in hints.
     log : path of the file with all of pip's output.
     remote : name of the remote with the image, or empty for this machine.
@@ -161,12 +167,15 @@ def _pip_error(problem: str, image: Path, typed: str) -> UsageError:
 
 
 def _network_error(answer: Mapping[str, Any], image: Path, typed: str, remote: str) -> ToolFailed:
-    """Return the error for a pip that cannot reach a package index. Its hint downloads wheels elsewhere.
+    """Return the error for a pip that cannot reach a package index, as on nodes without internet.
+
+    The hint has commands that download wheels on another machine, and add the packages from these wheels.
 
     Parameters
     ----------
-    answer, remote : as in `explain`.
+    answer : what ``inside.py`` has written, with the image's processor and version of Python.
     typed : the requirements as the user typed them.
+    remote : name of the remote with the image, or empty for this machine.
     """
     # The command downloads wheels for the image's processor and Python, whatever machine runs it.
     download = (
@@ -227,8 +236,8 @@ def _recipe_line(typed: str) -> str:
 def _last_lines(output: str) -> list[str]:
     """Return the last lines of pip's output that explain its failure.
 
-    These are the lines that begin with ``ERROR:``. If there are none, they are all lines except progress and
-    notices.
+    Only lines that begin with ``ERROR:`` count. If there are none, all lines count except those about
+    progress and notices.
     """
     lines = []
     for line in output.splitlines():

@@ -65,11 +65,14 @@ def main(folder: Path) -> None:
 def install(folder: Path, order: Mapping[str, Any], versions: Mapping[str, str]) -> dict[str, Any]:
     """Install the packages of `order` that the image lacks into the folder ``root``.
 
-    pip runs twice. The first run only resolves the requirements against everything in the image. The second
-    one installs exactly the result of the first, without looking at dependencies again.
+    pip runs twice. The first run only finds out which packages the image lacks (``--dry-run``). The second
+    run installs exactly these into another folder (``--target``), for which pip itself would install all
+    dependencies again, also those that the image has.
 
     Parameters
     ----------
+    folder : a temporary folder in the container.
+    order : the content of ``order.json``: requirements, options of pip, and names of packages.
     versions : the versions of the image's packages, by name.
 
     Returns
@@ -115,9 +118,10 @@ def install(folder: Path, order: Mapping[str, Any], versions: Mapping[str, str])
 def write_constraints(
     constraints: Path, shadows: Path, versions: Mapping[str, str], replaced: Collection[str]
 ) -> None:
-    """Write the file `constraints` for pip, with the version of every package of the image.
+    """Write the file `constraints`, by which pip keeps the version of every package of the image.
 
-    A package whose version pip shall see changed also gets a copy of its metadata in `shadows`.
+    A pre-release such as ``2.3.0a0+nv24.3`` counts as its release (`released`). For such a package, a changed
+    copy of its metadata is written to the folder `shadows`, which pip reads first.
 
     Parameters
     ----------
@@ -150,10 +154,10 @@ def installed_versions() -> dict[str, str]:
 
 
 def protected_names(pattern: str) -> set[str]:
-    """Return the names of the distributions that nothing may replace.
+    """Return the names of the installed packages that nothing may replace, because torch would break.
 
-    These are the installed ones whose whole name matches `pattern`, and all that the image's torch requires
-    in one exact version.
+    These are the packages whose whole name matches `pattern`, and all that the image's torch requires in one
+    exact version.
     """
     names = {name for name in installed_versions() if re.fullmatch(pattern, name)}
     try:
@@ -169,10 +173,11 @@ def protected_names(pattern: str) -> set[str]:
 
 
 def released(versions: Mapping[str, str]) -> dict[str, str]:
-    """Return `versions` as pip shall see them, with a pre-release that has a local version as its release.
+    """Return `versions` as pip shall see them: a pre-release with a local version counts as its release.
 
-    ``2.3.0a0+40ec155e58.nv24.3`` becomes ``2.3.0+40ec155e58.nv24.3``. A version that is not valid by PEP 440,
-    as some of Debian's packages have, is left out, because pip could not read it as a constraint.
+    NVIDIA's torch ``2.3.0a0+40ec155e58.nv24.3`` becomes ``2.3.0+40ec155e58.nv24.3``, so that it satisfies
+    ``torch>=2.3``. A version that is not valid by PEP 440, as some of Debian's packages have, is left out,
+    because pip could not read it as a constraint.
     """
     versioning = importlib.import_module("pip._vendor.packaging.version")
     result = {}
@@ -188,7 +193,14 @@ def released(versions: Mapping[str, str]) -> dict[str, str]:
 
 
 def write_shadows(folder: Path, versions: Mapping[str, str]) -> None:
-    """Write a copy of the metadata of installed distributions into `folder`, with the `versions` instead."""
+    """Write copies of the metadata of installed packages into `folder`, with other versions in them.
+
+    pip searches `folder` first, and takes the version there for that of the installed package.
+
+    Parameters
+    ----------
+    versions : the version to write for each package, by its name.
+    """
     folder.mkdir()
     for name, version in versions.items():
         distribution = metadata.distribution(name)
@@ -204,10 +216,10 @@ def write_shadows(folder: Path, versions: Mapping[str, str]) -> None:
 
 
 def pip_environment(folder: Path, shadows: Path) -> dict[str, str]:
-    """Return the environment for pip.
+    """Return the environment variables for pip.
 
-    It is that of the image, with temporary folders in `folder`, `shadows` before the image's packages, and
-    settings that keep pip from asking questions.
+    They are those of the image, with three changes: temporary folders are in `folder`, Python finds the
+    metadata in `shadows` before that of the image's packages, and pip asks no questions.
     """
     env = dict(os.environ)
     for name in ("TMPDIR", "PIP_CACHE_DIR"):
@@ -305,9 +317,9 @@ def exact_requirement(item: Mapping[str, Any]) -> str:
 
 
 def summary(item: Mapping[str, Any]) -> dict[str, str]:
-    """Return the name, version and SHA-256 of an item of pip's report.
+    """Return the name, version and SHA-256 of a package in pip's report (``pip install --report``).
 
-    The SHA-256 is empty for a folder or a repository.
+    The SHA-256 is that of the downloaded file. It is empty for a folder or a repository.
     """
     archive = item["download_info"].get("archive_info") or {}
     # pip before 23.0 writes only the key ``hash``, whose value is ``sha256=DIGEST``.

@@ -137,7 +137,9 @@ def read(path: Path) -> PackagesRecord:
 
 
 def squashfs_sha256(path: Path) -> str:
-    """Compute the digest of the squashfs in `path`, to compare with that in the record.
+    """Compute the digest of the squashfs in `path`, without the record after it.
+
+    It can be compared with `PackagesRecord.squashfs_sha256`, to find out if the file is damaged.
 
     Raises
     ------
@@ -151,7 +153,7 @@ def squashfs_sha256(path: Path) -> str:
 
 
 def parse_end(end: bytes, path: str) -> PackagesRecord:
-    """Return the record in the last `END_BYTES` of a file, which may be on another machine.
+    """Return the record in `end`, the last `END_BYTES` of a file, which may be on another machine.
 
     Raises
     ------
@@ -175,20 +177,23 @@ def parse_end(end: bytes, path: str) -> PackagesRecord:
 def refuse_unfit(
     records: Iterable[tuple[str, PackagesRecord]], *, image: str, digests: Iterable[str]
 ) -> None:
-    """Check that files with packages are for an image, and that a job can use all of them together.
+    """Refuse files with packages that were made for another image, or that contradict each other.
+
+    pip has chosen the packages for the versions in one image, so in another image they may fail.
 
     Parameters
     ----------
     records : the path and the record of each file.
     image : the image's path, for messages.
-    digests : the digests of the image's file and configuration that are known. Empty ones do not count.
+    digests : the digests of the image's file and of its configuration, as far as they are known. A file fits
+        if it was made for one of them. An empty digest stands for an unknown one.
 
     Raises
     ------
     UsageError : a file was made for another image, or a package is in two files with different versions.
     """
     image_digests = set(digests) - {""}
-    # The file that has a package first, and the version there, by the package's normalised name.
+    # For each package by its normalised name: the first file that has it, and the version there.
     first_versions: dict[str, tuple[str, str]] = {}
     for path, record in records:
         if image_digests.isdisjoint((record.image_digest, record.image_id)):
@@ -209,7 +214,7 @@ def refuse_unfit(
 
 
 def refuse_unfit_files(paths: Iterable[str], image: Path) -> tuple[PackagesRecord, ...]:
-    """Read the records of the files `paths`, check that a job can use them with `image`, and return them.
+    """Return the records of the files `paths`, after checking that a job can use the files with `image`.
 
     Raises
     ------
@@ -233,7 +238,10 @@ def target(number: int) -> str:
 
 
 def search_first(count: int) -> str:
-    """Return a line of sh that runs its arguments with the packages of `count` files before the image's."""
+    """Return a line of sh that runs its arguments with a PYTHONPATH and PATH for `count` files with packages.
+
+    So Python finds added packages before those of the image.
+    """
     folders = [target(number) for number in range(1, count + 1)]
     path = ":".join(f"{folder}/bin" for folder in folders)
     python_path = ":".join(folders)

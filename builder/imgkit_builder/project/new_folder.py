@@ -78,20 +78,20 @@ class NewFolder:
 
 
 def copies_code(options: NewFolder, parent: Target) -> bool:
-    """Return whether the image has to hold the folder's code.
+    """Return whether the image has to hold the folder's code, because jobs cannot mount it.
 
-    It does where jobs run in pods, which get no other code, and where the project must be built from all its
-    files.
+    That is so where jobs run in pods, which get no other code. It is also so for a project of which pip needs
+    all files to install it.
     """
     is_isolated = runtimes.get_runtime(parent.system.runtime.kind).is_isolated
     return is_isolated or bool(options.unfit_reason)
 
 
 def file_texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
-    """Return the content of each file by its name.
+    """Return the content of each file that ``imgkit init`` writes, by the name of the file.
 
-    In a folder with Python, there is no example program, and the files name the packages and the command of
-    the folder's own program.
+    For a folder with Python files, there is no example program. The files then name the packages and the
+    command of the folder's own program.
 
     Parameters
     ----------
@@ -133,8 +133,8 @@ def _parent_reference(options: NewFolder, parent: Target) -> str:
 def _queue_values(options: NewFolder, parent: Target) -> dict[str, Any]:
     """Return the values of the templates that tell how a job asks the scheduler for nodes.
 
-    Keys with a value, and those that the user has to fill in, are under ``queue``. Keys that may be added are
-    under ``unused``.
+    Keys of imgkit.toml with a value, and keys that the user has to fill in, are under ``queue``. Keys that
+    the user may add are under ``unused``, which the template writes as comments.
     """
     used_keys = systems.get_system(parent.system.scheduler).uses
     required_keys = _required_keys(parent)
@@ -205,7 +205,10 @@ def next_steps(options: NewFolder, parent: Target, folder: Path) -> Iterator[str
 
 
 def _run_commands(options: NewFolder, parent: Target) -> list[str]:
-    """Return the commands that build the image and run a job, which depend on the runtime of the system."""
+    """Return the commands that build the image and run a job, for the user to type.
+
+    They depend on the runtime of the system: pods need a registry, and pyxis needs a .sqsh.
+    """
     recipe = f"./{options.recipe_file}"
     image = f"REGISTRY/{options.name}:1"
     build = f"imgkit build {recipe}"
@@ -227,6 +230,8 @@ def _run_commands(options: NewFolder, parent: Target) -> list[str]:
 def write_files(folder: Path, contents: Mapping[str, str]) -> tuple[Path, ...]:
     """Write each file of `contents` that does not exist yet, and return the paths of the new files.
 
+    A file of the user is never replaced.
+
     Raises
     ------
     UsageError : a value is wrong, or the folder has an imgkit.toml. In both cases nothing is written.
@@ -245,10 +250,10 @@ def write_files(folder: Path, contents: Mapping[str, str]) -> tuple[Path, ...]:
 
 
 def complete_gitignore(folder: Path) -> tuple[str, ...]:
-    """Add the missing lines for imgkit's outputs to the user's .gitignore, and return them.
+    """Add missing lines for imgkit's outputs, such as ``*.sif``, to the user's .gitignore, and return them.
 
-    Without them git would add images of gigabytes. The other lines of the template are not added, as they
-    could hide files of the user.
+    Without these lines git would add images of gigabytes. The other lines of the template are not added, as
+    they could hide files of the user.
     """
     path = folder / GITIGNORE
     if path.is_symlink() or not path.is_file():

@@ -25,11 +25,14 @@ _KEYS = ("account", "queue", "qos", "time", "nodes", "group_readable")
 
 
 def fill_from_file(request: JobRequest, project: ProjectFile | None) -> JobRequest:
-    """Return `request` with the values of the file `project` where no flag was given.
+    """Return `request`, which has the values of flags only, with those of imgkit.toml where no flag is given.
 
-    `request` has the values of flags only. ``--bind``, ``--env`` and ``--option`` add to the values of the
-    file, but a variable of a flag replaces the file's variable of the same name. The job runs in the file's
-    folder, unless a flag names another one.
+    ``--bind``, ``--env`` and ``--option`` add to the values of the file, but a variable of a flag replaces
+    the file's variable of the same name. The job runs in the file's folder, unless a flag names another one.
+
+    Parameters
+    ----------
+    project : the content of imgkit.toml. With None, the request is returned unchanged.
     """
     if project is None:
         return request
@@ -114,7 +117,7 @@ class ValueSource:
 def find_value_source(
     name: str, value: str, *, flag: str, project: ProjectFile | None, default: Position | None = None
 ) -> ValueSource:
-    """Return the value `name` with its source, which is a flag, or else the file, or else the recipe.
+    """Return the value `name` with its source, which is a flag, or else imgkit.toml, or else the recipe.
 
     Parameters
     ----------
@@ -132,7 +135,12 @@ def find_value_source(
 
 
 def list_value_sources(job: Job, flags: JobRequest, project: ProjectFile | None) -> Iterator[ValueSource]:
-    """Yield every value of `job` with its source. The request `flags` has the values of flags only."""
+    """Yield every value of `job` with its source: ``time 1:00:00 imgkit.toml:4``.
+
+    Parameters
+    ----------
+    flags : the request before the values of imgkit.toml were added, so that a value in it comes from a flag.
+    """
     if project is None:
         project = ProjectFile(file=Path(), values=ProjectValues(), positions={})
     yield from _single_value_sources(job, flags, project)
@@ -147,7 +155,7 @@ def list_value_sources(job: Job, flags: JobRequest, project: ProjectFile | None)
 
 
 def _single_value_sources(job: Job, flags: JobRequest, project: ProjectFile) -> Iterator[ValueSource]:
-    """Yield the values that one flag or one key sets."""
+    """Yield the values that are set as a whole by one flag or one key, such as the time, and no lists."""
     # A value has the name of its flag without the dashes. --no-code also decides about the value "code".
     flag_of_value = {}
     for flag in flags_in(flags):
@@ -180,7 +188,8 @@ def _first_position(recipe: Target, keys: Sequence[str]) -> Position | None:
 def _single_values(job: Job) -> dict[str, tuple[Any, ...]]:
     """Return each value that one flag or one key sets, by its name.
 
-    The value is followed by the keys of the recipe that can set it, of which the first one counts.
+    In ``{"time": ("1:00:00", "system.queue.time")}``, the keys of the recipe that can set the value follow
+    it. The first of these keys that the recipe sets counts.
     """
     memory_value = {}
     memory = job.allocation.memory
@@ -209,7 +218,10 @@ def _single_values(job: Job) -> dict[str, tuple[Any, ...]]:
 
 
 def _list_item_sources(job: Job, flags: JobRequest, project: ProjectFile) -> Iterator[ValueSource]:
-    """Yield the items of the values that are lists, each with its source."""
+    """Yield the items of the values that are lists, such as mounts and variables, each with its source.
+
+    The items of one list can come from the recipe, from imgkit.toml and from flags.
+    """
     values = project.values
     lines = project.positions
     recipe_lines = job.recipe.positions
@@ -252,13 +264,13 @@ def _item_source(
     file_line: Position | None,
     recipe_line: Position | None = None,
 ) -> ValueSource:
-    """Return an item of a list with its source: the recipe, or else a flag, or else the file.
+    """Return an item of a list with its source: the recipe, or else a flag, or else imgkit.toml.
 
     Parameters
     ----------
     name : the name of the flag that adds an item, without its dashes.
     flag_items, file_items : the items that flags have added, and those of the file.
-    file_line : the place of the list in the file. None if the file does not set it.
+    file_line : the place of the list in imgkit.toml. None if that file does not set it.
     recipe_line : the place of the item in the recipe. None if the recipe does not have it.
     """
     if recipe_line is None and item in flag_items:

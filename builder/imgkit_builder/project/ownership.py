@@ -25,7 +25,7 @@ _READ_IT = f"read it; if you trust it, add {OPTION}"
 
 
 def named_paths(project: ProjectFile, *, with_recipe: bool) -> Iterator[Path]:
-    """Yield the paths that decide what a job of `project` does, apart from the file itself.
+    """Yield the paths that decide what a job of `project` does, apart from its imgkit.toml itself.
 
     They are the code folder and ``hf.lock``, and with `with_recipe` also the recipe, its lock, and the files
     that the recipe reads. The system files of a site are left out: an environment variable names their
@@ -67,7 +67,10 @@ def refuse_foreign(path: Path) -> None:
 
 
 def _refuse_foreign_path(path: Path) -> None:
-    """Raise the error of `refuse_foreign` for an absolute `path`. A link at its end is not followed."""
+    """Raise UsageError if another user can change `path`, or replace it by means of a folder above it.
+
+    The path is absolute. If it is a link, the link itself is checked and not its target.
+    """
     trusted_users = (os.geteuid(), 0, Path(__file__).stat().st_uid)
     status = path.lstat()
     if status.st_uid not in trusted_users:
@@ -89,7 +92,7 @@ def _writable_error(message: str, path: Path, writable: Path) -> UsageError:
 
     Parameters
     ----------
-    message : says what other users can do with `path`.
+    message : what other users can do with `path`: ``every user can write it``.
     """
     owner, mode = _owner_and_mode(writable.stat())
     hint = f"chmod o-w {shlex.quote(str(writable))}\nor {_READ_IT}"

@@ -63,7 +63,7 @@ class PipProposal:
 def find_start_scripts(folder: Path) -> tuple[str, ...]:
     """Return the programs in `folder` that a job may start.
 
-    If one has a usual name, such as ``train.py``, it is the only one. Otherwise the result has the
+    If a file has a usual name, such as ``train.py``, it is the only result. Otherwise the result has all
     Python files with the line ``if __name__ == ...``, sorted by name, without tests and packaging tools.
     """
     for name in _TRAINING_PROGRAMS:
@@ -84,11 +84,11 @@ def has_code(folder: Path) -> bool:
 
 
 def pip_steps(folder: Path, *, editable: bool) -> PipProposal | None:
-    """Return the steps that install what the program in `folder` needs. Return None if no file names that.
+    """Return the steps of a recipe that install what the program in `folder` needs.
 
-    The packages come from the first of these that names some: the dependencies in pyproject.toml,
-    requirements.txt, environment.yml. If pip can install the folder as a project, a last step does so, so
-    that its own modules can be imported from everywhere.
+    The packages come from the first of these files that names some: pyproject.toml (its dependencies),
+    requirements.txt, environment.yml. If pip can install the folder as a project, a last step does so, and
+    the project's own modules can be imported from everywhere. Return None if there is nothing to install.
 
     Parameters
     ----------
@@ -159,9 +159,11 @@ def _requirement_lines(read: Callable[[Path], tuple[str, ...]], path: Path) -> t
 
 
 def _propose_step(file: str, lines: tuple[str, ...]) -> PipProposal:
-    """Return the step that installs the packages in the `lines` of `file`.
+    """Return the step that installs the packages in the `lines` of `file`, and the lines that it leaves out.
 
-    It is the file requirements.txt as a whole, or else a list of the lines that pip can install.
+    The step is ``requirements: requirements.txt`` if nothing is left out of this file, or else a list:
+    ``packages: ["einops", "timm"]``. Packages of the base image that must stay as they are, such as torch,
+    are left out.
     """
     unfit_lines = [line for line in lines if _is_unfit(line)]
     if file == REQUIREMENTS and not unfit_lines:
@@ -186,10 +188,10 @@ def _is_unfit(line: str) -> bool:
 
 
 def _conda_lines(file: Path) -> Iterator[str]:
-    """Yield the requirements in a conda environment, whose ``dependencies`` also have the list ``pip``.
+    """Yield the requirements in ``environment.yml``, the file of a conda environment, in the form of pip.
 
-    A package that PyPI may not have begins with ``conda:``. Values of other types than the usual ones are
-    left out.
+    The list ``dependencies`` has packages of conda, and may have a list ``pip`` in it. The line of a package
+    that PyPI may not have begins with ``conda:``. Values that are neither text nor such a list are left out.
     """
     tree = yaml_tree.read_yaml(file, Collector()) if file.is_file() else None
     if tree is None:

@@ -104,7 +104,7 @@ def find_file(folder: Path) -> Path | None:
     """Return the ``imgkit.toml`` of `folder`, or of the nearest folder above it in the same git repository.
 
     Outside of a repository only `folder` itself is searched, because a file in /tmp or in a home folder is
-    not meant for the folders below it. Return None if there is no such file.
+    not meant for all folders below. Return None if there is no such file.
     """
     start = folder.absolute()
     candidates = (start, *start.parents)
@@ -137,7 +137,9 @@ def read_file(file: Path) -> ProjectFile:
 
 
 def parse_text(text: str, file: Path) -> ProjectFile:
-    """Parse `text`, the content of `file`.
+    """Return the values of an ``imgkit.toml`` from `text`, its content, with the line of each key.
+
+    All mistakes are reported together, in the order of their lines.
 
     Raises
     ------
@@ -146,6 +148,7 @@ def parse_text(text: str, file: Path) -> ProjectFile:
     problems = Collector(shows=(file.parent.resolve(),))
     data = parse_toml_file(text, file, problems, 'write KEY = "VALUE"')
     positions = {key: _key_position(key, text, file) for key in data}
+    # A key with an empty value, as `imgkit init` writes it for the user to fill in, counts as not set.
     non_empty = {key: value for key, value in data.items() if value != ""}
     values, mistakes = validate(ProjectValues, non_empty)
     for mistake in mistakes:
@@ -158,10 +161,10 @@ def parse_text(text: str, file: Path) -> ProjectFile:
 
 
 def _mistake_hint(mistake: Mistake) -> str:
-    """Return the hint for a mistake.
+    """Return the hint for a mistake in imgkit.toml.
 
-    For a wrong type it shows how to write the right one. Otherwise it is the hint of the rule that was
-    broken.
+    For a value of a wrong type, such as ``data = "letters"``, the hint shows how to write the right type.
+    Otherwise it is the hint of the rule that the value breaks.
     """
     if mistake.kind != "type":
         return mistake.hint

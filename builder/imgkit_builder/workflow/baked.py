@@ -41,7 +41,7 @@ def read_target(path: Path) -> Target:
 
 
 def target_of(image_manifest: Manifest, image_system: SystemFacts, platform: str, file: Path) -> Target:
-    """Return the name, the system and the projects of the recipe of which an image was built.
+    """Return what an image says about its recipe: the name, the system, the projects and the base image.
 
     Parameters
     ----------
@@ -87,10 +87,10 @@ def system_facts(path: Path) -> SystemFacts | None:
 
 
 def read_projects(path: Path, name: str) -> tuple[InstalledProject, ...]:
-    """Return the user's projects that are installed in the .sif `path`.
+    """Return the user's Python projects that are installed in the .sif `path`.
 
-    These are the projects of the recipe's pip steps. The project `name` is added if it was installed in
-    another way.
+    These are the projects of the recipe's pip steps. The project called `name` is added if it was installed
+    in another way, for example by a command of the recipe. Without a name, ``""``, nothing is added.
 
     Raises
     ------
@@ -113,7 +113,10 @@ def read_projects(path: Path, name: str) -> tuple[InstalledProject, ...]:
 
 
 def _read_distributions(path: Path) -> tuple[Distribution, ...]:
-    """Return the Python packages in the .sif `path`, whose record does not list them."""
+    """Return the Python packages in a .sif of another program, which has no record that lists them.
+
+    They are read from the metadata of the packages (``*.dist-info``) in the image.
+    """
     search_path = _read_search_path(path)
     # With a lock in the image, packages have no origin, so the collector has to know whether there is one.
     patterns = [manifest.LOCK_TOML.lstrip("/")]
@@ -155,9 +158,9 @@ _PROGRAMS = tuple(f"{folder}/{name}" for folder in ("usr/bin", "bin") for name i
 
 
 def read_arch(path: Path) -> str:
-    """Return the architecture of a .sif or .sqsh in the words of OCI, or "" if it cannot be found out.
+    """Return the architecture of a .sif or .sqsh, such as ``arm64``, or "" if it cannot be found out.
 
-    A file that does not state its architecture has that of a shell in the image.
+    If the file does not state its architecture, the header of a shell in the image tells it.
     """
     try:
         recorded = recorded_arch(path)

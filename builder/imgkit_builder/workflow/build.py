@@ -108,8 +108,8 @@ def build(
 ) -> BuiltImage:
     """Build the image of `recipe`, which is a shipped name or a file, and test it.
 
-    The engine reuses every step that it has in its cache. The image is tagged last, so that the tag still
-    names the old image after a failed build.
+    Docker or Podman (the engine) reuses every step that it has in its cache. The image gets its tag last, so
+    that the tag still names the old image after a failed build or test.
 
     Raises
     ------
@@ -129,7 +129,8 @@ def build(
     engines.check_name(tag, where="--tag")
     with engines.connect() as engine:
         builder = engines.choose(engine.facts(), request.builder, secrets_at=secrets_at)
-        # A lock has a part for each platform, and names the base by its digest, so both come before the base.
+        # The platform and the lock must be known before the base: a lock has a part for each platform, and
+        # names the base by its digest.
         target = engines.choose_platform(loaded, requested=request.platform, host=engine.platform)
         loaded = _attach_lock(loaded, target, request, report)
         base = _resolve_base(engine, loaded, request, report)
@@ -203,7 +204,7 @@ def _resolve_base(engine: Engine, recipe: Recipe, request: BuildRequest, report:
 def plan(
     recipe: str | Path, request: BuildRequest = BuildRequest(), *, report: Reporter = SILENT
 ) -> ImagePlan:
-    """Return what `build` would do. No engine is needed for that.
+    """Return what `build` would do, for a dry run. Docker or Podman are not needed for that.
 
     Raises
     ------
@@ -232,7 +233,9 @@ def plan(
 def _run_smoke_test(
     engine: Engine, image: ImageInfo, context: BuildContext, report: Reporter
 ) -> Sequence[Check]:
-    """Return the checks of the smoke test in `image`. It is not run again in an image that has passed it.
+    """Run the smoke test in `image`, short programs that check Python and torch, and return its checks.
+
+    It is not run again in an image that has passed it. The result is empty then.
 
     Raises
     ------
@@ -281,7 +284,7 @@ def build_sif(
 def plan_sif(
     recipe: str | Path, request: SifBuildRequest = SifBuildRequest(), *, report: Reporter = SILENT
 ) -> SifPlan:
-    """Return what `build_sif` would do.
+    """Return what `build_sif` would do, with the command and the definition file, for a dry run.
 
     Raises
     ------
@@ -304,7 +307,11 @@ def plan_sif(
 
 
 def _prepare_sif(recipe: str | Path, request: SifBuildRequest, report: Reporter) -> tuple[SifRequest, Pack]:
-    """Return the request for `apptainer.build.build_sif`, and a function that packs the context of a base."""
+    """Return the arguments of `apptainer.build.build_sif`: a request, and a function that packs the context.
+
+    The context, the files that the build gets, depends on the base image, which `build_sif` looks up first.
+    So it gets this function instead of the context.
+    """
     loaded = _load_recipe(recipe, request, report)
     _refuse_for_sif(loaded, request)
     # A definition is built for this machine's platform only.
@@ -333,7 +340,10 @@ def _prepare_sif(recipe: str | Path, request: SifBuildRequest, report: Reporter)
 
 
 def _refuse_local_base(recipe: Recipe, request: SifBuildRequest) -> None:
-    """Raise UsageError if the base in the recipe's lock has to be pulled, but was never in a registry."""
+    """Raise UsageError if the base in the recipe's lock has to be pulled, but was never in a registry.
+
+    Such a base existed only in the engine of the machine that made the lock.
+    """
     is_pulled = request.base_from in (None, "registry")
     if is_pulled and recipe.lock and not recipe.lock.base.digest:
         raise UsageError(
@@ -344,7 +354,10 @@ def _refuse_local_base(recipe: Recipe, request: SifBuildRequest) -> None:
 
 
 def _refuse_for_sif(recipe: Recipe, request: SifBuildRequest) -> None:
-    """Raise UsageError if the build is for another platform than this machine's, or uses secrets."""
+    """Raise UsageError for builds that Singularity and Apptainer cannot do.
+
+    They build only for this machine's platform, and a definition file would store a secret in the image.
+    """
     if request.platform:
         _refuse_other_platform((request.platform,), "--platform", recipe.name)
     else:
@@ -402,9 +415,10 @@ def _pack_context(
 
 
 def _attach_lock(recipe: Recipe, platform: str, request: AnyBuildRequest, report: Reporter) -> Recipe:
-    """Return `recipe` with its lock, or unchanged if there is no lock or the request has ``--no-lock``.
+    """Return `recipe` with its lock: the file with the exact version of each package of the image.
 
-    The file of the lock and the number of packages in it are reported.
+    The recipe is returned unchanged if it has no lock, or if the request has ``--no-lock``. The file of the
+    lock and the number of packages in it are reported.
 
     Raises
     ------
@@ -436,7 +450,10 @@ def _base_name(recipe: Recipe, request: AnyBuildRequest) -> str | None:
 
 
 def _check_base(recipe: Recipe, base: BaseImage) -> None:
-    """Raise CheckFailed if `base` is another image than the one in the recipe's lock."""
+    """Raise CheckFailed if `base` is another image than the one in the recipe's lock.
+
+    The locked packages were chosen for the locked base, and may not fit another one.
+    """
     if recipe.lock is None:
         return
     # The id of a base in a registry is not known before it has been pulled, and is empty then.

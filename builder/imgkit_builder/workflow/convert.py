@@ -82,7 +82,14 @@ def plan_conversion(
 
 
 def refuse_format(sif: str | Path | None, options: Options) -> None:
-    """Raise UsageError if the format in `options` does not fit the name `sif` or the other options."""
+    """Raise UsageError if the format in `options` does not fit the name `sif` or the other options.
+
+    ``--format sqsh -o X.sif`` is an example. A .sqsh needs no runtime, because imgkit does not start it.
+
+    Parameters
+    ----------
+    sif : the file to write, or None for the default name.
+    """
     suffix = Path(sif or "").suffix
     # A name with another suffix says nothing about the format.
     if suffix in (".sif", ".sqsh") and suffix != f".{options.format}":
@@ -105,7 +112,8 @@ def _prepare_source(
 ) -> Iterator[tuple[Source, Path, Options]]:
     """Yield the image to convert, the file to write, and the options with the values of the image's system.
 
-    The connection to an engine is closed at the end of the block.
+    The system decides about the compression, for example. If the image is in an engine (Docker or Podman),
+    the connection to it is closed at the end of the block.
     """
     refuse_format(sif, options)
     with source_of(image) as (source, system):
@@ -125,8 +133,8 @@ def _prepare_source(
 def compression_for(system: SystemFacts | None, choice: CompressionChoice = "auto") -> CompressionChoice:
     """Return `choice`, or the compression of `system` if `choice` is ``auto``.
 
-    The result is ``auto`` if neither of them names one. That means gzip in a .sqsh. In a .sif it means zstd
-    if this machine can mount that.
+    The result is ``auto`` if neither of them names a compression. In a .sqsh, ``auto`` means gzip. In a .sif,
+    it means zstd if this machine can mount a squashfs with zstd.
     """
     if choice != "auto" or system is None:
         return choice
@@ -135,10 +143,10 @@ def compression_for(system: SystemFacts | None, choice: CompressionChoice = "aut
 
 @contextlib.contextmanager
 def source_of(image: str) -> Iterator[tuple[Source, SystemFacts | None]]:
-    """Yield the image called `image`, and its system or None if that is not known.
+    """Yield the image called `image`, and the system that it is for, or None if the system is not known.
 
-    `image` is ``-``, the path of an archive or OCI folder, a recipe, or the name of an image in the engine.
-    An engine stays connected within the block.
+    `image` is ``-`` for standard input, the path of an archive or OCI folder, a recipe, or the name of an
+    image in Docker or Podman (the engine), which stays connected within the ``with`` block.
     """
     path = Path(image)
     # A file named like a recipe stands for the image that was built from it.
@@ -161,7 +169,9 @@ def source_of(image: str) -> Iterator[tuple[Source, SystemFacts | None]]:
 
 
 def _system_of_archive(path: Path) -> SystemFacts | None:
-    """Return the system of the image in an archive. Return None if no file beside the archive names it.
+    """Return the system that the image in an archive is for, from the file ``X.tar.manifest.json`` beside it.
+
+    Return None if there is no such file.
 
     Raises
     ------
@@ -178,7 +188,7 @@ def _system_of_archive(path: Path) -> SystemFacts | None:
 
 
 def _refuse_converted(path: Path) -> None:
-    """Raise UsageError if `path` is a .sif or .sqsh already."""
+    """Raise UsageError if `path` is a .sif or .sqsh, which is a result of conversions and not their input."""
     if is_sif(path):
         raise UsageError("it is a .sif already", where=str(path), hint=f"check it: imgkit test {path}")
     if is_sqsh(path):
@@ -191,7 +201,7 @@ def _refuse_converted(path: Path) -> None:
 
 @contextlib.contextmanager
 def engine_image(image: str) -> Iterator[EngineImage]:
-    """Yield the image called `image` of the engine, which stays connected within the block."""
+    """Yield the image called `image` in Docker or Podman. The connection stays open within the block."""
     name = image_name(image)
     try:
         connection = engine.connect()

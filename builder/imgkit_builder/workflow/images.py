@@ -35,11 +35,13 @@ _SHARED = "a shell runs in the image, with this machine's network, and for a .si
 def smoke_test(
     image: str | Path, *, runtime: str | None = None, report: Reporter = SILENT
 ) -> tuple[Check, ...]:
-    """Run the smoke test in `image`, which is an image of the engine, a .sif file or a built recipe.
+    """Run the smoke test in `image`: short programs that check its Python, torch and files.
+
+    `image` is an image of Docker or Podman, a .sif file or a recipe whose image is built.
 
     Parameters
     ----------
-    runtime : the runtime for a .sif, ``singularity`` or ``apptainer``. None: the first of them on PATH.
+    runtime : the runtime for a .sif, ``singularity`` or ``apptainer``. None means the first of them on PATH.
 
     Raises
     ------
@@ -91,13 +93,13 @@ def shell_command(
 ) -> ShellCommand:
     """Return the command that opens a shell in `image`.
 
-    `image` is an image of the engine, a .sif file or a built recipe.
+    `image` is an image of Docker or Podman, a .sif file or a recipe whose image is built.
 
     Parameters
     ----------
     host : share this machine's home folder and network. A .sif also gets the binds and variables of its
         recipe.
-    workdir : the folder in which the shell starts. Empty: the one that the recipe sets.
+    workdir : the folder in which the shell starts. "" means the folder that the recipe sets.
     packages : files of ``imgkit add``, which only a .sif can have.
 
     Raises
@@ -125,7 +127,7 @@ def shell_command(
 
 
 def _docker_shell(target: str, *, host: bool, workdir: str) -> ShellCommand:
-    """Return the command for the image `target` of the engine, which must exist."""
+    """Return the command of a shell in `target`, an image of Docker or Podman, which must exist."""
     name = image_name(target)
     with engines.connect() as engine:
         engines.inspect(engine, name)
@@ -137,7 +139,11 @@ def _docker_shell(target: str, *, host: bool, workdir: str) -> ShellCommand:
 
 
 def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] = ()) -> ShellCommand:
-    """Return the command for the .sif `path`. The parameters are those of `shell_command`."""
+    """Return the command of a shell in the .sif `path`. The parameters are those of `shell_command`.
+
+    The options of the image's system are used. Its mounts and variables are used only with `host`, because
+    they are folders and values of this machine.
+    """
     if is_sqsh(Path(path)):
         raise UsageError(
             f"{path} is not a .sif, and a runtime would start it without the variables of its image",
@@ -175,9 +181,9 @@ def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] =
 
 
 def _shell_in_image(package_files: int, variables: Sequence[str]) -> list[str]:
-    """Return the command that starts bash in the image with packages and variables.
+    """Return the command that starts bash in the image with packages and variables: ``env NAME=VALUE bash``.
 
-    It is empty if there are neither. Then the runtime's own ``shell`` is enough.
+    The result is empty if there are neither. Then the runtime's own ``shell`` is enough.
 
     Parameters
     ----------
@@ -197,7 +203,7 @@ def _shell_in_image(package_files: int, variables: Sequence[str]) -> list[str]:
 
 
 def _unset_variables(target: Target) -> list[str]:
-    """Return ``NAME=VALUE`` for each variable of the image's system that the user has not set."""
+    """Return ``NAME=VALUE`` for each variable of the image's system that this shell has not set already."""
     variables = []
     for name, value in target.system.on_node(os.environ).env.items():
         if name not in os.environ:
@@ -206,7 +212,9 @@ def _unset_variables(target: Target) -> list[str]:
 
 
 def _bind_options(target: Target) -> list[str]:
-    """Return the runtime's options that mount the folders of the image's system.
+    """Return the runtime's options that mount the folders of the image's system: ``--bind /gpfs:/gpfs``.
+
+    Variables in the paths, such as ``$SCRATCH``, get the values that they have in this shell.
 
     Raises
     ------

@@ -29,7 +29,7 @@ def image_name(target: str) -> str:
 
 
 def name_stem(image: str) -> str:
-    """Return the beginning of the names of files that are made of `image`.
+    """Return the stem for the names of files that are made of `image`, such as the ``mn5`` of ``mn5.sif``.
 
     ``dir/mn5.tar.gz``, ``mn5.yaml`` and ``mn5:latest`` -> ``mn5``; ``host:5000/grp/mine:1`` -> ``mine-1``.
     """

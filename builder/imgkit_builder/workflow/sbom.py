@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def sbom_document(name: str, report: Reporter, *, unpack_limit_bytes: int | None = None) -> str:
-    """Return the SPDX document of the image called `name`.
+    """Return the SPDX document of the image called `name`: JSON text that lists the packages in it.
 
-    If a .sif or .sqsh holds a document of its own, this is returned. Otherwise the document is made from the
-    files of the image.
+    If imgkit has put a document into a .sif or .sqsh, that document is returned. Otherwise the document is
+    made from the files of the image.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ def sbom_document(name: str, report: Reporter, *, unpack_limit_bytes: int | None
 
 
 def _document_of_file(path: Path) -> str:
-    """Return the document of the .sif or .sqsh `path`, its own or a new one."""
+    """Return the SPDX document that is in the .sif or .sqsh `path`, or else a new one made from its files."""
     stored_document = unsquash.read(path, [SPDX_PATH]).get(SPDX_PATH, b"")
     with contextlib.suppress(ValueError):
         json_text.parse(stored_document, most_bytes=unsquash.MOST_BYTES)
@@ -59,10 +59,10 @@ def _document_of_file(path: Path) -> str:
 
 
 def _collect_files(path: Path) -> InventoryCollector:
-    """Return the collector of an inventory, filled with the files of the .sif or .sqsh `path`.
+    """Return a collector with the files of the .sif or .sqsh `path` that tell which packages it has.
 
-    Reading costs a run of unsquashfs. So the names are listed first, and the files that count are read at
-    once.
+    These are, for example, the metadata of Python packages. Each read is a run of unsquashfs. So all names
+    are listed first, and then all files that count are read by one more run.
     """
     collector = InventoryCollector()
     names = []
@@ -81,7 +81,9 @@ def _collect_files(path: Path) -> InventoryCollector:
 
 
 def _document_of_source(source: Source, path: Path, report: Reporter, unpack_limit_bytes: int | None) -> str:
-    """Return the document of an archive, an OCI folder or an image of the engine. All its files are read.
+    """Return a new SPDX document of an archive, an OCI folder or an image of the engine (Docker or Podman).
+
+    All files of the image are read for that, which can take minutes.
 
     Parameters
     ----------

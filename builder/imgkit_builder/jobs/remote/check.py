@@ -123,7 +123,9 @@ def check_remote(connection: Connection, target: Target | None) -> tuple[Check, 
 
 
 def parse_probe(output: bytes, connection: Connection, target: Target | None) -> tuple[Check, ...]:
-    """Return the checks for the `output` of `_PROBE`, the script that `check_remote` runs.
+    """Return the checks for the `output` of `_PROBE`, the script that `check_remote` runs on the remote.
+
+    Each line of the output is a key and a value, such as ``home /scratch/me/imgkit``.
 
     Parameters
     ----------
@@ -161,7 +163,8 @@ def _submit_programs() -> Mapping[str, str]:
 def _expected_schedulers(target: Target | None) -> Sequence[str]:
     """Return the names of the schedulers of which the remote must have one, such as ``["slurm"]``.
 
-    Without a recipe, and for a recipe whose scheduler imgkit cannot submit to, these are all that it can.
+    Without a recipe, they are all schedulers to which imgkit can submit. So they are for a recipe whose own
+    scheduler is none of these.
     """
     programs = _submit_programs()
     if target is not None and target.system.scheduler in programs:
@@ -195,7 +198,10 @@ def _check_login(answer: Answer, connection: Connection) -> Iterator[Check]:
 
 
 def _check_scheduler(answer: Answer, target: Target | None) -> Check:
-    """Return the check of the recipe's scheduler, or of any scheduler if the remote has no recipe."""
+    """Return the check of the recipe's scheduler, or of any scheduler if the remote has no recipe.
+
+    The remote must have the program that submits jobs, such as ``sbatch``, and the program must answer.
+    """
     programs = _submit_programs()
     if target is not None and target.system.scheduler not in programs:
         value = (
@@ -227,7 +233,7 @@ def _describe_missing_scheduler(answer: Answer, target: Target | None) -> str:
 
 
 def _check_runtime(answer: Answer, modules: Sequence[str]) -> Check:
-    """Return the check of Singularity or Apptainer.
+    """Return the check of Singularity or Apptainer, one of which the remote needs to start a .sif.
 
     Parameters
     ----------
@@ -245,11 +251,11 @@ def _check_runtime(answer: Answer, modules: Sequence[str]) -> Check:
 
 
 def _runtime_without_module_command(modules: Sequence[str]) -> Check:
-    """Return the check of a remote that has neither a runtime nor a module command.
+    """Return the check of a remote that has neither Singularity or Apptainer nor a command ``module``.
 
     Parameters
     ----------
-    modules : as in `_check_runtime`.
+    modules : the environment modules that the recipe's jobs load. Without a module command they would fail.
     """
     if modules:
         value = f"the recipe's jobs load {', '.join(modules)}, and there is no module command"
@@ -261,7 +267,10 @@ def _runtime_without_module_command(modules: Sequence[str]) -> Check:
 
 
 def _check_folder(answer: Answer, remote: Remote) -> Check:
-    """Return the check of imgkit's folder on the remote: its access, its owner and its free space."""
+    """Return the check of imgkit's folder on the remote: its access, its owner and its free space.
+
+    A folder that cannot be used fails the check. Too little space is only a warning.
+    """
     home = first_value(answer, "home")
     owner = first_value(answer, "owner")
     access_error = first_value(answer, "closed")

@@ -183,6 +183,8 @@ class _RemoteFile:
 def parse_address(text: str) -> tuple[str, str]:
     """Return the address and the folder of ``USER@HOST[:DIR]``. The folder is `FOLDER` if DIR is left out.
 
+    ``me@mn5:/scratch/me`` -> ``("me@mn5", "/scratch/me")``
+
     Raises
     ------
     UsageError : `text` has no valid host, or the folder's path cannot be used in a job.
@@ -325,7 +327,7 @@ def _write_file(text: str) -> None:
 
 
 def _parse_file(text: str) -> dict[str, Remote]:
-    """Return the remotes by name that `text`, the content of the file, describes.
+    """Return the remotes that `text`, the content of ``remotes.toml``, describes: ``{"mn5": Remote(...)}``.
 
     Raises
     ------
@@ -358,8 +360,9 @@ def _value_error(mistake: Mistake) -> UsageError:
 def _remove_table(text: str, name: str) -> str:
     """Return `text`, the content of the file, without the table of the remote `name`.
 
-    The table begins with its header, ``[name]``, whose name may be quoted, and ends before the next header.
-    The result is empty, or ends with a line break.
+    The lines are edited as text, so that comments and other tables stay as the user wrote them. The table
+    begins with its header, ``[mn5]`` or ``["mn5"]``, and ends before the next header. The result is empty, or
+    ends with a line break.
     """
     header = re.compile(rf"\s*\[\s*([\"']?){re.escape(name)}\1\s*\]")
     remaining_lines = []

@@ -116,15 +116,18 @@ class Connection:
         hold: bool = False,
         by_transfer: bool = False,
     ) -> Generator[bytes, None, None]:
-        """Run `script`, and yield its output in chunks while it runs.
+        """Run `script` on the remote, and yield its output in chunks while it runs.
+
+        The script goes through the standard input of ssh, before `data`, and not into an argument, which
+        other users of the remote could see.
 
         Parameters
         ----------
         values : values of the script's variables, by name.
         args : the script's arguments.
         data : the chunks of the script's standard input.
-        hold : keep the standard input open after `data` until the script ends. If imgkit ends before the
-            script, the script reads the end of its input.
+        hold : keep the standard input open after `data` until the script ends. Then the end of the input
+            tells the script that imgkit has ended before it.
         by_transfer : run the script on the remote's host for transfers if the remote has one.
 
         Raises
@@ -278,9 +281,11 @@ def unreadable_answer(remote: str, output: bytes) -> ToolFailed:
 def connect(remote: Remote, *, ask: bool = False) -> Connection:
     """Return the connection to `remote`. ssh starts with the first command, not here.
 
+    Commands share one ssh connection if `remote` allows that and there is a private folder for its socket.
+
     Parameters
     ----------
-    ask : as in `Connection`.
+    ask : whether ssh may ask for a password or a second factor on the terminal.
     """
     folder = None
     reason = ""
@@ -290,9 +295,10 @@ def connect(remote: Remote, *, ask: bool = False) -> Connection:
 
 
 def _find_socket_folder() -> tuple[Path | None, str]:
-    """Return a private folder for sockets and an empty text.
+    """Return a private folder for the sockets of shared ssh connections, and an empty text.
 
-    If no folder can be used, return None and the reason why the first choice cannot be used.
+    If no folder can be used, return None and the reason why the first choice cannot be used, which is the one
+    that the user can correct (XDG_RUNTIME_DIR).
     """
     candidates = []
     runtime_dir = os.environ.get("XDG_RUNTIME_DIR", "")
@@ -309,9 +315,10 @@ def _find_socket_folder() -> tuple[Path | None, str]:
 
 
 def _prepare_socket_folder(folder: Path) -> str:
-    """Create `folder` if it does not exist, and return the reason why it cannot hold sockets.
+    """Create `folder` if it does not exist, and return the reason why ssh cannot have its sockets there.
 
-    The result is empty if it can.
+    The result is empty if ssh can. Who can reach a socket can use the connection, so other users must not be
+    able to enter the folder.
     """
     socket_bytes = len(os.fsencode(folder)) + _SOCKET_NAME_BYTES
     # ssh splits the value of ControlPath at blanks and quotes, and expands "%".
@@ -329,7 +336,9 @@ def _prepare_socket_folder(folder: Path) -> str:
 
 
 def _skip_banner(output: Iterable[bytes], token_line: bytes, host: str) -> Generator[bytes, None, None]:
-    """Yield the part of `output` that follows `token_line`, the first line that the script prints.
+    """Yield the part of `output` that follows `token_line`, the first line that imgkit's script prints.
+
+    Everything before it is a banner, which the start-up files of the login shell print.
 
     Raises
     ------

@@ -40,9 +40,9 @@ class Fetched:
 def fetch_run(
     connection: Connection, record: SubmittedJob, folder: Path, *, checkpoints: bool, report: Reporter
 ) -> Fetched:
-    """Copy the run folder and the output of the job into `folder`. Other files in `folder` stay.
+    """Copy the run folder and the output of the job into the local `folder`. Other files in `folder` stay.
 
-    Files of the code that the run has not changed are not copied.
+    Files of the run's copy of the code are copied only if the run has changed them.
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ def _fetch_log(connection: Connection, log: PurePosixPath, folder: Path, report:
 def _fetch_run_folder(
     connection: Connection, record: SubmittedJob, folder: Path, *, checkpoints: bool, report: Reporter
 ) -> None:
-    """Copy the job's run folder into the local `folder`, unless the job has not created it yet.
+    """Copy the job's run folder into the local `folder`. A run folder that does not exist yet is no error.
 
     Parameters
     ----------
@@ -144,9 +144,10 @@ def _unchanged_code(connection: Connection, record: SubmittedJob) -> list[str]:
 
 
 def _escape_pattern(name: str) -> str:
-    """Return the rsync pattern that matches the file `name` only.
+    """Return the rsync pattern that matches the file `name` only: ``a[1].txt`` -> ``a\\[1].txt``.
 
-    rsync takes a backslash in a pattern literally, unless the pattern has a wildcard.
+    rsync takes a backslash in a pattern literally, unless the pattern has a wildcard. So a name without
+    wildcards stays as it is.
     """
     if not _WILDCARD.search(name):
         return name

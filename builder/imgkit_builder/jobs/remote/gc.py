@@ -151,7 +151,7 @@ class Unused:
 
 
 def find_unused(connection: Connection, days: int) -> Unused:
-    """Return the folders that no run of the last `days` days and no waiting or running job uses.
+    """Return the folders in the store that no run of the last `days` days and no unfinished job uses.
 
     Raises
     ------
@@ -167,26 +167,28 @@ def find_unused(connection: Connection, days: int) -> Unused:
 def find_superseded(
     connection: Connection, images: Sequence[RemoteImage], current: RemoteImage
 ) -> tuple[Unused, Mapping[str, RemoteImage]]:
-    """Return the older images of the project of `current` that no job needs.
+    """Return the older images of a project that no job needs any more, after a new image was sent.
 
     The newest of the older images is always kept, so that going back one version sends nothing. An image is
     also kept if a job that has not ended or a run that can be resumed uses it, or if its file has a second
-    hard link.
+    hard link, which somebody made to keep it.
 
     Parameters
     ----------
     images : the images in the store, the newest first.
+    current : the image that the project uses now.
 
     Returns
     -------
-    The folders that can be removed, and all older images except the newest one, by their paths in the store.
+    The folders that can be removed, and all images that were candidates, by their paths in the store. These
+    are the project's older images except the newest of them.
 
     Raises
     ------
     Cut, ScriptFailed, ToolFailed : in the cases of `find_unused`.
     """
     older = [image for image in images if image.project == current.project and image.name != current.name]
-    by_path = {f"images/{image.name}": image for image in older[1:]}
+    by_path = {f"images/{image.name}": image for image in older[1:]}  # without the newest of them
     if not by_path:
         return Unused(folders=()), {}
     listing = _list_store(connection)
@@ -200,7 +202,7 @@ def find_superseded(
     unused = Unused(
         folders=tuple(folders),
         used=len(by_path) - len(folders),
-        before_s=listing.clock_s,
+        before_s=listing.clock_s,  # a folder that a job uses from now on stays
         unknown=_unknown_reasons(waiting),
     )
     return unused, by_path
@@ -218,8 +220,9 @@ def _paths_of_jobs_to_run(listing: StoreListing, waiting: WaitingJobs) -> Collec
 def remove_unused(connection: Connection, unused: Unused) -> tuple[str, ...]:
     """Remove the folders and job notes of `unused` from the store.
 
-    A folder that was used after `unused` was determined stays: the script compares its time with
-    ``unused.before_s`` again. If the connection is lost, call this function again with the same value.
+    A job note is the file ``jobs/ID``, which says what a job uses. A folder that a job has used since
+    `unused` was determined stays: the script compares its time with ``unused.before_s`` again. If the
+    connection is lost, call this function again with the same value.
 
     Returns
     -------
@@ -299,9 +302,10 @@ def _parse_folders(lines: Sequence[str]) -> tuple[StoredFolder, ...]:
 
 
 def _parse_job_notes(lines: Sequence[str]) -> tuple[JobNote, ...]:
-    """Return the job notes from the lines of the answer of `_LIST`.
+    """Return the job notes, which say what each job uses, from the lines of the answer of `_LIST`.
 
-    Files in ``jobs`` whose name is not a job id are left out.
+    The lines about the files in ``jobs`` and about the folders in ``runs`` are put together. Files in
+    ``jobs`` whose name is not a job id are left out.
     """
     note_lines: dict[str, list[str]] = {}  # the lines of each file in jobs, by the job's id
     for match in _matches(_NOTE_LINE, lines):
@@ -328,9 +332,10 @@ def _parse_job_notes(lines: Sequence[str]) -> tuple[JobNote, ...]:
 def _parse_note_lines(job_id: str, lines: Sequence[str]) -> tuple[str, str, tuple[str, ...]]:
     """Return the system, the name of the run folder and the used folders from the lines of ``jobs/ID``.
 
-    `store.note_lines` made the lines. Missing lines of a file that is cut short count as empty.
+    `store.note_lines` made the lines. A file that is cut short has fewer lines; the missing ones count as
+    empty.
     """
-    system, job_name, *paths = [*lines, "", ""]
+    system, job_name, *paths = [*lines, "", ""]  # at least two values, also from an empty file
     run = f"{job_name}-{job_id}"
     folders = []
     for path in paths:
@@ -357,6 +362,9 @@ def _change_times_s(kind: str, lines: Sequence[str]) -> dict[str, int]:
 
 def select_unused(listing: StoreListing, waiting: WaitingJobs, before_s: float) -> Unused:
     """Return the folders and job notes of `listing` that are not in use.
+
+    A job note is in use if its job may still run or has changed files lately. A folder is in use if such a
+    job uses it, or if it was itself sent or chosen lately.
 
     Parameters
     ----------
@@ -385,7 +393,7 @@ def select_unused(listing: StoreListing, waiting: WaitingJobs, before_s: float) 
 
 
 def _may_run(note: JobNote, waiting: WaitingJobs) -> bool:
-    """Return whether the job waits or runs. A job of a system whose waiting jobs are unknown may run."""
+    """Return whether the job waits or runs, or may do so because its scheduler has not listed its jobs."""
     waiting_ids = waiting[note.system]
     if isinstance(waiting_ids, str):
         return True
@@ -408,6 +416,8 @@ def _waiting_jobs(connection: Connection, listing: StoreListing) -> WaitingJobs:
 
 def unfinished_jobs(connection: Connection, name: str) -> Collection[str] | str:
     """Return the ids of all jobs of a system that have not ended, or a text that says why they are unknown.
+
+    A text, such as ``"squeue failed with exit code 1: ..."``, must be taken as "any job may still run".
 
     Parameters
     ----------

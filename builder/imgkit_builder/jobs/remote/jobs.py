@@ -115,6 +115,9 @@ _REST = 'if [ -e "$log" ]; then exec tail -c "+$from" -- "$log"; fi\n'
 def submit_script(connection: Connection, job: Job, script: Script) -> Generator[bytes, None, None]:
     """Submit `script` in the job's folder on the remote, and yield what the scheduler prints.
 
+    The script on the remote also writes the file ``jobs/ID``, which says what the job uses
+    (`store.note_lines`).
+
     Raises
     ------
     ToolFailed : the scheduler rejected the job, or the connection was lost. After a lost connection, the job
@@ -148,7 +151,8 @@ def submit_script(connection: Connection, job: Job, script: Script) -> Generator
 def _note_args(job: Job) -> Argv:
     """Return the first three arguments of `_SUBMIT`, from which it writes the file ``jobs/ID``.
 
-    They are the system, the other lines of the file, and the paths that must still exist.
+    They are the system, the other lines of the file, and the paths of the image, code and data. These must
+    still exist: `imgkit remote gc` may have removed them meanwhile. The run folder need not exist yet.
     """
     resumed_folder = ""
     if job.request.resumed is not None:
@@ -187,7 +191,7 @@ def run_scheduler_command(connection: Connection, argv: Sequence[str], *, file: 
 class RunnerWithFile:
     """Runs scheduler commands on a remote. The first one also reads a file there, which saves a connection.
 
-    A later command ``cat -- FILE`` is answered from that, without the remote.
+    A later command ``cat -- FILE`` is then answered with the content that was read, without a connection.
     """
 
     def __init__(self, connection: Connection, file: str) -> None:
@@ -218,6 +222,8 @@ def follow_output(
 ) -> None:
     """Pass the job's output to `write` until the job has ended. Connect again if the connection is lost.
 
+    A new connection continues after the last byte that was written, so no output is shown twice.
+
     Parameters
     ----------
     on_status : gets the job's state and the reason for its wait from each answer of the scheduler.
@@ -233,6 +239,7 @@ def follow_output(
     while True:
         written_before = written_bytes
         try:
+            # _FOLLOW can miss the last output of the job, which _REST then prints.
             for script in (_FOLLOW, _REST):
                 for part in _stream_output(connection, record, script, start=written_bytes):
                     if isinstance(part, str):
@@ -243,12 +250,12 @@ def follow_output(
                         written_bytes += len(part)
         except Cut as error:
             if written_bytes > written_before:
-                failures = 0
+                failures = 0  # only failures in a row without new output count
             failures += 1
             if failures >= ATTEMPTS:
                 raise
             log(f"the connection was lost, and imgkit connects again: {error.what}")
-            time.sleep(2**failures)
+            time.sleep(2**failures)  # 2, 4, 8 and 16 seconds
         else:
             return
 
@@ -256,7 +263,7 @@ def follow_output(
 def _stream_output(
     connection: Connection, record: SubmittedJob, script: str, *, start: int
 ) -> Generator[bytes | str, None, None]:
-    """Run `_FOLLOW` or `_REST`, and return its output as `split_stream` yields it.
+    """Run the script `_FOLLOW` or `_REST` on the remote, and return its output as `split_stream` yields it.
 
     Parameters
     ----------
@@ -284,15 +291,17 @@ def _stream_output(
 def split_stream(chunks: Iterable[bytes], mark: bytes) -> Generator[bytes | str, None, None]:
     """Yield the job's output in a stream of `_FOLLOW` as bytes, and each answer of the scheduler as text.
 
-    Output is yielded as soon as it comes. An answer that a lost connection has cut off is left out.
+    In the stream, ``OUTPUT MARK ROW MARK OUTPUT MARK MARK`` means an answer with one row: text between two
+    marks is a row, and an empty row ends the answer. Output is yielded as soon as it comes. An answer that a
+    lost connection has cut off is left out.
 
     Parameters
     ----------
-    mark : stands before and after each row of an answer. An empty row ends the answer.
+    mark : a random text, which stands before and after each row of an answer.
     """
     rows: list[bytes] = []
     is_row = False  # the stream begins with output
-    rest = b""
+    rest = b""  # the bytes that are not yielded yet, because they may belong to a mark or a row
     for chunk in chunks:
         *parts, rest = (rest + chunk).split(mark)
         for part in parts:
@@ -312,7 +321,10 @@ def split_stream(chunks: Iterable[bytes], mark: bytes) -> Generator[bytes | str,
 
 
 def _split_before_mark(data: bytes, mark: bytes) -> tuple[bytes, bytes]:
-    """Return `data` in two parts: the first is surely output, the second may be the start of `mark`."""
+    """Return `data` in two parts: the first is surely output, the second may be the start of `mark`.
+
+    The second part must wait for the next bytes, because a mark can be split between two chunks.
+    """
     mark_start = data.rfind(mark[:1], -len(mark))
     if mark_start < 0:
         return data, b""

@@ -42,11 +42,15 @@ def machine_of(connection: Connection, program: str, modules: Sequence[str] = ()
 
 
 def bring(job: Job, image_id: str, connection: Connection, run: Runner, report: Reporter) -> Job:
-    """Return `job` with its packages on the remote, after sending or making the files that are missing.
+    """Return `job` with the paths of its added packages on the remote.
+
+    Added packages are files (.sqsh) with Python packages, which the container mounts. A file that the user
+    names is sent. For ``packages`` of imgkit.toml, pip makes the file on the remote, unless an earlier job
+    has made it.
 
     Parameters
     ----------
-    image_id : the id of the image, for which the packages must have been made; empty if it is unknown.
+    image_id : the id of the job's image, or "" if it is unknown. Packages made for another image are refused.
     run : runs a command on the remote.
 
     Raises
@@ -92,10 +96,10 @@ def _add_request(job: Job, folder: str, image_digest: str) -> AddRequest:
 def _bring_file(
     path: str, folder: str, connection: Connection, report: Reporter
 ) -> tuple[str, PackagesRecord]:
-    """Return the path on the remote and the record of the file with packages `path`.
+    """Return the path on the remote of a file with packages, and the record in it of how it was made.
 
-    A file on this machine is sent to `folder` on the remote, if it is not there yet. A path that does not
-    exist here is one on the remote.
+    If this machine has the file `path`, it is sent to `folder` on the remote, unless it is there already.
+    Otherwise `path` is taken as a path on the remote.
     """
 
     def run_script(script: str, args: Sequence[str], data: Iterable[bytes] = ()) -> bytes:

@@ -88,9 +88,12 @@ def run_rsync(
 ) -> Transferred | None:
     """Run rsync with `args`, in which ``remote:PATH`` is a path relative to `folder` on the remote.
 
+    rsync starts its own server on the remote through the script `rsync_shell` instead of plain ssh. So it
+    uses imgkit's shared ssh connection, and the server runs in `folder`.
+
     Parameters
     ----------
-    size_bytes : the expected size of all files, for the progress report.
+    size_bytes : the expected size of all files, for the progress report. None if it is unknown.
 
     Returns
     -------
@@ -124,9 +127,13 @@ def run_rsync(
 
 
 def _shell_config(connection: Connection, host: str, folder: str, status_file: Path) -> str:
-    """Return the first argument of `rsync_shell`: how to run rsync's server in `folder` on `host`.
+    """Return the first argument of `rsync_shell`: a JSON object that says how to run rsync's server.
 
-    It is a JSON object.
+    The server runs in `folder` on `host`.
+
+    Parameters
+    ----------
+    status_file : the file into which `rsync_shell` writes the exit code of ssh.
     """
     token = secrets.token_hex(16)
     config = {
@@ -155,13 +162,15 @@ def _exit_error(connection: Connection, host: str, code: int, errors: str) -> To
 def _run_with_progress(argv: Sequence[str], report: Reporter, size_bytes: int | None) -> Transferred | None:
     """Run rsync, and report the bytes of all finished files and of the current file as progress.
 
+    rsync prints the position in the current file only, so the sizes of the finished files are added to it.
+
     Parameters
     ----------
     size_bytes : the expected size of all files. None if it is unknown.
 
     Returns
     -------
-    The statistics at the end of rsync's output. None if it prints none.
+    The statistics at the end of rsync's output. None if rsync prints no statistics.
     """
     finished_bytes = 0
     output_end = b""

@@ -45,6 +45,9 @@ def main(config_json: str, _host: str, *args: str) -> int:
 def _run_ssh(argv: Sequence[str], script: bytes, token_line: bytes) -> int:
     """Run ssh between rsync, on standard input and output, and the remote. Return the exit status of ssh.
 
+    A thread sends the script and then rsync's data to ssh. Meanwhile this function passes ssh's output to
+    rsync, except for a banner of the login shell.
+
     Parameters
     ----------
     script : is sent before the data of rsync.
@@ -59,16 +62,17 @@ def _run_ssh(argv: Sequence[str], script: bytes, token_line: bytes) -> int:
         threading.Thread(target=_send_script_and_output, args=(ssh, ssh.stdin, script), daemon=True).start()
         ssh_output = ssh.stdout.fileno()
         data = _skip_banner(ssh_output, token_line)
-        if data is None:
+        if data is None:  # the script has not run
             return _end_without_command(ssh)
         _copy_stream(data, ssh_output, 1)
         return ssh.wait()
 
 
 def _end_without_command(ssh: subprocess.Popen[bytes]) -> int:
-    """Wait for ssh, and return its exit status if the connection was lost.
+    """Wait for an ssh whose output has no token, and return the exit status for rsync.
 
-    Return 1 if the login shell did not run the script. A login shell that prints without end is killed.
+    It is ssh's own status if the connection was lost. Otherwise the login shell did not run the script, and
+    the status is 1. A login shell that prints without end is killed.
     """
     try:
         code = ssh.wait(_END_S)
@@ -108,7 +112,8 @@ def _copy_stream(data: bytes, source: int, sink: int) -> None:
 def _skip_banner(source: int, token_line: bytes) -> bytes | None:
     """Return the first data from the file descriptor `source` that follows `token_line`.
 
-    Print an error and return None if the line is missing.
+    What comes before that line is a banner of the login shell. If the line is missing, this function prints
+    an error and returns None.
     """
     start = b""
     while len(start) < CHUNK_BYTES:

@@ -185,7 +185,10 @@ class Store:
         return None
 
     def find_built(self, input_sha256: str) -> RemoteImage | None:
-        """Return the newest image that was built from this input. Return None if the store has none."""
+        """Return the newest image whose build had the input with this digest.
+
+        Return None if the store has no such image, or if `input_sha256` is empty.
+        """
         if not input_sha256:
             return None
         for stored in self.images:
@@ -194,12 +197,13 @@ class Store:
         return None
 
     def closest_image(self, new: RemoteImage) -> RemoteImage | None:
-        """Return the image that shares most layers with `new`, as the basis of a transfer.
+        """Return the stored image that is most similar to `new`, so that the fewest blocks must be sent.
 
-        Among images that share equally many, one with the same title is preferred. Return None if no image of
-        the same architecture shares a layer or the title.
+        It is the one that shares most layers with `new`. Among images that share equally many, one with the
+        same title is preferred. Return None if no image of the same architecture shares a layer or the title.
         """
         closest = None
+        # The number of common layers, and whether the titles are equal. Tuples compare in this order.
         closest_similarity = (0, False)
         for stored in self.images:
             if stored.arch != new.arch:
@@ -212,13 +216,15 @@ class Store:
 
 
 def describe_sif(path: Path, *, input_sha256: str = "", project: str = "") -> RemoteImage:
-    """Return the description of the local .sif `path`.
+    """Return the description of the local .sif `path`, which is stored beside it on a remote.
 
-    A .sif that another tool built has no image id; the digest of its root partition takes its place.
+    A .sif that another tool built has no image id. The digest of its root partition takes the place of the
+    id.
 
     Parameters
     ----------
-    input_sha256, project : as in `RemoteImage`.
+    input_sha256 : digest of the build's input if imgkit has built the image for this job, or "".
+    project : the host and folder of the project whose run sends the image.
 
     Raises
     ------
@@ -242,15 +248,15 @@ def describe_sif(path: Path, *, input_sha256: str = "", project: str = "") -> Re
 
 
 def note_lines(job: Job, run_folder: str = "") -> tuple[str, ...]:
-    """Return the lines of the file ``jobs/ID``, which tells `gc` what the job uses.
+    """Return the lines of the file ``jobs/ID`` in the store, by which `gc` knows what the job uses.
 
     The lines are the system, the job's name, the paths of its image, code and data below imgkit's folder, and
-    the run folder.
+    the run folder: ``("slurm", "train", "images/.../image.sif", "code/3f2a...")``.
 
     Parameters
     ----------
-    run_folder : the path of the run folder of a resumed job, whose name is not ``NAME-ID``. It is empty for
-        all other jobs.
+    run_folder : the path of the run folder of a resumed job, which has the name of an earlier job. It is
+        empty for all other jobs, whose run folder is ``runs/NAME-ID``.
     """
     store_prefix = f"{job.directory}/"
     container = job.container
@@ -268,9 +274,10 @@ def note_lines(job: Job, run_folder: str = "") -> tuple[str, ...]:
 
 
 def open_store(connection: Connection, *, program: str, code: str = "") -> Store:
-    """Return the content of the store. Create the store if it does not exist.
+    """Return the content of the store, imgkit's folder on the remote. Create it if it does not exist.
 
-    One round trip does both, and marks the code that the job uses as used now.
+    The same script also renews the time of the code that the job uses, so that `imgkit remote gc` keeps it.
+    One script saves round trips to the remote.
 
     Parameters
     ----------
@@ -289,9 +296,9 @@ def open_store(connection: Connection, *, program: str, code: str = "") -> Store
 
 
 def parse_store(output: bytes, remote: Remote) -> Store:
-    """Return the content of the store of `remote` from the `output` of its script.
+    """Return the content of the store of `remote` from the `output` of the script that lists it.
 
-    Folders that imgkit did not name and images with a damaged description are left out.
+    Folders whose names are not of imgkit's form and images with a damaged description are left out.
 
     Raises
     ------
@@ -300,7 +307,7 @@ def parse_store(output: bytes, remote: Remote) -> Store:
     """
     answer, descriptions = _parse_answer(output, remote)
     home = first_value(answer, "home")
-    owner = first_value(answer, "owner")
+    owner = first_value(answer, "owner")  # if another user owns the folder, the script prints nothing else
     has_line_break = len(answer.get("home", ())) > 1  # the path itself has a line "home ..."
     if not owner and (not home or has_line_break):
         raise unreadable_answer(remote.name, output)
@@ -334,6 +341,9 @@ def first_value(answer: Answer, key: str) -> str:
 def home_error(home: str, owner: str, remote: Remote) -> UsageError | None:
     """Return the error if jobs cannot use the remote's folder. Return None if they can.
 
+    A folder of another user is an error, because that user could replace the files that the jobs run. So is a
+    path with characters that a job script cannot contain.
+
     Parameters
     ----------
     home : the folder's absolute path on the remote, without symbolic links.
@@ -360,13 +370,15 @@ def home_error(home: str, owner: str, remote: Remote) -> UsageError | None:
 
 
 def pod_folder(remote: Remote, home: str, volume: str) -> str:
-    """Return the path in pods of the folder `home` on the remote.
+    """Return the path that imgkit's folder on the remote has in the pods, which mount the same volume.
+
+    If the remote has the volume at ``/mnt/v`` and pods mount it at ``/data``, ``/mnt/v/me`` -> ``/data/me``.
 
     Parameters
     ----------
     home : the absolute path of imgkit's folder on the remote, without symbolic links.
-    volume : the path of the volume's root there. It is empty if the folder that the user named as the root
-        does not exist.
+    volume : the path of the volume's root on the remote. It is empty if the folder that the user named as the
+        root does not exist.
 
     Raises
     ------
@@ -411,10 +423,15 @@ def free_bytes(row: str) -> int | None:
 
 
 def _parse_answer(output: bytes, remote: Remote) -> tuple[Answer, Mapping[str, bytes]]:
-    """Return the values in `output`, the answer of `_LIST_STORE`, and the description of each image by name.
+    """Split `output`, the answer of `_LIST_STORE`, into its values and the descriptions of images.
 
-    Most lines are ``KEY VALUE``. The line of an image is ``image SIZE NAME``, and the content of its file
-    `IMAGE_JSON`, which has SIZE bytes, follows it. The last line is ``end``.
+    Most lines are ``KEY VALUE``, such as ``home /scratch/me``. After the line ``image SIZE NAME``, the next
+    SIZE bytes are the content of the image's file `IMAGE_JSON`. The last line is ``end``; without it, the
+    answer is cut short.
+
+    Returns
+    -------
+    The values by key, and the content of `IMAGE_JSON` by the name of the image's folder.
 
     Raises
     ------

@@ -184,7 +184,8 @@ def send_data(
 
     Parameters
     ----------
-    earlier : names of earlier versions. Files of the same size and time get hard links to theirs.
+    earlier : names of earlier versions of the folder. A file with the same size and time as in an earlier
+        version is not sent, but becomes a hard link to the earlier file.
 
     Returns
     -------
@@ -221,7 +222,7 @@ def send_image(
     Parameters
     ----------
     image : the description of `sif`.
-    basis : an older image on the remote. Blocks that are in it are not sent.
+    basis : an older image on the remote, whose blocks rsync reuses instead of sending them. None sends all.
 
     Returns
     -------
@@ -272,7 +273,8 @@ def _send_and_publish(
 ) -> Transferred | None:
     """Send `source` and publish it as `target`. Connect again while the transfer makes progress.
 
-    The parameters, the result and the errors are those of `send_folder` and `send_image`.
+    To publish means to check what has arrived in ``.incoming`` and to give it its name in the store. The
+    parameters, the result and the errors are those of `send_folder` and `send_image`.
     """
     folder, _, name = target.rpartition("/")
     values = {"home": home, "folder": folder, "name": name, "partial": rsync.PARTIAL}
@@ -282,6 +284,7 @@ def _send_and_publish(
             return _attempt_transfer(connection, values, source, progress, report)
         except Cut as error:
             progress.failures += 1
+            # Without a first connection, the address is probably wrong, and further attempts would not help.
             has_reached_remote = progress.arrived_bytes >= 0
             if not has_reached_remote or progress.failures >= ATTEMPTS:
                 hint = str(error.hint)
@@ -295,12 +298,14 @@ def _send_and_publish(
 def _attempt_transfer(
     connection: Connection, values: Mapping[str, str], source: Source, progress: _Progress, report: Reporter
 ) -> Transferred | None:
-    """Send what the remote does not have yet, and publish the folder.
+    """Make one attempt to send what the remote does not have yet, and publish the folder.
+
+    To publish means to check what has arrived and to give it its name in the store.
 
     Parameters
     ----------
-    values : the variables of the scripts: ``home``, ``folder``, ``name`` and ``partial``.
-    progress : is updated when the remote has said how much has arrived.
+    values : the variables of the scripts on the remote: ``home``, ``folder``, ``name`` and ``partial``.
+    progress : is updated when the remote has said how many bytes have arrived in earlier attempts.
 
     Raises
     ------
@@ -324,11 +329,11 @@ def _attempt_transfer(
 
 
 def _publish(connection: Connection, values: Mapping[str, str], source: Source) -> None:
-    """Check what has arrived on the remote, and give it its name in the store.
+    """Check what has arrived in ``.incoming`` on the remote, and give the folder its name in the store.
 
     Parameters
     ----------
-    values : the variables of the scripts, as in `_attempt_transfer`.
+    values : the variables of the script on the remote: ``home``, ``folder``, ``name`` and ``partial``.
 
     Raises
     ------
@@ -365,12 +370,15 @@ def _checked_partition(image: RemoteImage | None) -> dict[str, str]:
 def _prepare_incoming(
     connection: Connection, values: Mapping[str, str], source: Source, *, is_retry: bool
 ) -> int:
-    """Create the folder in ``.incoming`` and return how many bytes of the content it has already.
+    """Create the folder in ``.incoming`` that receives the files, and return how many bytes it has already.
+
+    If an earlier attempt has left a part of an image, the basis is appended to that part (`_JOIN`), so that
+    rsync can use the blocks of both.
 
     Parameters
     ----------
-    values : the variables of the scripts, as in `_attempt_transfer`.
-    is_retry : first wait until the rsync of the earlier attempt has ended on the remote.
+    values : the variables of the scripts on the remote: ``home``, ``folder``, ``name`` and ``partial``.
+    is_retry : whether to wait first until the rsync of the earlier attempt has ended on the remote.
 
     Raises
     ------
@@ -390,7 +398,7 @@ def _prepare_incoming(
             where=values["home"],
             hint=_space_hint(connection),
         )
-    # The partial image grows by the size of the basis, and rsync may write a new image beside it.
+    # `_JOIN` lets the partial image grow by the size of the basis, and rsync may write a new image beside it.
     has_space_to_join = free is None or free > 2 * source.size_bytes
     if arrived_bytes and source.basis and has_space_to_join:
         connection.run(_JOIN, {**values, "basis": source.basis}, by_transfer=True)
@@ -407,11 +415,14 @@ def _space_hint(connection: Connection) -> str:
 def _send_files(
     connection: Connection, values: Mapping[str, str], source: Source, report: Reporter
 ) -> Transferred | None:
-    """Send the files of `source` into the folder in ``.incoming``. The result is that of `rsync.run_rsync`.
+    """Send the files of `source` into its folder in ``.incoming``, and return what was transferred.
+
+    The result is None if rsync prints no statistics.
 
     Parameters
     ----------
-    values : the variables of the scripts, as in `_attempt_transfer`.
+    values : ``home`` is imgkit's folder on the remote, ``folder`` a folder in it such as ``images``, and
+        ``name`` the name of the new folder there.
 
     Raises
     ------
@@ -440,6 +451,8 @@ def _full_disk_message(
     connection: Connection, folder: str, error: ScriptFailed, size_bytes: int
 ) -> str | None:
     """Return the message if rsync failed because the remote's disk is full. Return None after other errors.
+
+    rsync's own error says so in most cases. In the others, the free space on the remote decides.
 
     Parameters
     ----------

@@ -137,10 +137,10 @@ class Runtime(abc.ABC):
         """
 
     def is_foreign(self, job: Job) -> bool:
-        """Return whether imgkit must bind its entry points into the image.
+        """Return whether imgkit must bind its entry points (``dist-run`` and others) into the image.
 
-        That is the case if imgkit did not build the image, as its record shows, or if the user chooses a
-        Python in the image.
+        It must if imgkit did not build the image, so that no record of imgkit is in it, or if the user
+        chooses a Python in the image.
 
         Raises
         ------
@@ -186,9 +186,9 @@ class Runtime(abc.ABC):
     def image_digest(self, job: Job, run: Runner) -> str:
         """Return a digest that stands for the content of the job's image.
 
-        It is computed on the machine where `run` runs commands. The result is empty if the image does not
-        exist or cannot be read there. It is "folder" for an image that is a folder, whose files have no short
-        digest.
+        The digest is computed on the machine where `run` runs commands. The result is empty if the image does
+        not exist or cannot be read there. For an image that is a folder, the result is the text "folder",
+        because a digest of all its files would take too long.
         """
         fields = run(("sh", "-c", _PRINT_DIGEST, "sh", job.container.image)).output.split()
         return fields[0] if fields else ""
@@ -263,10 +263,10 @@ class Runtime(abc.ABC):
         return command
 
     def _entry_point_python(self, job: Job) -> str:
-        """Return the path of the Python that runs ``dist-*`` as a module of the entry points' package.
+        """Return the path of the Python that runs a ``dist-*`` command: ``PYTHON -I -m PACKAGE dist-run``.
 
-        The result is empty for an image of imgkit, which has these programs. Into other images, imgkit binds
-        only the package.
+        This is for images that imgkit did not build: imgkit binds only the package of the entry points into
+        them, and no programs. The result is empty for an image of imgkit, which has the programs.
         """
         bound = job.container.bound
         return bound.python if bound else ""
@@ -274,7 +274,8 @@ class Runtime(abc.ABC):
     def _env_argv(self, job: Job) -> Argv:
         """Return the start of a command, ``env NAME=VALUE ...``, that sets variables inside the container.
 
-        The result is empty if there are no variables, or if options of the runtime set them.
+        They are the variables of the user and of the recipe's system. The result is empty if there are none,
+        or if options of the runtime set them.
         """
         if self.environment_by_options:
             return ()
@@ -295,8 +296,8 @@ class Runtime(abc.ABC):
     def shell_line(self, job: Job) -> str:
         """Return a command line that opens a shell in the job's image, with the variables of the job.
 
-        A login shell on a node of the running job can run the line. The line is empty if the runtime cannot
-        open a shell while the job runs.
+        `imgkit shell --job` runs the line in a login shell on a node of the running job. The line is "" if
+        the runtime cannot open a second container while the job runs.
         """
         if not self.opens_shells:
             return ""
@@ -334,7 +335,7 @@ class Runtime(abc.ABC):
     def node_check(self, job: Job) -> Argv:
         """Return the argv that checks each node before Slurm starts the container there.
 
-        The result is empty if the runtime needs no such check.
+        Only pyxis needs such a check. The result is empty for all other runtimes.
         """
         return ()
 
@@ -373,7 +374,11 @@ class Runtime(abc.ABC):
         return lines
 
     def exports(self, job: Job) -> tuple[str, ...]:
-        """Return shell lines that set the variables of the job before the command starts on a node."""
+        """Return shell lines that set the variables of the job before the command starts on a node.
+
+        They also end the job if a variable of the site, such as $SCRATCH, is not set, or if the image in
+        which imgkit looked for Python has changed.
+        """
         container = job.container
         variables = self.system_variables(job)
         lines = self._require_site_variables(job, variables)
@@ -390,9 +395,10 @@ class Runtime(abc.ABC):
         return tuple(lines)
 
     def _require_site_variables(self, job: Job, variables: Mapping[str, str]) -> list[str]:
-        """Return shell lines that end the job on a node that lacks a variable which paths or values use.
+        """Return shell lines that end the job on a node where a variable of the site is not set.
 
-        Modules of the site set such variables, for example $SCRATCH. imgkit itself sets `JOB_FOLDER`.
+        Paths and values of the recipe can contain such variables, for example $SCRATCH, which modules of the
+        site set. An empty value would lead to another folder. imgkit itself sets `JOB_FOLDER`.
         """
         texts = [*job.recipe.system.runtime.host_libs, *variables.values()]
         if self.has_container:
@@ -404,11 +410,11 @@ class Runtime(abc.ABC):
         return lines
 
     def system_variables(self, job: Job) -> Mapping[str, str]:
-        """Return the variables of ``system.env`` that the start sets for the job's command.
+        """Return the variables of the recipe's ``system.env`` that are set for the job's command.
 
-        A ``dist-*`` command in a container gets only `VISIBLE_GPUS`: it reads ``system.env`` in the image,
-        and leaves out what does not fit the node. All other commands get the variables that the user does
-        not set.
+        A variable that the user sets is left out. A ``dist-*`` command in a container gets only
+        `VISIBLE_GPUS` (CUDA_VISIBLE_DEVICES): it reads ``system.env`` in the image itself, and leaves out
+        values that are wrong for the node.
         """
         system_facts = job.recipe.system
         overridden = user_variables(job.container)
@@ -432,7 +438,8 @@ class Runtime(abc.ABC):
     def _refuse_changed_image(self, job: Job, digest: str) -> str:
         """Return shell lines that end the job on a node where its image is missing or has another digest.
 
-        The entry points are bound into the Python that imgkit found in the image with this `digest`.
+        imgkit looked for Python in the image with this `digest`, and binds its entry points to the path that
+        it found. In a changed image, that path may be wrong.
         """
         command, expected_output = self._digest_command(job, digest)
         return f"""\
@@ -472,10 +479,11 @@ fi"""
         return tuple(mounts)
 
     def _library_mounts(self, job: Job) -> Iterator[str]:
-        """Yield mounts of the host's libraries.
+        """Yield mounts of the host's libraries, such as those of its network, each as ``SRC:DEST:ro``.
 
-        With ``fabric.host_libs: auto`` the node agent chooses among the libraries, so the host's folders are
-        mounted below `HOST`. Otherwise the folders of the recipe are mounted at their own paths.
+        With ``fabric.host_libs: auto`` the node agent chooses single libraries in the container. So the
+        host's folders are mounted below `HOST`, where no program finds them by itself. Otherwise the folders
+        of the recipe are mounted at their own paths.
         """
         system_facts = job.recipe.system
         libraries = system_facts.runtime.host_libs
@@ -490,7 +498,10 @@ fi"""
                 yield f"{folder}:{folder}:ro"
 
     def listed_libraries(self, job: Job) -> tuple[str, ...]:
-        """Return the recipe's folders of libraries, unless the node agent chooses among them."""
+        """Return the recipe's folders of libraries, which go into LD_LIBRARY_PATH.
+
+        The result is empty if the node agent chooses among the libraries (``fabric.host_libs: auto``).
+        """
         system_facts = job.recipe.system
         if system_facts.fabric.host_libs == "auto" and self.has_container:
             return ()
@@ -516,10 +527,10 @@ fi"""
         return ("bash", "-lc", script, "bash", *argv)
 
     def probe_program(self, job: Job) -> str:
-        """Return, for messages, what `probe_argv` needs on this machine.
+        """Return what this machine must have for `probe_argv`, for messages: ``module load singularity``.
 
-        That is the line that loads the modules of the recipe, or the runtime's program if there are none. The
-        result is empty if `probe_argv` itself finds the program.
+        It is the line that loads the modules of the recipe, or else the name of the runtime's program. The
+        result is empty if `probe_argv` itself finds a program.
         """
         return job.recipe.module_line or self.program(job.recipe)
 
@@ -569,7 +580,8 @@ def with_targets(mounts: Iterable[str]) -> Iterator[str]:
 def _activation_argv(job: Job) -> Argv:
     """Return the start of a command that first runs the command line of ``--activate`` in the image.
 
-    The result is empty without ``--activate``.
+    ``--activate 'conda activate ml'`` sets variables in the container, and the job's command follows in the
+    same shell. The result is empty without ``--activate``.
     """
     command_line = job.request.container.activate
     if not command_line:
@@ -582,9 +594,9 @@ def _activation_argv(job: Job) -> Argv:
 
 
 def _packages_argv(job: Job) -> Argv:
-    """Return the start of a command that finds added packages before those of the image.
+    """Return the start of a command whose Python finds the files of `imgkit add` before the image's packages.
 
-    The result is empty for a job without added packages.
+    The result is empty for a job without such files.
     """
     count = len(job.container.packages)
     if not count:

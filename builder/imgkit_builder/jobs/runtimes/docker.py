@@ -75,7 +75,10 @@ class Docker(Runtime):
         return ("mem", "mem-per-gpu")
 
     def options(self, job: Job) -> Argv:
-        """Return the options of each start, from the recipe and then from imgkit, which replaces none."""
+        """Return the options of each start: those of the recipe, and then those that imgkit adds.
+
+        Of the options for Podman and the limit of open files, imgkit adds only what is not set already.
+        """
         options = list(super().options(job))
         memory = job.allocation.memory
         if memory and job.system in _WITHOUT_SCHEDULER:
@@ -98,8 +101,8 @@ class Docker(Runtime):
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
         """Return the ``docker run`` command that starts `command` in the job's image.
 
-        The shell of the node replaces variables of the site in mounts and in values of the recipe, but never
-        in values of the user.
+        The shell of the node replaces variables of the site, such as $SCRATCH, in mounts and in values of the
+        recipe. A value of the user (``--env``) is passed on as it is.
         """
         container = job.container
         variables = {name: value for name, value in job.settings.items() if name not in container.env}

@@ -143,9 +143,11 @@ class Pyxis(Runtime):
     def can_mount(self, path: str) -> bool:
         """Return whether pyxis can mount `path`, ``SRC[:DEST[:ro]]``.
 
-        pyxis writes the mount into a line of fstab, whose fields are separated by blanks. A variable of the
-        site counts as a plain character here, because a shell replaces it before pyxis gets the mount.
+        pyxis writes the mount into a line of fstab, whose fields are separated by blanks, so no path can have
+        one. A variable of the site counts as a plain character here, because a shell replaces it before pyxis
+        gets the mount.
         """
+        # "x" stands for the value of a variable.
         expanded = SITE_VARIABLE.sub("x", path)
         return _MOUNT.fullmatch(expanded) is not None
 
@@ -224,6 +226,8 @@ class Pyxis(Runtime):
 
     def probe_argv(self, job: Job, probe: Argv) -> Argv:
         """Return the argv that runs `probe` in the .sqsh on this machine, with the image's variables.
+
+        pyxis itself needs srun and a node, so apptainer, singularity or enroot starts the image here.
 
         Raises
         ------

@@ -60,9 +60,13 @@ class Singularity(Runtime):
     def check(self, job: Job) -> None:
         """Check that the container receives the variables that the node and the job set for it.
 
+        Without the scheduler's variables, the node agents would not find each other, and each node would run
+        alone.
+
         Raises
         ------
-        UsageError : an option of the recipe keeps the variables out of the container.
+        UsageError : an option of the recipe, such as ``--cleanenv``, keeps the variables out of the
+            container.
         """
         sets_variables = job.settings or job.container.names or job.container.env_file
         if job.system == "standalone" and not sets_variables:
@@ -91,7 +95,10 @@ class Singularity(Runtime):
         return self._argv_to_image(job, "shell")
 
     def exports(self, job: Job) -> tuple[str, ...]:
-        """Return shell lines that set the variables on the node, and the library path in the container."""
+        """Return shell lines that set the variables on the node, and the library path in the container.
+
+        The runtime takes the library path from a variable such as ``SINGULARITYENV_LD_LIBRARY_PATH``.
+        """
         lines = (_UNSET_CLEAN_VARIABLES, *super().exports(job))
         libraries = ":".join(self.listed_libraries(job))
         if not libraries or _is_sqsh(job):
@@ -109,8 +116,8 @@ class Singularity(Runtime):
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
         """Return the ``singularity exec`` command that starts `command`.
 
-        The image of a plain squashfs needs a shell before `command` that sets the image's variables. The
-        runtime sets only those of a .sif.
+        The runtime sets the image's own variables (ENV) only for a .sif. For a plain squashfs, a shell before
+        `command` sets them.
         """
         argv = self._argv_to_image(job, "exec")
         if not _is_sqsh(job):

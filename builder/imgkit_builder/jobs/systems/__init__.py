@@ -230,10 +230,10 @@ def _no_conversion_error(job: Job) -> UsageError:
 
 
 def array_state(states: Iterable[JobState]) -> JobState:
-    """Return the state of an array from the states of its tasks.
+    """Return the state of an array job from the states of its tasks: ``succeeded, failed`` -> ``failed``.
 
-    An array runs while a task runs, and waits while a task waits. It has failed if all tasks ended and one
-    has failed. Without tasks, the state is unknown ("").
+    An array runs while one of its tasks runs, and else waits while one waits. It has failed if all tasks have
+    ended and one has failed. Without tasks, the state is unknown ("").
     """
     precedence = ("running", "waiting", "", "failed", "cancelled", "succeeded")
     return min(states, key=precedence.index, default="")
@@ -242,8 +242,8 @@ def array_state(states: Iterable[JobState]) -> JobState:
 def task_id(array: QueuedJob, text: str) -> str:
     """Return the complete id of a task of an array job, or "" if the array has no such task.
 
-    Slurm's form is ``ARRAY_INDEX``: ``4711_3``. That of PBS is ``SEQUENCE[INDEX].SERVER``:
-    ``4711[3].server``. The PBS array itself has the id ``SEQUENCE[].SERVER``.
+    An array job runs the same script several times, and each run is a task. For Slurm, the task 3 of the
+    array ``4711`` is ``4711_3``. For PBS, the task 3 of the array ``4711[].server`` is ``4711[3].server``.
 
     Parameters
     ----------
@@ -260,7 +260,9 @@ def task_id(array: QueuedJob, text: str) -> str:
 
 
 def refuse_whole_array(record: QueuedJob, example: str) -> None:
-    """Raise UsageError if `record` is an array job, which as a whole has no output and no run folder.
+    """Raise UsageError if `record` is an array job, for a command that needs one output or one run folder.
+
+    An array as a whole has neither: each of its tasks has its own.
 
     Parameters
     ----------
@@ -314,8 +316,8 @@ def user_options(job: Job) -> Argv:
 def find_job_id(output: str, pattern: str) -> str:
     """Return the job's id from the output of the command that submitted it: ``welcome\\n4711`` -> ``4711``.
 
-    The id is the last line. Return "" if the last line is no id, or if an earlier line is another id: then
-    nobody can tell which of them is the job's.
+    Sites can print text before the id, which is in the last line. Return "" if the last line is no id. Return
+    "" as well if an earlier line is another id, because nobody can tell which of them is the job's.
 
     Parameters
     ----------
@@ -351,8 +353,8 @@ def with_folder_check(job: Job, argv: Argv) -> Argv:
 def mounted_folders(job: Job) -> tuple[str, ...]:
     """Return the paths on the nodes of ``--bind``, ``system.runtime.binds`` and the data, each once.
 
-    They are shell text, in which the shell of a node replaces variables of the site. The result is empty for
-    a runtime that mounts no folders.
+    The paths are shell text: the shell of a node replaces variables of the site in them, such as
+    ``$SCRATCH``. The result is empty for a runtime that mounts no folders.
     """
     if not runtime_of(job).mounts_folders:
         return ()
@@ -377,7 +379,10 @@ def single_process_warnings(command: Sequence[str]) -> tuple[str, ...]:
 
 
 def partial_node_warnings(job: Job, note: str = "") -> tuple[str, ...]:
-    """Return a warning, which includes `note`, if a job of several nodes uses only some GPUs of each."""
+    """Return a warning, which includes `note`, if a job of several nodes uses only some GPUs of each.
+
+    The result is an empty tuple otherwise, and for a job without GPUs.
+    """
     nodes = job.allocation.nodes
     gpus = job.allocation.gpus
     gpus_of_node = job.recipe.system.node.gpus
@@ -387,7 +392,10 @@ def partial_node_warnings(job: Job, note: str = "") -> tuple[str, ...]:
 
 
 def idle_spare_warnings(job: Job) -> tuple[str, ...]:
-    """Return a warning if the job has spare nodes. It is for systems on which a lost node ends the run."""
+    """Return a warning if the job has spare nodes, for systems on which a lost node ends the run.
+
+    A spare is a node beyond those that train, which usually replaces a node that is lost (``--nodes 16+1``).
+    """
     if not job.allocation.size.spares:
         return ()
     return (
@@ -460,7 +468,7 @@ def load_systems() -> Installed:
 
 
 def _validate_plugin(name: str, plugin: object, systems: Iterable[System]) -> System:
-    """Return `plugin` if imgkit can use it.
+    """Return `plugin`, the object that a plug-in has for the system `name`, if imgkit can use it.
 
     Raises
     ------

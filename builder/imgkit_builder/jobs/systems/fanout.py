@@ -79,9 +79,10 @@ exit "$code"
 
 
 def _input_lines(sent: SentInput) -> bytes:
-    """Return the lines that each guard reads first: the secret, the variables and an empty line.
+    """Return the lines that each guard, the shell script on a host, reads first from its standard input.
 
-    The line of the secret is empty if only variables are sent.
+    They are the secret, one ``NAME=VALUE`` line for each variable, and an empty line. The line of the
+    secret is empty if only variables are sent. Without either, there are no lines.
     """
     if sent == SentInput():
         return b""
@@ -108,9 +109,10 @@ END"""
 
 
 def guard_command(command: Argv, sent: SentInput = SentInput()) -> Argv:
-    """Return an argv that runs `command` under a guard, which ends it when the standard input ends.
+    """Return an argv that runs `command` under a guard: a shell script that ends it when its input ends.
 
-    The host needs a POSIX shell and ``setsid``.
+    The input also ends when imgkit is killed, so no command is left behind on a host. The host needs a POSIX
+    shell and ``setsid``.
 
     Parameters
     ----------
@@ -127,8 +129,9 @@ class _Host:
 
     Parameters
     ----------
-    line : the command line for the host's shell, which starts a guard.
-    data : the first bytes for the guard's input.
+    line : the command line for the host's shell. It starts a guard (`guard_command`), the script that ends
+        the command when its input ends.
+    data : the first bytes for the guard's input, from `_input_lines`.
     show : gets the lines of the output, from two threads.
     """
 
@@ -156,7 +159,7 @@ class _Host:
             show(self.name, line.removesuffix(b"\n"), is_error)
 
     def send(self, data: bytes) -> None:
-        """Write `data` to the guard's input.
+        """Write `data` to the input of the guard, the script on the host that controls the command.
 
         An error is ignored: it means that ssh has ended, and ssh's own message says why.
         """
@@ -172,13 +175,13 @@ class _Host:
             self.process.stdin.close()
 
     def exit_code(self) -> int | None:
-        """Return the exit code of ssh. Return None until ssh has ended and all of its output has been shown.
+        """Return the exit code of ssh, or None while ssh runs or some of its output has not been shown yet.
 
-        The code is 128 + N after signal N, as in a shell.
+        After signal N the code is 128 + N, as a shell reports it.
         """
         code = self.process.poll()
         for reader in self.readers:
-            if reader.is_alive():
+            if reader.is_alive():  # it still shows output
                 return None
         if code is not None and code < 0:  # subprocess returns -N after signal N
             return 128 - code
@@ -201,12 +204,13 @@ def run_on_hosts(
 
     Parameters
     ----------
-    remote : the name of each host, and the line for its shell.
+    remote : the name of each host, and the command line for its shell, which starts a guard: a script that
+        ends the command when imgkit asks or ends.
     show : gets the output. Several threads call it, but only one at a time.
     say : gets messages for the user.
-    sent : what the guards in the lines read first.
-    head_decides : whether only the first host's exit code counts. Then the other hosts go on after one has
-        failed.
+    sent : what the guards read first from their input, such as the values of variables.
+    head_decides : whether only the exit code of the first host, the head, counts. Then the other hosts go on
+        after one of them has failed.
     """
     lock = threading.Lock()
 
@@ -226,14 +230,20 @@ def _wait_for_hosts(
 ) -> int:
     """Wait until all hosts have ended, and return the exit code of the run.
 
+    After a command has failed, the other hosts have `PEERS_S` seconds to end with their own message, and are
+    then asked to end. The first signal asks all hosts to end, and a further one forces them to.
+
     Parameters
     ----------
-    signals : the signals that have arrived; a handler appends to it.
+    signals : the numbers of the signals that have arrived. A signal handler appends to it meanwhile.
+    head_decides : as in `run_on_hosts`: only the exit code of the first host, the head, counts.
     """
     running = list(hosts)
     first_code = handled_signals = 0
+    # Times at which the other hosts are asked to end, and at which this function stops waiting. They are set
+    # by the first failure and by the second signal.
     peers_end_s = give_up_s = math.inf
-    # A host that is cut off never answers, so the time after a second signal is limited.
+    # A host whose connection is cut never answers, so the time after a second signal is limited.
     while running and time.monotonic() < give_up_s:
         time.sleep(POLL_S)
         for host in tuple(running):
@@ -257,7 +267,7 @@ def _wait_for_hosts(
                 give_up_s = min(give_up_s, time.monotonic() + END_S)
             handled_signals = len(signals)
         if running and time.monotonic() > peers_end_s:
-            peers_end_s = math.inf
+            peers_end_s = math.inf  # ask only once
             say(f"asking {', '.join(host.name for host in running)} to end as well")
             _ask_to_end(hosts)
     if first_code == 0 and signals:
@@ -287,7 +297,10 @@ def _force_to_end(hosts: Sequence[_Host]) -> None:
 
 @contextlib.contextmanager
 def _close_at_exit(hosts: list[_Host]) -> Iterator[list[_Host]]:
-    """Yield the list `hosts`. On exit, end the ssh of all hosts in it and everything that they started."""
+    """Yield the list `hosts`, to which the caller appends. On exit, end all commands, and then each ssh.
+
+    The hosts have `END_S` seconds for their commands to end. After that, their ssh is killed.
+    """
     try:
         yield hosts
     finally:
@@ -303,7 +316,10 @@ def _close_at_exit(hosts: list[_Host]) -> Iterator[list[_Host]]:
 
 @contextlib.contextmanager
 def _collect_stop_signals() -> Iterator[list[int]]:
-    """Yield a list of the INT, TERM and HUP signals that have arrived. It grows until the context ends."""
+    """Yield a list to which each INT, TERM or HUP signal is appended, instead of ending this process.
+
+    The earlier signal handlers are restored when the context ends.
+    """
     received: list[int] = []
 
     def on_signal(number: int, _: object) -> None:
@@ -323,7 +339,10 @@ SECOND_FACTOR = "Permission denied (keyboard-interactive)"
 
 
 def ssh_remedy(message: str, host: str) -> str:
-    """Return a hint for an ssh to `host` that ended with the error `message`. It has a command to type."""
+    """Return a hint, with a command to type, about an ssh to `host` that ended with the error `message`.
+
+    ``"Permission denied (publickey)"`` -> ``"ssh-keygen -t ed25519 (once), then ssh-copy-id HOST"``
+    """
     quoted_host = shlex.quote(host)
     if "IDENTIFICATION HAS CHANGED" in message:
         address = shlex.quote(host.rpartition("@")[2])  # without the user
@@ -352,10 +371,10 @@ _MOST_BYTES = 4 << 20
 
 
 def parse_hosts(text: str) -> tuple[str, ...]:
-    """Return the hosts that `text` lists, the head first: ``"node1,me@node2" -> node1, me@node2``.
+    """Return the hosts that `text` lists, in order: ``"node1,me@node2"`` -> ``("node1", "me@node2")``.
 
-    If `text` has a slash, as no host has, it is the path of a file with one host per line. ``#`` begins a
-    comment.
+    The first host is the head, which all others connect to. No host has a slash in its name, so a `text` with
+    a slash (``./hosts``) is the path of a file with one host per line. ``#`` begins a comment there.
 
     Raises
     ------
@@ -382,7 +401,10 @@ def parse_hosts(text: str) -> tuple[str, ...]:
 
 
 def is_this_machine(host: str) -> bool:
-    """Return whether `host` is this machine, so that a socket can be bound to one of its addresses."""
+    """Return whether `host` is a name or an address of this machine.
+
+    Only this machine can bind a socket to one of its own addresses, so the function tries that.
+    """
     try:
         addresses = socket.getaddrinfo(host.rpartition("@")[2], 0, type=socket.SOCK_STREAM)
     except OSError:
@@ -395,7 +417,7 @@ def is_this_machine(host: str) -> bool:
 
 
 def _read_hosts_file(file: Path) -> list[tuple[str, str]]:
-    """Return the hosts in a file, each after its line for messages: ``("./FILE:3", "node2")``.
+    """Return the hosts in a file, each with the line that messages name: ``("./FILE:3", "node2")``.
 
     Raises
     ------

@@ -163,9 +163,10 @@ class _ClientOptions:
 
 
 def _parse_client_options(job: Job) -> _ClientOptions:
-    """Parse the options for RunAI's client of the recipe and the user.
+    """Parse the options for RunAI's client of the recipe and the user into parts of a Kubeflow document.
 
-    Each option is one item, ``--name=value``, or two, ``--name`` and ``value``.
+    ``["--annotation", "team=a", "--large-shm"]`` -> the annotation ``{"team": "a"}``, and large shared
+    memory. An option and its value are one item, ``--name=value``, or two, ``--name`` and ``value``.
 
     Raises
     ------
@@ -252,7 +253,9 @@ def _pytorch_pod(job: Job) -> dict[str, Any]:
 
 
 def _trainjob(job: Job) -> dict[str, Any]:
-    """Return a TrainJob, which fills in the training runtime `RUNTIME` of the cluster.
+    """Return a TrainJob: the values that this job has for the cluster's training runtime `RUNTIME`.
+
+    The runtime is a template for jobs, from which Kubeflow Trainer makes the pods.
 
     Raises
     ------
@@ -273,8 +276,8 @@ def _trainjob(job: Job) -> dict[str, Any]:
         "env": _pod_variables(job),
         "resourcesPerNode": _pod_resources(job),
     }
-    # Kubeflow Trainer has the field runtimePatches from 2.2 on. Before, its fields for the same had other
-    # names.
+    # Kubeflow Trainer has the field runtimePatches from 2.2 on. Earlier versions have fields of other names
+    # for the same purpose.
     node = {"name": "node", "template": {"spec": {"template": _pod_template(job, {"name": "node"})}}}
     job_set = {"template": {"spec": {"replicatedJobs": [node]}}}
     patch = {"manager": "imgkit/job", "trainingRuntimeSpec": job_set}
@@ -303,8 +306,8 @@ def _kubernetes_document(job: Job, version: str, kind: str, spec: Mapping[str, A
 def _pod_template(job: Job, container: Mapping[str, Any], **spec: Any) -> dict[str, Any]:
     """Return the template of a pod with `container` and the volumes that it mounts.
 
-    The template has no containers if `container` has only a name and mounts nothing: a TrainJob would patch
-    its runtime with it for no reason.
+    If `container` has only a name and mounts nothing, it is left out. That is so for a TrainJob, whose
+    runtime has the container already and would be patched with nothing.
 
     Parameters
     ----------
@@ -331,7 +334,7 @@ def _pod_template(job: Job, container: Mapping[str, Any], **spec: Any) -> dict[s
         mounts.append({"name": name, "mountPath": str(claim.path), "readOnly": claim.read_only or None})
         volumes.append({"name": name, "persistentVolumeClaim": {"claimName": claim.name}})
     containers = []
-    has_only_name = len(container) == 1
+    has_only_name = len(container) == 1  # "name" is its only key
     if mounts or not has_only_name:
         containers.append({**container, "volumeMounts": mounts})
     return {
@@ -362,7 +365,10 @@ def _runai_namespace(project: str) -> str:
 
 
 def _pod_variables(job: Job) -> list[dict[str, Any]]:
-    """Return the variables of each pod. Those of ``--env NAME`` get their values from the user's Secret."""
+    """Return the variables of each pod, in the form of a document for Kubernetes.
+
+    The variables of ``--env NAME``, which may be secret, get their values from the user's Secret.
+    """
     env: list[dict[str, Any]] = []
     for name, value in pods.pod_variables(job).items():
         env.append({"name": name, "value": pods.escape_for_kubernetes(value)})
@@ -372,7 +378,10 @@ def _pod_variables(job: Job) -> list[dict[str, Any]]:
 
 
 def _pod_resources(job: Job) -> dict[str, Any]:
-    """Return the resources of each pod. GPUs are among the limits, because Kubernetes takes them only so."""
+    """Return the resources of each pod: GPUs as limits, and CPUs and memory as requests.
+
+    Kubernetes takes GPUs only as limits.
+    """
     allocation = job.allocation
     limits = {}
     if allocation.gpus:

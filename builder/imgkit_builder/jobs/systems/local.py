@@ -79,7 +79,10 @@ node.
 
 
 def host_argv(job: Job, argv: Argv) -> Argv:
-    """Return the argv that starts `argv` on a host, with the checks and variables of a job script."""
+    """Return the argv that starts `argv` on a host, with the checks and variables of a job script.
+
+    There is no job script on such a host, so the checks and variables are part of the command itself.
+    """
     argv = with_folder_check(job, argv)
     if job.container.code is not None and runtime_of(job).has_container:
         argv = ("sh", "-c", _REQUIRE_CODE, "sh", job.workspace, *argv)
@@ -87,10 +90,10 @@ def host_argv(job: Job, argv: Argv) -> Argv:
 
 
 def _with_settings(job: Job, argv: Argv) -> Argv:
-    """Return `argv` with the variables that a job script would export before it.
+    """Return `argv` after the variables that a job script would export before it: ``env NAME=VALUE ARGV``.
 
-    A shell sets them if a value depends on the node, and otherwise ``env``. Docker's `argv` has the variables
-    already, as options.
+    If a value depends on the node, a shell sets the variables there: ``sh -c "export NAME=...; exec ..."``.
+    Docker's `argv` has the variables already, as options.
     """
     runtime = runtime_of(job)
     export_lines = runtime.exports(job)
@@ -112,7 +115,10 @@ def _with_settings(job: Job, argv: Argv) -> Argv:
 
 
 def _check_gpus(job: Job) -> None:
-    """Raise UsageError if the job has GPUs, but the recipe starts its container without them."""
+    """Raise UsageError if the job requests GPUs, but the recipe's options start its container without them.
+
+    The program would find no GPU, and might run on the CPU without a message.
+    """
     if not job.allocation.gpus or runtime_of(job).passes_gpus(job):
         return
     name = job.recipe.name

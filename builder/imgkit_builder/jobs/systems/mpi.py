@@ -117,7 +117,7 @@ def _hosts(job: Job) -> tuple[str, ...]:
 
 
 def _check_hosts(job: Job) -> None:
-    """Check that there is one host for each node, and that mpirun can use the hosts if it starts the job.
+    """Check that ``--hosts`` names one host for each node, and that mpirun can use them if it starts the job.
 
     Raises
     ------
@@ -158,7 +158,8 @@ def _host_count_error(hosts: Sequence[str], nodes: int) -> UsageError:
 def _check_order(hosts: Sequence[str]) -> None:
     """Raise UsageError if this machine is one of the hosts, but not the first.
 
-    Open MPI 4.1 starts rank 0 on the machine where mpirun runs, wherever that stands in -H or in a hostfile.
+    All ranks connect to the first host, where they expect rank 0. But Open MPI 4.1 starts rank 0 on the
+    machine where mpirun runs, wherever that machine stands in the list of hosts.
     """
     local_host = next(filter(fanout.is_this_machine, hosts), "")
     if not local_host or local_host == hosts[0]:
@@ -219,9 +220,10 @@ def _mpirun_options(job: Job) -> Argv:
 
 
 def _forwarded_variables(job: Job) -> Mapping[str, str]:
-    """Return the variables that mpirun sets on all nodes. A value that the user sets replaces imgkit's.
+    """Return the variables by which the nodes find each other, and which mpirun sets on all of them.
 
-    The result is empty for a node agent on one node, which needs none of them.
+    A value that the user sets replaces imgkit's. The result is empty if mpirun starts only one node agent,
+    which has nobody to find.
     """
     if job.allocation.nodes == 1 and job.flags(MpiFlags).mpi_start != "ranks":
         return {}
@@ -238,8 +240,9 @@ def _processes_per_node(job: Job) -> int:
 def _ssh_script(job: Job) -> Script:
     """Return a script with one command for each host.
 
-    The text of the script has them as ``ssh`` lines, for terminals of the user. ``imgkit run`` starts the
-    commands of `Script.remote` instead, in which a guard ends the command with the connection (`fanout`).
+    The text of the script shows the commands as ``ssh`` lines, which a user can type in several terminals.
+    ``imgkit run`` starts the commands of `Script.remote` instead. There, a guard runs around the command: a
+    shell script on the host that ends the command when imgkit ends (`fanout`).
     """
     # A run by hand has no job id from which a port could be computed. With a fixed port, two runs on one head
     # would meet, and a stranger would know the port. So the port is random.
@@ -276,9 +279,9 @@ def _ssh_comments(job: Job) -> list[str]:
 
 
 def _torch_comments(job: Job) -> list[str]:
-    """Return comment lines that start the same job with PyTorch's own launcher.
+    """Return comment lines that start the same job with PyTorch's own launcher, ``torch.distributed.launch``.
 
-    The result is empty if that launcher cannot start the job.
+    The result is empty if that launcher cannot start the job, for example one with spare nodes.
     """
     program = _torch_program(job.command)
     if not program or job.allocation.size.spares:
@@ -293,9 +296,15 @@ def _torch_comments(job: Job) -> list[str]:
 
 
 def _node_command(job: Job, rank: int, port: str) -> Argv:
-    """Return the job's command for the host with this node rank, with the rank and the address of the head.
+    """Return the job's command for one host, which tells it its node rank and the address of the head.
 
-    A node agent gets them as flags, and a program of the user as variables. A job on one host needs neither.
+    The head is the first host, to which the others connect. A node agent gets the values as flags, and a
+    program of the user as variables. A job on one host needs neither.
+
+    Parameters
+    ----------
+    rank : the position of the host in the list of hosts, from 0.
+    port : the port on the head to which the others connect.
     """
     hosts = _hosts(job)
     if len(hosts) == 1:
@@ -331,10 +340,10 @@ def _node_argv(job: Job, command: Argv) -> Argv:
 
 
 def _guarded_node_argv(job: Job, command: Argv) -> Argv:
-    """Return the argv that starts `command` on a host, under a guard that ends it with the ssh connection.
+    """Return the argv that starts `command` on a host under a guard, which ends it when ssh ends.
 
-    The guard notices the end of the connection at its standard input. It must run in the container, because
-    a container need not end with the program that has started it.
+    The guard is a shell script that reads its standard input, and ends `command` at the end of the input. It
+    must run in the container, because a container need not end with the program that has started it.
     """
     sent = _ssh_input(job)
     runtime = runtime_of(job)
@@ -411,7 +420,9 @@ def _torch_launch(job: Job, program: Argv, rank: int) -> Argv:
 
 
 def _interactive_script(job: Job) -> Script:
-    """Return the command of a shell in the container on the job's only host, or else on this machine.
+    """Return the script of an interactive job: a shell in the container on its only host, over ``ssh -t``.
+
+    Without ``--hosts``, the shell opens on this machine.
 
     Raises
     ------

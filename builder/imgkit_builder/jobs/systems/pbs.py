@@ -99,7 +99,11 @@ class Pbs(System):
     )
 
     def script(self, job: Job) -> Script:
-        """Return the script for ``qsub``, or for an interactive job the ``qsub -I`` line."""
+        """Return the script for ``qsub``, or for an interactive job the ``qsub -I`` line.
+
+        PBS runs the script on the first node only. So on several nodes, the script itself starts the command
+        on the others, with pbsdsh, ssh or PALS' mpiexec (``--pbs-start``).
+        """
         if job.is_interactive:
             return _interactive_script(job)
         # The script itself starts the processes on the other hosts, with pbsdsh or ssh, unless PALS does.
@@ -127,7 +131,7 @@ class Pbs(System):
         return Script(text=text, submit=("qsub",), on_stdin=True, is_array=is_array)
 
     def conversion_script(self, job: Job) -> Script:
-        """Return the script for ``qsub`` of a job that makes an image file. See `System`.
+        """Return the script for ``qsub`` of a job that runs imgkit on a node, to make an image file.
 
         Raises
         ------
@@ -154,7 +158,7 @@ class Pbs(System):
     def parse_status(self, output: str) -> JobStatus:
         """Parse the output of ``qstat -f``: the job's state, its exit code, and the fields for people.
 
-        The state of a finished job does not tell whether it succeeded, so its exit status decides.
+        The state of a finished job (``F``) does not tell whether it succeeded, so its exit status decides.
         """
         output = output.replace("\n\t", "")  # qstat breaks long values at 80 columns
         letter = _find_attribute(output, "job_state", r"\w")
@@ -290,7 +294,7 @@ def _directive_texts(options: Sequence[str]) -> list[str]:
 
 
 def _node_command(job: Job, *, rdzv: bool) -> Argv:
-    """Return the command that starts the job's command on this node, or by mpiexec on all nodes.
+    """Return the command that starts the job's command on one node, or with PALS' mpiexec on all nodes.
 
     Parameters
     ----------
@@ -310,7 +314,7 @@ def _node_command(job: Job, *, rdzv: bool) -> Argv:
 
 
 def _remote_command(starter: str) -> Argv:
-    """Return the command with which the script runs the shell text ``$task`` on another host.
+    """Return the command with which the job's script runs the shell text ``$task`` on another of its hosts.
 
     Parameters
     ----------
@@ -324,7 +328,9 @@ def _remote_command(starter: str) -> Argv:
 
 
 def _interactive_script(job: Job) -> Script:
-    """Return the ``qsub -I`` line. Comments above it have the lines to type in the shell that it opens.
+    """Return the script of an interactive job: the ``qsub -I`` line, which opens a shell on a node.
+
+    ``qsub -I`` cannot be told what to run there. So comments above it have the lines that the user types.
 
     Raises
     ------

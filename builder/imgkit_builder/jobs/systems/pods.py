@@ -111,7 +111,11 @@ class Pods(System):
 
 
 def _check_code(job: Job) -> None:
-    """Raise UsageError if no remote stores the job's code, or if the command names a file of the image."""
+    """Raise UsageError if no remote stores the job's code, or if the command names a file of the image.
+
+    Without a remote, nothing brings the code to the pods. With a remote, the run's copy of the code is in its
+    run folder, and ``/workspace/train.py`` would run the older code of the image.
+    """
     if not job.flags(PodFlags).run_as:
         raise UsageError(
             f"pods of {job.recipe.title} have the code of their image only",
@@ -130,7 +134,10 @@ def _check_code(job: Job) -> None:
 
 
 def _runai_warnings(job: Job) -> Iterator[str]:
-    """Yield warnings about a job that RunAI's own client submits."""
+    """Yield warnings about a job that RunAI's own client submits, and not kubectl.
+
+    They are about spare nodes, about arguments that older clients change, and about a missing client.
+    """
     size = job.allocation.size
     if size.spares:
         yield f"--nodes {size}: RunAI decides what follows a lost pod; --format pytorchjob states it"
@@ -211,9 +218,12 @@ def _pod_name_error(name: str) -> UsageError:
 def parse_claim(text: str, *, where: str = "--pvc") -> Claim:
     """Return the volume that ``CLAIM:/PATH[:ro]`` names.
 
+    A claim is the name by which pods ask Kubernetes for a volume. PATH is where the pods mount it, and
+    ``:ro`` makes it read-only.
+
     Raises
     ------
-    UsageError : `text` has another form; names `where`.
+    UsageError : `text` has another form. The error names `where`.
     """
     match = re.fullmatch(rf"({_LABEL}(?:\.{_LABEL})*):(/[A-Za-z0-9._/-]+)(:ro)?", text)
     if match is None:
@@ -238,10 +248,10 @@ def volume_claims(job: Job) -> tuple[Claim, ...]:
 
 
 def pod_directory(job: Job) -> PurePosixPath | None:
-    """Return the job's folder in the pods, from ``--directory`` or from the remote with the job's files.
+    """Return the job's folder in the pods: that of the remote with its files, or that of ``--directory``.
 
-    Return None if the user did not set the option. Then the pods work in the folder that the image sets. A
-    folder that imgkit.toml sets does not count, because it is on this machine and not in the pods.
+    Return None if there is neither. Then the pods work in the folder that the image sets. A folder that
+    imgkit.toml sets does not count, because it is on this machine and not in the pods.
 
     Raises
     ------
@@ -263,10 +273,10 @@ def pod_directory(job: Job) -> PurePosixPath | None:
 
 
 def pod_workdir(job: Job) -> str:
-    """Return the folder in which the pods start. It is empty for the folder that the image sets.
+    """Return the folder in which the pods start, or "" for the folder that the image sets.
 
-    A job with code starts in its run folder, because the run's copy of the code does not exist yet.
-    Kubernetes would create a missing folder as root.
+    A job with code starts in its run folder, although its command runs in the run's copy of the code: the
+    pod's start script makes this copy later, and Kubernetes would create a missing folder as root.
 
     Raises
     ------
@@ -314,12 +324,12 @@ def user_ids(job: Job) -> tuple[str, str] | None:
 def pod_variables(job: Job) -> Mapping[str, str]:
     """Return the variables of each pod.
 
-    If a variable is set more than once, the user's value counts. Without it, the recipe's value counts, then
-    the setting of the node agent, and then the folder for output and state.
+    If a variable is set more than once, the user's value is used, or else the recipe's, or else imgkit's own.
 
     Raises
     ------
-    UsageError : a variable of the recipe has another one in its value, which only a shell would replace.
+    UsageError : a value in the recipe contains another variable, such as ``$SCRATCH``. Only a shell would
+        replace it, and no shell starts a pod.
     """
     # In an interactive job, the user can type any command. So its pods get the variables that a shell gets.
     program_job = dataclasses.replace(job, command=()) if job.is_interactive else job
@@ -335,10 +345,11 @@ def pod_variables(job: Job) -> Mapping[str, str]:
 
 
 def _output_folders(job: Job) -> dict[str, str]:
-    """Return the variables with the run folder and its logs, or nothing without a writable volume.
+    """Return the variables with the paths of the run folder and its logs.
 
-    If a remote stores the job's files, imgkit has made the run folder there. Otherwise it has the job's name,
-    which is its id, so imgkit knows the folder without asking the cluster.
+    If a remote stores the job's files, imgkit has made the run folder there. Otherwise the run folder is
+    named by the job's name, which is also its id, so imgkit knows the folder without asking the cluster. The
+    result is empty if there is no volume to which the pods can write.
     """
     run_folder = job.run_folder
     if not run_folder:
@@ -352,7 +363,7 @@ def _output_folders(job: Job) -> dict[str, str]:
 def _writable_folder(job: Job) -> PurePosixPath | None:
     """Return the job's folder if it is on a writable volume, or else the path of the first writable volume.
 
-    Return None without a writable volume.
+    Return None if no volume of the job is writable.
     """
     folder = pod_directory(job)
     volume_paths = [claim.path for claim in volume_claims(job) if not claim.read_only]
@@ -364,7 +375,7 @@ def _writable_folder(job: Job) -> PurePosixPath | None:
 
 
 def memory_quantity(job: Job) -> str:
-    """Return the memory of each pod as Kubernetes writes it, ``440Gi``, or empty for no request."""
+    """Return the memory of each pod as Kubernetes writes it, ``440Gi``, or "" if the job requests none."""
     memory = job.allocation.memory
     if memory is None:
         return ""
@@ -381,6 +392,8 @@ def escape_for_kubernetes(text: str) -> str:
 
 def interactive_comments(job: Job, enter_commands: Sequence[str], delete_command: str) -> tuple[str, ...]:
     """Return comment lines that say how to enter the pods of an interactive job and how to end it.
+
+    The pods of such a job sleep, and the user starts the program in a shell in each of them.
 
     Parameters
     ----------

@@ -95,7 +95,7 @@ SYSTEM = RunAI()
 
 
 def _job_kind(job: Job) -> str:
-    """Return the kind of the job, which is one of `KINDS`. It is empty for the first client."""
+    """Return the kind of the job, one of `KINDS`: ``training pytorch``. It is empty for the first client."""
     if pods.client_version(job) == "v1":
         return ""
     return _v2_kind(job)
@@ -134,9 +134,10 @@ def _project_arguments(queue: str) -> Argv:
 
 
 def _command_options(job: Job, name: str) -> Iterator[str]:
-    """Yield the arguments of the submission up to the options of the recipe and of the user.
+    """Yield the arguments of the submission that imgkit chooses: ``runai training submit NAME --image ...``.
 
-    The two clients have different names for most options.
+    The options of the recipe and of the user follow them. RunAI's two clients, v1 and v2, have different
+    names for most options.
 
     Raises
     ------
@@ -164,7 +165,11 @@ def _command_options(job: Job, name: str) -> Iterator[str]:
 
 
 def _resource_options(job: Job, *, is_v1: bool) -> Iterator[str]:
-    """Yield the options for the GPUs, CPUs and memory of each pod."""
+    """Yield the options for the GPUs, CPUs and memory of each pod.
+
+    ``--gpu 4 --cpu 32`` of the first client is ``--gpu-devices-request 4 --cpu-core-request 32`` of the later
+    one.
+    """
     allocation = job.allocation
     if is_v1:
         yield from ("--gpu", str(allocation.gpus))
@@ -227,7 +232,10 @@ def _variable_options(job: Job, *, is_v1: bool) -> Iterator[str]:
 
 
 def _command_text(argv: Argv) -> str:
-    """Return the command as shell text, with one line for each option and its value."""
+    """Return the command as shell text, with one line for each option and its value.
+
+    The job's own command after ``--`` stays on one line.
+    """
     text = argv[0]
     is_in_options = True  # until "--", after which the job's command comes
     for argument in argv[1:]:

@@ -39,10 +39,11 @@ def on_path() -> Client | None:
 
 
 def refuse_unknown(command: Sequence[str], argv: Iterable[str]) -> None:
-    """Check that the help of ``runai COMMAND`` lists the options in `argv`. Without ``runai``, check nothing.
+    """Raise UsageError if the client on PATH lacks the command, or an option that imgkit passes to it.
 
-    This is for the later client only. The help of the first client does not list all options that it takes;
-    for example, ``--pvc`` is missing.
+    The options in `argv` are compared with the help of ``runai COMMAND``. Nothing is checked without
+    ``runai`` on PATH. This is for the later client only, because the help of the first one does not list all
+    options that it takes; for example, ``--pvc`` is missing.
 
     Raises
     ------

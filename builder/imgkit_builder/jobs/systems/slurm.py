@@ -155,7 +155,7 @@ class Slurm(System):
         return Script(text=text, submit=SUBMIT, on_stdin=True, is_array=is_array)
 
     def conversion_script(self, job: Job) -> Script:
-        """Return the script for ``sbatch`` of a job that makes an image file. See `System`."""
+        """Return the script for ``sbatch`` of a job that runs imgkit on a node, to make an image file."""
         directives = (
             f"--job-name={job.name}",
             *_output_options(job, "%j"),
@@ -189,10 +189,10 @@ class Slurm(System):
         )
 
     def parse_status(self, output: str) -> JobStatus:
-        """Parse the output of squeue, sacct or scontrol: the job's state, and its exit code or its wait.
+        """Parse the output of squeue, sacct or scontrol: the job's state, its exit code, and why it waits.
 
-        The state of an array is made from the states of its tasks, and its exit code is the highest one of
-        its tasks.
+        The output has one row for each task of an array. Its state is made from the states of the tasks, and
+        its exit code is the highest code of a task.
         """
         # Each match has one group for each command, of which all but one are empty.
         names = map("".join, _STATE.findall(output))
@@ -275,7 +275,8 @@ def _shown_fields(output: str) -> str:
 def _wait_info(output: str) -> WaitInfo:
     """Return why a job waits, and its expected start, from the output of squeue.
 
-    Of an array, the first row of tasks that wait counts.
+    ``4711  gpu PENDING, 2 nodes, elapsed 0:00, start N/A  (Priority)`` -> the reason ``Priority``, and no
+    start. An array has several rows, of which the first with tasks that wait counts.
     """
     row = _WAITING_ROW.search(output)
     if row is None:
@@ -303,9 +304,9 @@ def _find_text(texts: Mapping[str, str], reason: str) -> str:
 
 
 def _cluster_options(cluster: str) -> Argv:
-    """Return the option with which Slurm's commands look on `cluster`, which sbatch named with the job's id.
+    """Return the option by which Slurm's commands ask the cluster `cluster` of a site with several clusters.
 
-    The result is empty if sbatch named no cluster.
+    sbatch names the cluster with the job's id (``4711;CLUSTER``). The result is empty if sbatch named none.
     """
     if not cluster:
         return ()
@@ -388,9 +389,10 @@ PODMAN_FORWARD = ("SLURM*", "IMGKIT_*", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DE
 
 
 def _with_folder_check(job: Job, argv: Argv) -> Argv:
-    """Return `argv` after the check of `with_folder_check`.
+    """Return `argv` after the check of `with_folder_check` that the node has all folders that the job mounts.
 
-    The argv for pyxis stays as it is, because it begins with options of srun. Its check is in `_node_check`.
+    An argv for pyxis is returned unchanged, because it begins with options of srun and not with a program.
+    For pyxis, the step of `_node_check` makes this check.
     """
     if _node_check(job):
         return argv
@@ -398,7 +400,7 @@ def _with_folder_check(job: Job, argv: Argv) -> Argv:
 
 
 def _node_check(job: Job) -> Argv:
-    """Return the step that checks each node before pyxis starts the container there.
+    """Return the ``srun`` command of a step that checks each node before pyxis starts the container there.
 
     The result is empty for all other runtimes, which need no such step.
     """
@@ -437,7 +439,7 @@ def _srun_argv(job: Job, argv: Argv) -> Argv:
 
 
 def _interactive_line(job: Job) -> str:
-    """Return the shell text that salloc runs on the first node.
+    """Return the shell text that salloc runs on the first node of an interactive job.
 
     It runs the job's command on all nodes, or opens a shell on the first node if there is no command.
     """
