@@ -33,7 +33,10 @@ class Change:
 
 
 def list_changes(old: LockedPlatform | None, new: LockedPlatform) -> tuple[Change, ...]:
-    """Return the changes from `old`, which may not exist, to `new`. What is gone comes last."""
+    """Return what changes from the lock `old` to `new`. Removed packages come last.
+
+    Without an old lock, everything is new.
+    """
     old_versions = {}
     if old:
         old_versions = dict(_list_versions(old))
@@ -59,10 +62,10 @@ def _list_versions(part: LockedPlatform) -> Iterator[tuple[tuple[str, str], str]
         yield ("apt", f"{deb.name}:{deb.architecture}"), deb.version
     steps: dict[str, list[str]] = {}
     for wheel in part.pip:
-        # A later step may replace what an earlier one installs.
+        # A later step may install a package in another version: "1.26, then 2.0".
         steps.setdefault(canonical_name(wheel.name), []).append(wheel.version)
     for name, versions in steps.items():
         yield ("pip", name), ", then ".join(versions)
-    # Under the same version a file may have other content: a wheel that was built again.
+    # Digests are compared, too: a wheel that was built again has the same version and other content.
     for file, sha256 in sorted(part.digests.items()):
         yield ("file", file), sha256[:12]
