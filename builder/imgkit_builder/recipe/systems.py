@@ -133,7 +133,7 @@ def is_scheduler(name: str) -> bool:
 
 
 def scheduler_names() -> tuple[str, ...]:
-    """Return the values that ``system.scheduler`` can have: the shipped schedulers, then those of plug-ins."""
+    """Return the values that ``system.scheduler`` can have: shipped schedulers, then those of plug-ins."""
     return (*SHIPPED, *plugin_names())
 
 
