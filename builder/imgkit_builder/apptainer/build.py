@@ -169,7 +169,7 @@ def _find_tools(request: SifRequest) -> tuple[RuntimeTool, Compression]:
 
 
 def _plan_build(request: SifRequest, base: Start, pack: Pack, report: Reporter) -> BuildPlan:
-    """Pack the context for the base `base`, and render the definition."""
+    """Pack the build context with `pack`, and render the definition for the base `base`."""
     report.stage("context")
     context = pack(base.image)
     labels = manifests.labels(
@@ -183,10 +183,10 @@ def _plan_build(request: SifRequest, base: Start, pack: Pack, report: Reporter) 
 
 
 def _place_base(base: Start, job: ConversionJob) -> Start:
-    """Put a base that is a file on this machine where the definition names it in the workspace.
+    """Check a base that is a file on this machine, and put it where the runtime looks for it.
 
-    The base's digests are compared first. An archive is unpacked to an OCI folder, and the base returned for
-    it has the name and id that were read on the way. A base in a registry is returned unchanged.
+    An archive is unpacked to an OCI folder, and the base returned for it has the name and id that were read
+    on the way. A base in a registry is returned unchanged: the runtime pulls it.
 
     Raises
     ------
