@@ -157,7 +157,7 @@ class Gunzip:
         return self._inflate.eof
 
     def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
-        """Yield what `data` unpacks to, at most 1 MiB at a time."""
+        """Unpack `data`, the next bytes of the stream, and yield the result, at most 1 MiB at a time."""
         for start in range(0, len(data), _PIECE_BYTES):
             remaining = bytes(data[start : start + _PIECE_BYTES])
             while remaining:
@@ -334,7 +334,13 @@ def _inflate_member(piece: bytes, most_bytes: int) -> bytes | None:
 
 
 def _unzstd(chunks: Iterable[bytes], name: str) -> Iterator[bytes]:
-    """Yield the plain bytes of a zstd stream, which the program ``zstd`` unpacks."""
+    """Yield the unpacked bytes of a zstd stream. The program ``zstd`` unpacks it: zlib cannot.
+
+    Raises
+    ------
+    ToolMissing : there is no program ``zstd``.
+    CheckFailed : the data is damaged.
+    """
     if shutil.which("zstd") is None:
         raise ToolMissing(
             "the data is compressed with zstd, and the program zstd is not on PATH",

@@ -263,9 +263,10 @@ class LayerTree:
         return None
 
     def special_files(self, path: str) -> Iterator[tuple[str, bytes, str]]:
-        """Yield path, type and target of all links, devices and FIFOs at and below `path`, sorted by path.
+        """Yield path, type and target of each link, device and FIFO at and below `path`, sorted by path.
 
-        Links are not followed. A device or FIFO has an empty target.
+        For example, ``("etc/mtab", SYMLINK, "/proc/mounts")``. Links are not followed. A device or FIFO has
+        an empty target.
         """
         pending_paths = [path]
         while pending_paths:
@@ -324,7 +325,9 @@ class LayerTree:
     def _parts(self, member: Member) -> list[str]:
         """Return the names in the path of `member`: ``./usr/lib`` -> ``usr``, ``lib``.
 
-        A path with ``..`` is refused, and so is a name that is too long for Linux.
+        Raises
+        ------
+        CheckFailed : the path has ``..``, or a name that is too long for Linux.
         """
         parts = [part for part in member.name.split("/") if part not in ("", ".")]
         if ".." in parts:
@@ -374,7 +377,11 @@ class LayerTree:
                 self._special[number] = member.kind
 
     def _update_folder(self, previous: _Node | None, member: Member) -> _Folder:
-        """Return the folder for `member`: the `previous` folder with its content, or a new one."""
+        """Return the folder that `member` describes, with its mode, owner and time.
+
+        If a lower layer has the folder (`previous`), its content stays. A file or link is replaced by a new
+        folder.
+        """
         folder = previous if isinstance(previous, _Folder) else _Folder(self._layer)
         folder.layer = self._layer
         folder.entry = FolderEntry(
@@ -497,10 +504,10 @@ class LayerTree:
         return self._error(member, f"a hard link to {member.link!r}, where there is no file before it")
 
     def _apply_whiteout(self, folder: _Folder, name: str) -> None:
-        """Remove what lower layers have at the path that the whiteout `name` in `folder` marks.
+        """Apply a whiteout, the mark `name` in `folder` by which a layer deletes files of lower layers.
 
-        ``.wh.a`` removes ``a``, ``.wh..wh..opq`` everything in the folder. Other names that begin with
-        ``.wh..wh.`` are AUFS's own, and mean nothing.
+        ``.wh.a`` removes ``a``, and ``.wh..wh..opq`` everything in the folder. What this layer itself has put
+        there stays. Other names that begin with ``.wh..wh.`` belong to the file system AUFS, and are ignored.
         """
         if name == OPAQUE:
             pending = [(folder, child) for child in folder.children]

@@ -101,7 +101,7 @@ def _write_layer(layer: StoredLayer, target: Path, allowance: Allowance) -> str:
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
-    """Make `target` a hard link to `source`, or a copy where there can be no link."""
+    """Make `target` a hard link to `source`, which takes no space. If that is not possible, copy the file."""
     try:
         os.link(source.resolve(), target)
     except OSError as error:

@@ -78,7 +78,7 @@ class Members(Generic[File]):
     links: dict[str, str] = field(default_factory=dict)
 
     def find(self, name: str) -> File | None:
-        """Return the file `name`. None if the archive does not have it."""
+        """Return the file `name`, or None if the archive does not have it. Links are followed."""
         name = posixpath.normpath(name)
         for _ in range(_MAX_LINKS):
             if name in self.files:
@@ -518,7 +518,14 @@ def _find_wrong_blobs(members: Members[HashedFile]) -> list[str]:
 
 
 def _hash_members(chunks: Iterator[bytes], allowance: Allowance, where: str) -> Members[HashedFile]:
-    """Hash every file of an archive, and keep the content of files that may be JSON."""
+    """Hash every file of an archive, and keep the content of files that may be JSON.
+
+    `chunks` are the unpacked bytes of the archive. `allowance` limits what its layers may unpack to.
+
+    Raises
+    ------
+    CheckFailed : the archive is damaged, or has more JSON than fits into memory.
+    """
     stream = TarStream(chunks, name=where)
     json_bytes = 0
 

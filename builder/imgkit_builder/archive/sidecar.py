@@ -161,7 +161,12 @@ def from_json(text: str, *, where: str) -> Sidecar:
 
 
 def _parse_document(document: dict[str, Any]) -> Sidecar:
-    """Return the values of a JSON object that has the keys of a sidecar."""
+    """Return the sidecar, the content of a manifest file, from the JSON object in it.
+
+    Raises
+    ------
+    ValueError, KeyError, TypeError : a value is missing or wrong.
+    """
     image = json_text.build_value(SavedImage, document["image"], "image", closed=True)
     archive = json_text.build_value(SavedArchive, document["archive"], "archive", closed=True)
     system = None

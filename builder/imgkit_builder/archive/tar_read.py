@@ -349,10 +349,15 @@ class TarStream:
         return piece
 
     def _read_exactly(self, count: int) -> bytes:
-        """Return the next `count` bytes."""
+        """Return the next `count` bytes. They may be spread over several chunks.
+
+        Raises
+        ------
+        CheckFailed : the archive ends before that.
+        """
         if count == 0:
             return b""
-        # Most headers lie within one chunk: then nothing is joined.
+        # For speed: most headers lie within one chunk, so that nothing needs to be joined.
         piece = self._read_some(count)
         if len(piece) == count:
             return bytes(piece)

@@ -131,7 +131,10 @@ def check_target(target: Path, *, compress: Compress, expected_bytes: int | None
 
 
 def _refuse_full_disk(folder: Path, compress: Compress, plain_bytes: int) -> None:
-    """Raise UsageError if `folder` has no room for an archive of `plain_bytes` before compression."""
+    """Raise UsageError if the disk of `folder` has too little space for an archive.
+
+    `plain_bytes` is the size of the archive before compression.
+    """
     needed_bytes = plain_bytes
     hint = "choose another path with -o"
     if compress == "none":
