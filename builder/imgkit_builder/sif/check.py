@@ -122,7 +122,9 @@ def _start_error(program: str, error: ToolFailed) -> ToolFailed:
 
 
 def read_labels(sif: SifImage) -> dict[str, Any] | None:
-    """Return the labels that a data object of the .sif holds, or None if it has no such object.
+    """Return the labels of the image in the .sif, or None if the file has no object that states them.
+
+    imgkit and newer runtimes store such an object. Without it, only a shell in the image can print them.
 
     Raises
     ------

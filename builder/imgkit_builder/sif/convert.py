@@ -260,7 +260,10 @@ def file_entries(image: OpenImage, job: ConversionJob, *, spool_bytes: int) -> I
 
 
 def _make_record(image: OpenImage, plan: ConversionPlan, facts: BakedFacts | None) -> ImgkitRecord:
-    """Return the record of the new file. `facts` are what imgkit and pip noted in the image, if known."""
+    """Return the record that imgkit stores in the new file: what it was made from, and how.
+
+    `facts` are what imgkit and pip noted in the image. They are None if a runtime has built the file.
+    """
     writer = f"imgkit {__version__}"
     if plan.squasher is None:
         writer = str(plan.tool)
@@ -482,7 +485,10 @@ def _list_build_commands(plan: ConversionPlan, tool: RuntimeTool, part: Path, fo
 
 
 def _check_space(source: Source, target: Path, base: Path, plan: ConversionPlan) -> None:
-    """Raise CheckFailed if the disk of `target`, or of `base` for temporary files, has too little space."""
+    """Raise CheckFailed if there is too little space for `target`, or for temporary files in `base`.
+
+    The space for a stream of unknown size is not checked.
+    """
     image_bytes = source.size_bytes
     if image_bytes is None:
         return

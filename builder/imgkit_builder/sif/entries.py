@@ -156,7 +156,7 @@ class Piped:
 
     @property
     def size_bytes(self) -> int | None:
-        """Bytes that standard input still has where it is a file, as in ``imgkit sif - < X.tar``."""
+        """Size of the archive if the stream is a file, as in ``imgkit sif - < X.tar``; None for a pipe."""
         try:
             status = os.fstat(self.stream.fileno())
         except (OSError, ValueError):

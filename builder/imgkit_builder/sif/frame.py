@@ -357,7 +357,11 @@ class Sif(Format):
     def intact_record(
         self, path: Path, config: ImageConfig, accepts: Callable[[image.ImgkitRecord], bool]
     ) -> image.ImgkitRecord | None:
-        """Return the record if `accepts` takes it and all that imgkit wrote is as it wrote it."""
+        """Return the record of the .sif `path` if the file can stay as it is, else None.
+
+        It can if `accepts` is true for its record, the squashfs is undamaged, and so are the objects around
+        it that imgkit wrote.
+        """
 
         def is_same(sif: image.SifImage, record: image.ImgkitRecord) -> bool:
             if not accepts(record):

@@ -296,11 +296,11 @@ def is_sif(path: Path) -> bool:
 
 
 def read(path: Path) -> SifImage:
-    """Parse `path`.
+    """Return the header, the table of data objects and imgkit's record of the .sif `path`.
 
     Raises
     ------
-    CheckFailed : not a .sif, cut short, or with an impossible table.
+    CheckFailed : the file cannot be read, is not a .sif, is cut short, or has an impossible table.
     """
     try:
         with files.open_regular(path) as stream:
@@ -478,11 +478,11 @@ def root_sha256(path: Path, *, advance: Advance | None = None) -> str:
 
 
 def check_structure(path: Path) -> SifImage:
-    """Parse a .sif that was just written, and check that its root partition is a whole squashfs.
+    """Parse a .sif that was just written, and check that its root partition is a complete squashfs.
 
     Raises
     ------
-    CheckFailed : names what is wrong.
+    CheckFailed : the squashfs is missing or cut short, or the file is not a .sif.
     """
     sif = read(path)
     superblock = root_superblock(sif)

@@ -157,7 +157,10 @@ def _strip_default(name: str, value: str) -> str:
 
 
 def _can_export(name: str, value: str | None) -> bool:
-    """Return whether a shell can set the variable to this value."""
+    """Return whether a shell script can set the variable `name` to this value.
+
+    It cannot if the name has other characters than a shell allows, or the value is no text.
+    """
     text = value or ""
     if not _VARIABLE_NAME.fullmatch(name) or "\0" in text:
         return False

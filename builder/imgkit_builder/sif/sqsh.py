@@ -222,7 +222,14 @@ def _start_script(config: ImageConfig) -> str:
 
 
 def _refuse_unwritable_commands(config: ImageConfig) -> None:
-    """Raise UsageError if a script cannot hold the image's ENTRYPOINT, CMD or WORKDIR."""
+    """Refuse an image whose ENTRYPOINT, CMD or WORKDIR is no text, such as bytes that are not UTF-8.
+
+    They are written into the start script, which would start another program.
+
+    Raises
+    ------
+    UsageError : there is such a value.
+    """
     instructions = {"ENTRYPOINT": config.entrypoint, "CMD": config.cmd, "WORKDIR": (config.workdir,)}
     for instruction, arguments in instructions.items():
         for argument in arguments:
@@ -394,7 +401,10 @@ class Sqsh(Format):
     def intact_record(
         self, path: Path, config: ImageConfig, accepts: Callable[[ImgkitRecord], bool]
     ) -> ImgkitRecord | None:
-        """Return the record if `accepts` takes it and no byte of the file has changed."""
+        """Return the record of the .sqsh `path` if the file can stay as it is, else None.
+
+        It can if `accepts` is true for its record, and no byte differs from the recorded digests.
+        """
         if not is_sqsh(path):
             return None
         try:

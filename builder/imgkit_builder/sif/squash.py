@@ -350,7 +350,13 @@ class UnpackedTree:
         self._is_labelled = bool(_attributes(root))
 
     def add(self, entry: ImageEntry) -> None:
-        """Write the entry, and a hard link for each of its further names."""
+        """Write the entry to disk, and a hard link for each of its further names.
+
+        Raises
+        ------
+        CheckFailed : the entry comes twice, or before its folder.
+        ToolFailed : it cannot be written.
+        """
         for name in entry.names:
             self._refuse_name(name)
             try:

@@ -64,7 +64,9 @@ class Squashfs:
             yield ListedFile(path=path, mode=mode, uid=int(uid), gid=int(gid), size=size.replace(" ", ""))
 
     def read(self, names: Iterable[str]) -> dict[str, bytes]:
-        """Return the content of the regular files `names`. Files that are absent or too large are left out.
+        """Return the content of the regular files `names`, by name.
+
+        Files that are absent, or larger than `MOST_BYTES`, are left out.
 
         Raises
         ------
