@@ -119,7 +119,11 @@ class InventoryCollector:
             self._store(self._hard_links, path, target)
 
     def inventory(self, *, arch: str, created_s: int) -> Inventory:
-        """Return the inventory of the files so far, of an image for `arch` created `created_s` after 1970."""
+        """Return the inventory of an image, from the files that were added so far.
+
+        `arch` is its architecture in the words of OCI, such as ``amd64``, and `created_s` the time of its
+        creation in seconds since 1970.
+        """
         recipe = ""
         base = BaseImage(name="")
         if self._manifest is not None:
@@ -156,7 +160,10 @@ class InventoryCollector:
         return dataclasses.replace(package, sha256=sha256, url=url)
 
     def _add_imgkit_file(self, path: str, data: bytes) -> None:
-        """Record a file of imgkit, and read it if it is the manifest or the lock."""
+        """Record the digests of a file of imgkit. The manifest and the lock are also parsed.
+
+        The manifest names recipe and base, and the lock the digests of packages.
+        """
         sha1 = hashlib.sha1(data, usedforsecurity=False).hexdigest()
         sha256 = hashlib.sha256(data).hexdigest()
         self._baked.append(BakedFile(path=f"/{path}", sha1=sha1, sha256=sha256))
@@ -169,7 +176,10 @@ class InventoryCollector:
             self._locked = _locked_files(data.decode("utf-8", "replace"))
 
     def _add_debian_packages(self, path: str, text: str) -> None:
-        """Record the Debian packages in `text`, the content of `path`, and its invalid entries."""
+        """Record the Debian packages in `text`, the content of the file `path`.
+
+        An entry that is not a valid package is listed as left out.
+        """
         for package_or_problem in packages.debian_packages(text):
             if len(self._packages) >= _MOST_PACKAGES:
                 self._leave_out(path, f"more than {_MOST_PACKAGES} packages")
