@@ -334,7 +334,11 @@ def _check_python(reference: str) -> Iterator[Fault]:
 
 
 def _python_version(reference: str) -> str:
-    """Return the Python of a base by the table or by its tag, or an empty text if neither states it."""
+    """Return the Python version of a base, or an empty text if it is unknown.
+
+    The table states that of NVIDIA's images, and the tag that of Docker Hub's: ``python:3.12-slim``. The
+    result may have such an ending.
+    """
     image = _parse_or_none(reference)
     # Another registry may have an image of this name with any content.
     if image and image.repository in _PYTHON_REPOSITORIES and image.registry in ("", "docker.io"):
@@ -346,7 +350,11 @@ def _python_version(reference: str) -> str:
 
 
 def _check_driver(reference: str, system: SystemFacts) -> Iterator[Fault]:
-    """Yield a warning if the driver of the nodes is too old for the CUDA of a base."""
+    """Yield a warning if the driver of the nodes is too old for the CUDA of a base.
+
+    Data-centre GPUs need none: on them, the base's cuda-compat package runs a newer CUDA on an older driver.
+    Nothing is yielded if the driver or the CUDA is unknown.
+    """
     base = ngc_image(reference)
     branch = _driver_branch(system)
     if base is None or base.cuda is None or base.driver is None or branch is None:
@@ -369,7 +377,11 @@ def _check_driver(reference: str, system: SystemFacts) -> Iterator[Fault]:
 
 
 def _check_nccl_plugin(reference: str, image: Image, system: SystemFacts) -> Iterator[Fault]:
-    """Yield a warning if NCCL would use TCP on Slingshot, because nobody adds its plug-in for libfabric."""
+    """Yield a warning if NCCL would use TCP on Slingshot, which is slow.
+
+    On a Slingshot network, NCCL needs a plug-in for libfabric (aws-ofi-nccl). It may be in the base, on the
+    nodes, or added by the recipe.
+    """
     has_host_libs = system.runtime.host_libs or system.fabric.host_libs == "auto"
     if system.fabric.kind != "slingshot" or has_host_libs or _brings_nccl_plugin(image, system):
         return

@@ -144,12 +144,12 @@ class KnownSystem:
 
 
 def load_system(name: str) -> KnownSystem:
-    """Load the known system `name` alone.
+    """Load a known system by its name, without a recipe that uses it.
 
     Raises
     ------
     RecipeErrors : its file has problems; lists all of them.
-    UsageError : there is no such system, or others can write its file.
+    UsageError : there is no such system, or others than its owner can write its file.
     """
     file = system_files.locate_system(name, Path.cwd() / "recipe")
     problems = Collector(shows=(FOLDER.resolve(), file.parent.resolve()))
@@ -282,7 +282,11 @@ def locate_recipe(ref: str, folder: Path) -> Path:
 
 
 def _missing_file_error(ref: str, file: Path) -> UsageError:
-    """Return the error for the path `ref` of a recipe, with the name that was probably meant."""
+    """Return the error for a recipe's path that does not exist.
+
+    `ref` is the path as the user wrote it, and `file` the absolute one. The hint names a file in the same
+    folder, or a shipped recipe, that was probably meant.
+    """
     siblings = {path.stem: path.name for path in file.parent.glob("*.y*ml")}
     # A file in the same folder is meant more probably than a shipped recipe.
     sibling = siblings.get(nearest_name(file.stem, siblings), "")

@@ -356,7 +356,9 @@ def _hash_uv_project(uv: UvProject) -> str:
 
 
 def collect_pip_options(step: PipStep) -> tuple[str, ...]:
-    """Return the options of a pip step and those in its requirements file. Their URLs may hold credentials.
+    """Return the options of a pip step, and those in its requirements file: ``("--index-url", "https://...")``.
+
+    URLs among them may hold credentials.
 
     Raises
     ------

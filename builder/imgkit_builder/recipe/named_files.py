@@ -34,9 +34,9 @@ class NamedFile:
 
 
 def check(tree: Table, problems: Collector, faulty: Collection[KeyPath]) -> None:
-    """Report every file that is missing, lies outside of the recipe's folder, or cannot be used.
+    """Report every file that a recipe names and that is missing, outside of its folder, or not usable.
 
-    Values at a path of `faulty` have a problem already.
+    `faulty` are keys of values that have been reported already. They are skipped.
     """
     ngc_base = _ngc_base(tree)
     for path, node in tree.select_texts("image", "pip", ANY, "packages", ANY):

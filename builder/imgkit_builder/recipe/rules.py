@@ -111,7 +111,10 @@ def pip_package(text: str) -> Iterator[Fault]:
 
 
 def _check_git_commit(url: str) -> Iterator[Fault]:
-    """Accept ``https://HOST/PATH@COMMIT``. A branch or tag can name other code tomorrow."""
+    """Accept ``https://HOST/PATH@COMMIT``, a commit of a git repository without a user or token.
+
+    A branch or tag is refused, because it can name other code tomorrow.
+    """
     address, _, fragment = url.partition("#")
     host, _, path = address.removeprefix("https://").partition("/")
     repository, _, commit = path.rpartition("@")

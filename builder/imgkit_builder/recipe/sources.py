@@ -179,7 +179,14 @@ class _Walker:
                     yield from self.walk_folder(Path(entry.path), name, early)
 
     def _includes(self, entry: os.DirEntry[str], name: str, siblings: set[str], early: _Rules) -> bool:
-        """Return whether `entry` goes into the image. If not, `left_out` or `secret` receives its name."""
+        """Return whether `entry` goes into the image. If not, note its name in `left_out` or `secret`.
+
+        Parameters
+        ----------
+        name : the path of `entry` below the source, with a final slash if it is a folder.
+        siblings : the names in its folder.
+        early : the rules of the folders above.
+        """
         if entry.name in NEVER or entry.name.startswith(TEMPORARY) or self._is_hidden(entry):
             return False
         if self._stays_out(entry, name, siblings, early):

@@ -83,7 +83,10 @@ class Registration:
     """Those of `SPECIAL` that the scheduler obeys."""
 
     def faults(self, facts: SystemFacts) -> Iterator[SystemFault]:
-        """Yield what `check` reports, and keys with a value that the scheduler would ignore."""
+        """Yield everything in a recipe's system section that this scheduler cannot work with.
+
+        Also yield keys that only another scheduler obeys, such as ``queue.node_pools`` of RunAI.
+        """
         defaults = SystemFacts()
         for key, scheduler in SPECIAL.items():
             get_value = operator.attrgetter(key)  # "queue.output" -> facts.queue.output

@@ -204,7 +204,10 @@ def _make_row(path: KeyPath, value: Any, positions: Mapping[KeyPath, Position]) 
 
 
 def _list_children(value: Any) -> list[tuple[str | int, Any]] | None:
-    """Return the keys and values of a dataclass, a mapping or a list. None for any other value."""
+    """Return the keys and values in a dataclass, a mapping or a list, or None for any other value.
+
+    Keys are those of YAML: ``platform`` for the field ``platforms``. Those of a list are its indices.
+    """
     if isinstance(value, Mapping):
         return list(value.items())
     if isinstance(value, tuple):
@@ -250,7 +253,10 @@ def _describe_source(row: Mapping[str, Any]) -> str:
 
 
 def describe_as_json(recipe: Recipe) -> str:
-    """Return one JSON object: the resolved parts, and ``values`` with their positions."""
+    """Return the recipe as JSON for ``imgkit show --json``: its parts, and ``values``, a list of all values.
+
+    Each item of ``values`` has the key, the value, and the file, line and column that state it.
+    """
     image = dataclasses.asdict(recipe.image)
     image["run"] = [command.short or dataclasses.asdict(command) for command in recipe.image.run]
     values = [

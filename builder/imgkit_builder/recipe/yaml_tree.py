@@ -257,7 +257,10 @@ def _read_text(file: Path, start: Position, problems: Collector) -> str | None:
 
 
 def _report_syntax(error: yaml.MarkedYAMLError, file: Path, problems: Collector) -> None:
-    """Report the syntax error that PyYAML found, at the position that it names."""
+    """Report a syntax error of PyYAML at its position.
+
+    There is a hint for common mistakes, such as a text that must be quoted.
+    """
     message = " ".join(part for part in (error.context, error.problem) if part)
     # The position of the problem, or where its construct begins.
     mark = error.problem_mark or error.context_mark
