@@ -302,7 +302,10 @@ def find_recipe_line(recipe: Recipe, step: int | str, packages: list[str]) -> st
 
 
 def _list_requirements(recipe: Recipe, step: int | str) -> Iterator[tuple[str, str]]:
-    """Yield what the apt or pip step asks for, with the line of the recipe or of a requirements file."""
+    """Yield what the apt step or pip step `step` asks for, each with the line that asks for it.
+
+    The line is one of the recipe, or of a requirements file: ``mn5.yaml:12 (requirements.txt:3)``.
+    """
     if step == APT:
         for number, package in enumerate(recipe.image.apt):
             yield package, recipe.where("image", APT, number)

@@ -56,7 +56,11 @@ def is_same(old: LockedPlatform | None, new: LockedPlatform) -> bool:
 
 
 def _list_versions(part: LockedPlatform) -> Iterator[tuple[tuple[str, str], str]]:
-    """Yield the kind and name of each item, and its version or the beginning of its digest."""
+    """Yield kind and name of each item in the lock for a platform, and its version.
+
+    For example, ``(("apt", "git:amd64"), "1:2.39")``. For the base and for files, the beginning of the digest
+    takes the place of the version.
+    """
     yield ("base", part.base.name), (part.base.digest or part.base.id)[:19]
     for deb in part.apt:
         yield ("apt", f"{deb.name}:{deb.architecture}"), deb.version

@@ -150,7 +150,10 @@ def install_pinned(argv: list[str], pins: dict[str, str]) -> None:
 
 
 def summarize(item: dict[str, Any]) -> dict[str, Any]:
-    """Return what a lock needs of an item of pip's report, whose metadata can be megabytes."""
+    """Return the values of an item of pip's report that a lock needs.
+
+    The rest is dropped, since the metadata of a package can have megabytes.
+    """
     download = item["download_info"]
     archive = download.get("archive_info") or {}
     # pip before 23.0 states ``hash`` alone.
@@ -182,7 +185,7 @@ def exact_requirement(item: dict[str, Any]) -> str:
 
 
 def run_program(argv: list[str]) -> str:
-    """Run a program, let its output go on line by line, and return it.
+    """Run a program, print its output line by line as it comes, and return the output.
 
     Raises
     ------
