@@ -196,7 +196,13 @@ def _find_tls_files(folder: Path, *, verify: bool) -> Tls:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in the file `path`. Raise UsageError if it holds anything else."""
+    """Return the JSON object in the file `path`.
+
+    Raises
+    ------
+    OSError : the file cannot be read.
+    UsageError : its content is not a JSON object.
+    """
     hint = "correct or remove it"
     try:
         data = json_text.load(path)
@@ -230,7 +236,10 @@ def explain_unreachable(engine: Endpoint, error: Exception) -> ImgkitError:
 
 
 def _explain_text(engine: Endpoint, text: str) -> ImgkitError:
-    """Return the error for the message `text` of requests or of the SDK."""
+    """Return the error for a failed connection of which only a text is known.
+
+    `text` is the message of requests or of the SDK.
+    """
     host = engine.host
     where = engine.source or None
     if "timed out" in text.lower():
@@ -247,7 +256,7 @@ def _explain_text(engine: Endpoint, text: str) -> ImgkitError:
 
 
 def _explain_denied_socket(path: str) -> ToolMissing:
-    """Return the error for a socket that this user may not use."""
+    """Return the error for a socket that this user may not use. The hint says how to get access."""
     if os.geteuid() == 0:
         # Group and sudo do not help root. A security policy or a user namespace has refused the access.
         hint = f"root is refused by a security policy or a user namespace: ls -lZ {path}; journalctl -k -n 20"

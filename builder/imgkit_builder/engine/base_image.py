@@ -164,7 +164,15 @@ def _other_platform_error(
 
 
 def _refuse_without_emulator(engine: Engine, target: str) -> None:
-    """Raise ToolMissing if programs of the platform `target` cannot run on the engine's machine."""
+    """Refuse a build for the platform `target` if its programs cannot run on the engine's machine.
+
+    The first step of a build would fail. An emulator (qemu) can run programs of another architecture.
+    Nothing is known about an engine on another machine or in a virtual one, so it is not refused.
+
+    Raises
+    ------
+    ToolMissing : there is no emulator.
+    """
     # Docker Desktop runs containers on a kernel of its own, which has its own handlers.
     in_virtual_machine = "Docker Desktop" in str(engine.info.get("OperatingSystem", ""))
     if target == engine.platform or in_virtual_machine or not engine.facts().is_here:

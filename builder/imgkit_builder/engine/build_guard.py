@@ -151,7 +151,7 @@ def namespace_pids(pid: int | str) -> list[str]:
 
 
 def descendants() -> list[int]:
-    """Return the processes below this one."""
+    """Return the numbers of all processes that this one has started, directly or not."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -169,7 +169,11 @@ def descendants() -> list[int]:
 
 
 def remove_containers(containers: str, token: str) -> None:
-    """Remove podman's working containers that have `token`."""
+    """Remove the containers that an interrupted podman has left.
+
+    `containers` is podman's folder of containers. Those of this build have `token` in their file
+    ``buildah.json``, since it was a build argument.
+    """
     for path in Path(containers).glob("*/userdata/buildah.json"):
         with contextlib.suppress(OSError):
             if token not in path.read_text(errors="replace"):

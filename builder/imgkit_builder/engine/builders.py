@@ -79,7 +79,13 @@ def choose(facts: EngineFacts, requested: Builder = "auto", *, secrets_at: str =
 
 
 def _choose_without_secrets(facts: EngineFacts, requested: Builder) -> Choice:
-    """Return the builder that `requested` names or allows, for a build without secrets."""
+    """Return the requested builder, or by default the best for this engine, for a build without secrets.
+
+    Raises
+    ------
+    UsageError : the engine does not have the requested builder.
+    ToolMissing : the program of the builder is missing.
+    """
     if requested == "classic":
         return CLASSIC
     if requested == "buildx":

@@ -179,7 +179,10 @@ def _quote_label(text: str) -> str:
 
 
 def _context_chunks(context: BuildContext, dockerfile: str, report: Reporter) -> Generator[bytes, None, None]:
-    """Yield the tar of `context` with the text `dockerfile` as its first member, `DOCKERFILE`."""
+    """Yield the tar of `context`, with one more Dockerfile as its first member, called `DOCKERFILE`.
+
+    Its text is `dockerfile`, which has labels that only a build knows.
+    """
     data = dockerfile.encode()
     member = tarfile.TarInfo(DOCKERFILE)
     member.size = len(data)

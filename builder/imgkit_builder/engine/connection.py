@@ -114,12 +114,12 @@ class Engine:
 
     @contextlib.contextmanager
     def patient(self) -> Iterator[docker.APIClient]:
-        """Yield the client without a read timeout, for calls that may take an hour: save, export, push, pull.
+        """Yield the SDK's client without a timeout, for calls that may take an hour: save, export, push.
 
         Notes
         -----
-        The SDK's default of 60 s applies to all calls but build; saving an image of 20 GB stages it before
-        the first byte (docker/docker-py issues 1070, 2097, 2119).
+        The SDK's default of 60 s for an answer applies to all calls but build. To save an image of 20 GB, the
+        engine copies it before it sends the first byte (docker/docker-py issues 1070, 2097, 2119).
         """
         usual_timeout = self.api.timeout
         self.api.timeout = None  # type: ignore[assignment]  # None is requests' "never"
@@ -227,7 +227,7 @@ def _ssh_adapter(host: str) -> HTTPAdapter:
 
 
 def sdk_options(engine: Endpoint) -> dict[str, Any]:
-    """Return the SDK's arguments for `engine`."""
+    """Return the arguments of the SDK's client for `engine`: its address, and certificates for TLS."""
     import docker.tls
 
     if engine.host.startswith("ssh://"):

@@ -189,9 +189,10 @@ taken."""
 def shell_argv(image: str, *, gpus: bool, host: bool, endpoint: Endpoint, workdir: str = "") -> list[str]:
     """Return the command that opens bash in `image` of an engine, in `workdir` or the image's own folder.
 
-    With `host`, the container shares network and IPC with the machine. NCCL and data loader workers use
-    shared memory, and Docker's default of 64 MB is too small. RDMA needs unlimited locked memory (NVIDIA's
-    advice for its PyTorch containers). Docker 29 lowers open files to 1,024.
+    With `host`, the container shares IPC, and so shared memory, with the machine. Without it, it has no
+    network and `_SHM_SIZE` of shared memory: NCCL and data loader workers use that, and Docker's default of
+    64 MB is too small. RDMA needs unlimited locked memory (NVIDIA's advice for its PyTorch containers).
+    Docker 29 lowers the limit for open files to 1,024.
     """
     argv = ["docker"]  # follows variables and contexts as imgkit does
     if shutil.which("podman") and not shutil.which("docker"):
