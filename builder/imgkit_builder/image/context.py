@@ -301,7 +301,7 @@ def _collect_recipe_code(recipe: Recipe) -> PackedCode:
 
 
 def _list_code(recipe: Recipe) -> Iterator[Code]:
-    """Yield the projects and copies of `recipe`."""
+    """Yield the user's code that `recipe` puts into the image: projects of pip steps, and copied folders."""
     for number, step in enumerate(recipe.image.pip):
         if step.project is not None:
             yield Code(
@@ -520,7 +520,12 @@ def _list_requirements_files(recipe: Recipe) -> Iterator[TarMember]:
 
 
 def _read_requirements(file: Path, where: str) -> bytes:
-    """Return the content of a requirements file, and refuse one that names further files."""
+    """Return the content of a requirements file.
+
+    Raises
+    ------
+    UsageError : the file cannot be read, or a line names another file, which would not be in the image.
+    """
     with members.explain_read_errors(file, where, "name another file"):
         data = files.read_bytes(file)
     for number, line in enumerate(data.decode(errors="replace").splitlines(), 1):

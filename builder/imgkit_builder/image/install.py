@@ -174,7 +174,11 @@ def _missing_wheel_advice(recipe: Recipe) -> str:
 
 
 def project_step(recipe: Recipe, number: int, step: PipStep) -> Step:
-    """Return pip step `number` that installs the user's own project."""
+    """Return the step that installs the user's own project, which pip step `number` of the recipe names.
+
+    An editable project is put into its folder of the image, such as ``/workspace``, and stays there. Any
+    other is installed from imgkit's folder, and its files are removed.
+    """
     member = project_member(number)
     origin = recipe.where("image", "pip", number)
     options = ""
@@ -226,7 +230,11 @@ def shell_value(name: str, value: str) -> str:
 
 
 def apt_step(recipe: Recipe, origin: str) -> Step:
-    """Return the apt step. With a lock, a script downloads and installs exactly its packages."""
+    """Return the step that installs Debian packages with apt.
+
+    With a lock, a script downloads and installs exactly the packages of the lock. `origin` is the recipe's
+    line.
+    """
     if recipe.lock:
         folder = ContextFile(member=f"imgkit/{LOCKED_APT}", path=f"{INSIDE}/{LOCKED_APT}", is_folder=True)
         script = shlex.join(("sh", f"{folder.path}/{SCRIPT}", recipe.reference, _lock_name(recipe)))

@@ -94,7 +94,11 @@ def collect_code(codes: Iterable[Code], hidden: Collection[Path]) -> PackedCode:
 def _list_members(
     code: Code, hidden: Collection[Path], left_out: list[str], secret: list[str]
 ) -> Iterator[TarMember]:
-    """Yield the members of `code`. `left_out` and `secret` receive the names of files that stay out."""
+    """Yield the members of the tar for `code`, a file or a folder with all that is in it.
+
+    `hidden` are files that must not be in the tar. `left_out` and `secret` receive names of files that stay
+    out because of a pattern, or because they usually hold secrets.
+    """
     yield empty_folder(code.member)
     with explain_read_errors(code.source, code.where, "name another source"):
         status = code.source.stat()

@@ -156,7 +156,10 @@ def find_origin(text: str, line: int) -> str:
 
 
 def _fill_template(name: str, layers: Layers, **values: object) -> str:
-    """Return the template `name`, filled with the fields of `layers` and with `values`."""
+    """Return the text of the template `name`, such as ``dockerfile.j2``.
+
+    The template uses the fields of `layers`, and `values`.
+    """
     jinja = template_environment("templates")
     jinja.filters.update(
         docker_quote=docker_quote,
@@ -478,7 +481,7 @@ def copy_member(number: int) -> str:
 
 
 def _list_texts(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    """Yield every text and key below `value` with its path."""
+    """Yield every text and key in a nested value of a recipe, with its path: ``("image", "env", "A")``."""
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, Mapping):

@@ -175,7 +175,10 @@ def _check_pip(report: ImageReport, probe: Probe) -> Check:
 
 
 def _check_manifest(report: ImageReport, expected: Manifest | None) -> tuple[Manifest | None, Check]:
-    """Return the image's own manifest, if it can be read, and the check that compares it with `expected`."""
+    """Return the image's own manifest, and the check that compares it with the `expected` one.
+
+    The manifest is None if it cannot be read. If `expected` is None, it only has to be readable.
+    """
     text = report.files.get(MANIFEST_JSON)
     if text is None:
         hint = f"imgkit did not build this image; {_REBUILD_HINT}"

@@ -249,11 +249,13 @@ def _read_pyproject(project: Path) -> dict[str, Any]:
 
 
 def index_options(recipe: Recipe) -> list[str]:
-    """Return the options by which pip finds the indexes in ``tool.uv.index`` of the recipe's uv project.
+    """Return options of pip for the indexes in ``tool.uv.index`` of the recipe's uv project.
+
+    For example, ``["--extra-index-url", "https://host/simple"]``. The result is empty without a uv project.
 
     Raises
     ------
-    UsageError : an index is no plain HTTP URL.
+    UsageError : an index is not a plain HTTP URL, such as one with a password.
     OSError, ValueError : pyproject.toml cannot be read.
     """
     uv = recipe.image.uv
