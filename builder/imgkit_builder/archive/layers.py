@@ -3,9 +3,9 @@
 Threads compute digests, and unpack what is compressed into a spool if there is room for one. The headers of a
 layer are read meanwhile, those of a compressed layer as soon as it is unpacked.
 
-Layers apply in order, and the members of a layer in theirs, as ``umoci unpack`` applies them for root. A
-member replaces what has its name, except a folder, which keeps its content. A whiteout removes what lower
-layers have. A folder on the way that is a link leads where it would lead a process whose root is the image.
+Layers are applied one after the other, and so are the members of each, with the results of ``umoci unpack``
+for root. A member replaces a file of the same name; a folder keeps its content. A whiteout, a member called
+``.wh.NAME``, deletes NAME of the layers below. Links on a path are followed as in a container of the image.
 Nothing is written. A name costs about 200 bytes: the tree holds a number for everything but folders.
 """
 

@@ -39,7 +39,7 @@ _MAGIC_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Bytes of a file."""
+    """A range of bytes of a file, such as a layer in an archive."""
 
     path: Path
     start: int
