@@ -242,7 +242,7 @@ def file_entries(image: OpenImage, job: ConversionJob, *, spool_bytes: int) -> I
     Raises
     ------
     UsageError : the format cannot hold a value of the image; raised before anything is read.
-    CheckFailed : as of `entries.image_entries`.
+    CheckFailed : as in `entries.image_entries`.
     """
     format = FORMATS[job.options.format]
     note = job.clock.note

@@ -385,7 +385,7 @@ class Sqsh(Format):
         return without_devices(entries, note)
 
     def complete(self, part: Path, config: ImageConfig) -> None:
-        """Check the squashfs. Nothing is around it."""
+        """Check the squashfs. A .sqsh has no headers to write around it."""
         check_structure(part)
 
     def put_record(self, part: Path, record: ImgkitRecord, advance: Advance) -> tuple[ImgkitRecord, str]:

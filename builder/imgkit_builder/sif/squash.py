@@ -91,7 +91,7 @@ class SquashTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Squasher(abc.ABC):
-    """A mksquashfs."""
+    """A program mksquashfs of this machine, and how a squashfs is written with it."""
 
     program: Path
     note: str = ""
