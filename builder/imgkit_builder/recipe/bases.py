@@ -63,7 +63,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """One image of NVIDIA's PyTorch. A cell is None where no source is known."""
+    """One image of NVIDIA's PyTorch. A cell is None if no public source states the value."""
 
     tag: str
     python: Cell | None = None

@@ -10,7 +10,7 @@ from imgkit_entrypoints import files
 
 PYPROJECT = "pyproject.toml"
 UV_LOCK = "uv.lock"
-# A limit for pyproject.toml: a stranger's could fill the memory.
+# A larger pyproject.toml is not read: a hostile one could fill the memory.
 _MOST_BYTES = 1 << 20
 
 # A pip step must never replace these distributions of the base; their names are the same in every release.

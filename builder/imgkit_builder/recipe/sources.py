@@ -48,7 +48,7 @@ copy would contain the copies of all earlier runs."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceEntry:
-    """One file, folder or link below a source."""
+    """A file, folder or link below a source, the folder that is copied into an image."""
 
     name: str
     """Its path below the source, with ``/``."""
