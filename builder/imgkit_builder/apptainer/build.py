@@ -169,7 +169,7 @@ def _find_tools(request: SifRequest) -> tuple[RuntimeTool, Compression]:
 
 
 def _plan_build(request: SifRequest, base: Start, pack: Pack, report: Reporter) -> BuildPlan:
-    """Pack the context for the base `base`, and render the definition."""
+    """Pack the build context with `pack`, and render the definition for the base `base`."""
     report.stage("context")
     context = pack(base.image)
     labels = manifests.labels(
@@ -183,10 +183,10 @@ def _plan_build(request: SifRequest, base: Start, pack: Pack, report: Reporter) 
 
 
 def _place_base(base: Start, job: ConversionJob) -> Start:
-    """Put a base that is a file on this machine where the definition names it in the workspace.
+    """Check a base that is a file on this machine, and put it where the runtime looks for it.
 
-    The base's digests are compared first. An archive is unpacked to an OCI folder, and the base returned for
-    it has the name and id that were read on the way. A base in a registry is returned unchanged.
+    An archive is unpacked to an OCI folder, and the base returned for it has the name and id that were read
+    on the way. A base in a registry is returned unchanged: the runtime pulls it.
 
     Raises
     ------
@@ -212,7 +212,14 @@ def _place_base(base: Start, job: ConversionJob) -> Start:
 def _finish_sif(
     request: SifRequest, base: Start, planned: BuildPlan, job: ConversionJob, tool: RuntimeTool
 ) -> BuiltSif:
-    """Check the temporary file, write its record, run the smoke test, and move it to the target."""
+    """Complete the file that the runtime has built, and move it to the target.
+
+    It is checked, gets imgkit's record, and must pass the smoke test, unless that is switched off.
+
+    Raises
+    ------
+    CheckFailed : the file is damaged, lacks labels, or fails its smoke test.
+    """
     part = job.work.part
     clock = job.clock
     target = request.target.absolute()
@@ -242,7 +249,10 @@ def _finish_sif(
 def _write_record(
     request: SifRequest, part: Path, sif: SifImage, labels: Mapping[str, str], job: ConversionJob
 ) -> ImgkitRecord:
-    """Write the configuration and the record into the temporary file `part`, and return the record."""
+    """Add two objects to the .sif `part`, a configuration and imgkit's record, and return the record.
+
+    The configuration gives the file an image id, the digest of its bytes.
+    """
     # A definition makes no layers, and no engine has a configuration of the image. So imgkit writes one in
     # the form of OCI, with the root partition as its only layer (ADR 14).
     root = sif_image.root_sha256(part, advance=job.clock.advance)
@@ -272,7 +282,12 @@ def _write_record(
 
 
 def _run_smoke_test(part: Path, arch: str, job: ConversionJob, tool: RuntimeTool) -> tuple[Check, ...]:
-    """Return the checks of the smoke test, run in the temporary file. Raise CheckFailed if one failed."""
+    """Run the checks of the smoke test in the new file `part`, and return them.
+
+    Raises
+    ------
+    CheckFailed : a check failed.
+    """
     job.clock.stage("smoke test")
     isolation = runtime.isolation(tool)
     job.clock.note(isolation.description("python3"))

@@ -28,7 +28,8 @@ from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 LOOK = "imgkit/look.py"
 LINKS = "imgkit/links.sh"
-"""Files of a build by a definition, which are put into the build context's folder."""
+"""Paths of two files in the folder of the build context. The first steps of the definition run them in the
+base."""
 
 RUNTIME = "/.singularity.d"
 """The folder of an image in which the runtime keeps its own files."""
@@ -144,12 +145,12 @@ class Start:
 
 
 def find_base(recipe: Recipe, *, name: str | None, base_from: str | None, report: Reporter) -> Start:
-    """Return the base of a build. A base that is a file or folder on this machine is read for its image id.
+    """Return the base of a build. If it is a file or folder on this machine, its image id is read.
 
     Parameters
     ----------
-    name : the name of the base. None: the recipe's.
-    base_from : the path of an archive, an OCI folder or a .sif, or ``registry``. None: ``registry``.
+    name : the name of the base; None for that of the recipe.
+    base_from : the path of an archive, an OCI folder or a .sif, or ``registry``. None means ``registry``.
 
     Raises
     ------
@@ -230,7 +231,10 @@ def _read_archive(path: Path) -> Start:
 
 
 def _describe_base(config: ImageConfig, names: tuple[str, ...], path: Path) -> BaseImage:
-    """Return the base with `config`. Without a name in the archive or folder `path`, its file name counts."""
+    """Return the base with the configuration `config` and the tags `names`.
+
+    Without a tag, it is called like the archive or folder `path`.
+    """
     return BaseImage(
         name=names[0] if names else path.name,
         id=config.image_id,

@@ -22,13 +22,14 @@ Compress = Literal["none", "gzip", "zstd"]
 
 CHUNK_BYTES = 1 << 20
 _PIECE_BYTES = 128 << 10
-"""What zlib gets at once. It copies what it leaves of its input: small pieces take a tenth less time."""
+"""Size of zlib's input per call. zlib copies the input that it has not used yet, so small pieces take a tenth
+less time."""
 _AHEAD_BYTES = 4 << 20
-"""What a thread unpacks at once, so that it seldom waits for the others."""
+"""Bytes that a thread unpacks before it hands them over, so that threads seldom wait for each other."""
 UNPACKED_FACTOR = 100
-"""Most bytes to which one byte unpacks: images reach 5, an archive made to fill a disk reaches 1000."""
+"""An archive may unpack to at most this many times its size: images reach 5, a hostile archive 1000."""
 UNPACKED_LEAST_BYTES = 10**9
-"""What any archive may unpack to, so that a small one with many zeros passes."""
+"""Any archive may unpack to this size, so that a small image with many zeros is not refused."""
 _MAX_WORKERS = 8
 """More threads than these wait for the one that reads the file."""
 _MAGICS: tuple[tuple[bytes, Compress], ...] = ((b"\x1f\x8b", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd"))
@@ -41,7 +42,8 @@ _REFUSED_MAGICS = ((b"BZh", "bzip2"), (b"\xfd7zXZ\0", "xz"))
 class Allowance:
     """Counts the bytes to which an archive of `packed_bytes` unpacks, and refuses too many.
 
-    The default limit is `UNPACKED_FACTOR` times its size, but at least `UNPACKED_LEAST_BYTES`.
+    A hostile archive of some MB could unpack to terabytes and fill the disk. The default limit is
+    `UNPACKED_FACTOR` times the size of the archive, but at least `UNPACKED_LEAST_BYTES`.
     """
 
     packed_bytes: int
@@ -52,11 +54,13 @@ class Allowance:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add_unpacked(self, count: int) -> None:
-        """Count unpacked bytes, also those of a compressed layer in a compressed archive.
+        """Add `count` to the unpacked bytes. Several threads may call this.
+
+        The bytes of a compressed layer in a compressed archive count twice, once for each unpacking.
 
         Raises
         ------
-        CheckFailed : they are more than the limit.
+        CheckFailed : the sum is above the limit.
         """
         with self._lock:
             self.unpacked_bytes += count
@@ -73,11 +77,12 @@ class Allowance:
 
 
 def detect_compression(path: Path) -> Compress:
-    """Return how `path` is compressed, by its first bytes.
+    """Return how the file `path` is compressed, which its first bytes tell. ``"none"`` stands for plain.
 
     Raises
     ------
-    UsageError : bzip2 or xz, which no runtime and no tutorial uses.
+    UsageError : the file is compressed with bzip2 or xz. imgkit does not read them, since no container
+        runtime writes them.
     """
     with files.open_regular(path) as stream:
         start = stream.read(8)
@@ -100,12 +105,12 @@ def compression_of(start: bytes) -> Compress:
 
 
 def read_plain(path: Path, *, allowance: Allowance) -> Generator[bytes, None, None]:
-    """Yield the plain bytes of `path`, at most 1 MiB at a time.
+    """Yield the unpacked bytes of `path`, at most 1 MiB at a time.
 
     Raises
     ------
-    CheckFailed : damaged, cut short, or larger than `allowance`.
-    ToolMissing : zstd data and no ``zstd`` program.
+    CheckFailed : the file is damaged or cut short, or unpacks to more than `allowance`.
+    ToolMissing : it is compressed with zstd, and there is no program ``zstd``.
     """
     with files.open_regular(path, buffering=0) as stream:
         raw = iter(lambda: stream.read(CHUNK_BYTES), b"")
@@ -116,10 +121,10 @@ def read_plain(path: Path, *, allowance: Allowance) -> Generator[bytes, None, No
 def unpack_chunks(
     chunks: Iterable[bytes], compress: Compress, *, name: str, allowance: Allowance | None = None
 ) -> Generator[bytes, None, None]:
-    """Yield the plain bytes of a stream that is compressed with `compress`.
+    """Yield the unpacked bytes of a stream that is compressed with `compress`.
 
-    `name` is the stream's, for messages. `allowance` limits the number of plain bytes. Raises as `read_plain`
-    does.
+    `name` is the stream's, for messages. `allowance` limits the number of unpacked bytes. Raises as
+    `read_plain` does.
     """
     if compress == "none":
         yield from chunks
@@ -135,6 +140,8 @@ def unpack_chunks(
 class Gunzip:
     """Unpacks a gzip stream piece by piece, in bounded memory.
 
+    A gzip stream consists of members, each of which could be a .gz file of its own.
+
     Raises
     ------
     CheckFailed : damaged or cut short.
@@ -146,16 +153,16 @@ class Gunzip:
 
     @property
     def is_between_members(self) -> bool:
-        """Whether what it was fed ends with a member."""
+        """Whether the bytes fed so far end exactly where a member ends."""
         return self._inflate.eof
 
     def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
-        """Yield what `data` unpacks to, at most 1 MiB at a time."""
+        """Unpack `data`, the next bytes of the stream, and yield the result, at most 1 MiB at a time."""
         for start in range(0, len(data), _PIECE_BYTES):
             remaining = bytes(data[start : start + _PIECE_BYTES])
             while remaining:
                 if self._inflate.eof:
-                    # pigz and concatenated files have several members; zeros after the last are padding.
+                    # A member has ended. Concatenated files have several; zeros behind the last are padding.
                     remaining = remaining.lstrip(b"\0")
                     if not remaining:
                         break
@@ -171,7 +178,7 @@ class Gunzip:
                     yield plain
 
     def finish(self) -> bytes:
-        """Return the last bytes, and refuse a stream without its end."""
+        """Return the last unpacked bytes. Raise CheckFailed if the stream was cut short."""
         try:
             rest = self._inflate.flush()
         except zlib.error as error:
@@ -185,30 +192,34 @@ class Gunzip:
 
 
 def _gunzip(chunks: Iterable[bytes], name: str) -> Iterator[bytes]:
-    """Yield the plain bytes of a gzip stream. One of several small members is unpacked by several threads."""
+    """Yield the unpacked bytes of a gzip stream.
+
+    A stream of many small members, as `imgkit save` writes, is unpacked by several threads, since members do
+    not depend on each other. Other streams are unpacked by one.
+    """
     rest = iter(chunks)
     start = next(rest, b"")
-    # In the first chunk: a file of pigz or gzip is one member.
+    # The first chunk tells: gzip and pigz write one member per file, so no second member begins in it.
     has_members = start.find(_MEMBER_START, 1) > 0
     unpack = _unpack_members if has_members else _unpack_ahead
     return unpack(Gunzip(name), itertools.chain((start,), rest))
 
 
 def _unpack_ahead(gunzip: Gunzip, chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Unpack in a thread while the caller works on what came before. The caller's thread reads `chunks`.
+    """Yield the unpacked bytes of `chunks`. A thread unpacks the next bytes while the caller uses the last.
 
-    zlib lets other threads run, and so do writes and digests. A read may wait for ever, as from a pipe, and
-    a thread that waits cannot be interrupted.
+    That helps because zlib, writes and digests let other threads run. The caller's own thread reads `chunks`:
+    reading from a pipe may take for ever, and Ctrl-C would not interrupt another thread.
     """
     previous_batch: list[bytes] = []
-    # One thread: the parts of a stream can only be unpacked in their order.
+    # One thread: each part of a stream can be unpacked only after the part before it.
     with ThreadPoolExecutor(1) as pool:
         for chunk in chunks:
             plain = gunzip.feed(chunk)
             has_more = True
             while has_more:
                 job = pool.submit(_unpack_batch, plain)
-                # The caller works on the batch before, while the thread unpacks this one.
+                # While the caller uses these bytes, the thread unpacks the next ones.
                 yield from previous_batch
                 previous_batch, has_more = job.result()
     yield from previous_batch
@@ -216,9 +227,9 @@ def _unpack_ahead(gunzip: Gunzip, chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _unpack_batch(plain: Iterator[bytes]) -> tuple[list[bytes], bool]:
-    """Return the next 4 MiB, and whether there may be more.
+    """Return the next 4 MiB of `plain`, and whether there may be more.
 
-    So much at once, because each batch costs the threads a wait for each other.
+    Handing over a batch makes the threads wait for each other, so smaller batches would cost time.
     """
     batch = []
     batch_bytes = 0
@@ -231,10 +242,11 @@ def _unpack_batch(plain: Iterator[bytes]) -> tuple[list[bytes], bool]:
 
 
 def _unpack_members(gunzip: Gunzip, chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Unpack small members side by side, as `imgkit save` writes them.
+    """Yield the unpacked bytes of a stream of many small members, which several threads unpack.
 
-    Where a member seems to begin, there may be other data that looks so. What was unpacked from there counts
-    only if the data before ended there; `gunzip` unpacks all else.
+    The stream is cut wherever the bytes look like the start of a member. They may do so by chance, in the
+    middle of a member. So the result of a thread is used only if the data before it ended there with a
+    member; `gunzip` unpacks all other pieces in order.
     """
     is_between_members = True
     for piece, plain in _inflate_side_by_side(chunks):
@@ -249,16 +261,17 @@ def _unpack_members(gunzip: Gunzip, chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _inflate_side_by_side(chunks: Iterator[bytes]) -> Iterator[tuple[bytes, bytes | None]]:
-    """Cut a gzip stream where members seem to begin, and yield each piece with what it unpacks to.
+    """Cut a gzip stream where members seem to begin, and yield each piece with its unpacked bytes.
 
-    That is None for what is not one small member. Several threads unpack.
+    The unpacked bytes are None if the piece is not exactly one small member. Several threads unpack; the
+    pieces keep their order.
     """
     workers = min(process.count_processors(), _MAX_WORKERS)
     jobs: deque[tuple[list[bytes], Future[list[bytes | None]]]] = deque()
     groups = _split_at_members(chunks)
     with ThreadPoolExecutor(workers) as pool:
         while True:
-            # One more than there are threads, so that none waits for the reader.
+            # One more group than there are threads, so that no thread waits for new data.
             for group in itertools.islice(groups, workers + 1 - len(jobs)):
                 jobs.append((group, pool.submit(_inflate_members, group)))
             if not jobs:
@@ -268,7 +281,10 @@ def _inflate_side_by_side(chunks: Iterator[bytes]) -> Iterator[tuple[bytes, byte
 
 
 def _split_at_members(chunks: Iterator[bytes]) -> Iterator[list[bytes]]:
-    """Cut a gzip stream where members seem to begin, and where none does for long."""
+    """Cut a gzip stream where members seem to begin, and yield the pieces in groups, one per chunk or so.
+
+    If no member begins within 1 MiB, it is cut there, too, so that memory stays bounded.
+    """
     data = b""
     for chunk in chunks:
         data += chunk
@@ -281,7 +297,7 @@ def _split_at_members(chunks: Iterator[bytes]) -> Iterator[list[bytes]]:
             next_start = data.find(_MEMBER_START, start + 1)
         data = data[start:]
         if len(data) > CHUNK_BYTES:
-            # The beginning of the next member may be cut.
+            # Keep the last bytes: they may be the first half of the mark at which the next member begins.
             pieces.append(data[: -len(_MEMBER_START)])
             data = data[-len(_MEMBER_START) :]
         if pieces:
@@ -291,12 +307,14 @@ def _split_at_members(chunks: Iterator[bytes]) -> Iterator[list[bytes]]:
 
 
 def _inflate_members(pieces: list[bytes]) -> list[bytes | None]:
-    """Return what each of `pieces` unpacks to. It is None for what is not one small member of a gzip file."""
+    """Return the unpacked bytes of each of `pieces`, or None for a piece that is not one small member.
+
+    A call unpacks 4 MiB at most; further pieces give None, and the caller unpacks them in bounded memory.
+    """
     budget_bytes = _AHEAD_BYTES
     members = []
     for piece in pieces:
         plain = None
-        # What is beyond the budget is left to `Gunzip`, which unpacks in small pieces.
         if budget_bytes > 0:
             plain = _inflate_member(piece, min(budget_bytes, CHUNK_BYTES))
         if plain is not None:
@@ -306,7 +324,7 @@ def _inflate_members(pieces: list[bytes]) -> list[bytes | None]:
 
 
 def _inflate_member(piece: bytes, most_bytes: int) -> bytes | None:
-    """Return what `piece` unpacks to, or None if it is not one member of at most `most_bytes`."""
+    """Return the unpacked bytes of `piece`. Return None if it is not one member of at most `most_bytes`."""
     inflate = zlib.decompressobj(wbits=31)
     with contextlib.suppress(zlib.error):
         plain = inflate.decompress(piece, most_bytes)
@@ -316,7 +334,13 @@ def _inflate_member(piece: bytes, most_bytes: int) -> bytes | None:
 
 
 def _unzstd(chunks: Iterable[bytes], name: str) -> Iterator[bytes]:
-    """Yield the plain bytes of a zstd stream, which the program ``zstd`` unpacks."""
+    """Yield the unpacked bytes of a zstd stream. The program ``zstd`` unpacks it: zlib cannot.
+
+    Raises
+    ------
+    ToolMissing : there is no program ``zstd``.
+    CheckFailed : the data is damaged.
+    """
     if shutil.which("zstd") is None:
         raise ToolMissing(
             "the data is compressed with zstd, and the program zstd is not on PATH",

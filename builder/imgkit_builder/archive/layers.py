@@ -3,9 +3,9 @@
 Threads compute digests, and unpack what is compressed into a spool if there is room for one. The headers of a
 layer are read meanwhile, those of a compressed layer as soon as it is unpacked.
 
-Layers apply in order, and the members of a layer in theirs, as ``umoci unpack`` applies them for root. A
-member replaces what has its name, except a folder, which keeps its content. A whiteout removes what lower
-layers have. A folder on the way that is a link leads where it would lead a process whose root is the image.
+Layers are applied one after the other, and so are the members of each, with the results of ``umoci unpack``
+for root. A member replaces a file of the same name; a folder keeps its content. A whiteout, a member called
+``.wh.NAME``, deletes NAME of the layers below. Links on a path are followed as in a container of the image.
 Nothing is written. A name costs about 200 bytes: the tree holds a number for everything but folders.
 """
 
@@ -44,7 +44,7 @@ _MOST_NAME_BYTES = 255
 _MOST_PATH_BYTES = 4095
 _KINDS = (REGULAR, HARD_LINK, SYMLINK, CHARACTER, BLOCK, DIRECTORY, FIFO)
 _LAYER_SHIFT = 40
-"""A member has one number: its layer above these bits, and its position in the layer below.
+"""The tree knows a member by one number, ``layer << 40 | position``: member 7 of layer 2 is ``2 << 40 | 7``.
 
 An int costs the tree a fifth of what a tuple or an object costs, and an image has millions of files.
 """
@@ -61,22 +61,28 @@ def scan_layers(
 ) -> StoredImage:
     """Give the headers of each layer to `on_layer`, the lowest first, and compare its bytes with its digest.
 
-    Return the image to read next. With a `spool`, its layers are the plain ones there.
+    The digest of a layer is that of its unpacked bytes. A `spool` is a temporary folder in which compressed
+    layers are unpacked, so that the caller need not unpack them again.
+
+    Returns
+    -------
+    The image that the caller should read from now on. With a `spool`, its compressed layers are replaced by
+    their unpacked copies there.
 
     Raises
     ------
-    CheckFailed : a layer differs from the configuration, or is damaged.
-    NoRoom : the plain layers do not fit in `spool`.
+    CheckFailed : a layer is damaged, or has another digest than the image's configuration states.
+    NoRoom : the unpacked layers do not fit in `spool`.
     """
     allowance = Allowance(image.stored_bytes, image.where, unpack_limit_bytes)
     # Equal layers are one file, which is hashed or unpacked once.
     hashing: dict[Region, Future[str]] = {}
     unpacking: dict[Region, Future[tuple[StoredLayer, str]]] = {}
     layers = []
-    # Without `with`: at an error, nobody waits for layers that have not begun.
+    # Not `with ThreadPoolExecutor`: at an error it would first work through all layers that still wait.
     pool = ThreadPoolExecutor(threads)
     try:
-        # All begin before the first header is read, so that the threads have work meanwhile.
+        # The threads start hashing and unpacking now; this thread reads headers meanwhile.
         for layer in image.layers:
             if layer.compress == "none":
                 if layer.region not in hashing:
@@ -103,14 +109,14 @@ def scan_layers(
         _compare_digests(image, hashing, len(layers))
     finally:
         if spool:
-            # Before the pool waits: after an error, nobody needs what its threads still unpack.
+            # Before `shutdown`, which waits for the threads: after an error, nobody needs what they unpack.
             spool.stop()
         pool.shutdown(cancel_futures=True)
     return dataclasses.replace(image, layers=tuple(layers))
 
 
 def _scan_compressed(layer: StoredLayer, on_layer: Callable[[TarStream], None], allowance: Allowance) -> str:
-    """Give the headers of a compressed layer to `on_layer`, and return the sha256 of its plain bytes."""
+    """Unpack a layer once: give its headers to `on_layer`, and return the sha256 of its unpacked bytes."""
     digest = hashlib.sha256()
     with contextlib.closing(layer.plain(allowance)) as chunks:
         stream = TarStream(hash_chunks(chunks, digest), name=layer.name)
@@ -120,7 +126,10 @@ def _scan_compressed(layer: StoredLayer, on_layer: Callable[[TarStream], None], 
 
 
 def _compare_digests(image: StoredImage, hashing: Mapping[Region, Future[str]], count: int) -> None:
-    """Compare the digests of the first `count` layers, as far as they are plain."""
+    """Raise CheckFailed if one of the first `count` layers is uncompressed and has a wrong digest.
+
+    `hashing` has the digests, which threads may still be computing. Compressed layers are compared elsewhere.
+    """
     for number, layer in enumerate(image.layers[:count], 1):
         if layer.region in hashing:
             image.refuse_other_digest(number, hashing[layer.region].result())
@@ -138,7 +147,10 @@ class FolderEntry:
 
 
 class _Folder:
-    """A folder of the tree. `entry` is None where no layer has a member for it."""
+    """A folder of the tree.
+
+    `entry` is None if no layer has a member for the folder: a layer may hold ``a/b`` without ``a``.
+    """
 
     __slots__ = ("children", "entry", "layer")
 
@@ -150,7 +162,7 @@ class _Folder:
 
 
 _Node = _Folder | int
-"""A folder, or the number of a member that is none; hard links have the same number."""
+"""A folder, or the number (see `_LAYER_SHIFT`) of a file, link or device. Hard links share one number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,14 +170,21 @@ class MergePlan:
     """The folders and files of an image's layers that show in the image."""
 
     folders: tuple[tuple[str, FolderEntry | None], ...]
-    """Each folder after the one that it is in."""
+    """Path and attributes of each folder, parents first: ``usr``, then ``usr/lib``."""
     names: tuple[dict[int, tuple[str, ...]], ...]
-    """One map per layer, from the number of a member in it to every name under which its file shows."""
+    """One map per layer, from the position of a member in the layer to the visible paths of its file.
+
+    Hard links give a file several paths. A member that a later layer hides is absent.
+    """
 
 
 @dataclass(slots=True)
 class _FollowedLink:
-    """A link on a path. `leaves_image` says whether it leads out of the image if the host follows it."""
+    """A symlink on a path.
+
+    `leaves_image` is True if the link leads out of the image's unpacked folder when the host follows it, as
+    ``/etc`` and ``../../..`` do. In a container, the same link stays in the image.
+    """
 
     path: str
     target: str
@@ -184,14 +203,17 @@ class LayerTree:
         self._special: dict[int, bytes] = {}
         """Types of devices and FIFOs."""
         self._linked: set[tuple[int, str]] = set()
-        """Hard links of this layer to files of lower layers: identity of the folder, and name."""
+        """Hard links of this layer to files of lower layers, as ``(id(folder), name)``.
+
+        Their number names the lower layer, but a whiteout of this layer must not remove them.
+        """
 
     def add_layer(self, members: Iterable[Member]) -> None:
-        """Lay a layer over those before it.
+        """Put the next layer on top of the layers added before.
 
         Raises
         ------
-        CheckFailed : a member that no image may have; names it.
+        CheckFailed : no image may have one of the `members`, such as ``../a``. The message names it.
         """
         self._layer += 1
         self._linked.clear()
@@ -203,13 +225,13 @@ class LayerTree:
                 raise self._error(member, "it replaces the root folder")
 
     def file_type(self, path: str) -> bytes | None:
-        """Return the type of what a process opens at `path` if the image is its root, such as `FIFO`.
+        """Return the type of the file that a process in a container of the image opens at `path`.
 
-        Return None if nothing is there.
+        Links are followed. The result is a type flag such as `FIFO`, or None if nothing is at `path`.
 
         Raises
         ------
-        CheckFailed : its links lead to themselves.
+        CheckFailed : a link on the way leads to itself, so that `path` leads nowhere.
         """
         folders, missing = self._walk(path.split("/"), path)
         if not missing:
@@ -223,9 +245,11 @@ class LayerTree:
         return self._leaf_type(node)
 
     def find_escape(self, path: str) -> tuple[str, str] | None:
-        """Return path and target of the link through which `path` leaves the image if the host follows it.
+        """Return path and target of the first link that leads `path` out of the image on the host.
 
-        A link that leads to itself counts. The result is None if `path` stays in the image.
+        On the host, the image is an unpacked folder: with a link ``data -> /scratch``, ``data/x`` leaves it,
+        and the result is ``("data", "/scratch")``. A link that leads to itself counts, too. Return None if
+        `path` stays in the image.
         """
         links: list[_FollowedLink] = []
         try:
@@ -239,9 +263,10 @@ class LayerTree:
         return None
 
     def special_files(self, path: str) -> Iterator[tuple[str, bytes, str]]:
-        """Yield path, type and target of all links, devices and FIFOs at and below `path`, sorted by path.
+        """Yield path, type and target of each link, device and FIFO at and below `path`, sorted by path.
 
-        Links are not followed. A device or FIFO has an empty target.
+        For example, ``("etc/mtab", SYMLINK, "/proc/mounts")``. Links are not followed. A device or FIFO has
+        an empty target.
         """
         pending_paths = [path]
         while pending_paths:
@@ -256,7 +281,10 @@ class LayerTree:
                     yield node_path, file_type, self._links.get(node, "")
 
     def dissolve(self) -> MergePlan:
-        """Return what shows in the image. The tree is taken apart on the way, so that its memory is free."""
+        """Return the folders and files that are visible in the image, and empty the tree.
+
+        The tree is taken apart on the way, because tree and result together may not fit in memory.
+        """
         folders: list[tuple[str, FolderEntry | None]] = []
         names: tuple[dict[int, tuple[str, ...]], ...] = tuple({} for _ in range(self._layer + 1))
         # A list in place of recursion: an image may have folders of any depth.
@@ -297,7 +325,9 @@ class LayerTree:
     def _parts(self, member: Member) -> list[str]:
         """Return the names in the path of `member`: ``./usr/lib`` -> ``usr``, ``lib``.
 
-        A path with ``..`` is refused, and so is a name that is too long for Linux.
+        Raises
+        ------
+        CheckFailed : the path has ``..``, or a name that is too long for Linux.
         """
         parts = [part for part in member.name.split("/") if part not in ("", ".")]
         if ".." in parts:
@@ -312,7 +342,11 @@ class LayerTree:
         return parts
 
     def _add(self, parts: list[str], member: Member, number: int) -> None:
-        """Put `member` into the tree under its path `parts`, or apply it if it is a whiteout."""
+        """Put `member` into the tree under its path `parts`, or apply it if it is a whiteout.
+
+        A whiteout is a mark for a deleted file: ``etc/.wh.motd`` removes ``etc/motd`` of the layers below.
+        `number` stands for the member in the tree, see `_LAYER_SHIFT`.
+        """
         name = parts[-1]
         folders, missing = self._walk(parts[:-1], member.name)
         if name.startswith(WHITEOUT):
@@ -324,14 +358,15 @@ class LayerTree:
             return
         if member.kind not in _KINDS:
             raise self._error(member, f"its type {member.kind!r} is not file, folder, link, device or FIFO")
-        # Before the target of a hard link is looked up: its folder may take the place of that target, as in
-        # "a", then "a/a" as a link to "a".
+        # Folders are made before the target of a hard link is looked up, because a new folder may replace the
+        # target: after the file "a", the hard link "a/a" to "a" makes "a" a folder.
         folder = self._make_folders(folders, missing)
         if member.kind == DIRECTORY:
             folder.children[name] = self._update_folder(folder.children.get(name), member)
         elif member.kind == HARD_LINK:
             target = self._link_target(member, folder, name)
             folder.children[name] = target
+            # The file is in a lower layer, but its new name is of this one: whiteouts must leave it alone.
             if target >> _LAYER_SHIFT != self._layer:
                 self._linked.add((id(folder), name))
         else:
@@ -342,7 +377,11 @@ class LayerTree:
                 self._special[number] = member.kind
 
     def _update_folder(self, previous: _Node | None, member: Member) -> _Folder:
-        """Return the folder for `member`: the `previous` folder with its content, or a new one."""
+        """Return the folder that `member` describes, with its mode, owner and time.
+
+        If a lower layer has the folder (`previous`), its content stays. A file or link is replaced by a new
+        folder.
+        """
         folder = previous if isinstance(previous, _Folder) else _Folder(self._layer)
         folder.layer = self._layer
         folder.entry = FolderEntry(
@@ -357,14 +396,26 @@ class LayerTree:
     def _walk(
         self, parts: list[str], name: str, links: list[_FollowedLink] | None = None
     ) -> tuple[list[tuple[str, _Folder]], list[str]]:
-        """Return the folders to which `parts` lead, the root first, and the names that are no folder yet.
+        """Follow a path and the links on it, as a process in a container of the image would.
 
-        `links` receives each link on the way.
+        Parameters
+        ----------
+        parts : the names in the path: ``["usr", "lib", "a"]``.
+        name : the path, for messages.
+        links : receives each link on the way.
+
+        Returns
+        -------
+        Name and folder of each existing folder on the path, the root first, and the names behind them that
+        are not folders. If ``usr`` is a folder without ``lib``, these are ``lib`` and ``a``.
+
+        Raises
+        ------
+        CheckFailed : the path has too many links, or is too long once they are followed.
         """
-        # The path with links followed so far, and the names of it that do not exist.
         folders: list[tuple[str, _Folder]] = [("", self._root)]
         missing: list[str] = []
-        # The next name is the last one: the target of a link goes behind the rest.
+        # In reverse, so that `pop` returns the next name, and `+=` puts the target of a link before the rest.
         waiting = parts[::-1]
         hops = 0
         while waiting:
@@ -412,19 +463,27 @@ class LayerTree:
     def _make_folders(self, folders: list[tuple[str, _Folder]], missing: list[str]) -> _Folder:
         """Make the folders `missing` below the last of `folders`, and return the innermost.
 
-        All of them get the number of this layer, so that its whiteouts spare them.
+        All of them, new or not, are marked as touched by this layer: its whiteouts remove only what lower
+        layers have put there.
         """
         for _, folder in folders:
             folder.layer = self._layer
         for part in missing:
-            # What is there and no folder, or a link that leads nowhere, gives way.
+            # The new folder replaces a file of this name, or a link that leads nowhere.
             child = _Folder(self._layer)
             folder.children[part] = child
             folder = child
         return folder
 
     def _link_target(self, member: Member, folder: _Folder, name: str) -> int:
-        """Return the number of the file to which the hard link `name` in `folder` leads."""
+        """Return the number of the file to which the hard link `member` leads.
+
+        The link is about to be called `name` in `folder`.
+
+        Raises
+        ------
+        CheckFailed : there is no such file, or the new link would replace it.
+        """
         parts = [part for part in member.link.split("/") if part not in ("", ".")]
         if not parts or ".." in parts:
             raise self._link_error(member)
@@ -433,7 +492,7 @@ class LayerTree:
         target = target_folder.children.get(parts[-1])
         if missing or not isinstance(target, int):
             raise self._link_error(member)
-        # What has the link's own name goes before the link is made, with all that is in it.
+        # What is called like the link is removed before the link is made: the target must not be in it.
         previous = folder.children.get(name)
         is_itself = target_folder is folder and name == parts[-1]
         is_inside = isinstance(previous, _Folder) and any(parent is previous for _, parent in folders)
@@ -445,10 +504,10 @@ class LayerTree:
         return self._error(member, f"a hard link to {member.link!r}, where there is no file before it")
 
     def _apply_whiteout(self, folder: _Folder, name: str) -> None:
-        """Remove what lower layers have at the path that the whiteout `name` in `folder` marks.
+        """Apply a whiteout, the mark `name` in `folder` by which a layer deletes files of lower layers.
 
-        ``.wh.a`` removes ``a``, ``.wh..wh..opq`` everything in the folder. Other names that begin with
-        ``.wh..wh.`` are AUFS's own, and mean nothing.
+        ``.wh.a`` removes ``a``, and ``.wh..wh..opq`` everything in the folder. What this layer itself has put
+        there stays. Other names that begin with ``.wh..wh.`` belong to the file system AUFS, and are ignored.
         """
         if name == OPAQUE:
             pending = [(folder, child) for child in folder.children]
@@ -468,7 +527,7 @@ class LayerTree:
                 del parent.children[child_name]
 
     def _is_new_file(self, folder: _Folder, name: str, node: _Node) -> bool:
-        """Return whether `node`, which is called `name` in `folder`, is a file or link of this layer."""
+        """Return whether this layer has put `node`, a file or link called `name`, into `folder`."""
         if isinstance(node, _Folder):
             return False
         return node >> _LAYER_SHIFT == self._layer or (id(folder), name) in self._linked

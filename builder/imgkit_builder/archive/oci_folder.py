@@ -39,16 +39,18 @@ class OciLayout:
 def write_layout(
     image: StoredImage, folder: Path, report: Reporter, *, unpack_limit_bytes: int | None = None
 ) -> OciLayout:
-    """Write `image` below the new folder `folder`. Plain layers of an OCI folder become hard links.
+    """Write `image` to the new folder `folder` as an OCI folder with uncompressed layers.
+
+    Layers that lie uncompressed in files of their own are not copied: they become hard links.
 
     Raises
     ------
-    CheckFailed : a layer is damaged, or larger than the limit once unpacked.
+    CheckFailed : a layer is damaged, or the layers unpack to more than `unpack_limit_bytes`.
     """
     config = image.selected.config
     blobs = folder / "blobs/sha256"
     blobs.mkdir(parents=True)
-    # One for all layers: an attacker could spread a bomb over many.
+    # One allowance for all layers: a hostile image could stay below a limit per layer, and fill the disk.
     allowance = Allowance(image.stored_bytes, image.where, unpack_limit_bytes)
     layers: list[dict[str, object]] = []
     layer_bytes = 0
@@ -83,9 +85,12 @@ def _write_blob(blobs: Path, data: bytes, media_type: str) -> dict[str, object]:
 
 
 def _write_layer(layer: StoredLayer, target: Path, allowance: Allowance) -> str:
-    """Write the unpacked bytes of `layer` to `target`, and return their sha256 in hex."""
+    """Write the unpacked bytes of `layer` to `target`, and return their sha256 in hex.
+
+    A layer that is an uncompressed file of its own is linked, not copied.
+    """
     region = layer.region
-    is_whole_file = region.start == 0  # in an archive, a header comes first
+    is_whole_file = region.start == 0  # a layer in an archive begins behind a header
     if layer.compress == "none" and is_whole_file:
         _link_or_copy(region.path, target)
         return region.sha256()
@@ -96,11 +101,12 @@ def _write_layer(layer: StoredLayer, target: Path, allowance: Allowance) -> str:
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
-    """Make `target` a hard link to `source`, or a copy where there can be no link."""
+    """Make `target` a hard link to `source`, which takes no space. If that is not possible, copy the file."""
     try:
         os.link(source.resolve(), target)
     except OSError as error:
-        # Across file systems, where the kernel protects others' files, or where there are no hard links.
+        # The target is on another file system, the kernel protects files of other users, or the file system
+        # has no hard links.
         if error.errno not in (errno.EXDEV, errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EMLINK):
             raise
         shutil.copyfile(source, target)  # noqa: TID251 - a folder of this process

@@ -58,7 +58,7 @@ _MAX_DOCUMENTS_BYTES = 32 << 20
 
 
 class _StoredFile(Protocol):
-    """A file of an image, wherever a consumer put it."""
+    """A file of an image, in whatever form the caller of `read_members` keeps it: as digests, or on disk."""
 
     def document(self) -> bytes | None:
         """Return its bytes. None if it has more than `MAX_JSON_BYTES`."""
@@ -67,7 +67,7 @@ class _StoredFile(Protocol):
 
 File = TypeVar("File", bound=_StoredFile)
 Find = Callable[[str], File | None]
-"""Look up a file by its name."""
+"""A function that returns the file of a name such as ``index.json``, or None if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class Members(Generic[File]):
     links: dict[str, str] = field(default_factory=dict)
 
     def find(self, name: str) -> File | None:
-        """Return the file `name`. None if the archive does not have it."""
+        """Return the file `name`, or None if the archive does not have it. Links are followed."""
         name = posixpath.normpath(name)
         for _ in range(_MAX_LINKS):
             if name in self.files:
@@ -102,20 +102,20 @@ class SelectedImage(Generic[File]):
 
     @property
     def stated_id(self) -> str:
-        """``sha256:...`` that the name of the configuration states."""
+        """The digest in the name of the configuration: ``blobs/sha256/1a2b...`` -> ``sha256:1a2b...``."""
         digest = posixpath.basename(self.config_name).removesuffix(".json").removeprefix("sha256:")
         return f"sha256:{digest}"
 
     @property
     def id_problem(self) -> str:
-        """How the configuration differs from its name. It is empty if it does not."""
+        """A sentence for the user if the configuration has another digest than its name says, or ``""``."""
         if self.stated_id == self.config.image_id:
             return ""
         return f"the configuration has digest {self.config.image_id}, but is named {self.stated_id}"
 
     @property
     def count_problem(self) -> str:
-        """How the number of layers differs from the configuration's. It is empty if it does not."""
+        """A sentence for the user if the configuration lists another number of layers, or ``""``."""
         count = len(self.layers)
         expected = len(self.config.diff_ids)
         if count == expected:
@@ -123,7 +123,10 @@ class SelectedImage(Generic[File]):
         return f"the archive has {count} layers, its configuration lists {expected}"
 
     def refuse_problems(self, where: str) -> None:
-        """Raise CheckFailed where the configuration differs from its name or from the number of layers."""
+        """Raise CheckFailed if the configuration has another digest than its name, or lists other layers.
+
+        Such an archive is damaged. `where` is the archive's name, for the message.
+        """
         # Some tools give the configuration a name that is no digest.
         states_digest = len(self.stated_id) == len(self.config.image_id)
         if states_digest and self.id_problem:
@@ -133,14 +136,18 @@ class SelectedImage(Generic[File]):
 
 
 def read_members(stream: TarStream, store: Callable[[Member], File], *, where: str) -> Members[File]:
-    """Read the headers of an archive to its end.
+    """Read the headers of an archive to its end, and return its files and links.
 
-    `store` is called for each regular file. It may read the file's body, and returns what stands for it.
+    Parameters
+    ----------
+    store : is called for each regular file. It may read the file's body from `stream`. What it returns, such
+        as the file's digest, is the file's value in the result.
+    where : the archive's name, for messages.
 
     Raises
     ------
-    CheckFailed : damaged or cut short.
-    UsageError : far too many members for an image.
+    CheckFailed : the archive is damaged or cut short.
+    UsageError : it has far too many members for an image.
     """
     result: Members[File] = Members()
     for number, member in enumerate(stream):
@@ -160,12 +167,14 @@ def read_members(stream: TarStream, store: Callable[[Member], File], *, where: s
 
 
 def select_image(find: Find[File], *, where: str) -> SelectedImage[File]:
-    """Return the only image that ``manifest.json``, or else ``index.json``, describes.
+    """Return the only image of an archive, as its ``manifest.json`` or else its ``index.json`` describes it.
+
+    `find` returns a file of the archive by its name. `where` is the archive's name, for messages.
 
     Raises
     ------
-    CheckFailed : damaged: a file is missing, is not JSON or does not describe an image.
-    UsageError : several images, none, or not an image archive at all.
+    CheckFailed : the archive is damaged: a file is missing, is not JSON or does not describe an image.
+    UsageError : the archive has several images or none, or is not an image archive at all.
     """
     selector = _Selector(find, where)
     if find("manifest.json"):
@@ -198,7 +207,10 @@ class _Selector(Generic[File]):
         return self._make_image(image.config, image.layers, image.tags, named_by="manifest.json")
 
     def _tags_error(self, images: Sequence[_ManifestImage]) -> UsageError:
-        """Return the refusal of an archive of several images or none, with an example of a tag to save."""
+        """Return the error for an archive that has several images or none.
+
+        Its hint shows how to save one of them: ``docker save -o FILE.tar TAG``.
+        """
         all_tags: list[str] = []
         for image in images:
             all_tags += image.tags
@@ -207,7 +219,7 @@ class _Selector(Generic[File]):
         return self._not_one_error(len(images), all_tags, f"docker save -o FILE.tar {example}")
 
     def select_by_index(self) -> SelectedImage[File]:
-        """Return the only image of ``index.json``, which may name further indexes."""
+        """Return the only image of ``index.json``. The index may refer to an index that lists the image."""
         if self._find("index.json") is None:
             raise _no_image("it has neither manifest.json nor index.json", self._where)
         name = "index.json"
@@ -215,7 +227,7 @@ class _Selector(Generic[File]):
         document = self._read_json(name)
         for _ in range(MAX_INDEX_DEPTH + 1):
             entry = self._select_entry(name, document)
-            # The innermost index that names a tag counts.
+            # Each index may state a tag. The one next to the image counts.
             tags = _to_texts([_tag(entry)]) or tags
             name = self._blob_name(entry, "index.json")
             document = self._read_json(name, "index.json")
@@ -233,13 +245,20 @@ class _Selector(Generic[File]):
         return self._make_image(config, layers, tags, named_by=name)
 
     def _select_entry(self, name: str, index: Any) -> Any:
-        """Return the only image or index in the parsed `index`, which the file `name` holds."""
+        """Return the only entry of the parsed `index`, which the file `name` holds.
+
+        The entry describes an image or a further index. Entries that describe neither are ignored.
+
+        Raises
+        ------
+        UsageError : several entries or none.
+        """
         entries = []
         labels = []
         with self._explain_errors(name):
             for entry in index["manifests"]:
                 architecture = (entry.get("platform") or {}).get("architecture")
-                # BuildKit lists attestations as further images.
+                # BuildKit adds an entry about how the image was built: an attestation, not an image.
                 kind = _annotations(entry).get("vnd.docker.reference.type")
                 if kind != "attestation-manifest" and architecture != "unknown":
                     entries.append(entry)
@@ -252,9 +271,12 @@ class _Selector(Generic[File]):
     def _make_image(
         self, config: str, layers: Sequence[str], tags: tuple[str, ...], *, named_by: str
     ) -> SelectedImage[File]:
-        """Return the image whose configuration is the file `config`. The file `named_by` names all files."""
+        """Return the image that has the configuration file `config` and the layer files `layers`.
+
+        `named_by` is the file that lists these names, for messages about a missing file.
+        """
         raw = self._read_document(config, named_by)
-        # All names are looked up before the configuration is parsed: a missing file explains more.
+        # Before the configuration is parsed: if a layer is missing, too, that error explains more.
         layer_files = tuple((layer, self._require_file(layer, named_by)) for layer in layers)
         with self._explain_errors(config):
             parsed = parse_config(raw, where=self._where)
@@ -268,7 +290,12 @@ class _Selector(Generic[File]):
         return file
 
     def _read_document(self, name: str, named_by: str) -> bytes:
-        """Return the bytes of the JSON file `name`, to which the file `named_by` refers."""
+        """Return the bytes of the JSON file `name`, to which the file `named_by` refers.
+
+        Raises
+        ------
+        CheckFailed : it is missing, or so large that it cannot describe an image.
+        """
         raw = self._require_file(name, named_by).document()
         if raw is None:
             size = f"{MAX_JSON_BYTES >> 20} MiB"
@@ -279,7 +306,15 @@ class _Selector(Generic[File]):
         return raw
 
     def _read_json(self, name: str, named_by: str = "") -> Any:
-        """Return the content of the JSON file `name`, whose digest must be in the name of a blob."""
+        """Return the parsed JSON file `name`.
+
+        A blob is a file that is named after its digest, ``blobs/sha256/1a2b...``: its bytes must have that
+        digest.
+
+        Raises
+        ------
+        CheckFailed : it is missing, has another digest, or is not JSON.
+        """
         raw = self._read_document(name, named_by)
         digest = hashlib.sha256(raw).hexdigest()
         if name.startswith(_BLOBS) and name != _BLOBS + digest:
@@ -290,7 +325,10 @@ class _Selector(Generic[File]):
             raise self._error(f"{name} is not JSON: {error}") from error
 
     def _blob_name(self, entry: Any, named_by: str) -> str:
-        """Return the name of the file to which `entry`, a descriptor in the file `named_by`, refers."""
+        """Return the name of the file to which an entry of the file `named_by` refers by its digest.
+
+        ``{"digest": "sha256:1a2b..."}`` -> ``blobs/sha256/1a2b...``.
+        """
         with self._explain_errors(named_by):
             digest = entry["digest"]
         if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
@@ -299,7 +337,10 @@ class _Selector(Generic[File]):
 
     @contextlib.contextmanager
     def _explain_errors(self, name: str) -> Iterator[None]:
-        """Turn an error in the use of the parsed JSON of `name` into a refusal of the archive."""
+        """Turn an exception in the block, which uses the parsed JSON file `name`, into a CheckFailed.
+
+        The JSON may have any form, so a missing key or a wrong type means that the archive is damaged.
+        """
         try:
             yield
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -342,7 +383,7 @@ def _tag(entry: Any) -> Any:
 
 
 def _to_texts(values: Any) -> tuple[str, ...]:
-    """Return `values` as texts without empty ones, whatever the JSON has there."""
+    """Return the values of a JSON list as texts, without empty ones: ``["a", null]`` -> ``("a",)``."""
     return tuple(str(value) for value in values or () if value)
 
 
@@ -384,11 +425,11 @@ class Contents:
 
 
 def archive_compression(path: Path) -> Compress | None:
-    """Return how the archive `path` is compressed. None if it is no archive.
+    """Return how the archive `path` is compressed, ``"none"`` for a plain tar, or None if it is no archive.
 
     Raises
     ------
-    UsageError : bzip2 or xz.
+    UsageError : the file is compressed with bzip2 or xz, which imgkit does not read.
     """
     compress = compressed.detect_compression(path)
     if compress != "none":
@@ -409,13 +450,18 @@ def hash_file(path: Path, *, report: Reporter) -> str:
 def digest_archive(
     path: Path, *, compress: Compress, report: Reporter, unpack_limit_bytes: int | None = None
 ) -> Contents:
-    """Read the archive at `path` once, to its end even where it is damaged. Unpack no more than the limit.
+    """Read the archive `path` once, hash it and the files in it, and find its image.
 
-    Nothing is written: a login node may have no room for a compressed archive's content.
+    A damaged archive is read to its end, too, since its digest says whether the copy or the original is at
+    fault. Nothing is written: a login node may have no room for the content of a compressed archive.
+
+    Returns
+    -------
+    The digests, and the image. If there is none, `Contents.problem` says why.
 
     Raises
     ------
-    ToolMissing : it is zstd-compressed and there is no ``zstd``.
+    ToolMissing : the archive is compressed with zstd, and there is no program ``zstd``.
     """
     where = str(path)
     total = path.stat().st_size
@@ -445,11 +491,12 @@ def digest_archive(
             if not image.config.os:
                 raise CheckFailed("its image configuration names no operating system", where=where)
         except (CheckFailed, ToolFailed, UsageError) as error:
-            image = None  # it is set where only its configuration is at fault
+            image = None  # the check of `os` above fails with `image` already set
             problem = error.what
             if error.where not in (None, where):
                 problem = f"{error.where}: {problem}"
-        for _ in raw:  # the digest is that of the whole file
+        # Read the rest: `digest` is that of the whole file.
+        for _ in raw:
             pass
     return Contents(
         sha256=digest.hexdigest(),
@@ -471,7 +518,14 @@ def _find_wrong_blobs(members: Members[HashedFile]) -> list[str]:
 
 
 def _hash_members(chunks: Iterator[bytes], allowance: Allowance, where: str) -> Members[HashedFile]:
-    """Hash every file of an archive, and keep the content of files that may be JSON."""
+    """Hash every file of an archive, and keep the content of files that may be JSON.
+
+    `chunks` are the unpacked bytes of the archive. `allowance` limits what its layers may unpack to.
+
+    Raises
+    ------
+    CheckFailed : the archive is damaged, or has more JSON than fits into memory.
+    """
     stream = TarStream(chunks, name=where)
     json_bytes = 0
 
@@ -479,7 +533,7 @@ def _hash_members(chunks: Iterator[bytes], allowance: Allowance, where: str) -> 
         """Return the digests of a file, and its content if that may be JSON."""
         nonlocal json_bytes
         pieces = stream.body()
-        # The first piece may be shorter than a mark.
+        # The first piece may be too short to tell the compression.
         start = b""
         while len(start) < min(_MAGIC_BYTES, member.size_bytes):
             start += next(pieces)
@@ -512,9 +566,15 @@ def _too_much_json(where: str) -> CheckFailed:
 def _hash_file(
     pieces: Iterable[memoryview], compress: Compress, allowance: Allowance, *, name: str, is_kept: bool
 ) -> HashedFile:
-    """Return the digests of a file as it is in the archive, and as it is once unpacked.
+    """Return the digest of a file as it lies in the archive, and the digest of its unpacked bytes.
 
-    The result also has the file's bytes if `is_kept`.
+    Parameters
+    ----------
+    pieces : the bytes of the file.
+    compress : how the file is compressed. A zstd file is not unpacked, and has no second digest.
+    allowance : limits how many bytes may come out.
+    name : the file's name, for messages.
+    is_kept : keep the bytes, too, because the file may be JSON.
     """
     stored = hashlib.sha256()
     unpacked = hashlib.sha256()

@@ -78,13 +78,17 @@ def json_path(archive: Path) -> Path:
 
 @contextlib.contextmanager
 def replace_around(sidecar: Sidecar, archive: Path) -> Iterator[None]:
-    """Write the manifest and the checksum file around a block that renames `archive` into place.
+    """Replace the two files beside `archive`. The ``with`` block must rename the new archive into place.
+
+    Before the block, the old checksum is removed and the new manifest written; after it, the new checksum is
+    written. If the process dies in between, the missing checksum says that the save is incomplete.
 
     Raises
     ------
-    OSError : one cannot be written. Then `describe_incomplete` says what is there, or nothing has changed.
+    OSError : one of the files cannot be written. Unless nothing has changed yet, `describe_incomplete` then
+        says how to repair the archive.
     """
-    # First: without it, the rest counts as an unfinished save.
+    # First: a manifest without a checksum counts as an unfinished save.
     files.remove_file(sha256_path(archive))
     files.write_file(json_path(archive), to_json(sidecar))
     yield
@@ -93,12 +97,15 @@ def replace_around(sidecar: Sidecar, archive: Path) -> Iterator[None]:
 
 
 def describe_incomplete(archive: Path, sha256: str, sidecar: Sidecar) -> tuple[str, str]:
-    """Return what an interrupted save has left, and the command that repairs it.
+    """Return a sentence on what an interrupted save has left, and the command that repairs it.
+
+    Either the archive is the new one and only its checksum file is missing, or the archive is still the old
+    one and must be saved again. The digest in the manifest file tells.
 
     Parameters
     ----------
     archive : the archive, which has no checksum file.
-    sha256 : its digest, as its bytes are now.
+    sha256 : the digest of its present bytes.
     sidecar : the content of its manifest file.
     """
     name = shlex.quote(archive.name)
@@ -114,7 +121,7 @@ def to_json(sidecar: Sidecar) -> str:
     """Return the text of the manifest file. The same value gives the same text."""
     system = None
     manifest = None
-    # As JSON objects, in the form that their files in the image have.
+    # Both are files in the image, too. They are stored here as the same JSON objects.
     if sidecar.system:
         system = json_text.parse(systems.to_json(sidecar.system))
     if sidecar.manifest:
@@ -130,11 +137,11 @@ def to_json(sidecar: Sidecar) -> str:
 
 
 def from_json(text: str, *, where: str) -> Sidecar:
-    """Read what `to_json` wrote. `where` is the file's path, for messages.
+    """Parse the text of a manifest file, which `to_json` wrote. `where` is the file's path, for messages.
 
     Raises
     ------
-    UsageError : not a sidecar, or of a later schema.
+    UsageError : the text is not such a file, or a later version of imgkit wrote it.
     """
     try:
         document: dict[str, Any] = json_text.parse(text)
@@ -143,7 +150,7 @@ def from_json(text: str, *, where: str) -> Sidecar:
                 "a later version of imgkit wrote this sidecar", where=where, hint="use that version"
             )
         json_text.unseal(document)
-        # A key of a later version would be lost when the file is written again.
+        # An unknown key of a later version would be lost when this version writes the file again.
         if document.keys() != {"schema", "image", "archive", "system", "manifest"}:
             raise ValueError(f"its keys are {sorted(document)}")
         return _parse_document(document)
@@ -154,7 +161,12 @@ def from_json(text: str, *, where: str) -> Sidecar:
 
 
 def _parse_document(document: dict[str, Any]) -> Sidecar:
-    """Return the values of a JSON object that has the keys of a sidecar."""
+    """Return the sidecar, the content of a manifest file, from the JSON object in it.
+
+    Raises
+    ------
+    ValueError, KeyError, TypeError : a value is missing or wrong.
+    """
     image = json_text.build_value(SavedImage, document["image"], "image", closed=True)
     archive = json_text.build_value(SavedArchive, document["archive"], "archive", closed=True)
     system = None
@@ -181,7 +193,7 @@ def read_sidecar(archive: Path) -> Sidecar | None:
 
 
 def read_sha256(archive: Path) -> str | None:
-    """Return the digest that ``X.sha256`` states for `archive`, or None if there is no such file.
+    """Return the digest in the checksum file of `archive`, or None if there is no such file.
 
     Raises
     ------

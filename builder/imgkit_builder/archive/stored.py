@@ -39,7 +39,7 @@ _MAGIC_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Bytes of a file."""
+    """A range of bytes of a file, such as a layer in an archive."""
 
     path: Path
     start: int
@@ -50,7 +50,7 @@ class Region:
         return FileChunks(self.path, chunk_bytes=chunk_bytes, start=self.start, size_bytes=self.size_bytes)
 
     def document(self) -> bytes | None:
-        """Return the bytes. None if there are more than `MAX_JSON_BYTES`."""
+        """Return the bytes, or None if there are more than `MAX_JSON_BYTES`, too many for a JSON file."""
         if self.size_bytes > MAX_JSON_BYTES:
             return None
         with contextlib.closing(self.chunks(MAX_JSON_BYTES)) as chunks:
@@ -80,12 +80,16 @@ class StoredLayer:
 
     @contextlib.contextmanager
     def open(self, *, bodies: bool) -> Iterator[TarStream]:
-        """Walk over the members. Without `bodies`, their content is passed over where that is possible."""
+        """Yield an iterator over the members of the layer.
+
+        Without `bodies`, the caller wants the headers alone, and the content of files is jumped over. A
+        compressed layer must be unpacked to its end all the same.
+        """
         if self.compress != "none":
             with contextlib.closing(self.plain()) as plain:
                 yield TarStream(plain, name=self.name)
             return
-        # Where bodies are passed over, a large chunk would read them anyway.
+        # For headers alone, a large chunk would read most bodies together with the header before them.
         chunk_bytes = compressed.CHUNK_BYTES if bodies else _HEADER_BYTES
         with contextlib.closing(self.region.chunks(chunk_bytes)) as chunks:
             yield TarStream(chunks, name=self.name, jump=chunks.skip)
@@ -127,7 +131,11 @@ class StoredImage:
         return sum(layer.region.size_bytes for layer in self.layers if layer.compress != "none")
 
     def refuse_other_digest(self, number: int, sha256: str) -> None:
-        """Raise CheckFailed if the plain bytes of layer `number`, from 1, should have another `sha256`."""
+        """Raise CheckFailed if a layer is damaged.
+
+        `number` counts layers from 1, and `sha256` is the digest of the layer's unpacked bytes, in hex. The
+        image's configuration states the digest that it should have.
+        """
         expected = self.layers[number - 1].diff_id.removeprefix("sha256:")
         if sha256 != expected:
             raise CheckFailed(
@@ -146,15 +154,16 @@ def open_archive(
     advance: Callable[[int], None] = lambda _: None,
     unpack_limit_bytes: int | None,
 ) -> Iterator[StoredImage]:
-    """Yield the image of the archive or OCI folder `path`. Unpack a compressed archive to `folder` first.
+    """Yield the image of the archive or OCI folder `path`.
 
+    A compressed archive is first unpacked to a file in `folder`, which is removed when the block ends.
     `advance` gets the number of bytes unpacked so far.
 
     Raises
     ------
-    CheckFailed : damaged, or larger than the limit once unpacked.
-    UsageError : several images, none, or no image archive at all.
-    ToolMissing : a zstd archive and no ``zstd`` program.
+    CheckFailed : the archive is damaged, or unpacks to more than `unpack_limit_bytes`.
+    UsageError : it has several images or none, or is no image archive at all.
+    ToolMissing : it is compressed with zstd, and there is no program ``zstd``.
     """
     if path.is_dir() or compressed.detect_compression(path) == "none":
         yield open_image(path)
@@ -171,7 +180,7 @@ def open_archive(
 def spool_archive(
     chunks: Iterator[bytes], path: Path, *, where: str, advance: Callable[[int], None]
 ) -> dict[int, str]:
-    """Write the plain archive that comes in `chunks` to `path`, and hash every file in it on the way.
+    """Write the uncompressed archive that comes in `chunks` to `path`, and hash every file in it on the way.
 
     Parameters
     ----------
@@ -180,12 +189,12 @@ def spool_archive(
 
     Returns
     -------
-    The sha256 of each file, by the byte of the archive at which the file begins. With it, `open_image` need
-    not read a layer once more to compare it.
+    The sha256 of each file, by the byte of the archive at which the file begins. `open_image` takes them, so
+    that no layer has to be read again for its digest.
 
     Raises
     ------
-    CheckFailed : damaged or cut short.
+    CheckFailed : the archive is damaged or cut short.
     """
     digests: dict[int, str] = {}
 
@@ -204,7 +213,12 @@ def spool_archive(
 
 
 def _write_chunks(chunks: Iterator[bytes], file: BinaryIO, advance: Callable[[int], None]) -> Iterator[bytes]:
-    """Yield `chunks` unchanged, and write them to `file`."""
+    """Write `chunks` to `file` and yield them unchanged. `advance` gets the number of bytes so far.
+
+    Raises
+    ------
+    OSError : the disk is full or fails. The message says how much of the image was written.
+    """
     written_bytes = 0
     for chunk in chunks:
         try:
@@ -224,17 +238,17 @@ def open_image(
     where: str = "",
     digests: Mapping[int, str] = MappingProxyType({}),
 ) -> StoredImage:
-    """Find the image of the plain archive or OCI folder `path`, without reading a layer.
+    """Find the image of the uncompressed archive or OCI folder `path`, without reading a layer.
 
     Parameters
     ----------
-    where : what messages call the image, if not by its path.
-    digests : the result of `spool_archive`.
+    where : the image's name in messages. The default is its path.
+    digests : the result of `spool_archive`, which saves hashing the layers once more.
 
     Raises
     ------
-    CheckFailed : damaged, or its configuration and its list of layers differ.
-    UsageError : several images, none, or no image at all.
+    CheckFailed : the archive is damaged, or its configuration lists other layers than it has.
+    UsageError : it has several images or none, or is no image archive at all.
     """
     where = where or str(path)
     select = _select_in_folder if path.is_dir() else _select_in_archive
@@ -259,7 +273,7 @@ def _detect_compression(region: Region) -> compressed.Compress:
 
 
 def _select_in_archive(path: Path, where: str) -> SelectedImage[Region]:
-    """Return the only image of the plain archive `path`, of which only headers and JSON files are read."""
+    """Return the only image of the uncompressed archive `path`. Only headers and JSON files are read."""
 
     def store(member: Member) -> Region:
         return Region(path=path, start=member.offset, size_bytes=member.size_bytes)
@@ -282,17 +296,20 @@ def _select_in_folder(path: Path, where: str) -> SelectedImage[Region]:
 
 
 class NoRoom(Exception):
-    """The plain layers take more than the spool may. None of its files is of use then."""
+    """The unpacked layers need more disk space than a `Spool` may take. Its files are incomplete then."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Spool:
-    """Where plain layers go, and how much of the disk they may take together."""
+    """A folder for temporary files with unpacked layers, which may take `room_bytes` together.
+
+    The files are removed at the end of its ``with`` block.
+    """
 
     folder: Path
     room_bytes: int
     advance: Callable[[int], None] = lambda _: None
-    """Gets the number of plain bytes so far."""
+    """Gets the number of unpacked bytes so far, for a progress display."""
     _paths: list[Path] = field(default_factory=list)
     _is_stopped: bool = False
 
@@ -308,12 +325,16 @@ class Spool:
         self._is_stopped = True
 
     def unpack(self, layer: StoredLayer, allowance: Allowance) -> tuple[StoredLayer, str]:
-        """Write the plain bytes of `layer` to a new file. Return the layer there, and its sha256.
+        """Unpack `layer` to a new file. Threads may call this for several layers at once.
+
+        Returns
+        -------
+        The layer as an uncompressed one in the new file, and the sha256 of its unpacked bytes.
 
         Raises
         ------
-        NoRoom : the layers take more than there is.
-        CheckFailed : they are damaged, or more than `allowance`.
+        NoRoom : all layers together need more than `room_bytes`, or the disk is full.
+        CheckFailed : the layer is damaged, or all layers unpack to more than `allowance`.
         """
         digest = hashlib.sha256()
         size_bytes = 0
@@ -327,7 +348,7 @@ class Spool:
                 for chunk in chunks:
                     if self._is_stopped:
                         break
-                    # The allowance counts the bytes of all threads.
+                    # Not `size_bytes`: the allowance counts the bytes of all layers, in all threads.
                     self.advance(allowance.unpacked_bytes)
                     if allowance.unpacked_bytes > self.room_bytes:
                         raise NoRoom
@@ -337,7 +358,7 @@ class Spool:
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            # Somebody else fills the disk, too.
+            # The disk is full within `room_bytes`: another program writes to it, too.
             raise NoRoom from error
         region = Region(path=path, start=0, size_bytes=size_bytes)
         return replace(layer, region=region, compress="none"), digest.hexdigest()

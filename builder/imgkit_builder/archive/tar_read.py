@@ -27,14 +27,15 @@ _EXTENDED_KINDS = (_PAX, _PAX_GLOBAL, _GNU_NAME, _GNU_LINK)
 # What is read at once where only headers count. Most bodies are larger, and are passed over.
 _READ_BYTES = 16 << 10
 _HOLE = memoryview(bytes(64 << 10))
-"""The zeros of a hole; a larger one is handed out in pieces of this size."""
+"""The zeros of a hole in a sparse file. A larger hole is yielded in pieces of this size."""
 
 BLOCK_BYTES = 512
 _ZEROS = bytes(BLOCK_BYTES)
 REGULAR, HARD_LINK, SYMLINK, CHARACTER, BLOCK, DIRECTORY, FIFO = (b"%d" % kind for kind in range(7))
 _GNU_SPARSE = b"S"
 WHITEOUT, OPAQUE, AUFS = ".wh.", ".wh..wh..opq", ".wh..wh."
-"""How the names of layers' marks begin: a deleted path, a folder emptied, something of AUFS's own."""
+"""Names of the marks in a layer: ``.wh.a`` deletes ``a`` of the layers below, ``.wh..wh..opq`` empties its
+folder, and other names that begin with ``.wh..wh.`` belong to the file system AUFS."""
 XATTR = "SCHILY.xattr."
 """Start of the names of pax records that hold extended attributes."""
 CAPABILITY = "security.capability"
@@ -81,34 +82,35 @@ Sparse = tuple[tuple[int, int], ...]
 
 
 class _SparseMap(NamedTuple):
-    """The map of a sparse file, as one of GNU tar's formats has it."""
+    """The map of a sparse file: it says which parts of the file are in the archive; the rest is zeros."""
 
     content_bytes: int
     """Size of the file, with its holes."""
     numbers: list[int]
-    """Offset and size of the first part, then of the second, ..."""
+    """Offset and size of the first part, then of the second: ``[0, 512, 4096, 512]``."""
     blocks: list[bytes]
-    """The blocks between the header and the content; none if the map is in the header."""
+    """The blocks of the archive that hold the map; none if it is in the header."""
     body_bytes: int
-    """Size of the body behind these blocks."""
+    """Size of the parts, which follow these blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TarLimits:
-    """What a tar may ask of its reader."""
+    """How much memory and disk a tar may demand. A hostile archive of a few kB could ask for terabytes."""
 
     entries: int = 5_000_000
     """Members, without their extended headers."""
     header_bytes: int = 1 << 20
     """Extended headers before one member, or its map where it is sparse."""
     hole_bytes: int = 10**11
-    """Bytes that sparse files have and the archive has not, over all members."""
+    """Sum of the zeros in sparse files, which are in the files and not in the archive."""
 
 
 class TarStream:
     """Iterates over the members of a tar that comes in `chunks`, and skips a body that nobody reads.
 
-    `jump` passes over that many bytes of `chunks`. Without it, they are read.
+    ``jump(count)`` moves `chunks` forward by `count` bytes without reading them, as a file can. Without it,
+    bodies are read and thrown away.
 
     Raises
     ------
@@ -170,20 +172,25 @@ class TarStream:
             return
         yield from fill_holes(member.sparse, member.content_bytes, self._read_pieces)
 
-    # What follows runs once or more per member, of which an image has hundreds of thousands: it calls little.
-
     def drain(self) -> None:
         """Read what follows the end: a sender fails if nobody reads its last bytes."""
         for _ in self._chunks:
             pass
 
+    # The methods below run at least once per member. An image has hundreds of thousands of members, so they
+    # make few calls.
+
     def _read_member(self) -> Member | None:
-        """Read headers up to the next member's, and return it. None at the end of the archive."""
+        """Read the headers of the next member, and return it. Return None at the end of the archive.
+
+        Extended headers come before the member's own header, and hold what does not fit there, such as a long
+        name.
+        """
         pax: Mapping[str, bytes] = {}
-        # A name and a link target that are too long for a header, by the kind of header that has them.
+        # GNU's long name and long link target, by the kind of the extended header that holds them.
         gnu: dict[bytes, bytes] = {}
         extended: list[bytes] = []
-        # An archive made to fill the memory has endless extended headers.
+        # A hostile archive may have extended headers without end, to fill the memory.
         allowed_bytes = self._limits.header_bytes
         while True:
             header = self._read_exactly(BLOCK_BYTES)
@@ -209,7 +216,11 @@ class TarStream:
                 gnu[kind] = _text_field(blocks[:size])
 
     def _read_sparse_map(self, member: Member) -> _SparseMap | None:
-        """Read the map of a sparse file in any of GNU tar's formats. Return None for any other member."""
+        """Read the map of a sparse file, which says where its parts belong and where it has holes.
+
+        GNU tar has three formats: the old one in the header, 0.1 in pax records, and 1.0 at the start of the
+        body. Return None if `member` is not a sparse file.
+        """
         pax = member.pax
         body_bytes = member.size_bytes
         if member.header[_KIND] == _GNU_SPARSE:
@@ -230,7 +241,7 @@ class TarStream:
         return None
 
     def _with_sparse_map(self, member: Member, sparse_map: _SparseMap) -> Member:
-        """Return a copy of the sparse file `member` that knows its parts and its size with holes."""
+        """Return a copy of the sparse file `member` with its parts, and its size including holes."""
         if member.kind != REGULAR:
             raise ValueError("a map of a sparse file before something that is not a file")
         parts = _validate_map(sparse_map.numbers, sparse_map.body_bytes, sparse_map.content_bytes)
@@ -244,9 +255,13 @@ class TarStream:
         )
 
     def _read_old_map(self, header: bytes) -> tuple[list[bytes], list[int]]:
-        """Read the map of a sparse file in the old GNU format, which begins in its `header`.
+        """Read the map of a sparse file in the old GNU format.
 
-        Return the blocks that follow the header, and the numbers of the map.
+        The map begins in the `header`, which holds 4 parts, and goes on in blocks of 21 parts behind it.
+
+        Returns
+        -------
+        The blocks behind the header, and the numbers of the map: offset, size, offset, size, ...
         """
         blocks: list[bytes] = []
         table = header[_OLD_MAP]
@@ -266,9 +281,13 @@ class TarStream:
         return blocks, numbers
 
     def _read_map_in_body(self, body_bytes: int) -> tuple[list[bytes], list[int]]:
-        """Read the map at the beginning of a body: the number of parts, then two lines for each part.
+        """Read the map of a sparse file in format 1.0, which is text at the beginning of the body.
 
-        Return the blocks of the map, and its numbers without the first.
+        Its first line is the number of parts. Two lines follow for each part: its offset and its size.
+
+        Returns
+        -------
+        The blocks of the map, and the numbers in it without the first: offset, size, offset, size, ...
         """
         block = self._read_map_block([], body_bytes)
         blocks = [block]
@@ -283,18 +302,19 @@ class TarStream:
         return blocks, [_parse_decimal(line) for line in lines]
 
     def _read_map_block(self, blocks: Sequence[bytes], most_bytes: int = _MAX_NUMBER) -> bytes:
-        """Return the next block of a sparse file's map, of which `blocks` have been read.
+        """Read and return the next block of a sparse file's map. `blocks` have been read before.
 
         Raises
         ------
-        ValueError : the map would have more than `most_bytes`.
+        ValueError : with this block, the map would have more than `most_bytes`, or more than the limit for
+            headers, which protects the memory from hostile archives.
         """
         if (len(blocks) + 1) * BLOCK_BYTES > min(most_bytes, self._limits.header_bytes):
             raise ValueError("the map of a sparse file is too long")
         return self._read_exactly(BLOCK_BYTES)
 
     def _read_pieces(self, count: int) -> Iterator[memoryview]:
-        """Yield the next `count` bytes, of which the caller may read less."""
+        """Yield the next `count` bytes in pieces. The caller may stop early: `_skip_rest` skips the rest."""
         while count:
             piece = self._read_some(count)
             count -= len(piece)
@@ -302,9 +322,9 @@ class TarStream:
             yield piece
 
     def _skip_rest(self) -> None:
-        """Pass over what is left of the current member's body, and over the padding behind it."""
+        """Skip what is left of the current member's body, and the zeros that fill its last block."""
         count = self._unread + self._padding
-        # What has been read already is skipped in memory.
+        # `_pending` is in memory already: only what lies behind it can be jumped over in the file.
         unread_count = count - len(self._pending)
         if self._jump is not None and unread_count > 0:
             self.position += count
@@ -317,7 +337,7 @@ class TarStream:
         self._padding = 0
 
     def _read_some(self, most: int) -> memoryview:
-        """Return the next bytes, between 1 and `most`."""
+        """Return at least 1 and at most `most` of the next bytes, as many as are in memory."""
         while not self._pending:
             chunk = next(self._chunks, None)
             if chunk is None:
@@ -329,10 +349,15 @@ class TarStream:
         return piece
 
     def _read_exactly(self, count: int) -> bytes:
-        """Return the next `count` bytes."""
+        """Return the next `count` bytes. They may be spread over several chunks.
+
+        Raises
+        ------
+        CheckFailed : the archive ends before that.
+        """
         if count == 0:
             return b""
-        # Most headers lie within one chunk: then nothing is joined.
+        # For speed: most headers lie within one chunk, so that nothing needs to be joined.
         piece = self._read_some(count)
         if len(piece) == count:
             return bytes(piece)
@@ -357,10 +382,11 @@ def fill_holes(
 ) -> Iterator[memoryview]:
     """Yield the bytes of a sparse file of `content_bytes`, with zeros between its parts.
 
-    ``read_bytes(count)`` yields the next bytes that the archive holds.
+    The archive holds the parts without gaps, and ``read_bytes(count)`` yields the next `count` bytes of them.
+    With `sparse` ``((2, 3),)`` and 6 bytes in all, the result is 2 zeros, 3 bytes of the archive, and 1 zero.
     """
     position = 0
-    # An empty part at the end, so that zeros fill the file up to there.
+    # The empty part at the end makes the loop fill the file with zeros up to its end.
     for offset, size in (*sparse, (content_bytes, 0)):
         while position < offset:
             hole = _HOLE[: offset - position]
@@ -371,7 +397,10 @@ def fill_holes(
 
 
 def read_first_file(chunks: Iterator[bytes], *, name: str, most_bytes: int) -> bytes | None:
-    """Return the content of the first member. None where it is no file or has more than `most_bytes`."""
+    """Return the content of the first member of a tar.
+
+    Return None if the tar is empty, or if the member is not a file or has more than `most_bytes`.
+    """
     stream = TarStream(chunks, name=name)
     member = next(iter(stream), None)
     if member is None or member.kind != REGULAR or member.content_bytes > most_bytes:
@@ -380,7 +409,7 @@ def read_first_file(chunks: Iterator[bytes], *, name: str, most_bytes: int) -> b
 
 
 class FileChunks:
-    """Iterates over the bytes of a file, at most `chunk_bytes` at a time. `skip` passes over some of them.
+    """Iterates over the bytes of a file, at most `chunk_bytes` at a time. `skip` jumps over some of them.
 
     Raises
     ------
@@ -475,7 +504,20 @@ class Member:
 def _parse_member(
     header: bytes, pax: Mapping[str, bytes], gnu: Mapping[bytes, bytes], *, extended: bytes, offset: int
 ) -> Member:
-    """Combine a header with its pax records and GNU's long name and link."""
+    """Return the member that a header describes, together with the extended headers before it.
+
+    Parameters
+    ----------
+    header : the member's own block of 512 bytes.
+    pax : records of a pax header; they replace fields of `header`.
+    gnu : a long name or link target in GNU's form, by the kind of the header that holds it.
+    extended : the raw extended headers, kept so that the member can be written again unchanged.
+    offset : byte of the archive at which the member's body begins.
+
+    Raises
+    ------
+    ValueError : a field cannot be read, or is ambiguous.
+    """
     if ("path" in pax and _GNU_NAME in gnu) or ("linkpath" in pax and _GNU_LINK in gnu):
         raise ValueError("a member with two names: readers disagree on which one to use")
     kind = header[_KIND]
@@ -487,7 +529,7 @@ def _parse_member(
         size = _parse_decimal(pax["size"])
     else:
         size = _parse_count(header[_SIZE])
-    # In this order: GNU tar writes a made-up path for a sparse file, and the real name apart.
+    # GNU.sparse.name goes first: for a sparse file, GNU tar writes a made-up name into "path".
     name = pax.get("GNU.sparse.name") or pax.get("path") or gnu.get(_GNU_NAME) or _ustar_name(header)
     link = pax.get("linkpath") or gnu.get(_GNU_LINK) or _text_field(header[_LINK])
     mtime_s = _parse_time(pax["mtime"]) if "mtime" in pax else _parse_number(header[_MTIME])
@@ -513,10 +555,14 @@ def _parse_member(
 
 
 def _parse_number(raw: bytes) -> int:
-    """Return the value of a header's field: octal digits, or base-256 for what they cannot hold."""
-    if raw[0] == 0x80:  # the mark of base-256
+    """Return the number in a field of a header: ``b"0000644\\0"`` -> 420.
+
+    Most fields hold octal digits. A number too large for the digits is stored as bytes (base-256), behind a
+    first byte of 0x80, or of 0xFF if the number is negative.
+    """
+    if raw[0] == 0x80:
         value = int.from_bytes(raw[1:], "big")
-    elif raw[0] == 0xFF:  # the mark of a negative one; it is also the sign in two's complement
+    elif raw[0] == 0xFF:  # it belongs to the number: it is the sign in two's complement
         value = int.from_bytes(raw, "big", signed=True)
     else:
         digits = raw.split(b"\0", 1)[0].strip(b" ") or b"0"
@@ -560,11 +606,14 @@ def _parse_time(raw: bytes) -> int:
 
 
 def _parse_pax(data: bytes) -> dict[str, bytes]:
-    """Return the records of a pax header, ``LENGTH KEY=VALUE\\n`` each. LENGTH counts the whole record."""
+    """Return the records of a pax header, each of the form ``LENGTH KEY=VALUE\\n``.
+
+    LENGTH counts the whole record, its own digits and the line break included: ``9 uid=10\\n``.
+    """
     records = {}
     start = 0
     while start < len(data):
-        # A record of 1 MiB has a length of 7 digits.
+        # 10 bytes hold any length: a record of 1 MiB has a length of 7 digits.
         digits, _, _ = data[start : start + 10].partition(b" ")
         if not _DECIMAL.fullmatch(digits):
             raise ValueError("a pax header that cannot be read")
@@ -579,26 +628,35 @@ def _parse_pax(data: bytes) -> dict[str, bytes]:
 
 
 def _verify_checksum(header: bytes) -> None:
-    """Raise ValueError for a header with a wrong checksum, or one of GNU's with a prefix."""
+    """Raise ValueError if a header has a wrong checksum, or is GNU's and has text in the prefix field.
+
+    POSIX keeps the first part of a long path in that field, GNU keeps numbers there. Readers disagree on the
+    path of a GNU header with text in it, so that a hostile archive could show each reader another tree.
+    """
     checksum = header[_CHECKSUM]
     if sum(header) - sum(checksum) + CHECKSUM_AS_SPACES != _parse_number(checksum):
         raise ValueError("a header's checksum is wrong")
-    # GNU's headers have times and sizes where others have a prefix: digits, or base-256, but no text.
+    # GNU's times and sizes are octal digits, or base-256, which is not ASCII.
     numbers = header[_PREFIX]
     if header[_KIND] == _GNU_SPARSE:
-        # A mark and the size of the file follow.
+        # Only up to the end of the map: a flag byte and the size of the file follow.
         numbers = header[_PREFIX.start : _OLD_MAP.stop]
     if header[MAGIC] == b"ustar " and numbers.strip(b"\0 01234567") and numbers.isascii():
         raise ValueError("a GNU header with a prefix, which some readers use as a folder")
 
 
 def _validate_map(numbers: Sequence[int], body_bytes: int, content_bytes: int) -> Sparse:
-    """Return the parts of a sparse file, whose map is a list of `numbers`: offset, length, offset, ...
+    """Return the parts of a sparse file: ``[0, 512, 4096, 10]`` -> ``((0, 512), (4096, 10))``.
+
+    Parameters
+    ----------
+    numbers : the map: offset and length of each part.
+    body_bytes : size of all parts together, as they lie in the archive.
+    content_bytes : size of the file with its holes.
 
     Raises
     ------
-    ValueError : a part overlaps another, is outside the file of `content_bytes`, or the body of `body_bytes`
-        does not hold all parts.
+    ValueError : a part overlaps another or ends behind the file, or the parts have another size together.
     """
     if len(numbers) % 2:
         raise ValueError("the map of a sparse file cannot be read")

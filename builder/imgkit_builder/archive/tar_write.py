@@ -20,9 +20,9 @@ from imgkit_builder.archive.tar_read import (
 END = bytes(2 * BLOCK_BYTES)
 """Two zero blocks end an archive."""
 _MOST_TIME_S = (1 << 32) - 1
-"""A squashfs has 32 bits for it, and mksquashfs refuses a negative one."""
+"""The latest time that a squashfs holds, in 32 bits. mksquashfs refuses a negative time."""
 _NAME_BYTES = 100
-"""What a header has for a name; a longer one gets a header of its own."""
+"""Room for a name or a link target in a header. A longer one gets an extended header before it."""
 _PAX, _GNU_NAME, _GNU_LINK = b"x", b"L", b"K"
 
 
@@ -39,14 +39,14 @@ def header(
     device: tuple[int, int] = (0, 0),
     xattrs: Mapping[str, bytes] | None = None,
 ) -> bytes:
-    """Return the blocks before the content of `path`.
+    """Return the blocks of a tar that come before the content of the file `path`.
 
-    `kind` is a type flag such as ``tar_read.SYMLINK``, `mode` has the permission bits. Of `xattrs`, only
-    `CAPABILITY` is written.
+    `kind` is a type flag such as ``tar_read.SYMLINK``, `mode` has the permission bits. Of the extended
+    attributes `xattrs`, only `CAPABILITY` is written. A long path, a long `link` or a capability comes first,
+    in extended headers of their own.
     """
     name = path.encode("utf-8", "surrogateescape")
     target = link.encode("utf-8", "surrogateescape")
-    # What is too long for the header, or has no place in it, comes in headers before it.
     extended = b""
     if xattrs and CAPABILITY in xattrs:
         extended = pax_header({f"{XATTR}{CAPABILITY}": xattrs[CAPABILITY]})
@@ -68,11 +68,13 @@ def header(
 def ustar_header(
     *, name: bytes, kind: bytes, mode: int = 0o644, size_bytes: int = 0, link: bytes = b""
 ) -> bytes:
-    """Return a plain header owned by root, of 1970. `name` and `link` have at most 100 bytes.
+    """Return a header in POSIX's form for a file that belongs to root and was changed in 1970.
+
+    Fixed owner and time make the bytes of the archive reproducible.
 
     Raises
     ------
-    ValueError : a name or link that does not fit.
+    ValueError : `name` or `link` has more than 100 bytes.
     """
     if len(name) > _NAME_BYTES or len(link) > _NAME_BYTES:
         raise ValueError(f"too long for a plain tar header: {name!r} {link!r}")
@@ -82,11 +84,14 @@ def ustar_header(
 
 
 def pax_header(records: Mapping[str, bytes]) -> bytes:
-    """Return the blocks of a pax header that holds `records`: ``LENGTH KEY=VALUE\\n`` each."""
+    """Return the blocks of a pax header, an extended header with a record ``LENGTH KEY=VALUE\\n`` each.
+
+    LENGTH is the size of the whole record, its own digits and the line break included: ``9 uid=10\\n``.
+    """
     body = b""
     for key, value in records.items():
         record = b" " + key.encode() + b"=" + value + b"\n"
-        # The length counts its own digits, of which it may have one more once they are counted.
+        # The length counts its own digits: with 98 other bytes and 2 digits it is 100, which has 3, so 101.
         length = 0
         while length != len(record) + len(str(length)):
             length = len(record) + len(str(length))
@@ -96,14 +101,15 @@ def pax_header(records: Mapping[str, bytes]) -> bytes:
 
 
 def padding(size_bytes: int) -> bytes:
-    """Return the zeros that fill the last block of a file."""
+    """Return the zeros that fill the last block of a file: 412 of them behind a file of 100 bytes."""
     return bytes(-size_bytes % BLOCK_BYTES)
 
 
 def _block(name: bytes, fields: bytes, kind: bytes, link: bytes, magic: bytes, device: bytes) -> bytes:
     """Return a header of 512 bytes with its checksum.
 
-    `fields` are mode, owner, size and time, and `device` is the major and minor number, all as text.
+    `fields` are mode, uid, gid, size and time, and `device` is the major and minor number, in the form in
+    which a header has them. The checksum lies between `fields` and `kind`.
     """
     start = name[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0") + fields
     end = kind + link[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
@@ -115,7 +121,7 @@ def _block(name: bytes, fields: bytes, kind: bytes, link: bytes, magic: bytes, d
 
 
 def _number(value: int, width: int) -> bytes:
-    """Return octal digits, or base-256 for what they cannot hold."""
+    """Return a field of `width` bytes with `value`: octal digits, or bytes (base-256) if it is too large."""
     if value < 8 ** (width - 1):
         return b"%0*o\0" % (width - 1, value)
     return b"\x80" + value.to_bytes(width - 1, "big")

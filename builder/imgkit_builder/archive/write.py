@@ -33,7 +33,7 @@ ZSTD_HINT = "install it (apt-get install zstd, module load zstd), or use --compr
 _BLOCK_BYTES = 256 << 10
 """Plain bytes of one gzip member: small enough that readers unpack several side by side."""
 _FLUSH_BYTES = 64 << 20
-"""What is written before it is flushed to the disk in the background."""
+"""Bytes after which a thread flushes what was written to the disk."""
 _MAX_WORKERS = 8
 """More threads than these wait for the one that writes the file."""
 
@@ -57,20 +57,22 @@ def save_archive(
     report: Reporter = SILENT,
     describe: Callable[[SavedFile], Sidecar] | None = None,
 ) -> SavedFile:
-    """Write a tar stream to `target`, and return its digest. The file is complete, or it is absent.
+    """Write a tar stream to `target`, and return its digest.
+
+    The archive is renamed to `target` when it is complete. After an error, `target` is what it was before.
 
     Parameters
     ----------
-    chunks : raises if the stream is cut short; then nothing is kept.
+    chunks : the stream. It raises an exception if the engine ends it too early.
     expected_bytes : the size of the uncompressed stream, for the free-space check and the time left.
-    describe : returns the content of the two files beside the archive. An interrupted save leaves them so
-    that ``imgkit verify`` calls them incomplete.
+    describe : returns the content of the two files beside the archive, ``.sha256`` and ``.manifest.json``. If
+        a save is interrupted while they are replaced, ``imgkit verify`` calls the archive incomplete.
 
     Raises
     ------
     UsageError : the target's folder is absent or has too little space; raised before the first chunk is read.
     ToolMissing : `compress` is ``zstd``, which is not on PATH.
-    ToolFailed : no space left on the way, or ``zstd`` failed; nothing is left.
+    ToolFailed : the disk is full, or ``zstd`` failed. The partial file is removed.
     """
     check_target(target, compress=compress, expected_bytes=expected_bytes)
     remove_leftovers(target)
@@ -88,10 +90,12 @@ def save_archive(
                 path=target, sha256=digest.hexdigest(), size_bytes=size_bytes, compress=compress
             )
             if describe:
-                files.sync_file(stream)  # before the old checksum goes: what can fail has happened then
-                # Around the renaming of the archive, which the other block does at its end.
+                # A full disk shows here, while the old archive and its checksum are still in place.
+                files.sync_file(stream)
+                # `replace_file` renames the archive when it is left. `sidecars` was entered before it and is
+                # left after it, so the checksum is removed before the renaming and written after it.
                 sidecars.enter_context(sidecar.replace_around(describe(saved), target))
-    except OSError as error:  # errors of the stream itself are not OSErrors: the engine's are typed
+    except OSError as error:  # of the disk: an error of the engine's stream has another type
         if error.errno in files.FULL:
             raise ToolFailed(
                 f"no space left after {size_bytes / 1e6:.0f} MB: {error.strerror}; removed the partial file",
@@ -103,7 +107,14 @@ def save_archive(
 
 
 def check_target(target: Path, *, compress: Compress, expected_bytes: int | None) -> None:
-    """Refuse at once a save that would fail after minutes. Raises as `save_archive` does."""
+    """Raise an error if a save to `target` would fail later, after minutes of work.
+
+    The reasons are a missing folder, too little space, a name that sha256sum cannot list, or no ``zstd``.
+
+    Raises
+    ------
+    UsageError, ToolMissing : as in `save_archive`.
+    """
     if "\n" in target.name or "\\" in target.name:
         raise UsageError("sha256sum cannot list a name with a newline or backslash", where=str(target))
     if target.is_dir():
@@ -120,7 +131,10 @@ def check_target(target: Path, *, compress: Compress, expected_bytes: int | None
 
 
 def _refuse_full_disk(folder: Path, compress: Compress, plain_bytes: int) -> None:
-    """Raise UsageError if `folder` has no room for an archive of `plain_bytes` before compression."""
+    """Raise UsageError if the disk of `folder` has too little space for an archive.
+
+    `plain_bytes` is the size of the archive before compression.
+    """
     needed_bytes = plain_bytes
     hint = "choose another path with -o"
     if compress == "none":
@@ -134,17 +148,20 @@ def _refuse_full_disk(folder: Path, compress: Compress, plain_bytes: int) -> Non
 
 
 def remove_leftovers(target: Path) -> None:
-    """Remove files of killed runs for the same target. A run that still writes keeps its file."""
+    """Remove temporary files that killed runs have left for the same target.
+
+    A run that still writes has locked its file (see `_lock`), and keeps it.
+    """
     for leftover in files.temporary_files(target):
-        # Open for writing: NFS gives an exclusive lock to no other descriptor.
+        # Open for writing: NFS grants an exclusive lock only then.
         with contextlib.suppress(OSError), files.open_own(leftover, os.O_RDWR) as stream:
-            # A living run holds the lock; where the file system has no locks the file is left alone.
+            # It fails if a living run holds the lock, or if the file system has no locks: the file stays.
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             leftover.unlink()
 
 
 def _lock(stream: BinaryIO) -> None:
-    """Mark the file as that of a living run, for `remove_leftovers` of another one."""
+    """Lock the file while this run writes it, so that `remove_leftovers` of another run leaves it alone."""
     with contextlib.suppress(OSError):
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -152,7 +169,10 @@ def _lock(stream: BinaryIO) -> None:
 def _report_progress(
     chunks: Iterable[bytes], *, target: Path, expected_bytes: int | None, report: Reporter
 ) -> Iterator[bytes]:
-    """Yield `chunks` unchanged, and report progress. The stage begins with the first of them."""
+    """Yield `chunks` unchanged, and report the number of bytes.
+
+    The display says "save" only from the first chunk on: the engine may prepare its stream for a while.
+    """
     done_bytes = 0
     for chunk in chunks:
         if not done_bytes:
@@ -167,13 +187,14 @@ def _report_progress(
 
 
 def _write_chunks(chunks: Iterator[bytes], stream: BinaryIO) -> Iterator[bytes]:
-    """Write `chunks` to `stream`, yield them, and flush to the disk in a thread.
+    """Write `chunks` to `stream` and yield them. A thread flushes what was written to the disk meanwhile.
 
-    The fsync at the end then has little left to do.
+    The fsync after the last chunk then has little left to do.
 
     Raises
     ------
-    OSError : the disk has failed. Linux reports that once, so the last fsync would succeed.
+    OSError : the disk has failed. Linux reports a failed write to one flush only, so an error of the thread's
+        flush must be raised here: the fsync at the end would succeed.
     """
     flush: Future[None] | None = None
     unflushed_bytes = 0
@@ -181,10 +202,10 @@ def _write_chunks(chunks: Iterator[bytes], stream: BinaryIO) -> Iterator[bytes]:
         for chunk in chunks:
             stream.write(chunk)
             unflushed_bytes += len(chunk)
-            # One flush at a time.
+            # A new flush begins only when the one before has ended.
             if unflushed_bytes >= _FLUSH_BYTES and (flush is None or flush.done()):
                 if flush:
-                    flush.result()  # raises its error
+                    flush.result()  # raises the error of the flush before, if it failed
                 flush = pool.submit(os.fdatasync, stream.fileno())
                 unflushed_bytes = 0
             yield chunk
@@ -202,13 +223,17 @@ def _compress_chunks(chunks: Iterator[bytes], compress: Compress) -> Iterator[by
 
 
 def _gzip_chunks(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield gzip members of 256 KiB each, made side by side. Any gzip reader takes them as one file."""
+    """Compress `chunks` in several threads, and yield the parts of a gzip file in order.
+
+    Each part is a gzip member, a complete gzip stream of 256 KiB of plain bytes. Any gzip reader takes
+    members that follow each other as one file, and `compressed` unpacks them in several threads.
+    """
     workers = min(process.count_processors(), _MAX_WORKERS)
     with ThreadPoolExecutor(workers) as pool:
         jobs: deque[Future[bytes]] = deque()
         for block in _equal_blocks(chunks):
             jobs.append(pool.submit(_make_member, block))
-            # One more than there are threads, so that none waits for the reader.
+            # One more block than there are threads, so that no thread waits for new data.
             if len(jobs) > workers:
                 yield jobs.popleft().result()
         for job in jobs:
@@ -221,7 +246,10 @@ def _make_member(block: bytes) -> bytes:
 
 
 def _equal_blocks(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield blocks of equal size, so that the bytes do not depend on how the engine cut its stream."""
+    """Yield the bytes of `chunks` in blocks of 256 KiB; the last block may be shorter.
+
+    The engine cuts its stream at random places. With equal blocks, equal streams give equal gzip files.
+    """
     block = bytearray()
     for chunk in chunks:
         block += chunk

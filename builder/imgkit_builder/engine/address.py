@@ -30,12 +30,13 @@ ACCEPT_TIMEOUT_S = 1.0
 """Limit for a socket to accept a connection: a living engine needs milliseconds."""
 
 _DEFAULT_CONTEXT = "default"
-"""The context that stands for the variables and the usual sockets; it has no files."""
+"""Name of the context that every Docker has. It has no file, and stands for the variables and the usual
+sockets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """Certificates for an engine behind TLS. A path is None where there is no such file."""
+    """Certificates for an engine behind TLS. A path is None if the file does not exist."""
 
     ca: Path | None
     cert: Path | None
@@ -45,7 +46,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """The address of an engine, and what named it."""
+    """The address of an engine, and the variable or file that states it."""
 
     host: str
     """``unix:///var/run/docker.sock``, ``tcp://HOST:PORT``, ``ssh://USER@HOST``."""
@@ -57,14 +58,17 @@ class Endpoint:
 
     @property
     def leave_command(self) -> str:
-        """The command after which imgkit no longer uses this engine."""
+        """The command that a user types so that imgkit uses another engine: ``unset DOCKER_HOST``."""
         if self.source in ("DOCKER_HOST", "DOCKER_CONTEXT"):
             return f"unset {self.source}"
         return "docker context use default"
 
 
 def find_endpoint() -> Endpoint:
-    """Return the engine of ``DOCKER_HOST``, the chosen context, or the first usual socket that answers.
+    """Return the address of the engine to use.
+
+    It is that of ``DOCKER_HOST``, or of the context chosen by ``DOCKER_CONTEXT`` or ``docker context use``,
+    or the first usual socket at which an engine answers.
 
     Raises
     ------
@@ -86,8 +90,8 @@ def find_endpoint() -> Endpoint:
 
 
 def _usual_sockets() -> dict[Path, str]:
-    """Return the sockets of the machine and of this user, with the command that starts an engine there."""
-    # A login over ssh or by su may lack the variable, but not the folder.
+    """Return the sockets at which engines usually listen, with the command that starts the engine of each."""
+    # After a login over ssh or by su, the variable may be missing although the folder exists.
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}")
     home = Path.home()
     settings = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
@@ -117,13 +121,16 @@ def _find_listening() -> Iterator[Endpoint]:
 
 
 def _accepts(path: Path) -> bool:
-    """Return whether an engine listens at `path` for this user. A stopped one leaves its file."""
+    """Return whether an engine listens at the socket `path` and this user may use it.
+
+    The file alone says nothing, since a stopped engine leaves it behind.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(ACCEPT_TIMEOUT_S)
         try:
             client.connect(str(path))
         except BlockingIOError:
-            return True  # more clients wait than it has taken so far
+            return True  # it listens, and other clients are waiting
         except OSError:
             return False
     return True
@@ -135,13 +142,15 @@ def _settings_folder() -> Path:
 
 
 def _read_context(name: str, source: str) -> Endpoint:
-    """Return the engine of the context `name`, which `source` chooses.
+    """Return the engine of the Docker context `name`.
+
+    `source` is the variable or file that chooses the context, for messages.
 
     Raises
     ------
     UsageError : there is no such context, its file is damaged, or it names no Docker engine.
     """
-    # Docker names the folders of a context by the digest of its name (docker/cli, cli/context/store).
+    # The folder of a context is named after the digest of its name (docker/cli, cli/context/store).
     contexts = _settings_folder() / "contexts"
     key = hashlib.sha256(name.encode()).hexdigest()
     path = contexts / "meta" / key / "meta.json"
@@ -187,7 +196,13 @@ def _find_tls_files(folder: Path, *, verify: bool) -> Tls:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in the file `path`. Raise UsageError if it holds anything else."""
+    """Return the JSON object in the file `path`.
+
+    Raises
+    ------
+    OSError : the file cannot be read.
+    UsageError : its content is not a JSON object.
+    """
     hint = "correct or remove it"
     try:
         data = json_text.load(path)
@@ -199,12 +214,15 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def explain_unreachable(engine: Endpoint, error: Exception) -> ImgkitError:
-    """Turn `error`, raised while connecting to `engine`, into what the user can do about it."""
+    """Return the error for a failed connection to `engine`, with a hint at what the user can do.
+
+    `error` is the exception of the SDK, requests or ssh.
+    """
     host = engine.host
     where = engine.source or None
     cause = _find_system_error(error)
     if isinstance(cause, ssl.SSLError):
-        # The number of such an error is TLS's own, and no system error.
+        # First, because the number of such an error belongs to TLS and is no errno.
         return _explain_tls_error(engine, cause)
     if cause and cause.errno in (errno.EACCES, errno.EPERM):
         return _explain_denied_socket(host.removeprefix("unix://"))
@@ -213,12 +231,15 @@ def explain_unreachable(engine: Endpoint, error: Exception) -> ImgkitError:
     if host.startswith("ssh://"):
         message = f"{host} cannot be reached over SSH: {str(error) or type(error).__name__}"
         return ToolFailed(message, where=where, hint=f"try: {shlex.join(_ssh_argv(host))}")
-    # From here on there is no system error's number: requests and the SDK leave only their text.
+    # There is no errno left to look at, so the text of requests or the SDK has to tell.
     return _explain_text(engine, str(error))
 
 
 def _explain_text(engine: Endpoint, text: str) -> ImgkitError:
-    """Return the error for the message `text` of requests or of the SDK."""
+    """Return the error for a failed connection of which only a text is known.
+
+    `text` is the message of requests or of the SDK.
+    """
     host = engine.host
     where = engine.source or None
     if "timed out" in text.lower():
@@ -235,9 +256,9 @@ def _explain_text(engine: Endpoint, text: str) -> ImgkitError:
 
 
 def _explain_denied_socket(path: str) -> ToolMissing:
-    """Return the error for a socket that this user may not use."""
+    """Return the error for a socket that this user may not use. The hint says how to get access."""
     if os.geteuid() == 0:
-        # The group and sudo do not help root: the refusal comes from the kernel's policy or from a namespace.
+        # Group and sudo do not help root. A security policy or a user namespace has refused the access.
         hint = f"root is refused by a security policy or a user namespace: ls -lZ {path}; journalctl -k -n 20"
     elif "podman" in path:
         hint = "use your own: systemctl --user start podman.socket; unset DOCKER_HOST"
@@ -250,7 +271,7 @@ def _explain_denied_socket(path: str) -> ToolMissing:
 
 
 def _explain_tls_error(engine: Endpoint, error: ssl.SSLError) -> ToolFailed:
-    """Return the error for a connection on which TLS failed. It names the certificates that imgkit has."""
+    """Return the error for a connection on which TLS failed. Its hint lists the certificates in use."""
     present = "none (see DOCKER_CERT_PATH)"
     if engine.tls:
         paths = (engine.tls.ca, engine.tls.cert, engine.tls.key)
@@ -264,14 +285,14 @@ def _explain_tls_error(engine: Endpoint, error: ssl.SSLError) -> ToolFailed:
 
 
 def _start_hint(engine: Endpoint) -> str:
-    """Return how to start an engine, or how to use another one that answers."""
+    """Return the hint for an engine that does not answer: how to start it, or how to use another one."""
     if engine.source:
         hint = f"start the engine there, or: {engine.leave_command}"
         for endpoint in _find_listening():
             if endpoint.host != engine.host:
                 return f"{hint}, which leads to {endpoint.host.removeprefix('unix://')}"
         return hint
-    # A stopped engine leaves its socket, and that tells which one this machine has.
+    # A stopped engine leaves its socket, which tells which engine this machine has.
     commands = [start for path, start in _usual_sockets().items() if path.exists() and not _accepts(path)]
     if commands:
         return f"start it: {'; or: '.join(dict.fromkeys(commands))}"
@@ -282,7 +303,10 @@ def _start_hint(engine: Endpoint) -> str:
 
 
 def _find_system_error(error: BaseException) -> OSError | None:
-    """Return the OSError at the bottom of `error`: SDK, requests and urllib3 each wrap it once more."""
+    """Return the OSError that is the cause of `error`, or None if there is none.
+
+    The SDK, requests and urllib3 each wrap it in an exception of their own.
+    """
     visited_ids = set()
     stack: list[object] = [error]
     while stack:
@@ -298,12 +322,16 @@ def _find_system_error(error: BaseException) -> OSError | None:
     return None
 
 
-# Ctrl-C reaches all processes of the terminal, and imgkit still has to clean up on the engine.
+# Makes ssh ignore Ctrl-C, which reaches all processes of the terminal: imgkit still needs the connection to
+# clean up on the engine.
 _IGNORE_INTERRUPT = ("/bin/sh", "-c", 'trap "" INT; exec "$@"', "sh")
 
 
 def _ssh_argv(host: str) -> list[str]:
-    """Return the command that connects to ``ssh://[USER@]HOST[:PORT]``."""
+    """Return the command that connects to ``ssh://[USER@]HOST[:PORT]``.
+
+    It runs ``docker system dial-stdio`` there, which passes its input and output on to the engine.
+    """
     parts = urlsplit(host)
     argv = ["ssh"]
     if parts.username:
@@ -316,8 +344,8 @@ def _ssh_argv(host: str) -> list[str]:
 def open_ssh_socket(host: str, timeout_s: float | None) -> socket.socket:
     """Start ssh to `host`, and return a socket that leads to the engine there.
 
-    What ssh prints goes to this program's standard error. An engine that cannot be reached ends the
-    connection.
+    Messages of ssh go to this program's standard error. If the engine cannot be reached, ssh closes the
+    socket.
 
     Raises
     ------
@@ -326,7 +354,7 @@ def open_ssh_socket(host: str, timeout_s: float | None) -> socket.socket:
     process.require_program("ssh", "sudo apt-get install openssh-client")
     ours, theirs = socket.socketpair()
     with theirs:
-        # It ends when the socket is closed.
+        # Nobody waits for ssh: it ends when the socket is closed.
         argv = [*_IGNORE_INTERRUPT, *_ssh_argv(host)]
         subprocess.Popen(argv, stdin=theirs.fileno(), stdout=theirs.fileno())
     ours.settimeout(timeout_s)

@@ -41,6 +41,9 @@ def resolve_base(
 ) -> BaseImage:
     """Find the base image, pull it if need be, and check its architecture.
 
+    A stand-in is a small image without NVIDIA's software that takes the place of a base in tests of imgkit.
+    It is used only if the user names it by ``--base``.
+
     Parameters
     ----------
     override : the value of ``--base``, which replaces the recipe's base.
@@ -49,8 +52,8 @@ def resolve_base(
 
     Raises
     ------
-    UsageError : platform not in the recipe, base of another architecture, unknown base, or a stand-in
-        that was not named by ``--base``.
+    UsageError : the recipe does not allow the platform, the base is unknown or for another architecture, or
+        it is a stand-in that ``--base`` does not name.
     ToolMissing : the base is for another architecture, and the engine has no emulator for it.
     ToolFailed : the registry cannot be reached.
     """
@@ -66,7 +69,7 @@ def resolve_base(
     if image is None:
         if is_standin:
             raise UsageError(f"there is no local stand-in {name!r}", hint="create it: ci/lab/base-image")
-        # Before the pull: 20 GB for an architecture that cannot run here would be wasted.
+        # Checked before the pull, which may be 20 GB that cannot run here.
         _refuse_without_emulator(engine, target)
         image = _pull_base(engine, name, target, report, where=None if override else where)
     if image.platform != target:
@@ -80,7 +83,8 @@ def resolve_base(
         )
     _refuse_without_emulator(engine, target)
     if image.manifest:
-        # The classic builder would begin with the platform that the engine prefers (docker 28.5).
+        # The engine keeps the base for several platforms. By its name, the classic builder (docker 28.5)
+        # would take the platform that the engine prefers, so the base is named by its digest.
         exact = f"{repository(name)}@{image.manifest}"
         report.note(f"the engine keeps several platforms of {name}; the base for {target} is {exact}")
         return resolve_base(engine, recipe, override=exact, platform=target, report=report)
@@ -96,7 +100,10 @@ def resolve_base(
 
 
 def _pull_base(engine: Engine, name: str, target: str, report: Reporter, *, where: str | None) -> ImageInfo:
-    """Pull the base `name` for the platform `target`. An error names `where` and how to do without."""
+    """Pull the base `name` for the platform `target`.
+
+    An error has `where`, the recipe's line that names the base, and a hint at how to do without a network.
+    """
     try:
         return pull_image(engine, name, target, report)
     except ImgkitError as error:
@@ -107,9 +114,14 @@ def _pull_base(engine: Engine, name: str, target: str, report: Reporter, *, wher
 
 
 def choose_platform(recipe: Recipe, *, requested: str | None, host: str) -> str:
-    """Return `requested` if the recipe allows it.
+    """Return the platform for which to build: ``linux/arm64``.
 
-    By default, return `host` if allowed, else the recipe's first.
+    It is `requested`, the value of ``--platform``. Without that, it is `host`, the platform of the engine, if
+    the recipe allows it, else the first platform of the recipe.
+
+    Raises
+    ------
+    UsageError : the recipe does not allow the requested platform.
     """
     platforms = recipe.image.platforms
     if requested is None:
@@ -131,7 +143,8 @@ def _other_platform_error(
 ) -> UsageError:
     """Return the error for the base `image`, called `name`, which is not for the platform `target`.
 
-    The engine does not check: it builds the wrong image, or fails at the first step that runs a program.
+    imgkit must check that, because an engine does not: it would build an image for the wrong platform, or
+    fail at the first step that runs a program.
     """
     hints = []
     # A stand-in cannot be pulled.
@@ -151,7 +164,15 @@ def _other_platform_error(
 
 
 def _refuse_without_emulator(engine: Engine, target: str) -> None:
-    """Raise ToolMissing if programs of the platform `target` cannot run on the engine's machine."""
+    """Refuse a build for the platform `target` if its programs cannot run on the engine's machine.
+
+    The first step of a build would fail. An emulator (qemu) can run programs of another architecture.
+    Nothing is known about an engine on another machine or in a virtual one, so it is not refused.
+
+    Raises
+    ------
+    ToolMissing : there is no emulator.
+    """
     # Docker Desktop runs containers on a kernel of its own, which has its own handlers.
     in_virtual_machine = "Docker Desktop" in str(engine.info.get("OperatingSystem", ""))
     if target == engine.platform or in_virtual_machine or not engine.facts().is_here:
@@ -170,12 +191,10 @@ SCHEMA = 1
 
 
 def probe(engine: Engine, base: BaseImage) -> Probe:
-    """Return the versions inside `base`. If they cannot be read, `Probe.skipped` is the reason.
+    """Run `base` once, and return its versions of Python, torch, CUDA and NCCL.
 
-    Notes
-    -----
-    Importing torch takes seconds, so the result is cached. The content behind an image id never changes,
-    so a cached result never becomes wrong.
+    If it cannot run, `Probe.skipped` is the reason. The result is cached, because importing torch takes
+    seconds. A cached result stays right: the content behind an image id never changes.
     """
     digest = base.id.partition(":")[2] or "unknown"
     path = files.cache_dir() / "probe" / f"{digest}.json"
@@ -184,7 +203,7 @@ def probe(engine: Engine, base: BaseImage) -> Probe:
         return cached
     name = base.name
     if base.id and not engine.names_manifests:
-        name = base.id  # a tag may move meanwhile
+        name = base.id  # the tag may be given to another image meanwhile
     finished = containers.run(engine, name, inside.probe_argv(), platform=base.platform)
     versions = inside.parse_probe(finished.output)
     if versions is None:
@@ -214,7 +233,7 @@ def _read_cached_probe(path: Path) -> Probe | None:
 
 
 def _probe_failure(engine: Engine, base: BaseImage, returncode: int, output: str) -> str:
-    """Return why the program in `base` gave no versions."""
+    """Return why the program that was run in `base` printed no versions, for people."""
     if returncode == containers.NOT_FOUND:
         return "the base has no python3"
     if "exec format error" in output.lower():

@@ -59,7 +59,11 @@ def main() -> int:
 
 
 def copy_output(child: int, pipe: int, source: int) -> int | None:
-    """Copy the output until `child` has ended, and return its exit code. None where `pipe` closes first."""
+    """Copy the output of the program `child` until it ends, and return its exit code.
+
+    `source` is the end of a pipe that has the output. Return None if the pipe `pipe` closes first, which
+    means that imgkit was interrupted or killed.
+    """
     while True:
         ready, _, _ = select.select([pipe, source], [], [], POLL_S)
         if pipe in ready:
@@ -72,16 +76,17 @@ def copy_output(child: int, pipe: int, source: int) -> int | None:
                 except BrokenPipeError:
                     return None
                 continue
-            source = pipe  # it has ended, or closed its output
+            source = pipe  # the output has ended: from now on, wait for `pipe` alone
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             return os.waitstatus_to_exitcode(status)
 
 
 def end_build(child: int, source: int, *, steps_only: bool) -> int:
-    """End `child` and its descendants, and return its exit code.
+    """End the program `child` and its descendants, and return its exit code.
 
-    With `steps_only`, `child` gets no signal: it sees its step fail, and cleans up.
+    With `steps_only`, for podman, only the processes of the running step are killed: podman sees a failed
+    step, and cleans up. If it takes longer than `GRACE_S`, everything is killed.
     """
     if not steps_only:
         os.killpg(0, signal.SIGTERM)
@@ -93,7 +98,7 @@ def end_build(child: int, source: int, *, steps_only: bool) -> int:
         if pid:
             return os.waitstatus_to_exitcode(status)
         if time.monotonic() > deadline:
-            # Podman's helper for the next podman has a session of its own, and stays.
+            # Only processes of this session: podman leaves a helper for its next run in a session of its own.
             kill_processes(pid for pid in descendants() if session_of(pid) == os.getsid(0))
         with contextlib.suppress(BlockingIOError):
             os.read(source, CHUNK_BYTES)
@@ -108,7 +113,11 @@ def kill_processes(pids: Iterable[int]) -> None:
 
 
 def step_processes() -> list[int]:
-    """Return the first processes of the containers that this guard's descendants started."""
+    """Return the first process of each container that the guarded program has started.
+
+    Such a process has the number 1 in a PID namespace below the guard's. If it is killed, the kernel ends all
+    other processes of the container.
+    """
     depth = len(namespace_pids("self"))
     pids = []
     for pid in descendants():
@@ -127,7 +136,10 @@ def session_of(pid: int) -> int:
 
 
 def namespace_pids(pid: int | str) -> list[str]:
-    """Return the numbers that the process `pid` has in the nested namespaces, the innermost last."""
+    """Return the numbers of the process `pid` in the nested PID namespaces: ``["4711", "1"]`` in a container.
+
+    The innermost comes last. The result is empty if the process has gone.
+    """
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -139,7 +151,7 @@ def namespace_pids(pid: int | str) -> list[str]:
 
 
 def descendants() -> list[int]:
-    """Return the processes below this one."""
+    """Return the numbers of all processes that this one has started, directly or not."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -157,7 +169,11 @@ def descendants() -> list[int]:
 
 
 def remove_containers(containers: str, token: str) -> None:
-    """Remove podman's working containers that have `token`."""
+    """Remove the containers that an interrupted podman has left.
+
+    `containers` is podman's folder of containers. Those of this build have `token` in their file
+    ``buildah.json``, since it was a build argument.
+    """
     for path in Path(containers).glob("*/userdata/buildah.json"):
         with contextlib.suppress(OSError):
             if token not in path.read_text(errors="replace"):

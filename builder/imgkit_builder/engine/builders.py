@@ -33,27 +33,32 @@ class Choice:
 
     name: Literal["classic", "buildx", "podman"]
     note: str = ""
-    """What this builder lacks, where there would be a better one."""
+    """A sentence for the user on what this builder lacks, if a better one is missing; else empty."""
     containers: Path | None = None
     """The folder in which podman keeps its containers."""
     options: tuple[str, ...] = ()
     """Further arguments for its program."""
     may_change: bool = False
-    """Whether buildx builds instead where the engine refuses the classic builder."""
+    """Whether buildx may build instead if the engine refuses the classic builder."""
 
 
 CLASSIC = Choice(name="classic")
 
 
 def choose(facts: EngineFacts, requested: Builder = "auto", *, secrets_at: str = "") -> Choice:
-    """Return the builder that `requested` names, else podman for Podman and the classic one for Docker.
+    """Return the builder to use: the `requested` one, or by default the best for this engine.
 
-    `secrets_at` is the recipe's line with the secrets that the build needs: Docker then builds by buildx.
+    The default is podman for Podman, the classic builder for Docker, and buildx for Docker if the build needs
+    secrets, since the classic builder would leave them in the image.
+
+    Parameters
+    ----------
+    secrets_at : the recipe's line with the secrets that the build needs; empty if it needs none.
 
     Raises
     ------
-    UsageError : `requested` is not a builder of this engine, or cannot keep secrets.
-    ToolMissing : its program is missing.
+    UsageError : the engine does not have the requested builder, or the builder cannot keep secrets.
+    ToolMissing : the program of the builder is missing.
     """
     choice = _choose_without_secrets(facts, requested)
     if not secrets_at or choice.name != "classic":
@@ -74,7 +79,13 @@ def choose(facts: EngineFacts, requested: Builder = "auto", *, secrets_at: str =
 
 
 def _choose_without_secrets(facts: EngineFacts, requested: Builder) -> Choice:
-    """Return the builder that `requested` names or allows, for a build without secrets."""
+    """Return the requested builder, or by default the best for this engine, for a build without secrets.
+
+    Raises
+    ------
+    UsageError : the engine does not have the requested builder.
+    ToolMissing : the program of the builder is missing.
+    """
     if requested == "classic":
         return CLASSIC
     if requested == "buildx":
@@ -95,7 +106,7 @@ def _choose_without_secrets(facts: EngineFacts, requested: Builder) -> Choice:
         return Choice(name="classic", note=f"Podman builds through its API ({error.what}): {problem}")
 
 
-# What an engine without the classic builder may say: its words are not known yet.
+# What an engine without the classic builder may answer. No such engine exists yet, so these are guesses.
 _REFUSAL = re.compile(
     r"page not found|\bbuilder\b.*(?:not (?:available|implemented|supported)|no longer|unsupported|removed)",
     re.IGNORECASE,
@@ -105,12 +116,12 @@ _REFUSAL_STATUS = (405, 410, 501)
 
 
 def choose_fallback(choice: Choice, error: ImgkitError) -> Choice | None:
-    """Return buildx where `error` says that the engine of `choice` has no classic builder. Else return None.
+    """Return buildx if `error` says that the engine no longer has the classic builder, else None.
 
     Notes
     -----
-    Docker calls the classic builder deprecated since release 23 and names no release without it, so its words
-    will be new.
+    Docker calls the classic builder deprecated since release 23. It has not said which release will lack it,
+    so nobody knows the words of the error yet.
 
     Raises
     ------
@@ -130,7 +141,10 @@ def choose_fallback(choice: Choice, error: ImgkitError) -> Choice | None:
 
 
 def _find_status(error: BaseException) -> int | None:
-    """Return the status of the answer that caused `error`. An error inside a build comes from none."""
+    """Return the HTTP status of the engine's answer that caused `error`.
+
+    Return None if the error has another cause, such as a failed step of a build.
+    """
     cause: BaseException | None = error
     while cause is not None:
         status = getattr(cause, "status_code", None)
@@ -161,7 +175,15 @@ def _require_buildx() -> None:
 
 
 def _find_podman_containers(facts: EngineFacts) -> Path:
-    """Return the folder of working containers, if the program podman has the same storage as the engine."""
+    """Return the folder in which podman keeps the containers of a build.
+
+    The program podman must store images in the same folder as the engine, or it would not find the base.
+
+    Raises
+    ------
+    UsageError : the engine is not Podman, is on another machine, or stores images elsewhere.
+    ToolMissing : there is no program podman, or it fails.
+    """
     use_classic = "or use --builder classic"
     if not facts.is_podman:
         raise UsageError(

@@ -53,7 +53,7 @@ class Built:
     log: Path
     """The engine's whole output; the Dockerfile is in the same folder."""
     up_to_date: bool
-    """The tag named this image already."""
+    """Whether the tag named this very image before the build."""
 
 
 def build(
@@ -67,12 +67,17 @@ def build(
     hide: Callable[[str], str] = secret_patterns.mask_secrets,
     accept: Callable[[ImageInfo], None] | None = None,
 ) -> Built:
-    """Build `context` with `builder`, by default the classic one, and name the result `tag`.
+    """Build `context`, and name the new image `tag`.
 
-    `hide` puts stars into a line of output before anything else sees it, and into the kept Dockerfile.
+    The tag is set last, after all checks. A build that fails, is interrupted or is not accepted leaves the
+    old image under its name.
 
-    The tag moves last, after the architecture has been checked and `accept` has returned. A build that
-    fails, is interrupted or is not accepted leaves the old image under its name.
+    Parameters
+    ----------
+    builder : the builder, by default the classic one.
+    no_cache : run all steps, even if the engine has their results.
+    hide : replaces secrets by stars in the output and in the Dockerfile that is kept with the log.
+    accept : is called with the new image, and may raise an error to refuse it.
 
     Raises
     ------
@@ -134,37 +139,36 @@ def build(
 
 
 def _make_log_folder(name: str) -> Path:
-    """Make a folder for the log of this build, in tmp if HOME is read-only."""
+    """Make a folder for the log of this build: in the home folder, or in /tmp if that is read-only."""
     parent = files.state_dir() / "builds"
     with contextlib.suppress(OSError):
         parent.mkdir(parents=True, exist_ok=True)
     if not os.access(parent, os.W_OK | os.X_OK):
         parent = Path(tempfile.gettempdir())
-    # Dates sort the folders; several builds may begin within one second.
+    # The date sorts the folders, and `mkdtemp` adds a random text: several builds may begin in one second.
     prefix = f"{time.strftime('%Y%m%dT%H%M%S')}-{name}-"
     return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
 
 
 def _creation_time(old: ImageInfo | None, context: BuildContext) -> str:
-    """Return the time of creation in RFC 3339.
+    """Return the time of creation for the new image's label, in RFC 3339.
 
-    It is ``SOURCE_DATE_EPOCH`` where that is set. Else it is the time of the image `old`, if that was built
-    from the same context: the label then stays, so that a rebuild is fully cached and gives the same image
-    id.
+    If the image `old` was built from the same context, it is the time of that image. So the label stays the
+    same, all steps come from the cache, and the build gives the same image id. If ``SOURCE_DATE_EPOCH`` is
+    set, it decides.
     """
     is_fixed = os.environ.get("SOURCE_DATE_EPOCH", "").isdigit()
-    # The context contains the manifest, hence the base's id: an equal context means an equal base.
+    # Equal contexts mean an equal base: the context contains the manifest, which has the base's id.
     if old and not is_fixed and old.labels.get(CONTEXT_LABEL) == context.sha256:
         return old.labels.get(CREATED_LABEL) or time_of_build()
     return time_of_build()
 
 
 def _label_instruction(labels: Mapping[str, str]) -> str:
-    """Return one LABEL line.
+    """Return one LABEL instruction for all labels.
 
-    Notes
-    -----
-    The SDK's ``labels=`` adds a step per label, 65 ms each when one of them changed (docker 20.10).
+    The SDK's argument ``labels=`` would make a step of each label, 65 ms each if one has changed (docker
+    20.10).
     """
     pairs = [f"{_quote_label(key)}={_quote_label(value)}" for key, value in labels.items()]
     return f"LABEL {' '.join(pairs)}\n"
@@ -175,7 +179,10 @@ def _quote_label(text: str) -> str:
 
 
 def _context_chunks(context: BuildContext, dockerfile: str, report: Reporter) -> Generator[bytes, None, None]:
-    """Yield the tar of `context` with the text `dockerfile` as its first member, `DOCKERFILE`."""
+    """Yield the tar of `context`, with one more Dockerfile as its first member, called `DOCKERFILE`.
+
+    Its text is `dockerfile`, which has labels that only a build knows.
+    """
     data = dockerfile.encode()
     member = tarfile.TarInfo(DOCKERFILE)
     member.size = len(data)
@@ -198,11 +205,16 @@ def _run_classic(
 ) -> str:
     """Let the classic builder behind the engine's API build, and return the image id.
 
+    Parameters
+    ----------
+    chunks : the tar of the context.
+    follower : receives the engine's output, and explains its errors.
+
     Notes
     -----
     When the connection closes (Ctrl-C, kill -9), the engine cancels the step and, because of ``forcerm``,
-    removes its container within a second (docker 20.10). If imgkit is still running, it removes it as well:
-    only the connection may be gone.
+    removes the step's container within a second (docker 20.10). If imgkit is still running, it also removes
+    the container, because the engine may not have noticed.
     """
     stream: Any = chunks  # requests sends an iterator in pieces
     try:
@@ -223,11 +235,11 @@ def _run_classic(
                 for event in events:
                     follower.add_event(event)
         if not follower.image_id:
-            # A dying engine may close the stream cleanly.
+            # An engine that is stopped may close the stream without an error.
             raise connection_lost_error("build", "it ended before the image was finished")
     except BaseException as error:
         if follower.container:
-            # The engine may be the one that died.
+            # Ignore a second error: the engine itself may have ended.
             with contextlib.suppress(ImgkitError):
                 containers.remove(engine, follower.container)
         if isinstance(error, ImgkitError):
@@ -243,12 +255,10 @@ def _run_program(
     builder: Choice,
     options: list[str],
 ) -> str:
-    """Build with the program of `builder`, and return the engine's name for the image.
+    """Build with the program of `builder`, buildx or podman, and return the engine's name for the image.
 
-    Notes
-    -----
-    The program gets the same tar as the engine's API, on its standard input. ``build_guard`` runs between the
-    two: when this process is interrupted or killed, it ends the step and removes what podman leaves.
+    The program reads the tar `chunks` from its standard input. ``build_guard`` runs between it and this
+    process: if this process is interrupted or killed, the guard ends the step and removes what podman leaves.
 
     Raises
     ------
@@ -259,8 +269,8 @@ def _run_program(
     token = f"imgkit-{secrets.token_hex(8)}"
     options = ["--iidfile", str(id_file), "--file", DOCKERFILE, *options, *builder.options, "-"]
     if builder.name == "podman":
-        # Podman's own format: for Docker's, podman takes no step from its cache on a base without dates in
-        # its history. The base is local by now.
+        # No --format docker: in that format, podman uses no cache on a base without dates in its history.
+        # --pull=never, because the base is local by now.
         argv = [*PODMAN, "build", "--layers", "--force-rm", "--pull=never", "--identity-label=false"]
         argv += ["--build-arg", f"BUILD_OF_IMGKIT={token}"]
         env = local_podman_env()
@@ -277,7 +287,7 @@ def _run_program(
         raise follower.exit_error(code)
     try:
         if engine.names_manifests:
-            # The other file has the configuration's digest, by which this engine finds no image.
+            # Such an engine knows an image by the digest of its manifest; the id file has another digest.
             return str(json_text.load(metadata)["containerimage.digest"])
         return id_file.read_text(encoding="ascii").strip()
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -286,9 +296,11 @@ def _run_program(
 
 
 def _buildx_env(engine: Engine) -> dict[str, str]:
-    """Return variables that make buildx use the BuildKit of this engine, not the builder the user chose.
+    """Return the variables with which buildx builds on this engine.
 
-    Another builder sees no local base. An attestation would turn the image into a list of two.
+    The user may have chosen a builder elsewhere by ``docker buildx use``, which would not see the local base.
+    Attestations, descriptions of the build that buildx adds, are switched off: with one, the result would be
+    a list of two images.
     """
     endpoint = engine.endpoint
     env = {
@@ -306,15 +318,24 @@ def _buildx_env(engine: Engine) -> dict[str, str]:
 def _guard(
     argv: list[str], token: str, working_containers: Path | None, env: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run `argv` behind ``build_guard``, which ends it when this block ends or this process does."""
+    """Run `argv` under the program ``build_guard``, and yield the process of that program.
+
+    The guard ends `argv` when the block ends, and also when this process is killed.
+
+    Parameters
+    ----------
+    token : a text by which the guard knows podman's containers of this build.
+    working_containers : the folder of podman's containers; None for buildx, which cleans up itself.
+    env : the variables of `argv`.
+    """
     source = importlib.resources.files(__package__).joinpath("build_guard.py").read_text(encoding="utf-8")
-    # The guard reads from this pipe: it closes when this process ends, in whatever way.
+    # The guard waits for the end of this pipe. The kernel closes it if this process is killed.
     read_end, write_end = os.pipe()
     guarded = [str(read_end), token, str(working_containers or ""), "--", *argv]
     with (
         os.fdopen(write_end, "wb", buffering=0) as life,
         os.fdopen(read_end, "rb", buffering=0),
-        # A session of its own: Ctrl-C at the terminal reaches imgkit only, which then closes the pipe.
+        # In a session of its own, so that Ctrl-C reaches imgkit alone, which then closes the pipe.
         subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", source, *guarded],
             stdin=subprocess.PIPE,
@@ -328,7 +349,7 @@ def _guard(
         try:
             yield guard
         finally:
-            # First: the guard then ends the program, and with it what writes to the other pipes.
+            # Closed before the others: the guard then ends the program, which may be waiting for them.
             life.close()
             for stream in (guard.stdin, guard.stdout):
                 if stream is not None:

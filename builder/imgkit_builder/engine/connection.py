@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ANSWER_TIMEOUT_S = 120
 """Limit for short requests: an engine that writes a layer to a slow disk answers late, a dead one never."""
 FACTS_TIMEOUT_S = 10.0
-"""Limit for `query_facts`, at whose answer a person waits."""
+"""Limit for `query_facts`. It is shorter, because a person waits for the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class EngineFacts:
 
     @property
     def free_bytes(self) -> int | None:
-        """Free space where images are kept. None where this user cannot look, as inside a VM."""
+        """Free space on the disk with the images. None if it is unknown, as on another machine or in a VM."""
         if not self.is_here:
             return None
         with contextlib.suppress(OSError):
@@ -67,7 +67,7 @@ class Engine:
     Attributes
     ----------
     api : the SDK's low-level client; only modules of this package use it.
-    endpoint : its address, and what named it.
+    endpoint : the address of the engine.
     """
 
     def __init__(self, api: docker.APIClient, endpoint: Endpoint) -> None:
@@ -114,12 +114,12 @@ class Engine:
 
     @contextlib.contextmanager
     def patient(self) -> Iterator[docker.APIClient]:
-        """Yield the client without a read timeout, for calls that may take an hour: save, export, push, pull.
+        """Yield the SDK's client without a timeout, for calls that may take an hour: save, export, push.
 
         Notes
         -----
-        The SDK's default of 60 s applies to all calls but build; saving an image of 20 GB stages it before
-        the first byte (docker/docker-py issues 1070, 2097, 2119).
+        The SDK's default of 60 s for an answer applies to all calls but build. To save an image of 20 GB, the
+        engine copies it before it sends the first byte (docker/docker-py issues 1070, 2097, 2119).
         """
         usual_timeout = self.api.timeout
         self.api.timeout = None  # type: ignore[assignment]  # None is requests' "never"
@@ -134,7 +134,7 @@ def connect(engine: Endpoint | None = None, *, timeout_s: float = ANSWER_TIMEOUT
 
     Raises
     ------
-    ToolMissing : no engine, no permission for its socket, or no SDK.
+    ToolMissing : no engine answers, this user may not use its socket, or the SDK is not installed.
     ToolFailed : something answers, but not as an engine.
     UsageError : ``DOCKER_HOST`` is not an address, or the chosen context does not exist.
     """
@@ -152,11 +152,15 @@ def connect(engine: Endpoint | None = None, *, timeout_s: float = ANSWER_TIMEOUT
 
 
 _SSH_URL = "http://engine-by-ssh:80"
-"""The address that the SDK sees of an engine behind ssh."""
+"""A made-up address for an engine behind ssh, by which the SDK chooses our adapter."""
 
 
 def make_client(engine: Endpoint, *, timeout_s: float = ANSWER_TIMEOUT_S) -> docker.APIClient:
-    """Return the SDK's client of `engine`, which has answered."""
+    """Return a client of the SDK that is connected to `engine`.
+
+    It differs from the SDK's own client: it asks for the version once, it keeps a site's REQUESTS_CA_BUNDLE
+    from replacing the engine's certificate authority, and it starts the program ssh for ``ssh://``.
+    """
     import docker
     from docker.constants import MINIMUM_DOCKER_API_VERSION
 
@@ -168,12 +172,12 @@ def make_client(engine: Endpoint, *, timeout_s: float = ANSWER_TIMEOUT_S) -> doc
             options = sdk_options(engine)
             super().__init__(**options, version=version, timeout=timeout_s)  # type: ignore[arg-type]
             if is_ssh:
-                # The variables' proxy is not for this connection.
+                # Do not use a proxy that a variable such as HTTP_PROXY names.
                 self.trust_env = False
                 self.mount(_SSH_URL, _ssh_adapter(engine.host))
 
         def version(self, api_version: bool = True) -> dict[str, Any]:
-            # Podman takes 0.2 to 0.9 s for each answer.
+            # Kept, since Podman takes 0.2 to 0.9 s for each answer.
             if not self.version_answer:
                 self.version_answer = super().version(api_version)
             return self.version_answer
@@ -181,7 +185,7 @@ def make_client(engine: Endpoint, *, timeout_s: float = ANSWER_TIMEOUT_S) -> doc
         def merge_environment_settings(
             self, url: Any, proxies: Any, stream: Any, verify: Any, cert: Any
         ) -> Any:
-            # REQUESTS_CA_BUNDLE, which a site sets for its proxy, would replace the authority of the engine.
+            # requests would use REQUESTS_CA_BUNDLE, which a site sets for its proxy, if `verify` were None.
             if verify is None:
                 verify = self.verify
             return super().merge_environment_settings(url, proxies, stream, verify, cert)
@@ -193,11 +197,12 @@ def make_client(engine: Endpoint, *, timeout_s: float = ANSWER_TIMEOUT_S) -> doc
 
 
 def _ssh_adapter(host: str) -> HTTPAdapter:
-    """Return what makes requests talk through ssh.
+    """Return an adapter that makes requests talk to an engine through the program ssh.
 
     Notes
     -----
-    The SDK's own way needs paramiko, passes over the port of ``~/.ssh/config``, and its end cannot be closed.
+    The SDK's own adapter needs paramiko and ignores the port in ``~/.ssh/config``, and one direction of its
+    connection cannot be closed.
     """
     import requests.adapters
     import urllib3.connection
@@ -222,7 +227,7 @@ def _ssh_adapter(host: str) -> HTTPAdapter:
 
 
 def sdk_options(engine: Endpoint) -> dict[str, Any]:
-    """Return the SDK's arguments for `engine`."""
+    """Return the arguments of the SDK's client for `engine`: its address, and certificates for TLS."""
     import docker.tls
 
     if engine.host.startswith("ssh://"):
@@ -243,7 +248,7 @@ def engine_facts(endpoint: Endpoint, *, version: Mapping[str, Any], info: Mappin
 
     Raises
     ------
-    ToolFailed : these are no answers of an engine.
+    ToolFailed : the answers lack what every engine states, so another program listens at the address.
     """
     try:
         components = [str(part.get("Name") or "") for part in version.get("Components") or ()]
@@ -268,7 +273,10 @@ def engine_facts(endpoint: Endpoint, *, version: Mapping[str, Any], info: Mappin
 
 
 def _has_containerd_store(info: Mapping[str, Any]) -> bool:
-    """Return whether ``/info`` tells of containerd's store. Its driver is then a snapshotter."""
+    """Return whether the engine stores images with containerd, as its answer to ``/info`` says.
+
+    Otherwise it uses one of Docker's own drivers, such as overlay2.
+    """
     status = dict(pair for pair in info.get("DriverStatus") or () if len(pair) == 2)
     return str(status.get("driver-type") or "").startswith("io.containerd.snapshotter")
 

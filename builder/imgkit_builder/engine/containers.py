@@ -21,9 +21,9 @@ from imgkit_entrypoints.terminal import strip_styles
 NOT_FOUND = 127
 """The exit code of a shell for a missing program; the engine refuses the start instead."""
 
-# Runs next to imgkit and waits for its pipe to close. Any input before that means: the container is removed.
-# Silence means that imgkit was killed: the guard then removes the container. It tries twice, as the engine
-# may still be creating it.
+# A program that runs next to imgkit and waits for the end of its input. If imgkit has removed the container,
+# it writes something first. If the input ends without that, imgkit was killed, and the program removes the
+# container. It tries twice, as the engine may still be creating it.
 _GUARD = """
 import sys
 if not sys.stdin.buffer.read():
@@ -51,19 +51,20 @@ def temporary_container(
     platform: str,
     mounted: Mapping[str, str] | None = None,
 ) -> Iterator[str]:
-    """Yield the name of a container of `image` that would run `argv`. It is not started but always removed.
+    """Create a container of `image`, yield its name, and remove it at the end of the block.
 
-    It has no network.
+    The container has no network, and is not started. It is removed even if imgkit is killed.
 
     Parameters
     ----------
-    image : the engine's name for it, `ImageInfo.ref`.
-    argv : replaces the image's entry point.
-    mounted : folders of the engine's machine, and where the container has them, read-only.
+    image : the engine's name for the image, `ImageInfo.ref`.
+    argv : the command that runs if the container is started. It replaces the image's entry point.
+    purpose : a word in the container's name, such as ``read``.
+    mounted : folders of the engine's machine -> paths in the container, where they are read-only.
     """
     import docker.types
 
-    # A name of our own: after a lost answer to "create", the container can still be removed by it.
+    # The name is ours and not the engine's: if the answer to "create" is lost, the container can be removed.
     name = f"imgkit-{purpose}-{secrets.token_hex(6)}"
     mounts = []
     for folder, target in (mounted or {}).items():
@@ -78,11 +79,11 @@ def temporary_container(
                     command=list(argv[1:]),
                     name=name,
                     labels={"imgkit.purpose": purpose},
-                    # An image of several platforms is possible only there.
+                    # Only such an engine keeps an image for several platforms.
                     platform=platform if engine.names_manifests else None,
                     host_config=engine.api.create_host_config(
                         network_mode="none",
-                        # The engine's default log driver may be one that cannot be read back.
+                        # With the engine's default driver, the output might not be readable later.
                         log_config=docker.types.LogConfig(type="json-file"),
                         mounts=mounts,
                     ),
@@ -91,13 +92,16 @@ def temporary_container(
             yield name
         finally:
             remove(engine, name)
-            # An engine that was interrupted may still be creating it: that is left to the guard.
+            # If "create" was interrupted, the engine may still be at it. The guard removes it then.
             if is_created:
                 on_removed()
 
 
 def read_file(engine: Engine, name: str, path: str, *, most_bytes: int) -> bytes | None:
-    """Return the content of the file `path` in the container `name`. None where it is missing or larger."""
+    """Return the content of the file `path` in the container `name`.
+
+    Return None if there is no such file, or if it has more than `most_bytes`.
+    """
     import docker.errors
 
     with translate_errors(f"read {path}"):
@@ -122,9 +126,9 @@ def remove(engine: Engine, name: str) -> None:
 
 
 def run(engine: Engine, image: str, argv: Sequence[str], *, platform: str) -> Finished:
-    """Run `argv` in a container of `image` to its end.
+    """Run `argv` in a container of `image` to its end, and return exit code and output.
 
-    A program missing from the image gives return code 127, and the engine's message as output.
+    If the image lacks the program, the exit code is 127, as of a shell, and the output the engine's message.
     """
     with temporary_container(engine, image, argv, purpose="run", platform=platform) as name:
         with translate_errors(f"start {argv[0]} in {image}", name=image):
@@ -138,7 +142,10 @@ def run(engine: Engine, image: str, argv: Sequence[str], *, platform: str) -> Fi
 
 
 def _start(engine: Engine, name: str) -> str:
-    """Start the container `name`. If the image lacks the program, return the engine's message about that."""
+    """Start the container `name`.
+
+    Return ``""``, or the engine's message if the image lacks the program to start.
+    """
     import docker.errors
 
     try:
@@ -147,7 +154,7 @@ def _start(engine: Engine, name: str) -> str:
         message = str(error.explanation)
         if not re.search("executable file not found|no such file or directory", message):
             raise
-        # The text before "exec:" describes what containerd and runc were doing.
+        # The text before "exec:" is about containerd and runc, and does not help the user.
         start = message.find("exec:")
         if start > 0:
             return message[start:]
@@ -157,11 +164,11 @@ def _start(engine: Engine, name: str) -> str:
 
 @contextlib.contextmanager
 def _guarded(name: str) -> Iterator[Callable[[], object]]:
-    """Yield a function to call when the container `name` is removed. Without the call, a guard removes it.
+    """Start a process that removes the container `name` if imgkit does not, because it was killed.
 
-    The guard is a process that outlives this one, even if that is killed.
+    Yield a function to call when the container has been removed: the process then does nothing.
     """
-    # A session of its own: Ctrl-C at the terminal must not stop it before imgkit has cleaned up.
+    # In a session of its own, so that Ctrl-C at the terminal does not end it before imgkit has cleaned up.
     with subprocess.Popen(
         [sys.executable, "-I", "-c", _GUARD, name, *filter(None, sys.path)],
         stdin=subprocess.PIPE,
@@ -175,15 +182,17 @@ def _guarded(name: str) -> Iterator[Callable[[], object]]:
 
 
 _SHM_SIZE = "8g"
-"""Shared memory is taken only where it is used; 8 GiB is enough for eight GPUs' NCCL and loaders."""
+"""Limit for shared memory. 8 GiB is enough for NCCL and data loaders of eight GPUs, and unused memory is not
+taken."""
 
 
 def shell_argv(image: str, *, gpus: bool, host: bool, endpoint: Endpoint, workdir: str = "") -> list[str]:
     """Return the command that opens bash in `image` of an engine, in `workdir` or the image's own folder.
 
-    With `host`, the container shares network and IPC with the machine. NCCL and data loader workers use
-    shared memory, and Docker's default of 64 MB is too small. RDMA needs unlimited locked memory (NVIDIA's
-    advice for its PyTorch containers). Docker 29 lowers open files to 1,024.
+    With `host`, the container shares IPC, and so shared memory, with the machine. Without it, it has no
+    network and `_SHM_SIZE` of shared memory: NCCL and data loader workers use that, and Docker's default of
+    64 MB is too small. RDMA needs unlimited locked memory (NVIDIA's advice for its PyTorch containers).
+    Docker 29 lowers the limit for open files to 1,024.
     """
     argv = ["docker"]  # follows variables and contexts as imgkit does
     if shutil.which("podman") and not shutil.which("docker"):

@@ -26,7 +26,7 @@ RESTART_HINT = (
     "find the reason: journalctl -u docker -n 50 (or the engine's own log); start it: sudo systemctl start "
     "docker; then run the same command again"
 )
-# A step's own output is searched as well as the engine's messages, so each text must be rare in other output.
+# These patterns are searched in the output of a build's steps, too, so each must be rare in other output.
 _HINTS = (
     (
         r"no space left on device",
@@ -74,17 +74,17 @@ def find_hint(text: str) -> str | None:
 
 
 def explain_message(message: str, *, doing: str, name: str = "") -> ImgkitError:
-    """Return the typed error for `message`, which the engine sent.
+    """Return the error for a `message` of the engine, with a hint for the user.
 
     Parameters
     ----------
-    message : text of an in-band event or an error response.
+    message : the text of an error response, or of an error event in a stream.
     doing : the operation, for example ``pull nvcr.io/x:1``.
     name : the image's name, for the hint.
     """
     text = strip_styles(message).strip()
     lower = text.lower()
-    # Registries and engines word the same refusal in many ways, and send no code that tells them apart.
+    # The text decides, since engines and registries send no code that tells these errors apart.
     if "invalid reference format" in lower:
         return UsageError(f"{doing}: {text}", hint="an image name looks like registry:5000/group/name:tag")
     if _LOCALLY_MISSING.search(lower):
@@ -120,7 +120,10 @@ def registry_of(name: str) -> str:
 
 @contextlib.contextmanager
 def translate_errors(doing: str, *, name: str = "") -> Iterator[None]:
-    """Turn every exception of the SDK while `doing` into an ImgkitError."""
+    """Turn every exception of the SDK in the block into an ImgkitError with a hint.
+
+    `doing` is the operation, such as ``pull nvcr.io/x:1``, and `name` the image's name.
+    """
     import docker.errors
     import requests.exceptions
     import urllib3.exceptions
@@ -132,13 +135,14 @@ def translate_errors(doing: str, *, name: str = "") -> Iterator[None]:
     except docker.errors.APIError as error:
         raise explain_message(str(error.explanation or error), doing=doing, name=name) from error
     except KeyError as error:
-        # The SDK looks for "message" in an answer that is an error. Podman 5 has "error" where a push fails.
+        # The SDK expects the key "message" in an error answer. Podman 5 has "error" there if a push fails.
         answer = getattr(error.__context__, "response", None)
         if answer is None:
             raise
         message = answer.json().get("error") or answer.text
         raise explain_message(str(message), doing=doing, name=name) from error
-    # ReadTimeout is not a DockerException; when a socket stalls, requests wraps it in ConnectionError.
+    # The SDK passes on requests' own exceptions. If a socket stalls, that is a Timeout, or a ConnectionError
+    # whose text says so.
     except requests.exceptions.RequestException as error:
         if isinstance(error, requests.exceptions.Timeout) or "timed out" in str(error).lower():
             raise ToolFailed(
@@ -159,15 +163,17 @@ def connection_lost_error(doing: str, error: object) -> ToolFailed:
 
 
 Event = dict[str, Any]
-"""One decoded JSON event; never leaves this package."""
+"""A JSON event of the engine, as the SDK decodes it. Only modules of this package use it."""
 
 
 def refuse_error_events(events: Iterable[Event], *, doing: str, name: str) -> Iterator[Event]:
-    """Yield `events`, and raise those that report an error. The SDK yields them like any other.
+    """Yield `events`, and raise an exception for an event that reports an error.
+
+    The SDK does not raise one: it yields such an event like any other.
 
     Raises
     ------
-    ToolFailed, UsageError : the engine reported an error in band, or the connection broke.
+    ToolFailed, UsageError : an event reports an error, or the connection broke.
     """
     with translate_errors(doing, name=name):
         for event in events:
@@ -195,7 +201,10 @@ class LayerProgress:
         """Bytes sent and in total, by the id of the layer."""
 
     def add_event(self, event: Event) -> None:
-        """Count `event` and report the sum. Extraction does not count as a transfer."""
+        """Count the bytes that `event` states, and report the sum over all layers.
+
+        Only bytes of a transfer count, not those of layers that are being extracted.
+        """
         detail = event.get("progressDetail") or {}
         layer = str(event.get("id", ""))
         status = str(event.get("status", ""))
@@ -206,7 +215,7 @@ class LayerProgress:
         if status not in ("Downloading", "Pushing") or "current" not in detail:
             return
         sent_bytes = int(detail["current"])
-        # While compressing, the engine may send more than it announced.
+        # The engine may send more bytes than it has announced: never report more than 100 %.
         total_bytes = max(int(detail.get("total") or 0), sent_bytes)
         self._layers[layer] = (sent_bytes, total_bytes)
         all_sent_bytes = sum(sent for sent, _ in self._layers.values())

@@ -61,7 +61,12 @@ class BuildFollower:
         self.image_id = ""
 
     def add_event(self, event: Event) -> None:
-        """Process one event of the engine's API. Raise the error that it reports."""
+        """Process one event of the engine's API.
+
+        Raises
+        ------
+        ImgkitError : the event reports that a step has failed.
+        """
         message = self._hide(event_error(event))
         if message:
             self._flush()
@@ -83,22 +88,25 @@ class BuildFollower:
         return self._step_error(self._final_message() or f"the builder ended with exit code {code}")
 
     def add_location(self, error: ImgkitError) -> ImgkitError:
-        """Return `error` with the log's path, and with the recipe's line where the engine names a line."""
+        """Return `error` with the path of the log, and with the recipe's line if that is known."""
         hint = error.hint or ""
         if str(self.log_path) not in hint:
             hint = self._add_log(hint)
         return type(error)(error.what, where=error.where or self._origin(error.what), hint=hint)
 
     def _step_error(self, message: str) -> ImgkitError:
-        """Return the error for the builder's `message` about the current step."""
+        """Return the error for the builder's `message` about the current step.
+
+        It names the recipe's line, and its hint has the last lines of the step's output.
+        """
         doing = "build"
         if self._step:
             doing = f"step {self._step}/{self._step_count} ({self._short_instruction()})"
         error = explain_message(_REPEATED_INSTRUCTION.sub("", message), doing=doing, name=self._base)
         hint = error.hint
         lines = process.last_lines("\n".join(self._tail))
-        # The engine only reports "returned a non-zero code": the reason is in the step's output, unless a
-        # script of imgkit's own has printed what helps.
+        # The engine often says only "returned a non-zero code", so look for a known problem in the output of
+        # the step, too. Scripts of imgkit itself ("imgkit: ...") have printed what helps.
         if not hint and not any("imgkit: " in line for line in lines):
             hint = find_hint("\n".join(lines))
         hints = []
@@ -119,7 +127,7 @@ class BuildFollower:
         self.report.line(text)
 
     def _interpret(self, text: str) -> None:
-        """Note what a line says about the steps, or keep it for a message."""
+        """Note the step that a line of output begins, or keep the line for an error message."""
         step = _STEP.match(text)
         running = _RUNNING.match(text)
         if step is not None:
@@ -132,7 +140,7 @@ class BuildFollower:
             self._tail.append(text)
 
     def _final_message(self) -> str:
-        """Return what podman reports in its last line."""
+        """Return the message in podman's last line, ``Error: ...``, or ``""``."""
         if not self._tail or not self._tail[-1].startswith("Error: "):
             return ""
         return self._tail.pop().removeprefix("Error: ")
@@ -161,14 +169,20 @@ class BuildFollower:
         return f"{hint}\nfull log: {self.log_path}, with the Dockerfile in the same folder".strip()
 
     def _line_of_step(self, *, only: Collection[str] = ()) -> int | None:
-        """Return the line of the Dockerfile at which the current step begins, where that is known."""
+        """Return the line of the Dockerfile at which the current step begins, or None if it is unknown.
+
+        `only` are the kinds of instructions that the builder counts as steps; empty: all.
+        """
         lines = instruction_lines(self._dockerfile, only=only)
         if not 0 < self._step <= len(lines):
             return None
         return lines[self._step - 1]
 
     def _origin(self, message: str) -> str | None:
-        """Return the recipe's line of what `message` reports, or that of the current step."""
+        """Return the recipe's line for `message`: ``mn5.yaml:12``.
+
+        It belongs to the line of the Dockerfile that the message names, or else to the current step.
+        """
         match = _PARSE_ERROR.search(message)
         line = int(match[1]) if match else self._line_of_step()
         if line is None:
@@ -193,7 +207,7 @@ class BuildKitFollower(BuildFollower):
     _error = ""
 
     def _interpret(self, text: str) -> None:
-        """Note what a line of BuildKit says about the steps, or keep it for a message."""
+        """Note the step that a line of BuildKit's output begins, or keep the line for an error message."""
         step = _VERTEX.match(text)
         output = _OUTPUT.match(text)
         source = _SOURCE_LINE.match(text)

@@ -27,7 +27,7 @@ from imgkit_builder.oci.config import ImageConfig, parse_config
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 from imgkit_entrypoints.terminal import strip_styles
 
-# An error message that the engine appends to a tar is shorter.
+# How much of the end of a tar is kept to find an error message of the engine, which is shorter.
 _TAIL_BYTES = 4096
 _TAR_END = bytes(1024)
 _MAX_FILE_BYTES = 4 << 20
@@ -77,17 +77,18 @@ def local_image(engine: Engine, name: str) -> LocalImage:
 
 @contextlib.contextmanager
 def save_stream(engine: Engine, name: str, *, report: Reporter = SILENT) -> Iterator[Iterator[bytes]]:
-    """Yield the chunks of ``docker save``. The archive has exactly one tag.
+    """Yield the chunks of ``docker save``. The archive has at most one tag.
+
+    An image that was requested by its id is saved under its first tag: saving by id would lose the tag.
 
     Notes
     -----
-    Since 20.10 the engine stages all layers on its disk before it sends the first byte (4-7 s for 783 MB).
-    Saving by id would lose the tag, so an image requested by id is saved under its first tag.
+    Since 20.10 the engine writes all layers to its disk before it sends the first byte (4-7 s for 783 MB).
 
     Raises
     ------
-    UsageError : no such image.
-    ToolFailed : while iterating, when the engine fails or the stream is cut short.
+    UsageError : there is no such image.
+    ToolFailed : (while iterating) the engine fails, or the stream is cut short.
     """
     image = inspect(engine, name)
     doing = f"save {name}"
@@ -103,16 +104,16 @@ def save_stream(engine: Engine, name: str, *, report: Reporter = SILENT) -> Iter
 def export_stream(engine: Engine, name: str) -> Iterator[Iterator[bytes]]:
     """Yield the chunks of a tar of the image's flattened file tree, as ``docker export`` writes it.
 
-    The container for it is never started and always removed.
+    Only a container can be exported. It is created for that, never started, and removed at the end.
 
     Raises
     ------
-    UsageError : no such image.
-    ToolFailed : while iterating, when the engine fails or the stream is cut short.
+    UsageError : there is no such image.
+    ToolFailed : (while iterating) the engine fails, or the stream is cut short.
     """
     image = inspect(engine, name)
     doing = f"export {name}"
-    # By id: a tag that moves meanwhile must not mix two images.
+    # By its id: the tag could be given to another image meanwhile.
     with containers.temporary_container(
         engine, image.ref, purpose="export", platform=image.platform
     ) as container:
@@ -123,14 +124,19 @@ def export_stream(engine: Engine, name: str) -> Iterator[Iterator[bytes]]:
 
 
 def _refuse_incomplete(chunks: Iterator[bytes], doing: str) -> Generator[bytes, None, None]:
-    """Yield `chunks` unchanged, and raise at the end where the tar is incomplete.
+    """Yield `chunks` of a tar unchanged, and raise an error at the end if the tar is incomplete.
 
-    The engine has already sent its status, so it appends a later error to the data, as JSON.
+    The engine has sent the status 200 before the data. If it fails later, it can only append the error to the
+    data, as JSON.
+
+    Raises
+    ------
+    ToolFailed, UsageError : the engine failed, or the data ended too early.
     """
     tail = b""
     with translate_errors(doing):
         for chunk in chunks:
-            # A large chunk is not copied as a whole.
+            # Only the end of the chunk is copied, since chunks are large.
             tail = (tail + chunk[-_TAIL_BYTES:])[-_TAIL_BYTES:]
             yield chunk
     if tail.endswith(_TAR_END):
@@ -146,13 +152,13 @@ def _refuse_incomplete(chunks: Iterator[bytes], doing: str) -> Generator[bytes, 
 
 
 def read_file(engine: Engine, name: str, path: str) -> bytes | None:
-    """Return the content of the file `path` in the image `name`. None where it is missing or has over 4 MiB.
+    """Return the content of the file `path` in the image `name`. No container is started.
 
-    No container is started.
+    Return None if there is no such file, or if it has more than 4 MiB.
 
     Raises
     ------
-    UsageError : no such image.
+    UsageError : there is no such image.
     """
     image = inspect(engine, name)
     with containers.temporary_container(
@@ -170,13 +176,14 @@ def store_files(
     is_wanted: Callable[[str], bool],
     platform: str,
 ) -> None:
-    """Write files below `path` in the image `name` into the new `folder`, all beside each other.
+    """Write files that are below `path` in the image `name` into the new folder `folder`.
 
-    `is_wanted` chooses them by their names. No container is started.
+    `is_wanted` chooses files by their names. Subfolders are not made, so all files lie beside each other. No
+    container is started.
 
     Raises
     ------
-    FileExistsError : two files have one name.
+    FileExistsError : two files have the same name.
     CheckFailed : the engine's tar is damaged.
     """
     with (
@@ -194,12 +201,15 @@ def store_files(
 
 
 def pull_image(engine: Engine, ref: str, platform: str | None, report: Reporter) -> ImageInfo:
-    """Pull `ref` (tag or digest; default: ``latest``) and describe the local image.
+    """Pull the image `ref` from its registry, and return what the engine says about it.
+
+    `ref` has a tag or a digest; without one, the tag is ``latest``. If `platform` is None, the engine chooses
+    the platform.
 
     Raises
     ------
-    UsageError : the registry has no such image, or not for `platform`.
-    ToolFailed : no network, no permission, no space.
+    UsageError : the registry has no such image, or has it not for `platform`.
+    ToolFailed : there is no network, no permission or no space.
     """
     check_name(ref)
     doing = f"pull {ref}"
@@ -213,7 +223,7 @@ def pull_image(engine: Engine, ref: str, platform: str | None, report: Reporter)
     if platform is None:
         return inspect(engine, ref)
     image = inspect(engine, ref, platform=full_platform(platform))
-    # A tag with a single image instead of a list of platforms is pulled for any platform.
+    # If the tag names a single image and not a list of platforms, the engine pulls it for any platform.
     if image.platform != full_platform(platform):
         raise UsageError(
             f"{ref} is {image.platform}; the registry has none for {platform}",
@@ -228,7 +238,7 @@ def push(engine: Engine, ref: str, report: Reporter) -> str:
     Raises
     ------
     UsageError : there is no such local image.
-    ToolFailed : no network, no permission, or no digest came back.
+    ToolFailed : there is no network or no permission, or the engine reports no digest.
     """
     doing = f"push {ref}"
     if find_image(engine, ref) is None:
@@ -250,9 +260,10 @@ def push(engine: Engine, ref: str, report: Reporter) -> str:
 
 
 def _read_digest(event: Event) -> str:
-    """Return the digest in an event of a push, if it has one.
+    """Return the digest of the pushed image if an event of the push states it, or ``""``.
 
-    The graph drivers report it as an object. containerd's store and Podman write it into the last status.
+    Docker's own drivers report it as an object. With containerd's store, and from Podman, it is in a text:
+    ``latest: digest: sha256:... size: 1234``.
     """
     aux = event.get("aux") or {}
     status = _PUSHED.fullmatch(str(event.get("status") or ""))
@@ -278,8 +289,8 @@ def add_tag(engine: Engine, image: str, ref: str) -> None:
 
 
 def _split(ref: str) -> tuple[str, str]:
-    """Return the repository and the tag, or the digest, of `ref`."""
+    """Return the repository of `ref`, and its tag or digest: ``host/mn5:1`` -> ``host/mn5``, ``1``."""
     name = repository(ref)
     tag = ref[len(name) + 1 :]  # behind the colon
-    # If no tag is given, the SDK pushes every tag of the repository.
+    # Never without a tag: the SDK would push every tag of the repository.
     return name, tag or "latest"

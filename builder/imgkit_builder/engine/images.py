@@ -39,7 +39,7 @@ class ImageInfo:
     """A local image."""
 
     ref: str
-    """The engine's own name for it, ``sha256:...``: what requests to the engine take."""
+    """The engine's own name for the image, ``sha256:...``, for requests to the engine."""
     id: str
     """``sha256:...`` of the image configuration; archives and .sif files record it."""
     tags: tuple[str, ...]
@@ -54,7 +54,8 @@ class ImageInfo:
     digest: str
     """``repo@sha256:...``; empty for an image that never saw a registry."""
     manifest: str = ""
-    """``sha256:...`` of its manifest where the engine prefers another platform of the image; else empty."""
+    """``sha256:...`` of its manifest if the engine keeps the image for several platforms, and prefers another
+    one; else empty."""
 
     @property
     def tag(self) -> str:
@@ -63,9 +64,10 @@ class ImageInfo:
 
 
 def inspect(engine: Engine, name: str, *, platform: str | None = None) -> ImageInfo:
-    """Describe the local image `name` (tag or id), without using the network.
+    """Return what the engine says about its image `name` (tag or id), without using the network.
 
-    Of an image with several platforms it describes `platform`, or else the one that the engine prefers.
+    If the engine keeps the image for several platforms, that of `platform` is described, or else the one that
+    the engine prefers.
 
     Raises
     ------
@@ -78,10 +80,15 @@ def inspect(engine: Engine, name: str, *, platform: str | None = None) -> ImageI
 
 
 def find_image(engine: Engine, name: str, *, platform: str | None = None) -> ImageInfo | None:
-    """Describe the local image `name` as `inspect` does. None where the engine has no such image."""
+    """Return what the engine says about its image `name`, or None if it has no such image.
+
+    Raises
+    ------
+    UsageError : `name` is not an image name.
+    """
     import docker.errors
 
-    # The engine would answer "/" with the list of its images, for example.
+    # Checked first: asked for "/", for example, the engine would answer with the list of its images.
     check_name(name)
     with translate_errors(f"inspect {name}", name=name):
         try:
@@ -100,9 +107,10 @@ def remove_image(engine: Engine, name: str) -> None:
 
 
 def config_json(engine: Engine, image: ImageInfo) -> bytes:
-    """Return the OCI configuration of `image` without its history.
+    """Return the OCI configuration of `image` as JSON, without its history.
 
-    The engine hands out values, not bytes: their digest is not the image id.
+    It is made from values that the engine reports, since the engine does not hand out the original bytes. So
+    its digest is not the image id.
     """
     with translate_errors(f"inspect {image.ref}", name=image.ref):
         data = _inspect_image(engine, image.ref, image.platform)
@@ -118,12 +126,15 @@ def config_json(engine: Engine, image: ImageInfo) -> bytes:
 
 
 def _diff_ids(data: dict[str, Any]) -> tuple[str, ...]:
-    """Return the digests of an image's layers, from what the engine tells of it."""
+    """Return the digests of an image's layers in `data`, the engine's answer about the image."""
     return tuple((data.get("RootFS") or {}).get("Layers") or ())
 
 
 def _make_info(engine: Engine, data: dict[str, Any], name: str) -> ImageInfo:
-    """Return what the engine's answer `data` says of the image that was requested as `name`."""
+    """Return the description of an image from `data`, the engine's answer about it.
+
+    `name` is the name by which the user has asked for the image. Of several tags, it comes first.
+    """
     ref = str(data["Id"])
     platform = read_platform(data)
     config = data.get("Config") or {}
@@ -147,7 +158,10 @@ def _make_info(engine: Engine, data: dict[str, Any], name: str) -> ImageInfo:
 
 
 def _sort_tags(data: dict[str, Any], requested: str) -> list[str]:
-    """Return the tags in an engine's answer. The requested name comes first, for messages and a save."""
+    """Return the tags in `data`, an engine's answer about an image.
+
+    The requested name comes first, because messages and ``docker save`` use the first one.
+    """
     # An engine may send null for an empty list.
     tags = [short_name(tag) for tag in data.get("RepoTags") or () if tag != "<none>:<none>"]
     tags.sort(key=lambda tag: tag not in (requested, f"{requested}:latest"))
@@ -155,9 +169,10 @@ def _sort_tags(data: dict[str, Any], requested: str) -> list[str]:
 
 
 def _sort_digests(data: dict[str, Any], requested: str) -> list[str]:
-    """Return the names with digests in an engine's answer, that of the requested name first.
+    """Return the names with digests, ``repo@sha256:...``, in `data`, an engine's answer about an image.
 
-    Podman lists each name with each digest that the image has anywhere.
+    That of the requested name comes first, because the first one is used. Podman lists each name with every
+    digest that the image has under any name.
     """
     digests = [short_name(name) for name in data.get("RepoDigests") or () if not name.startswith("<none>")]
     digests.sort(key=lambda digest: (digest != requested, repository(digest) != repository(requested)))
@@ -177,7 +192,7 @@ def short_name(name: str) -> str:
 
 
 def check_name(name: str, *, where: str | None = None) -> None:
-    """Raise UsageError where `name` is not an image reference, before the engine is asked."""
+    """Raise UsageError if `name` is not an image reference. `where` is what states it, for the message."""
     try:
         parse_reference(name)
     except Unfit as error:
@@ -200,10 +215,12 @@ _INSPECT_API, _SAVE_API = "1.49", "1.48"
 
 
 def _inspect_image(engine: Engine, name: str, platform: str | None) -> dict[str, Any]:
-    """Return the engine's answer about the image `name` for `platform`, or for the platform that it prefers.
+    """Return the engine's answer about the image `name` for `platform`.
 
-    ``Id`` is the same for all platforms, and the only id that other requests take. ``Manifest`` is the digest
-    of the platform's manifest. It is there only where the engine prefers another platform that it keeps.
+    If the engine does not keep the image for it, or `platform` is None, the answer is about the platform that
+    the engine prefers. In the result, ``Id`` is the engine's name for the image, the same for all platforms.
+    ``Manifest`` is added if the engine keeps and prefers another platform: it is the digest of the manifest
+    for `platform`.
     """
     default = _inspect(engine, name)
     if not can_choose_platform(engine) or not engine.names_manifests:
@@ -217,7 +234,7 @@ def _inspect_image(engine: Engine, name: str, platform: str | None) -> dict[str,
     for choice in platforms:
         if choice == read_platform(default):
             break
-        # The engine does not keep that platform if it answers with an error.
+        # An error means that the engine does not keep this platform: try the next.
         with _ignore_errors():
             data = _inspect(engine, name, platform=_platform_json(choice))
             if is_default_kept:
@@ -244,7 +261,7 @@ def _local_platforms(engine: Engine, name: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _query(engine: Engine, query: Mapping[str, str]) -> Iterator[None]:
-    """Add parameters that the SDK does not have (docker 7.2) to the requests meanwhile."""
+    """Add the parameters `query` to all requests in the block. The SDK has none of them (docker 7.2)."""
     engine.api.params = dict(query)
     try:
         yield
@@ -253,14 +270,14 @@ def _query(engine: Engine, query: Mapping[str, str]) -> Iterator[None]:
 
 
 def _ignore_errors() -> contextlib.AbstractContextManager[None]:
-    """Return a block that ends where the engine answers with an error."""
+    """Return a context manager that ends its block without an error if the engine answers with one."""
     import docker.errors
 
     return contextlib.suppress(docker.errors.APIError)
 
 
 def read_platform(data: Mapping[str, Any]) -> str:
-    """Return ``linux/amd64``, from what an engine tells of an image."""
+    """Return the platform in `data`, an engine's answer about an image: ``linux/amd64``."""
     return f"{data.get('Os') or 'linux'}/{data.get('Architecture') or ''}"
 
 
@@ -271,7 +288,10 @@ def can_choose_platform(engine: Engine) -> bool:
 
 @contextlib.contextmanager
 def get_image(engine: Engine, name: str, platform: str) -> Iterator[Iterator[bytes]]:
-    """Yield the chunks of ``docker save``, of `platform` where the engine can choose it."""
+    """Yield the chunks of ``docker save``.
+
+    They are those of `platform`, if the engine can choose one. Otherwise the engine decides.
+    """
     query = {}
     if engine.names_manifests and _has_api(engine, _SAVE_API):
         query["platform"] = _platform_json(platform)
@@ -295,17 +315,17 @@ def _platform_json(platform: str) -> str:
 
 _CONTENT = "io.containerd.content.v1.content/blobs/sha256"
 _OTHER_STORES = (f"/var/lib/containerd/{_CONTENT}", f"/var/lib/desktop-containerd/daemon/{_CONTENT}")
-"""The stores of a containerd that the engine did not start: the system's, and Docker Desktop's."""
+"""Folders of a containerd that was not started by the engine: the system's, and Docker Desktop's."""
 _CONTENT_INSIDE = "/imgkit-content"
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 def _image_id(engine: Engine, ref: str, platform: str) -> str:
-    """Return ``sha256:...`` of the configuration of the image that `engine` calls `ref`, for `platform`.
+    """Return the image id, the digest of the configuration, of the image that `engine` calls `ref`.
 
-    Notes
-    -----
-    It is kept in a file: a manifest never changes. Without a cache folder it is read again, 0.15 s each time.
+    With Docker's own drivers, it is `ref`. With containerd's store, `ref` is the digest of a manifest or of
+    an index, which lists manifests of several platforms. Then the id is read from the manifest for
+    `platform`, and cached in a file, since a manifest never changes. Reading takes 0.15 s.
 
     Raises
     ------
@@ -313,7 +333,7 @@ def _image_id(engine: Engine, ref: str, platform: str) -> str:
     """
     if not engine.names_manifests or not _DIGEST.fullmatch(ref):
         return ref
-    # One index names a configuration for each platform.
+    # With the platform, because `ref` may be an index, which leads to one configuration per platform.
     name = f"{ref.removeprefix('sha256:')}-{platform.replace('/', '-')}"
     path = files.cache_dir() / "image-ids" / name
     with contextlib.suppress(OSError, ValueError):
@@ -331,10 +351,14 @@ def _image_id(engine: Engine, ref: str, platform: str) -> str:
 
 
 def _read_id_in_store(engine: Engine, ref: str, platform: str) -> str | None:
-    """Read the manifest in containerd's store, which a container shows that is never started."""
+    """Return the image id from the manifest in containerd's store, or None if the store is not found.
+
+    The store is a folder of the engine's machine. It is mounted into a container that is never started, and
+    the engine reads the files of that container for us.
+    """
     root = engine.facts().root or "/var/lib/docker"
     for store in (f"{root}/containerd/daemon/{_CONTENT}", *_OTHER_STORES):
-        # The engine refuses a folder that is not there.
+        # The engine answers with an error if the folder does not exist: try the next.
         with (
             contextlib.suppress(ImgkitError),
             containers.temporary_container(
@@ -353,7 +377,10 @@ def _read_id_in_store(engine: Engine, ref: str, platform: str) -> str | None:
 
 
 def _read_id_in_archive(engine: Engine, ref: str, platform: str) -> str | None:
-    """Read the save stream until the manifest has come by. That is slow, so only where no store is found."""
+    """Return the image id from the manifest in the stream of ``docker save``, or None if it has none.
+
+    That is slow, so it is done only if containerd's store is not found. Reading ends at the manifest.
+    """
     blobs = {}
     with translate_errors(f"save {ref}"), get_image(engine, ref, platform) as chunks:
         stream = TarStream(chunks, name=ref, limits=TarLimits(entries=read.MAX_MEMBERS))
@@ -362,7 +389,7 @@ def _read_id_in_archive(engine: Engine, ref: str, platform: str) -> str | None:
                 if member.kind != REGULAR or member.size_bytes > read.MAX_JSON_BYTES:
                     continue
                 data = b"".join(stream.body())
-                # Only these can be the manifest or an index, and the layers between them stay unread.
+                # Only a JSON object can be the manifest or an index.
                 if not data.startswith(b"{"):
                     continue
                 _, _, hex_digest = member.name.rpartition("/")
@@ -376,13 +403,14 @@ def _read_id_in_archive(engine: Engine, ref: str, platform: str) -> str | None:
 
 
 def _find_config(digest: str, platform: str, read_blob: Callable[[str], bytes | None]) -> str | None:
-    """Return the digest of the configuration that the manifest or index `digest` names for `platform`.
+    """Return the digest of the configuration for `platform`, starting at the manifest or index `digest`.
 
-    ``read_blob(digest)`` returns the content of a blob. The result is None if one is missing or damaged.
+    An index lists manifests of several platforms, and a manifest names the configuration. ``read_blob``
+    returns the content that belongs to a digest. The result is None if something is missing or damaged.
     """
     for _ in range(read.MAX_INDEX_DEPTH + 1):
         raw = read_blob(digest)
-        # A digest that does not match is a blob that somebody has changed, or half of one.
+        # If the digest does not match, somebody has changed the file, or a part of it is missing.
         if raw is None or f"sha256:{hashlib.sha256(raw).hexdigest()}" != digest:
             return None
         try:

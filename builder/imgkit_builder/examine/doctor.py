@@ -51,23 +51,23 @@ class Machine:
 def check_machine(
     target: Target | None = None, *, purpose: Purpose = "any", machine: Machine | None = None
 ) -> tuple[Check, ...]:
-    """Return the checks of this machine. They take at most about a second, and change nothing.
+    """Check this machine. That takes at most about a second, and changes nothing.
 
     Parameters
     ----------
-    target : the recipe whose module, runtime and platform count, too.
-    purpose : what the machine is for. ``build`` needs an engine or a runtime that can build. ``sif`` needs
-        everything except the engine. ``any`` needs one of the two. A check fails only if `purpose` needs it;
-        otherwise it warns.
+    target : a recipe. Then its module, runtime and platform are checked, too.
+    purpose : what the machine is for: ``build`` images, convert them to a ``sif``, or ``any`` of the two. A
+        check fails only if `purpose` needs what it is about; otherwise it warns.
+    machine : replaces this machine in tests.
     """
     machine = machine or Machine()
     engine = _check_engine()
     tool = _check_runtime(target)
     writer = _check_sif_writer(tool)
-    # Without a runtime this machine cannot run a .sif, but imgkit may still write one.
+    # A missing runtime is only a warning if imgkit can write a .sif without one.
     tool_checks = [tool if writer.verdict == "fail" else _as_warning(tool)]
     can_build_sif = False
-    # A missing runtime is reported once, and not by the checks of what it would need as well.
+    # What a runtime needs of the kernel is checked only if there is one: a missing one is reported once.
     if tool.verdict in ("ok", "warn"):
         definitions = _check_definitions(machine)
         can_build_sif = definitions.verdict == "ok"
@@ -77,7 +77,7 @@ def check_machine(
     can_convert = passed(tool_checks)
     if purpose == "build" or (purpose == "any" and can_build):
         tool_checks = [_as_warning(check) for check in tool_checks]
-    # A runtime can replace the engine in a build.
+    # Without an engine, a runtime can build.
     if purpose == "build" and not can_build and can_build_sif:
         hint = f"imgkit build RECIPE --with apptainer needs no engine; {engine.hint}"
         engine = dataclasses.replace(engine, verdict="warn", hint=hint)
@@ -172,7 +172,10 @@ def _check_kernel(machine: Machine, tool: Check) -> Iterator[Check]:
 
 
 def _setuid_starter(runtime_text: str) -> Path | None:
-    """Return the setuid helper of the installation that `runtime_text`, of `_check_runtime`, names."""
+    """Return the setuid helper of a runtime, or None if the runtime is not installed setuid.
+
+    `runtime_text` is the text of the check of the runtime, which has the path of the program.
+    """
     # The text is "singularity 4.1.0 at /usr/bin/singularity, any compression".
     _, _, program_and_rest = runtime_text.partition(" at ")
     program, _, _ = program_and_rest.partition(",")
@@ -275,7 +278,11 @@ def _check_scratch(machine: Machine, scratch: Path, current: Path, sif_bytes: in
 
 
 def _scratch_bytes() -> int:
-    """Return the size of the temporary files that `imgkit sif` would write for an NVIDIA image."""
+    """Return the size of the temporary files of `imgkit sif` for one of NVIDIA's images.
+
+    It depends on the program that writes the file: a new mksquashfs needs none, a runtime a multiple of the
+    image.
+    """
     try:
         share = squash.choose().disk_share
     except ToolMissing:
@@ -298,7 +305,8 @@ def _file_system(machine: Machine, folder: Path) -> str:
     resolved = folder.resolve()
     deepest = 0
     file_system = ""
-    # Each line is "DEVICE PATH TYPE OPTIONS ...". The deepest folder counts, and of two mounts the later one.
+    # Each line is "DEVICE PATH TYPE OPTIONS ...". The mount with the longest path that holds `folder` counts.
+    # Of two at one path, the later one hides the earlier.
     for line in rights.read_small_file(machine.root / "proc/mounts").splitlines():
         _, path, mount_type, *_ = line.split()
         mount = Path(path.replace("\\040", " "))  # the kernel writes a blank so

@@ -65,7 +65,11 @@ def verify_file(
 
 
 def _check_archive(path: Path, contents: Contents) -> Iterator[Check]:
-    """Check the archive against its sidecars, and its layers and image id against its configuration."""
+    """Check an archive, of which all bytes have been read (`contents`).
+
+    It is compared with its sidecars, the two small files beside it (``.sha256`` and ``.manifest.json``), and
+    its layers and image id with the configuration in it.
+    """
     yield check_checksum(path, contents.sha256, contents.size_bytes)
     image = contents.image
     if image is None:
@@ -89,8 +93,8 @@ def _make_check(name: str, problem: str, fact: str) -> Check:
 def check_checksum(path: Path, actual: str, size_bytes: int) -> Check:
     """Compare `actual`, the SHA-256 of the file `path`, with the digests in its two sidecars.
 
-    Without sidecars the check warns. It fails if only the .json is there, as after a save that was
-    interrupted.
+    These are ``X.sha256`` and ``X.manifest.json``. Without both, the check warns. It fails if only the second
+    is there, as after a save that was interrupted.
     """
     try:
         recorded = sidecar.read_sha256(path)
@@ -117,7 +121,10 @@ def check_checksum(path: Path, actual: str, size_bytes: int) -> Check:
 
 
 def _check_layers(image: SelectedImage[HashedFile]) -> Check:
-    """Compare the digests of the layers with the configuration's list."""
+    """Compare the digests of the unpacked layers with the list in the image's configuration.
+
+    The check warns if layers are compressed with zstd, which are not unpacked here.
+    """
     if image.count_problem:
         return Check("layers", "fail", image.count_problem, _COPY_AGAIN)
     for (layer, file), diff_id in zip(image.layers, image.config.diff_ids, strict=True):
@@ -133,7 +140,7 @@ def _check_layers(image: SelectedImage[HashedFile]) -> Check:
 
 
 def _check_description(path: Path, contents: Contents, image: SelectedImage[HashedFile]) -> Check:
-    """Compare the image in the archive with the description in the .json sidecar, if there is one."""
+    """Compare the image in the archive with the description in ``X.manifest.json``, if there is one."""
     try:
         description = sidecar.read_sidecar(path)
     except UsageError as error:
@@ -185,7 +192,6 @@ def _check_sif(path: Path, report: Reporter) -> Iterator[Check]:
     summary = f"{image.arch}, {len(image.descriptors)} objects, squashfs with {superblock.compressor}"
     yield Check("header", "ok", summary)
     report.stage(f"read {path.name}")
-    # The record is in another object of the .sif, so it can name the digest of the root partition.
     root = _check_content("root partition", image.record, sif.root_sha256(path, advance=report.advance))
     yield root
     # A runtime would show the files of an overlay instead of those that were checked.
@@ -221,7 +227,7 @@ def _check_sqsh(path: Path, report: Reporter) -> Iterator[Check]:
 
 
 def _check_packages(path: Path, report: Reporter) -> Iterator[Check]:
-    """Check a file of ``imgkit add``, and whether it fits the image beside it."""
+    """Check a file of packages that ``imgkit add`` wrote, and whether it belongs to the image beside it."""
     report.stage(f"read {path.name}")
     try:
         stored = record.read(path)
@@ -247,7 +253,10 @@ def _check_packages(path: Path, report: Reporter) -> Iterator[Check]:
 
 
 def _check_content(name: str, record: ImgkitRecord | None, actual: str) -> Check:
-    """Compare `actual`, the digest of a squashfs, with the one in the record of its .sif or .sqsh."""
+    """Compare `actual`, the digest of a squashfs, with the one in the record of its .sif or .sqsh.
+
+    `name` is that of the check. Without a record, as in a file of another tool, the check warns.
+    """
     if record is None:
         text = f"sha256 {actual}; the file has no record of imgkit"
         return Check(name, "warn", text, "another tool made it: imgkit sif writes a record")

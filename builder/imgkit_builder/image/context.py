@@ -44,10 +44,10 @@ from imgkit_recipes import FOLDER
 _DOCKERFILE, _MANIFEST = "Dockerfile", "imgkit/manifest.json"
 """Members of the tar that depend on the base."""
 LARGE_BYTES = 10**9
-"""Code that is larger is packed only where the user agrees: often it is data that nobody meant to pack."""
+"""Larger code is packed only if the user agrees (``--large``): often it is data that nobody meant to pack."""
 _LARGEST_SHOWN = 3
 _WORTH_SHOWING = 1 / 100
-"""Part of the whole that a folder or file must have to be named in the message about large code."""
+"""The message about large code names a folder or file only if it has this part of all bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +87,15 @@ class BuildContext:
             return members.unpack_members(stream, folder)
 
     def _verified_chunks(self, report: Reporter) -> Generator[bytes]:
-        """Yield the tar, and raise UsageError before its end if it is not what `pack_context` saw."""
+        """Yield the tar.
+
+        Its digest must be the one that `pack_context` computed. If a file has changed since, a UsageError is
+        raised before the last chunk.
+        """
         digest = hashlib.sha256()
         for chunk in _report_progress(members.tar_chunks(self.members), report, self.size_bytes):
             digest.update(chunk)
-            # After a mismatch the last chunk is not sent: the engine builds nothing from an unfinished tar.
+            # The last chunk is then not sent, and an engine builds nothing from an unfinished tar.
             if chunk is members.END and digest.hexdigest() != self.sha256:
                 raise UsageError(
                     "files of image.copy changed while they were read",
@@ -101,7 +105,7 @@ class BuildContext:
 
 
 class LargeContext(UsageError):
-    """The code is larger than `LARGE_BYTES`, and nobody agreed to that."""
+    """The code is larger than `LARGE_BYTES`, and the user has not agreed to that with ``--large``."""
 
 
 def pack_context(
@@ -115,11 +119,18 @@ def pack_context(
 ) -> BuildContext:
     """Collect the input of a build. Every copied file is read once, for its digest.
 
+    Parameters
+    ----------
+    base : the base image as the engine describes it.
+    platform : such as ``linux/amd64``.
+    revision : the git commit for the image's labels; empty if there is none.
+    large : whether the code may be larger than `LARGE_BYTES`.
+
     Raises
     ------
-    UsageError : a source is missing, unreadable, or more than files, folders and links inside itself; or uv
-        refuses the project's uv.lock.
-    LargeContext : the code is large, and `large` does not allow it; raised before a file is read.
+    UsageError : a source is missing or unreadable, or has something else than files, folders and links that
+        stay in it; or uv refuses the project's uv.lock.
+    LargeContext : the code is large, and `large` does not allow that; raised before a file is read.
     """
     wheel_data = wheel.make_wheel()
     env = recipe.image.env.items()
@@ -136,7 +147,7 @@ def pack_context(
         env={name: value for name, value in env if split_inherited(name, value) is None},
     )
     dockerfile = render.render_dockerfile(recipe, base=base.name, platform=platform, base_user=base.user)
-    # The rest of the context is the user's code.
+    # The files of imgkit. All other files of the context are the user's code.
     own_files = [
         members.memory_file(f"imgkit/{wheel.wheel_name()}", wheel_data),
         members.memory_file("imgkit/system.json", system.to_json(recipe.system).encode()),
@@ -145,7 +156,7 @@ def pack_context(
     ]
     code = _collect_recipe_code(recipe)
     if not large:
-        # Sizes are known by now, and nothing has been read yet.
+        # Now, because sizes are known and no file has been read yet.
         _refuse_large(code)
     is_locked = recipe.lock is not None
     return seal_context(own_files, dockerfile, manifest, code=code, is_locked=is_locked, report=report)
@@ -160,7 +171,10 @@ def seal_context(
     is_locked: bool = False,
     report: Reporter = SILENT,
 ) -> BuildContext:
-    """Return the context of imgkit's `own_files` and the user's `code`, whose files are read once."""
+    """Return the context that consists of imgkit's `own_files` and the user's `code`.
+
+    Every file is read once, for the digest of the whole tar.
+    """
     contents = [
         members.memory_file(_DOCKERFILE, dockerfile.encode()),
         members.empty_folder("imgkit"),
@@ -171,9 +185,9 @@ def seal_context(
     contents += [members.empty_folder(folder) for folder in folders]
     for part in code.parts.values():
         contents += part
-    # By bytes: the order of text depends on how a name outside UTF-8 was decoded.
+    # Sorted by bytes: the order of texts would depend on how a name outside UTF-8 was decoded.
     contents.sort(key=lambda member: os.fsencode(member.name))
-    # Two digests in one pass: the code may have gigabytes.
+    # Both digests are computed in one reading, since the code may have gigabytes.
     digest = hashlib.sha256()
     files_digest = hashlib.sha256()
     size_bytes = 0
@@ -205,10 +219,11 @@ def seal_context(
 
 
 def input_sha256(recipe: Recipe, context: BuildContext, base: str) -> str:
-    """Return the digest of what `pack_context` has read, and of the base by its name alone.
+    """Return a digest of the input of a build that can be computed without an engine.
 
-    Without an engine, nobody knows more of the base. Two builds with the same digest have the same input,
-    unless the name leads to another base by now.
+    It covers what `pack_context` has read, and the name of the base: only an engine knows the digest of the
+    base. Two builds with the same result have the same input, unless the name of the base now stands for
+    another image.
     """
     base_image = BaseImage(name=base, platform=context.manifest.platform)
     manifest = dataclasses.replace(context.manifest, base=_manifest_base(recipe, base_image))
@@ -218,9 +233,10 @@ def input_sha256(recipe: Recipe, context: BuildContext, base: str) -> str:
 
 
 def _manifest_base(recipe: Recipe, base: BaseImage) -> BaseImage:
-    """Return `base` as the manifest names it: with the digest of the recipe's lock, where it has one.
+    """Return `base` as the manifest of the image describes it.
 
-    Some engines invent a digest for an image that was never in a registry.
+    If the recipe has a lock, the digest is that of the lock, and empty if the lock has none: some engines
+    invent a digest for an image that was never in a registry.
     """
     if recipe.lock is None:
         return base
@@ -232,11 +248,11 @@ def _manifest_base(recipe: Recipe, base: BaseImage) -> BaseImage:
 
 
 def check_code(recipe: Recipe) -> None:
-    """Look at everything that `pack_context` would take from projects, copies and uv.lock.
+    """Check, without a build, that `pack_context` could pack the projects, copies and uv.lock of `recipe`.
 
     Raises
     ------
-    ToolMissing, UsageError : as `pack_context` does.
+    ToolMissing, UsageError : it could not, for the reason that `pack_context` would state.
     """
     members.collect_code(_list_code(recipe), _secret_files(recipe))
     if recipe.image.uv and not recipe.lock:
@@ -244,7 +260,10 @@ def check_code(recipe: Recipe) -> None:
 
 
 def _report_progress(chunks: Iterator[bytes], report: Reporter, total_bytes: int) -> Iterator[bytes]:
-    """Yield `chunks`, and report their bytes once a mebibyte: a tar of small files has many chunks."""
+    """Yield `chunks` unchanged, and report their bytes.
+
+    A report comes once per MiB only, because a tar of small files has very many chunks.
+    """
     sent_bytes = 0
     reported_bytes = 0
     for chunk in chunks:
@@ -261,16 +280,19 @@ def _secret_files(recipe: Recipe) -> list[Path]:
 
 
 def _collect_recipe_code(recipe: Recipe) -> PackedCode:
-    """Return what goes into the context of the user's code.
+    """Return the user's projects and copies as members of the context.
+
+    Of an editable project, only a skeleton is packed: the files that pip needs to install it. Each run mounts
+    the code over it.
 
     Raises
     ------
-    UsageError : as `members.collect_code` does.
+    UsageError : as in `members.collect_code`.
     """
     codes = tuple(_list_code(recipe))
     hidden = _secret_files(recipe)
     packed = members.collect_code((code for code in codes if not code.is_skeleton), hidden)
-    # What stays out of a skeleton needs no message: the run brings it.
+    # Taken from these are only the members, not the names of files that stay out: a run brings those files.
     projects = members.collect_code((code for code in codes if code.is_skeleton), hidden)
     parts = dict(packed.parts)
     for code, part in projects.parts.items():
@@ -279,7 +301,7 @@ def _collect_recipe_code(recipe: Recipe) -> PackedCode:
 
 
 def _list_code(recipe: Recipe) -> Iterator[Code]:
-    """Yield the projects and copies of `recipe`."""
+    """Yield the user's code that `recipe` puts into the image: projects of pip steps, and copied folders."""
     for number, step in enumerate(recipe.image.pip):
         if step.project is not None:
             yield Code(
@@ -295,12 +317,18 @@ def _list_code(recipe: Recipe) -> Iterator[Code]:
 
 
 def _is_mounted(step: PipStep) -> bool:
-    """Return whether the run's code is mounted over the project that `step` installs."""
+    """Return whether each run mounts its code over the project that `step` installs.
+
+    That is so for an editable installation below ``/workspace``.
+    """
     return step.editable is not None and skeleton.is_mounted(step.editable)
 
 
 def whole_project_notes(recipe: Recipe) -> Iterator[str]:
-    """Yield a message for each project that is packed whole although the run's code is mounted over it."""
+    """Yield a message for each project of which the image has all files although a run mounts code over it.
+
+    A skeleton would do, but the installation of the project needs its code, to compile it, for example.
+    """
     for number, step in enumerate(recipe.image.pip):
         if step.project is None or not _is_mounted(step):
             continue
@@ -314,8 +342,10 @@ def whole_project_notes(recipe: Recipe) -> Iterator[str]:
 
 
 def pack_early_code(recipe: Recipe) -> PackedCode:
-    """Return what the steps before pip copy. The build that makes a lock needs it too."""
-    # Where a `run` step before pip may need them.
+    """Return the code that the steps before pip copy into the image.
+
+    The build that makes a lock needs only this: `run` steps before pip may use it.
+    """
     early_members = set()
     for number, copy in enumerate(recipe.image.copy):
         if copy.after != "pip":
@@ -325,10 +355,13 @@ def pack_early_code(recipe: Recipe) -> PackedCode:
 
 
 def _refuse_large(packed: PackedCode) -> None:
-    """Name the largest folders and files of code that is larger than `LARGE_BYTES` as a whole."""
+    """Raise LargeContext if the code is larger than `LARGE_BYTES` as a whole.
+
+    The error names the largest folders and files: they are often data that nobody meant to pack.
+    """
     if packed.size_bytes <= LARGE_BYTES:
         return
-    # By the recipe's line, and by the folder or file at the top of the code.
+    # Bytes per line of the recipe and per top-level folder or file of the code, as "data".
     sizes: collections.Counter[tuple[str, str]] = collections.Counter()
     for code, part in packed.parts.items():
         for member in part:
@@ -351,10 +384,10 @@ def _refuse_large(packed: PackedCode) -> None:
 
 
 def code_revision(recipe: Recipe) -> str:
-    """Return the revision of the recipe's folder if the image holds files of it, and "" otherwise.
+    """Return the git commit of the recipe's folder if the image has files of that folder, and "" otherwise.
 
-    An image without them does not change with an edit of that folder, and must not name its commit. The
-    skeleton of a project does not count: the code of each run has a revision of its own.
+    An image without such files does not change with a commit, and must not change by naming it. The skeleton
+    of a project does not count: the code of each run has a revision of its own.
     """
     folder = recipe.file.parent.absolute()
     for code in _list_code(recipe):
@@ -364,9 +397,9 @@ def code_revision(recipe: Recipe) -> str:
 
 
 def git_revision(folder: Path) -> str:
-    """Return the git commit of `folder`, with ``-dirty`` after changes.
+    """Return the git commit of `folder`, with ``-dirty`` if files have changed since.
 
-    It is empty where git does not track it.
+    The result is empty if the folder is not under git, or if there is no program git.
     """
     git = (*process.GIT, "-C", folder)
     try:
@@ -376,7 +409,8 @@ def git_revision(folder: Path) -> str:
     except ToolMissing:
         return ""
     commit = re.search(r"^[0-9a-f]{40,64}$", head.output, re.MULTILINE)
-    # A folder that is untracked inside a repository, for example in a virtual environment, has no commit.
+    # A folder in a repository may have no tracked file, as a virtual environment. The commit says nothing
+    # about it.
     if head.returncode or commit is None or not tracked.output:
         return ""
     if changed.output:
@@ -389,7 +423,7 @@ def list_package_files(recipe: Recipe) -> Iterator[TarMember]:
     for number, file in enumerate(recipe.image.ca):
         with members.explain_read_errors(file, recipe.where("image", "ca", number), "name another file"):
             data = files.read_bytes(file)
-        # A file without a last line end would spoil the bundle.
+        # Certificates are joined to one file: without a line end, the next one would begin on the same line.
         yield members.memory_file(render.certificate_member(number), data.rstrip() + b"\n")
     if recipe.image.used_secrets:
         yield _template(install.WITH_SECRETS, "with-secrets.sh")
@@ -404,7 +438,10 @@ def _template(member: str, name: str) -> TarMember:
 
 
 def _list_locked_files(recipe: Recipe, lock: LockedPlatform) -> Iterator[TarMember]:
-    """Yield what only a locked build needs: its lists, and the packages that lie on this machine."""
+    """Yield the files that only a build with a lock needs.
+
+    They are the lists of packages to install, and packages that are stored on this machine.
+    """
     yield members.memory_file(install.LOCK_TOML, recipe.lock_text.encode())
     if lock.apt:
         apt_folder = f"imgkit/{install.LOCKED_APT}"
@@ -418,7 +455,10 @@ def _list_locked_files(recipe: Recipe, lock: LockedPlatform) -> Iterator[TarMemb
 
 
 def _list_locked_step(recipe: Recipe, number: int) -> Iterator[TarMember]:
-    """Yield the files of one locked pip step: its requirements, and the wheels that lie on this machine."""
+    """Yield the files of pip step `number` of a build with a lock.
+
+    They are the requirements, and wheels that are stored on this machine.
+    """
     wheels = install.locked_wheels(recipe, number)
     if not wheels:
         return
@@ -435,9 +475,11 @@ def _list_locked_step(recipe: Recipe, number: int) -> Iterator[TarMember]:
 def _list_kept_files(
     recipe: Recipe, folder: str, packages: Iterable[LockedDeb | LockedWheel]
 ) -> Iterator[TarMember]:
-    """Yield a member in `folder` for each of `packages` whose file is on this machine.
+    """Yield a member in `folder` for each of `packages` that ``imgkit lock --keep-files`` has stored here.
 
-    Raise CheckFailed for a file that the lock does not have.
+    Raises
+    ------
+    CheckFailed : a stored file has another digest than the lock states.
     """
     for package in packages:
         file = recipe.kept.get(package.file)
@@ -457,7 +499,7 @@ def _list_kept_files(
 
 
 def _list_requirements_files(recipe: Recipe) -> Iterator[TarMember]:
-    """Yield what uv exports, and the requirements of each pip step or of its project."""
+    """Yield the requirements of the pip steps and of the uv project, for a build without a lock."""
     if recipe.image.uv:
         program = importlib.resources.files(__package__).joinpath("inside_uv.py").read_bytes()
         yield members.memory_file(install.UV_JSON.member, uv_export.export_uv_lock(recipe))
@@ -465,7 +507,8 @@ def _list_requirements_files(recipe: Recipe) -> Iterator[TarMember]:
     for number, step in enumerate(recipe.image.pip):
         member_name = install.requirements_file(number).member
         if step.project is not None:
-            # An early step installs them, which an edit of the project does not repeat.
+            # Dependencies are installed in a step before the project, so that an edit of the project does not
+            # install them again.
             dependencies: tuple[str, ...] = ()
             with members.explain_read_errors(step.project, recipe.where("image", "pip", number, "project")):
                 if step.installs_dependencies:
@@ -477,11 +520,16 @@ def _list_requirements_files(recipe: Recipe) -> Iterator[TarMember]:
 
 
 def _read_requirements(file: Path, where: str) -> bytes:
-    """Return the content of a requirements file, and refuse one that names further files."""
+    """Return the content of a requirements file.
+
+    Raises
+    ------
+    UsageError : the file cannot be read, or a line names another file, which would not be in the image.
+    """
     with members.explain_read_errors(file, where, "name another file"):
         data = files.read_bytes(file)
     for number, line in enumerate(data.decode(errors="replace").splitlines(), 1):
-        # A recipe's check refuses this too; the file may have changed since.
+        # The check of the recipe has refused this, but the file may have changed since.
         if requirements.names_other_file(line):
             raise UsageError(
                 f"a requirements file names another file: {line.strip()}",
@@ -492,7 +540,7 @@ def _read_requirements(file: Path, where: str) -> bytes:
 
 
 class _ChunkReader(io.RawIOBase):
-    """A readable file over chunks."""
+    """Makes an iterator of chunks readable as a file."""
 
     def __init__(self, chunks: Generator[bytes]) -> None:
         self._chunks = chunks

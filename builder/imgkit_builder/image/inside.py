@@ -64,7 +64,7 @@ class ImageReport:
     cuda: str
     nccl: str
     pip_conflicts: tuple[str, ...] | None
-    """Lines of ``pip check``; None where there is no pip."""
+    """Lines of ``pip check``; None if the image has no pip."""
     files: Mapping[str, str]
     """Content of the requested files that exist."""
 

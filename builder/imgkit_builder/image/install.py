@@ -31,7 +31,8 @@ BASE_CONSTRAINT = f"{INSIDE}/base-constraint.txt"
 # of its own: in a base without any, it would add 11 MB to each layer.
 PIP = "PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore"
 _PYTHON_PIP = "python3 -m pip"
-# What a lock names is complete, and a source distribution would run code that no hash of a wheel covers.
+# A lock names all dependencies, so pip looks for none. Source distributions are refused, because their build
+# would run code that no hash of the lock covers.
 _LOCKED_OPTIONS = "--require-hashes --no-deps --only-binary=:all:"
 
 UV_JSON = ContextFile(member="imgkit/uv.json", path=f"{INSIDE}/uv.json")
@@ -48,7 +49,7 @@ def pip_step_numbers(recipe: Recipe) -> list[int]:
 
 
 def step_name(number: int) -> str:
-    """Return ``0`` or ``uv``, as files are named after a step."""
+    """Return how the names of files call pip step `number`: ``0``, ``1`` or, for the uv project, ``uv``."""
     return "uv" if number == UV_STEP else str(number)
 
 
@@ -64,7 +65,10 @@ def requirements_file(number: int) -> ContextFile:
 
 
 def protection_step() -> Step:
-    """Return the step that writes the versions of the base's `PROTECTED` distributions to `CONSTRAINT`."""
+    """Return the step that writes the versions of the base's torch and related packages to `CONSTRAINT`.
+
+    pip gets this file as a constraint in all later steps, so that it never replaces these packages.
+    """
     # "pip freeze" would print "torch @ file://..." for a torch built in the base, as in NVIDIA's images.
     parts = (
         f"mkdir -p {INSIDE}",
@@ -76,7 +80,14 @@ def protection_step() -> Step:
 
 
 def constraint_step(recipe: Recipe) -> Step:
-    """Return the step that copies the base's constraint file without the dropped names."""
+    """Return the step that copies the base's constraint file without the names in ``constraints.drop``.
+
+    NVIDIA's images have such a file, which keeps pip from changing their packages.
+
+    Raises
+    ------
+    UsageError : a text in ``constraints.drop`` is not the name of a distribution.
+    """
     constraints = recipe.image.constraints
     where = recipe.where("image", "constraints")
     for name in constraints.drop:
@@ -96,7 +107,11 @@ def constraint_step(recipe: Recipe) -> Step:
 
 
 def pip_step(recipe: Recipe, number: int, *, pip: str = _PYTHON_PIP) -> Step:
-    """Return the step `number` that installs packages and requirements by the command `pip`."""
+    """Return pip step `number` of the recipe, which installs packages from an index.
+
+    A project is installed by a later step, `project_step`; this one installs its dependencies. `pip` is the
+    command; a build that makes a lock has another program in its place.
+    """
     if number == UV_STEP:
         step = PipStep()
         where = recipe.where("image", "uv")
@@ -114,7 +129,10 @@ def pip_step(recipe: Recipe, number: int, *, pip: str = _PYTHON_PIP) -> Step:
 
 
 def _install_locked(recipe: Recipe, number: int, command: str) -> tuple[str, list[ContextFile]]:
-    """Return `command` with the wheels that the lock has for step `number`, and the files that it needs."""
+    """Return `command`, completed so that it installs the wheels of the lock for step `number`.
+
+    The second value are the files of the context that the command needs.
+    """
     file = requirements_file(number)
     files = [file]
     if number == UV_STEP:
@@ -129,14 +147,14 @@ def _install_locked(recipe: Recipe, number: int, command: str) -> tuple[str, lis
 
 
 def _install_uv(command: str) -> tuple[str, list[ContextFile]]:
-    """Return `command` with what uv.lock has, and the files that it needs."""
+    """Return `command`, completed so that it installs the packages of uv.lock, and the files it needs."""
     command += f"{NEXT}    {_LOCKED_OPTIONS}{NEXT}    --requirement {requirements_file(UV_STEP).path}"
-    # The program writes the requirements that pip then reads.
+    # The program chooses the packages of uv.lock that fit the base, and writes the requirements for pip.
     return f"python3 -I -B {UV_PROGRAM.path} {INSIDE}{NEXT}&& {command}", [UV_JSON, UV_PROGRAM]
 
 
 def _install_packages(step: PipStep, number: int, command: str) -> tuple[str, list[ContextFile]]:
-    """Return `command` with the packages and requirements of `step`, and the files that it needs."""
+    """Return `command`, completed with the packages and requirements of `step`, and the files it needs."""
     files = []
     if step.requirements is not None or step.project is not None:
         file = requirements_file(number)
@@ -156,12 +174,16 @@ def _missing_wheel_advice(recipe: Recipe) -> str:
 
 
 def project_step(recipe: Recipe, number: int, step: PipStep) -> Step:
-    """Return pip step `number` that installs the user's own project."""
+    """Return the step that installs the user's own project, which pip step `number` of the recipe names.
+
+    An editable project is put into its folder of the image, such as ``/workspace``, and stays there. Any
+    other is installed from imgkit's folder, and its files are removed.
+    """
     member = project_member(number)
     origin = recipe.where("image", "pip", number)
     options = ""
     if recipe.lock:
-        options = "--no-deps "  # the locked steps have installed them
+        options = "--no-deps "  # the steps before have installed the locked dependencies
     target = f"{INSIDE}/{member}"
     if step.editable:
         options += "--editable "
@@ -184,9 +206,10 @@ _PIP_CONSTRAINTS = {"keep": "", "ignore": " PIP_CONSTRAINT=''", "drop": f" PIP_C
 
 
 def _install_command(recipe: Recipe, step: PipStep, pip: str = _PYTHON_PIP) -> str:
-    """Return the command ``pip install`` with its options, without the packages."""
-    # An option adds to PIP_CONSTRAINT. The variable itself would also apply in the isolated environments that
-    # pip builds packages in, and those must be free to choose their torch.
+    """Return the command ``pip install`` with its options and variables, without the packages."""
+    # Our constraint is an option and not the variable PIP_CONSTRAINT: the variable would also apply in the
+    # isolated environments in which pip builds packages, and those must be free to choose their torch. The
+    # option adds to the base's variable.
     variables = PIP + _PIP_CONSTRAINTS[recipe.image.constraints.policy]
     for name, value in step.env.items():
         variables += f"{NEXT}{name}={shell_value(name, value)}"
@@ -198,13 +221,20 @@ def _install_command(recipe: Recipe, step: PipStep, pip: str = _PYTHON_PIP) -> s
 
 
 def shell_value(name: str, value: str) -> str:
-    """Return the value of the variable `name` for a shell. ``/x:$NAME`` adds to the base's value."""
+    """Return the value of the variable `name`, quoted for a shell.
+
+    In ``/x:$NAME``, the reference stays unquoted, so that the shell inserts the base's value.
+    """
     inherited = quote_inherited(name, value, lambda text: re.sub(r'([\\"$`])', r"\\\1", text))
     return inherited or shlex.quote(value)
 
 
 def apt_step(recipe: Recipe, origin: str) -> Step:
-    """Return the apt step. With a lock, a script downloads and installs exactly its packages."""
+    """Return the step that installs Debian packages with apt.
+
+    With a lock, a script downloads and installs exactly the packages of the lock. `origin` is the recipe's
+    line.
+    """
     if recipe.lock:
         folder = ContextFile(member=f"imgkit/{LOCKED_APT}", path=f"{INSIDE}/{LOCKED_APT}", is_folder=True)
         script = shlex.join(("sh", f"{folder.path}/{SCRIPT}", recipe.reference, _lock_name(recipe)))
@@ -225,8 +255,9 @@ LOCK_TOML = "imgkit/lock.toml"
 """The lock in the context; the image has it in `INSIDE`."""
 
 
-# Both services take any time, and give the archive as it was then. A package that was a few hours old when
-# the lock was made is in the next snapshot.
+# URLs of Debian's and Ubuntu's snapshot services, which show the archive as it was at any time. They have
+# packages that the archive itself has dropped since the lock was made. A package that was only hours old then
+# may be in the snapshot of the next day, hence the delay.
 _SNAPSHOTS = {
     "debian": "https://snapshot.debian.org/archive/debian",
     "debian-security": "https://snapshot.debian.org/archive/debian-security",
@@ -237,10 +268,14 @@ _SNAPSHOT_DELAYS_S = (0, 24 * 3600)
 
 
 def render_packages(recipe: Recipe) -> str:
-    """Return the content of `PACKAGES`: a line for each package of the lock, as `SCRIPT` reads it."""
+    """Return the list of Debian packages in the lock, as the script `SCRIPT` reads it.
+
+    Each line has digest, file name, ``manual`` or ``auto``, package and URLs. A ``manual`` package is one
+    that the recipe names, an ``auto`` package one that others depend on.
+    """
     lock = recipe.lock
     assert lock is not None  # noqa: S101 - for the type checker: only a locked recipe has such a step
-    # Without a version or an architecture: "git=1:2.39" is git.
+    # The names without version or architecture: "git=1:2.39" -> "git".
     requested = {re.split(r"[=/:]", package)[0] for package in recipe.image.apt}
     lines = []
     for deb in lock.apt:
@@ -251,9 +286,9 @@ def render_packages(recipe: Recipe) -> str:
 
 
 def snapshot_urls(deb: LockedDeb, epoch: int) -> tuple[str, ...]:
-    """Return where the distribution's snapshot service has `deb`.
+    """Return URLs at which a snapshot service has the package `deb` as of the time `epoch`.
 
-    A package of somebody else has no such URL.
+    The result is empty for a package that is not from Debian or Ubuntu, such as NVIDIA's.
     """
     match = re.search(r"/(debian-security|debian|ubuntu-ports|ubuntu)/(pool/.+)", urlsplit(deb.url).path)
     if match is None:
@@ -274,7 +309,10 @@ def locked_wheels(recipe: Recipe, number: int) -> tuple[LockedWheel, ...]:
 
 
 def kept_wheels(recipe: Recipe, number: int) -> ContextFile | None:
-    """Return the folder of the wheels of step `number` that lie on this machine. None if there are none."""
+    """Return the folder with those wheels of step `number` that are stored on this machine.
+
+    Return None if none is stored. ``imgkit lock --keep-files`` stores them.
+    """
     if not any(wheel.file in recipe.kept for wheel in locked_wheels(recipe, number)):
         return None
     name = f"locked-pip-{step_name(number)}"
@@ -282,7 +320,10 @@ def kept_wheels(recipe: Recipe, number: int) -> ContextFile | None:
 
 
 def locked_pip_options(recipe: Recipe, number: int) -> str:
-    """Return the options of a locked pip step. One whose wheels all lie on this machine asks no index."""
+    """Return the options of pip for step `number` of a build with a lock.
+
+    If all wheels of the step are stored on this machine, pip gets them and asks no index.
+    """
     options = _LOCKED_OPTIONS
     if number == UV_STEP:
         # The lock has the URLs of its wheels, and the project's indexes may be unknown to the base.
@@ -300,14 +341,18 @@ def _lock_name(recipe: Recipe) -> str:
 
 
 def render_requirements(recipe: Recipe, number: int) -> str:
-    """Return the requirements of a locked pip step: the options of the recipe's own file, then the wheels."""
+    """Return the requirements file of pip step `number` for a build with a lock.
+
+    It has the options of the recipe's own requirements file, such as its index, then a line for each wheel
+    with its hash.
+    """
     lines = []
     if number != UV_STEP:
         file = recipe.image.pip[number].requirements
         if file is not None:
             lines += [line for line in requirements.read_requirements(file) if line.startswith("-")]
     for wheel in locked_wheels(recipe, number):
-        # Without a name in an index, the wheel is known by its URL alone.
+        # A wheel that the recipe names by its URL may be in no index, so pip needs the URL again.
         is_by_url = wheel.direct and wheel.file not in recipe.kept and number != UV_STEP
         requirement = f"{wheel.name} @ {wheel.url}" if is_by_url else f"{wheel.name}=={wheel.version}"
         lines.append(f"{requirement} --hash=sha256:{wheel.sha256}")
@@ -315,7 +360,10 @@ def render_requirements(recipe: Recipe, number: int) -> str:
 
 
 def render_uv_links(recipe: Recipe) -> str:
-    """Return the page of links to the locked wheels of a uv project that do not lie on this machine."""
+    """Return an HTML page with links to the locked wheels of a uv project, for pip's ``--find-links``.
+
+    Wheels that are stored on this machine are left out.
+    """
     lines = ["<!DOCTYPE html>"]
     # Not "name @ URL" in the requirements: pip would record the address of every wheel in the image.
     for wheel in locked_wheels(recipe, UV_STEP):
@@ -329,7 +377,10 @@ WITH_SECRETS = "imgkit/with-secrets"
 
 
 def secret_mounts(names: Sequence[str]) -> str:
-    """Return the options of RUN for a step with secrets, in BuildKit's dialect, which podman knows too."""
+    """Return the options of RUN that give a step the secrets `names`, or ``""`` without secrets.
+
+    BuildKit and podman know these options. The values are in files during the step only.
+    """
     if not names:
         return ""
     options = [f"--mount=type=secret,id={name}" for name in names]
@@ -338,10 +389,10 @@ def secret_mounts(names: Sequence[str]) -> str:
 
 
 def secret_prefix(recipe: Recipe, names: Sequence[str], command: str) -> str:
-    """Return the beginning of a command that uses the secrets `names`, up to `command`.
+    """Return the text to put before a command that uses the secrets `names`, or ``""`` without secrets.
 
-    The script `WITH_SECRETS` gives it their values, and ends the build if it writes them to a file. Without
-    secrets the text is empty.
+    It calls the script `WITH_SECRETS`, which gives the command the values, and ends the build if the command
+    has written a value to a file. `command` is put behind it, such as ``env `` before variables.
     """
     if not names:
         return ""

@@ -42,11 +42,11 @@ class Step:
     command: str
     """Shell commands; line ends are escaped, so that a Dockerfile has a single instruction."""
     docker: str = ""
-    """The argument of RUN where it is not `command`."""
+    """The argument of RUN; empty if it is `command`."""
     mounts: str = ""
     """Options of RUN that give it its secrets, each with a line end."""
     files: tuple[ContextFile, ...] = ()
-    """What it needs of the context. It removes the folders again."""
+    """Files of the context that the step needs. The step removes folders among them at its end."""
 
     @property
     def text(self) -> str:
@@ -60,7 +60,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Early:
-    """Files and commands of the user that packages need. The commands start in ``/``."""
+    """Files to copy and commands to run before packages are installed, since packages need them.
+
+    The commands start in ``/``.
+    """
 
     copy: tuple[ContextFile, ...]
     run: tuple[Step, ...]

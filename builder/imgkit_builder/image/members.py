@@ -79,7 +79,8 @@ def collect_code(codes: Iterable[Code], hidden: Collection[Path]) -> PackedCode:
 
     Raises
     ------
-    UsageError : a source is missing, unreadable, or more than files, folders and links inside itself.
+    UsageError : a source is missing or unreadable, or has something else than files, folders and links that
+        stay in it.
     """
     left_out: list[str] = []
     secret: list[str] = []
@@ -93,7 +94,11 @@ def collect_code(codes: Iterable[Code], hidden: Collection[Path]) -> PackedCode:
 def _list_members(
     code: Code, hidden: Collection[Path], left_out: list[str], secret: list[str]
 ) -> Iterator[TarMember]:
-    """Yield the members of `code`. `left_out` and `secret` receive the names of files that stay out."""
+    """Yield the members of the tar for `code`, a file or a folder with all that is in it.
+
+    `hidden` are files that must not be in the tar. `left_out` and `secret` receive names of files that stay
+    out because of a pattern, or because they usually hold secrets.
+    """
     yield empty_folder(code.member)
     with explain_read_errors(code.source, code.where, "name another source"):
         status = code.source.stat()
@@ -115,9 +120,14 @@ def _list_members(
 
 
 def _regular_file(path: Path, name: str, status: os.stat_result, where: str) -> TarMember:
-    """Return the member `name` for the file `path`, and refuse a device, FIFO or socket."""
+    """Return the member `name` for the file `path`.
+
+    Raises
+    ------
+    UsageError : it is a device, FIFO or socket. Reading a FIFO could take for ever, and a device may be a
+        disk.
+    """
     if not stat.S_ISREG(status.st_mode):
-        # Whoever reads it would wait, or read a disk.
         kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
         kind = kinds.get(stat.S_IFMT(status.st_mode), "a device")
         problem = f"{path} is {kind}, and only files, folders and links go into an image"
@@ -127,9 +137,14 @@ def _regular_file(path: Path, name: str, status: os.stat_result, where: str) -> 
 
 
 def _link(path: Path, name: str, root: Path) -> TarMember:
-    """Return the member `name` for the link `path`, and refuse one that leads out of the folder `root`."""
+    """Return the member `name` for the link `path`.
+
+    Raises
+    ------
+    UsageError : it leads out of the folder `root`. In the image it would lead to another file, or to none.
+    """
     target = path.readlink()
-    # The resolved target counts: "a/../x" leaves the folder if a is itself a link to a deeper folder.
+    # The resolved target is compared, since "a/../x" may leave the folder if a is a link itself.
     if target.is_absolute() or not Path(os.path.realpath(path)).is_relative_to(root):
         raise UsageError(
             f"a link out of the copied folder, to {target}",
@@ -185,9 +200,9 @@ END = bytes(2 * tarfile.BLOCKSIZE)
 
 
 def unpack_members(stream: BinaryIO, folder: Path) -> dict[str, str]:
-    """Write the files in a tar of `tar_chunks` below `folder`.
+    """Write the files in a tar of `tar_chunks` below `folder`, and return the targets of its links by name.
 
-    Return the targets of its links by name. A link could lead out of the folder, so none is made.
+    No link is made, because it could lead out of the folder.
     """
     links = {}
     with tarfile.open(fileobj=stream, mode="r|") as archive:  # noqa: TID251 - imgkit has made this tar
@@ -208,7 +223,7 @@ def unpack_members(stream: BinaryIO, folder: Path) -> dict[str, str]:
 
 
 def _header(member: TarMember) -> bytes:
-    """Return the block before the content of `member`, the same for every user and time."""
+    """Return the tar header of `member`. It is the same for every user and at any time."""
     info = tarfile.TarInfo(member.name)
     info.type = member.kind
     info.mode = member.mode
@@ -220,14 +235,19 @@ def _header(member: TarMember) -> bytes:
 
 
 def _read_content(member: TarMember) -> Iterator[bytes]:
-    """Yield the content. Raise UsageError if the file on disk has another size than when it was listed."""
+    """Yield the content of `member`.
+
+    Raises
+    ------
+    UsageError : the file cannot be read, or has another size than when it was listed.
+    """
     if member.source is None:
         yield member.data
         return
     remaining = member.size_bytes
     with explain_read_errors(member.source), files.open_regular(member.source, buffering=0) as stream:
         while remaining >= 0:
-            # One byte more than expected shows that the file grew.
+            # Ask for one byte more than expected: if it comes, the file has grown.
             chunk = stream.read(min(files.CHUNK_BYTES, remaining + 1))
             remaining -= len(chunk)
             if not chunk or remaining < 0:
@@ -247,7 +267,7 @@ def find_text(members: Iterable[TarMember], texts: Collection[bytes]) -> str | N
     for member in members:
         previous_end = b""
         for chunk in _read_content(member):
-            # A text may begin in the previous chunk.
+            # A text may begin at the end of one chunk and go on in the next.
             window = previous_end + chunk
             if any(text in window for text in texts):
                 return member.name

@@ -52,12 +52,16 @@ TRACE = re.compile(r"\s*# (imgkit: .+|--base .+|[^/]+:\d+(?:-\d+)?(?:, [^/]+:\d+
 def render_dockerfile(
     recipe: Recipe, *, base: str | None = None, platform: str | None = None, base_user: str = ""
 ) -> str:
-    """Return the text of the Dockerfile. `base` replaces the recipe's, `platform` appears only in a comment.
+    """Return the text of the Dockerfile of `recipe`.
 
-    Only a machine that has the base knows its user. If that is not root, name it by `base_user`.
+    FROM names no platform, since ``FROM --platform`` with a local image of another architecture would build
+    the wrong image. imgkit compares the platform with the base before the build.
 
-    FROM names no platform: imgkit compares it with the base before the build. ``FROM --platform`` with a
-    local image of another architecture would build the wrong image.
+    Parameters
+    ----------
+    base : the base image, if it is not that of the recipe.
+    platform : appears in a comment only.
+    base_user : the user of the base, if that is not root. Only a machine that has the base knows it.
 
     Raises
     ------
@@ -68,7 +72,10 @@ def render_dockerfile(
 
 
 def render_resolver(layers: Layers, *, folder: str) -> str:
-    """Return the Dockerfile that resolves a recipe's packages. The programs in `folder` are its steps."""
+    """Return the Dockerfile of the build that finds the packages for a recipe's lock.
+
+    `folder` is the folder of imgkit's programs in that image, which run in place of apt and pip.
+    """
     return _fill_template("resolver.j2", layers, folder=folder)
 
 
@@ -93,11 +100,15 @@ def render_build_definition(
     bootstrap: str = "docker",
     source: str = "",
 ) -> str:
-    """Return the definition that imgkit itself builds: like `render_definition`, with `additions`.
+    """Return the text of the definition file that imgkit itself builds with a runtime.
+
+    It is that of `render_definition`, with `additions`, such as the labels of the build.
 
     Parameters
     ----------
-    bootstrap, source : the agent of the runtime, and where it finds `base`; by default that name.
+    base, platform : as in `render_dockerfile`.
+    bootstrap : where the base is: ``docker`` is a registry, ``localimage`` a file, ``oci`` a folder.
+    source : where it finds the base; by default the name of the base.
 
     Raises
     ------
@@ -131,10 +142,11 @@ def render_build_definition(
 
 
 def find_origin(text: str, line: int) -> str:
-    """Return the comment above line `line` (from 1) of a rendered text: ``mn5.yaml:12``.
+    """Return the line of the recipe that gives line `line` (from 1) of a rendered text: ``mn5.yaml:12``.
 
-    An instruction made of several values gives ``mn5.yaml:12-14, mn5-llm.yaml:3``. A step of imgkit's own
-    gives ``imgkit: `` and its purpose. A line above all instructions gives an empty string.
+    Each instruction has a comment above it that says so. An instruction made of several values gives
+    ``mn5.yaml:12-14, mn5-llm.yaml:3``, and a step of imgkit's own ``imgkit: `` and its purpose. The result
+    is empty for a line above all instructions.
     """
     for earlier_line in reversed(text.split("\n")[:line]):
         match = TRACE.fullmatch(earlier_line)
@@ -144,7 +156,10 @@ def find_origin(text: str, line: int) -> str:
 
 
 def _fill_template(name: str, layers: Layers, **values: object) -> str:
-    """Return the template `name`, filled with the fields of `layers` and with `values`."""
+    """Return the text of the template `name`, such as ``dockerfile.j2``.
+
+    The template uses the fields of `layers`, and `values`.
+    """
     jinja = template_environment("templates")
     jinja.filters.update(
         docker_quote=docker_quote,
@@ -159,7 +174,10 @@ def _fill_template(name: str, layers: Layers, **values: object) -> str:
 
 
 def template_environment(shipped: str, folder: Path | None = None) -> Environment:
-    """Return templates of `folder`, then those in the `shipped` folder. A missing value is an error."""
+    """Return a jinja2 environment that finds templates in `folder`, or else in imgkit's folder `shipped`.
+
+    A template that uses a missing value raises an error.
+    """
     # Imported here: only some verbs render, and the import takes longer than the rest of "imgkit --help".
     from jinja2 import ChoiceLoader, FileSystemLoader, PackageLoader, StrictUndefined
 
@@ -181,7 +199,10 @@ def template_environment(shipped: str, folder: Path | None = None) -> Environmen
 
 
 def _list_definition_steps(layers: Layers) -> Iterator[Step]:
-    """Yield the steps of an image in a definition."""
+    """Yield the steps of ``%post`` in a definition file, in the order in which they run.
+
+    A Dockerfile has instructions such as ENV and COPY in between. Here they become shell commands.
+    """
     if layers.args:
         yield Step(origin=layers.args.origin, command=_export(layers.args.entries))
     # `%files` keeps the modes of the files on this machine.
@@ -219,7 +240,11 @@ def _list_definition_steps(layers: Layers) -> Iterator[Step]:
 
 
 def _add_parentheses(step: Step) -> Step:
-    """Put ``&&`` into parentheses. Without them, only the last command would end the build when it fails."""
+    """Put the commands of `step` into parentheses if they are joined by ``&&``.
+
+    ``%post`` runs under ``set -e``. In ``a && b``, a failure of ``a`` would not end the build, in
+    ``(a && b)`` it does.
+    """
     if f"{NEXT}&& " not in step.command:
         return step
     return dataclasses.replace(step, command=f"({step.command})")
@@ -230,7 +255,7 @@ def _imgkit_step(purpose: str, command: str, files: tuple[ContextFile, ...] = ()
 
 
 def _list_user_steps(copies: Sequence[ContextFile], runs: Sequence[Step], folder: str) -> Iterator[Step]:
-    """Yield steps that copy the user's files, then those that run the user's commands in `folder`."""
+    """Yield a step for each of `copies`, then one for each of `runs`, whose command starts in `folder`."""
     for copy in copies:
         yield Step(origin=copy.origin, command=_copy_command(copy))
     for run in runs:
@@ -243,7 +268,7 @@ def _export(variables: Mapping[str, str]) -> str:
 
 
 def _copy_command(code: ContextFile) -> str:
-    """Return the commands that copy the content of a folder of the context to its target."""
+    """Return the shell commands that copy the content of a folder of the context to its path in the image."""
     target = shlex.quote(code.path)
     return f"mkdir -p -- {target}\ncp -RP -- {INSIDE}/{code.member}/. {target}"
 
@@ -254,8 +279,11 @@ def docker_quote(value: str) -> str:
 
 
 def _docker_value(value: str, key: str) -> str:
-    """Return the value of ENV. One that adds to the base's value names it, as Docker expands it."""
-    # `quote_inherited` sets the quotes around the whole value.
+    """Return the value of the variable `key`, quoted for ENV.
+
+    Docker expands ``/x:$PATH``, which adds to the base's value. In any other value, ``$`` is escaped.
+    """
+    # Without the outer quotes, since `quote_inherited` puts quotes around the whole value.
     inherited = quote_inherited(key, value, lambda text: docker_quote(text)[1:-1])
     return inherited or docker_quote(value)
 
@@ -268,7 +296,11 @@ def _docker_key(value: str) -> str:
 
 
 def _copy_words(paths: Sequence[str]) -> str:
-    """Return the JSON form of COPY. The builder expands each path once more after decoding it."""
+    """Return the arguments of COPY as JSON.
+
+    Some characters are escaped twice: the builder expands ``$`` and quotes in each path even after it has
+    decoded the JSON.
+    """
     escaped_paths = [re.sub(r"""([\\"'$])""", r"\\\1", path) for path in paths]
     return json.dumps(escaped_paths, ensure_ascii=False)
 
@@ -279,9 +311,10 @@ def _copy_file(file: ContextFile) -> str:
     return _copy_words([f"{file.member}{slash}", f"{file.path}{slash}"])
 
 
-# Byte code of the entry points: a read-only image would compile them at every start. What pip writes holds
-# the time of the installation, so all of it would be sent after each build. The hash of a source stays, and
-# under one seed the order of sets does. Columns for tracebacks are a quarter of it when compressed.
+# Compile the entry points in the image, because a read-only image would compile them at every start. The
+# files must have the same bytes in each build, or all of them would be sent to the cluster again. So they
+# hold the hash of their source and not its time, as those of pip would, and PYTHONHASHSEED fixes the order of
+# sets. no_debug_ranges leaves out the columns for tracebacks, a quarter of the compressed size.
 COMPILE = (
     "PYTHONHASHSEED=0 python3 -s -X no_debug_ranges -m compileall -q --invalidation-mode checked-hash"
     f"{NEXT}    \"$(python3 -IBc 'import {wheel.PACKAGE} as it; print(it.__path__[0])')\""
@@ -291,17 +324,22 @@ CERTIFICATES = "/usr/local/share/ca-certificates"
 """The folder of local authorities, which ``update-ca-certificates`` adds to `BUNDLE` (Debian, Ubuntu)."""
 BUNDLE = "/etc/ssl/certs/ca-certificates.crt"
 TRUST = dict.fromkeys(("CURL_CA_BUNDLE", "PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"), BUNDLE)
-"""Variables of programs that come with authorities of their own: pip, requests, and what conda installs."""
+"""Variables that make programs use `BUNDLE`: pip, requests and conda's programs bring their own list of
+certificate authorities."""
 
 
 def build_layers(recipe: Recipe, *, base: str | None, platform: str | None, base_user: str = "") -> Layers:
-    """Return the layers of `recipe` on `base` (default: the recipe's), whose user is `base_user`.
+    """Return the layers of the image of `recipe`, from which both templates are filled.
 
-    Only shell commands are quoted.
+    Shell commands in them are quoted; the templates quote all other values.
+
+    Parameters
+    ----------
+    base, platform, base_user : as in `render_dockerfile`.
 
     Raises
     ------
-    UsageError : a value does not fit on one line, or is not the name of a distribution.
+    UsageError : a value does not fit on one line, or ``constraints.drop`` has no name of a distribution.
     """
     _refuse_line_ends(recipe)
     image = recipe.image
@@ -349,7 +387,10 @@ def build_layers(recipe: Recipe, *, base: str | None, platform: str | None, base
 
 
 def _refuse_line_ends(recipe: Recipe) -> None:
-    """Raise UsageError for a value that does not fit on one line. The line ends of a command are quoted."""
+    """Raise UsageError for a value with a line end, which would begin a new instruction in a Dockerfile.
+
+    Commands may have several lines, since they are quoted.
+    """
     for path, value in _list_texts(dataclasses.asdict(recipe.image), ("image",)):
         if path[-1] == "command":
             value = value.replace("\n", "")
@@ -367,7 +408,10 @@ def _list_apt_steps(recipe: Recipe) -> tuple[Step, ...]:
 
 
 def _list_pip_steps(recipe: Recipe) -> tuple[Step, ...]:
-    """Return the steps by pip. One of a lock that has no wheel installs nothing, and is left out."""
+    """Return the steps that install packages with pip.
+
+    With a lock, a step for which the lock has no wheel is left out: it would install nothing.
+    """
     numbers = install.pip_step_numbers(recipe)
     if recipe.lock:
         numbers = [number for number in numbers if install.locked_wheels(recipe, number)]
@@ -382,9 +426,10 @@ def _list_project_steps(recipe: Recipe) -> tuple[Step, ...]:
 
 
 def _list_protection_steps(recipe: Recipe) -> tuple[Step, ...]:
-    """Return what makes pip keep packages of the base.
+    """Return the steps that make pip keep packages of the base, such as torch.
 
-    A run step may call pip too, and can then use the file.
+    They write files with the versions to keep. The first is also written if there are only run steps, because
+    these may call pip and use the file.
     """
     image = recipe.image
     uses_pip = image.uv or image.pip
@@ -402,7 +447,7 @@ def _install_wheel() -> Step:
     path = f"{INSIDE}/{wheel.wheel_name()}"
     return _imgkit_step(
         "no index, no dependencies; forced, because a changed wheel can have the same version",
-        # The base's PIP_CONSTRAINT does not apply here; if its file is missing, pip would stop.
+        # Nothing is constrained here, and pip would stop if the file of the base's PIP_CONSTRAINT is missing.
         f"{install.PIP} PIP_CONSTRAINT=''{NEXT}python3 -m pip install --no-cache-dir --no-compile --no-index"
         f" --no-deps --force-reinstall{NEXT}    {path}{NEXT}&& {COMPILE}",
         files=(ContextFile(member=member, path=path),),
@@ -410,7 +455,7 @@ def _install_wheel() -> Step:
 
 
 def _list_copies(recipe: Recipe, after: str) -> tuple[ContextFile, ...]:
-    """Return the user's files of one position."""
+    """Return the user's files to copy behind the step `after`: ``base``, ``apt`` or ``pip``."""
     copies = []
     for number, step in enumerate(recipe.image.copy):
         if step.after != after:
@@ -436,7 +481,7 @@ def copy_member(number: int) -> str:
 
 
 def _list_texts(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    """Yield every text and key below `value` with its path."""
+    """Yield every text and key in a nested value of a recipe, with its path: ``("image", "env", "A")``."""
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, Mapping):
@@ -458,13 +503,17 @@ def _base(recipe: Recipe, override: str | None) -> Text:
 
 
 def _certificates_step(recipe: Recipe) -> Step:
-    """Return the step that adds the certificates to the system's, before the first use of the network."""
+    """Return the step that makes the image trust the recipe's certificates.
+
+    It comes before the first use of the network, which may go through a proxy with such a certificate.
+    """
     members = [certificate_member(number) for number in range(len(recipe.image.ca))]
     files = []
     for member in members:
         path = f"{CERTIFICATES}/imgkit-{posixpath.basename(member)}"
         files.append(ContextFile(member=member, path=path))
-    # A base that names a bundle for pip trusts what it holds: the variable set here must not lose that.
+    # If the base has set PIP_CERT to a file of its own, its certificates are added: imgkit sets the variable,
+    # too, and they must not get lost.
     parts = (
         f'if [ -f "${{PIP_CERT:-}}" ] && [ "$PIP_CERT" != {BUNDLE} ]; then',
         f'    cp -- "$PIP_CERT" {CERTIFICATES}/imgkit-base.crt; fi;',
@@ -476,7 +525,7 @@ def _certificates_step(recipe: Recipe) -> Step:
 
 
 def _list_run_steps(recipe: Recipe, after: str) -> tuple[Step, ...]:
-    """Return the user's commands of one position."""
+    """Return the user's commands to run behind the step `after`: ``base``, ``apt``, ``pip`` or ``copy``."""
     commands = enumerate(recipe.image.run)
     return tuple(_run_step(recipe, number, run) for number, run in commands if run.after == after)
 
@@ -488,7 +537,7 @@ def _run_step(recipe: Recipe, number: int, command: RunCommand) -> Step:
     option = "-c"
     quoted = shlex.quote(text)
     if has_lines:
-        # Of several lines, the first that fails ends the step; a shell alone would go on.
+        # -e: the first line that fails ends the step. Without it, a shell would go on with the next line.
         option = "-ec"
         quoted = _quote_on_one_line(text)
     argv: tuple[str, ...] = ("/bin/sh", option, text)
@@ -497,7 +546,7 @@ def _run_step(recipe: Recipe, number: int, command: RunCommand) -> Step:
         argv = (*install.secret_argv(recipe, command.secrets), *argv)
         posix = install.secret_prefix(recipe, command.secrets, "") + posix
     if has_lines or (not command.secrets and _is_docker_syntax(text)):
-        # The exec form keeps all of it as text, and line ends too.
+        # The exec form, a JSON list, keeps the whole text as it is, with its line ends.
         docker = json.dumps(argv, ensure_ascii=False)
     else:
         docker = posix if command.secrets else text
@@ -532,7 +581,7 @@ def _env(recipe: Recipe) -> Block:
 
 def _labels(recipe: Recipe) -> Block:
     """Return the labels that depend on the recipe alone. The build adds date, revision, base and context."""
-    # Without its own title and version, the image would inherit those of the base's Linux distribution.
+    # Title and version are always set: otherwise the image would inherit those of the base.
     labels = {
         "org.opencontainers.image.title": recipe.name,
         "org.opencontainers.image.version": __version__,
@@ -552,14 +601,18 @@ def _labels(recipe: Recipe) -> Block:
 
 
 def _block(recipe: Recipe, key: str, entries: Mapping[str, str], default_origin: str = "") -> Block:
-    """Return a block of `entries`, among them the values of ``image.KEY``."""
+    """Return a block of variables or labels, with the lines of the recipe that state them.
+
+    `entries` may have more than the values of ``image.KEY``. If the recipe states none, `default_origin`
+    takes the place of the lines.
+    """
     origin = _origins(recipe, key, getattr(recipe.image, key))
     return Block(origin=origin or default_origin, entries=entries)
 
 
 def _origins(recipe: Recipe, key: str, items: Iterable[str | int]) -> str:
-    """Return the lines of items of ``image.KEY``, shortened: ``mn5.yaml:12-14, mn5-llm.yaml:3``."""
-    # File, first and last line.
+    """Return the lines that state `items` of ``image.KEY``: ``mn5.yaml:12-14, mn5-llm.yaml:3``."""
+    # Each span is a file, its first line and its last line.
     spans: list[tuple[str, int, int]] = []
     for item in items:
         file, _, number = recipe.where("image", key, item).rpartition(":")
@@ -581,7 +634,10 @@ def _origins(recipe: Recipe, key: str, items: Iterable[str | int]) -> str:
 
 
 def _continues(span: tuple[str, int, int], file: str, line: int) -> bool:
-    """Return whether a line of `file` is the last one of `span` or follows it."""
+    """Return whether `line` of `file` is the last line of `span` or the one behind it.
+
+    `span` is a file, its first line and its last line.
+    """
     span_file, _, last_line = span
     return file == span_file and line in (last_line, last_line + 1)
 

@@ -60,7 +60,7 @@ def read_secrets(recipe: Recipe) -> SecretValues:
 
 
 def _searchable_lines(value: str) -> list[str]:
-    """Return the lines of a secret that occur nowhere by chance."""
+    """Return the lines of a secret that are long enough not to occur in other files by chance."""
     lines = [line for line in value.splitlines() if len(line) >= MIN_CHARACTERS]
     # The first and last line of a key are the same in all keys.
     return [line for line in lines if not line.startswith("-----")]
@@ -83,11 +83,13 @@ def _read_value(secret: BuildSecret, where: str) -> str:
 
 
 def refuse_secrets_in(context: BuildContext, values: SecretValues) -> None:
-    """Search the build context for the values.
+    """Refuse a build context in which a file contains the value of a build secret.
+
+    The file would be in the image, where anybody who pulls it could read the value.
 
     Raises
     ------
-    UsageError : a file holds one; its content would be in the image.
+    UsageError : there is such a file.
     """
     if not values.lines:
         return

@@ -64,7 +64,7 @@ _COMPILING_KEYWORDS = frozenset(
     {"ext_modules", "cmdclass", "cffi_modules", "rust_extensions", "data_files", "distclass"}
 )
 _SETUP_CFG_VERSION = re.compile(r"^version\s*=\s*attr:\s*([\w.]+)", re.MULTILINE)
-# A limit for the project's own files: a stranger's could fill the memory.
+# Larger files of a project are not read: a hostile one could fill the memory.
 _MOST_BYTES = 1 << 20
 _STUB = b"""\
 raise ImportError(
@@ -80,10 +80,10 @@ def is_mounted(folder: str) -> bool:
 
 
 def unfit_reason(project: Path) -> str:
-    """Return why the project in a folder must be packed whole, such as "its setup.py is a program".
+    """Return why all files of a project must be packed: ``its setup.py is a program``.
 
     That is so if the installation compiles modules or runs a program of the project, which may read any file.
-    The reason is empty if a skeleton is enough.
+    The result is empty if a skeleton, the project without its code, is enough to install it.
     """
     content = _read_toml(project)
     build_system = _table(content, "build-system")
@@ -96,7 +96,7 @@ def unfit_reason(project: Path) -> str:
             return f"its {PYPROJECT} has tool.{key}"
     if backend == "pdm.backend" and (project / "pdm_build.py").exists():
         return "its pdm_build.py is a program"
-    # It runs for every backend of setuptools, and may read any file.
+    # setuptools runs a setup.py, which may read any file.
     setup_py = _read_text(project / "setup.py")
     if setup_py and not _is_declarative(setup_py):
         return "its setup.py is a program"
@@ -104,7 +104,11 @@ def unfit_reason(project: Path) -> str:
 
 
 def select_skeleton(code: Code, members: Iterable[TarMember]) -> tuple[TarMember, ...]:
-    """Return the members of the skeleton of the project `code`, all of whose files are `members`."""
+    """Return those of `members`, all files of a project, that pip needs to install it as editable.
+
+    They are pyproject.toml and files that it names, and folders in which the build backend looks for
+    packages. The content of top-level modules is replaced by `_STUB`.
+    """
     members_by_name = {posixpath.relpath(member.name, code.member): member for member in members}
     project = _Project.read(code.source, members_by_name)
     contents = {}
@@ -113,7 +117,7 @@ def select_skeleton(code: Code, members: Iterable[TarMember]) -> tuple[TarMember
             contents[name] = member
         elif project.is_module(name):
             contents[name] = memory_file(member.name, _STUB)
-    # A needed file can be in a folder that holds nothing else of the skeleton.
+    # The folders of these files are needed, too.
     folders = _list_parents(contents)
     skeleton = []
     for name, member in members_by_name.items():
@@ -140,7 +144,10 @@ class _Project:
 
     @classmethod
     def read(cls, folder: Path, names: Collection[str]) -> _Project:
-        """Return the project in `folder`, whose files and folders have `names`."""
+        """Read the files for the build backend in `folder`.
+
+        `names` are the paths of all files and folders in it, relative to `folder`.
+        """
         content = _read_toml(folder)
         setup_cfg = _read_text(folder / "setup.cfg")
         references = _list_references(content, setup_cfg, _read_text(folder / "setup.py"))
@@ -150,7 +157,7 @@ class _Project:
         modules = {module_name, *references}
         backend = _table(content, "build-system").get("build-backend", _SETUPTOOLS)
         if backend in _SETUPTOOLS_BACKENDS and not python_folders - {"."}:
-            # setuptools finds a module beside pyproject.toml only where there is no package.
+            # Only if there is no package, setuptools looks for modules beside pyproject.toml.
             modules.update(name.removesuffix(".py") for name in python_files)
         return cls(
             references=references,
@@ -162,7 +169,7 @@ class _Project:
         )
 
     def is_needed(self, name: str, *, is_folder: bool) -> bool:
-        """Return whether the backend needs the folder `name`, or the content of the file `name`."""
+        """Return whether the build backend needs the folder `name`, or the content of the file `name`."""
         if is_folder:
             return self.keeps_folder(name)
         if name in _ROOT_FILES or name in self.references:
@@ -193,13 +200,13 @@ class _Project:
         top_folder, _, _ = name.partition("/")
         if name not in self.python_folders or not self._may_hold_packages(top_folder):
             return False
-        # Below a package, a backend needs no folder: the package's own path leads to all of them.
+        # Folders inside of a package are not needed: the editable installation refers to the package only.
         return not any(parent in self.packages for parent in _parents(name))
 
     def _may_hold_packages(self, top: str) -> bool:
-        """Return whether packages can be in the folder `top`.
+        """Return whether the build backend may look for packages in the top-level folder `top`.
 
-        Beside ``src`` there are only those that the project's files name.
+        If there is a folder ``src``, packages are in it. Others count only if the project's files name them.
         """
         if top == "src" or "src" not in self.python_folders:
             return True
@@ -211,7 +218,11 @@ class _Project:
 
 
 def _list_references(content: Mapping[str, Any], setup_cfg: str, setup_py: str) -> frozenset[str]:
-    """Return the texts in a project's files that may name a file or a package: all of them."""
+    """Return all texts in a project's files for the build backend, as paths.
+
+    Any of them may name a file or a package that the backend needs. Too many do no harm: they only make the
+    skeleton larger.
+    """
     texts = {*_list_backend_texts(content), *re.split(r"[\s,=]+", setup_cfg)}
     texts.update(_list_texts_in_python(setup_py))
     return frozenset(posixpath.normpath(text) for text in texts if text)
@@ -300,9 +311,10 @@ def _license_patterns(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _version_modules(content: Mapping[str, Any], setup_cfg: str, module_name: str) -> Iterator[str]:
-    """Yield the paths, without suffix, of modules from which the backend may read version and description.
+    """Yield the modules from which the build backend may read the version: ``letters/version``.
 
-    `module_name` is the name of the project as a module.
+    They are paths without suffix, and their content must be in the skeleton. `module_name` is the name of the
+    project as a module.
     """
     attributes = _SETUP_CFG_VERSION.findall(setup_cfg)
     version = _table(content, "tool", "setuptools", "dynamic", "version").get("attr")
@@ -311,7 +323,7 @@ def _version_modules(content: Mapping[str, Any], setup_cfg: str, module_name: st
     for attribute in attributes:  # "letters.version.__version__"
         module, _, _ = attribute.rpartition(".")
         yield module.replace(".", "/")
-    # flit reads both from the project's only module.
+    # flit reads version and description from the project's only module.
     if _table(content, "build-system").get("build-backend") != _FLIT:
         return
     dynamic = _table(content, "project").get("dynamic", [])
@@ -330,7 +342,10 @@ def _is_declarative(setup_py: str) -> bool:
 
 
 def _is_declarative_node(node: ast.AST) -> bool:
-    """Return whether a part of a setup.py can be part of a plain call of ``setup``."""
+    """Return whether a node of a setup.py may occur in a plain call of ``setup``.
+
+    Allowed are imports of setuptools, names such as ``find_packages``, and keywords that do not compile.
+    """
     if isinstance(node, ast.Import):
         return [item.name for item in node.names] == ["setuptools"]
     if isinstance(node, ast.ImportFrom):

@@ -65,7 +65,10 @@ def _last_line(text: str, default: str) -> str:
 
 
 def has_passed(image_id: str) -> bool:
-    """Return whether this image has passed on this machine. The content behind an id never changes."""
+    """Return whether this image has passed the checks on this machine before.
+
+    It need not be checked again, since the content behind an image id never changes.
+    """
     try:
         return not files.foreign_file_reason(_record_path(image_id))
     except OSError:
@@ -83,9 +86,14 @@ def _record_path(image_id: str) -> Path:
 
 
 def _make_check(name: str, fact: str = "", *, problem: str = "", hint: str = "", missing: str = "") -> Check:
-    """Return a check that fails if there is a `problem`.
+    """Return the result of a check.
 
-    Without a `fact` it is skipped, because what it looks at is `missing`.
+    Parameters
+    ----------
+    fact : what the check has found, such as a version. Empty: the check is skipped.
+    problem : why it fails; empty if it does not.
+    hint : what the user can do about a problem.
+    missing : why the check is skipped: ``the image has no torch``.
     """
     if problem:
         return Check(name, "fail", problem, hint)
@@ -113,7 +121,10 @@ def _check_python(report: ImageReport) -> Check:
 
 
 def _check_torch(report: ImageReport, probe: Probe) -> Check:
-    """Check that torch can be imported, and is the base's."""
+    """Check that torch can be imported, and that it still is the one of the base.
+
+    `probe` has the versions of the base, if they are known.
+    """
     if report.torch_error:
         hint = "a pip or apt step broke it; list the steps: imgkit show RECIPE"
         return _make_check("torch", problem=f"cannot be imported: {report.torch_error}", hint=hint)
@@ -140,14 +151,17 @@ def _check_nccl(report: ImageReport, probe: Probe) -> Check:
 
 
 def _describe_difference(version: str, base_version: str) -> str:
-    """Return what is wrong with a version of the image. Nothing is wrong where the base's is unknown."""
+    """Return how a version in the image differs from that of the base, or ``""``.
+
+    An empty `base_version` is unknown, and no difference.
+    """
     if not base_version or version == base_version:
         return ""
     return f"{version or 'none'}, the base has {base_version}"
 
 
 def _check_pip(report: ImageReport, probe: Probe) -> Check:
-    """Check that pip finds no conflict between packages that the base does not have, too."""
+    """Check that ``pip check`` finds no conflicts besides those that the base has already."""
     if report.pip_conflicts is None:
         return _make_check("pip", missing="the image has no pip")
     new_conflicts = [line for line in report.pip_conflicts if line not in probe.pip_conflicts]
@@ -161,7 +175,10 @@ def _check_pip(report: ImageReport, probe: Probe) -> Check:
 
 
 def _check_manifest(report: ImageReport, expected: Manifest | None) -> tuple[Manifest | None, Check]:
-    """Return the image's own manifest, if it can be read, and the check that compares it with `expected`."""
+    """Return the image's own manifest, and the check that compares it with the `expected` one.
+
+    The manifest is None if it cannot be read. If `expected` is None, it only has to be readable.
+    """
     text = report.files.get(MANIFEST_JSON)
     if text is None:
         hint = f"imgkit did not build this image; {_REBUILD_HINT}"
@@ -193,9 +210,9 @@ def _check_system(report: ImageReport) -> Check:
 
 
 def _check_dist_env(finished: Finished) -> Check:
-    """Check that the entry points start.
+    """Check that imgkit's entry points start in the image: ``dist-env --json`` must print a JSON object.
 
-    Their output includes standard error: warnings may precede the object.
+    `finished` has standard error, too, so warnings may come before the object.
     """
     try:
         if finished.returncode != 0 or "{" not in finished.output:

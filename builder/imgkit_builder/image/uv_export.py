@@ -41,7 +41,9 @@ _CREDENTIALS = re.compile(r"://[^/@\s]*@")
 
 
 def export_uv_lock(recipe: Recipe) -> bytes:
-    """Return what the uv project of `recipe` locks, as the JSON that ``inside_uv`` reads.
+    """Return the packages in the uv.lock of the recipe's project, as the JSON that ``inside_uv`` reads.
+
+    ``inside_uv`` runs in the base, and selects what fits it.
 
     Raises
     ------
@@ -54,7 +56,7 @@ def export_uv_lock(recipe: Recipe) -> bytes:
     where = recipe.where("image", "uv")
     program = _find_uv(where)
     for name in (PYPROJECT, "uv.lock", "uv.toml"):
-        # uv's errors quote the file.
+        # uv's errors quote these files: a link could make them show any file of this machine.
         if not (uv.project / name).resolve().is_relative_to(uv.project.resolve()):
             raise UsageError(f"its {name} is a link out of the project", where=where, hint="copy the file")
     argv = [program, *_EXPORT, *_OFFLINE, "--project", str(uv.project)]
@@ -62,7 +64,7 @@ def export_uv_lock(recipe: Recipe) -> bytes:
     argv += [f"--group={group}" for group in uv.groups]
     try:
         requirements = _read_export(argv, uv.project)
-        # Without torch, and without what nothing but torch needs.
+        # The same without torch and without packages that only torch needs, for a base that has a torch.
         beside_torch = _read_export([*argv, "--prune", "torch"], uv.project)
         pyproject = _read_pyproject(uv.project)
         unsatisfied = next(_find_unsatisfied(pyproject, requirements, uv), None)
@@ -102,7 +104,11 @@ def _uv_settings(pyproject: dict[str, Any]) -> dict[str, Any]:
 
 
 def _find_unsatisfied(pyproject: dict[str, Any], lines: list[str], uv: UvProject) -> Iterator[str]:
-    """Yield what pyproject.toml requires on Linux, and the export `lines` lacks or has in another version."""
+    """Yield requirements of the project that its uv.lock does not meet: it is not up to date.
+
+    `lines` are the exported requirements of uv.lock. Requirements that cannot apply to an image, such as
+    those for Windows, are skipped. A result is ``numpy>=2, and uv.lock has 1.26``.
+    """
     from packaging.requirements import Requirement
 
     locked_versions = _list_locked_versions(lines)
@@ -155,7 +161,11 @@ def _list_requirements(pyproject: dict[str, Any], uv: UvProject) -> Iterator[str
 
 
 def _list_environments(pyproject: dict[str, Any]) -> list[dict[str, str]]:
-    """Return the environments of an image that the project allows, as markers name them."""
+    """Return the environments that an image may have and the project allows, in the words of markers.
+
+    Each is a Python version and a processor on Linux: markers such as ``python_version < "3.12"`` are
+    evaluated in all of them.
+    """
     from packaging.markers import Marker
     from packaging.specifiers import SpecifierSet
 
@@ -163,7 +173,7 @@ def _list_environments(pyproject: dict[str, Any]) -> list[dict[str, str]]:
     requires_python = SpecifierSet(pyproject["project"].get("requires-python", ""))
     environments = []
     for python, machine in itertools.product(_PYTHONS, ("x86_64", "aarch64")):
-        version = f"{python}.99"  # newer than any: only the minor version counts
+        version = f"{python}.99"  # newer than any patch release: only the minor version counts
         environment = {
             "sys_platform": "linux",
             "platform_system": "Linux",
@@ -180,7 +190,15 @@ def _list_environments(pyproject: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def _refuse_unlocked(requirements: list[str], left_to_pip: set[str], where: str) -> None:
-    """Refuse a requirement that pip could not install with a hash, unless a pip step names it."""
+    """Refuse a package of uv.lock that is not a wheel with a sha256, such as a git repository.
+
+    pip installs the lock with hashes only. Packages in `left_to_pip` are allowed: a pip step of the recipe
+    names them, and can build them.
+
+    Raises
+    ------
+    UsageError : there is such a package. `where` is the line of the recipe that names the uv project.
+    """
     for line in requirements:
         name = requirement_name(line)
         if name in left_to_pip or re.fullmatch(PROTECTED, name) or _WHEEL.fullmatch(line):
@@ -209,7 +227,10 @@ def _read_export(argv: list[str], project: Path) -> list[str]:
 
 
 def _names_in_pip_steps(recipe: Recipe) -> Iterator[str]:
-    """Yield the names of the packages that the pip steps name: those steps may also build them."""
+    """Yield the names of the packages that the recipe's pip steps install.
+
+    A pip step can build a package, which the step for uv.lock cannot.
+    """
     for step in recipe.image.pip:
         lines = list(step.packages)
         if step.requirements is not None:
@@ -228,11 +249,13 @@ def _read_pyproject(project: Path) -> dict[str, Any]:
 
 
 def index_options(recipe: Recipe) -> list[str]:
-    """Return the options by which pip finds the indexes in ``tool.uv.index`` of the recipe's uv project.
+    """Return options of pip for the indexes in ``tool.uv.index`` of the recipe's uv project.
+
+    For example, ``["--extra-index-url", "https://host/simple"]``. The result is empty without a uv project.
 
     Raises
     ------
-    UsageError : an index is no plain HTTP URL.
+    UsageError : an index is not a plain HTTP URL, such as one with a password.
     OSError, ValueError : pyproject.toml cannot be read.
     """
     uv = recipe.image.uv

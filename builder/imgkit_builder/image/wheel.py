@@ -79,7 +79,10 @@ def entrypoints_files() -> tuple[tuple[str, bytes], ...]:
 
 
 def _record(contents: Mapping[str, bytes]) -> bytes:
-    """Return the list of members with their hashes, without a hash of its own, as PEP 427 requires."""
+    """Return the file RECORD: a line ``NAME,sha256=DIGEST,SIZE`` for each member of the wheel.
+
+    Its own line has no digest, as PEP 427 requires.
+    """
     lines = []
     for name, data in contents.items():
         digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()

@@ -119,7 +119,11 @@ class InventoryCollector:
             self._store(self._hard_links, path, target)
 
     def inventory(self, *, arch: str, created_s: int) -> Inventory:
-        """Return the inventory of the files so far, of an image for `arch` created `created_s` after 1970."""
+        """Return the inventory of an image, from the files that were added so far.
+
+        `arch` is its architecture in the words of OCI, such as ``amd64``, and `created_s` the time of its
+        creation in seconds since 1970.
+        """
         recipe = ""
         base = BaseImage(name="")
         if self._manifest is not None:
@@ -156,7 +160,10 @@ class InventoryCollector:
         return dataclasses.replace(package, sha256=sha256, url=url)
 
     def _add_imgkit_file(self, path: str, data: bytes) -> None:
-        """Record a file of imgkit, and read it if it is the manifest or the lock."""
+        """Record the digests of a file of imgkit. The manifest and the lock are also parsed.
+
+        The manifest names recipe and base, and the lock the digests of packages.
+        """
         sha1 = hashlib.sha1(data, usedforsecurity=False).hexdigest()
         sha256 = hashlib.sha256(data).hexdigest()
         self._baked.append(BakedFile(path=f"/{path}", sha1=sha1, sha256=sha256))
@@ -169,7 +176,10 @@ class InventoryCollector:
             self._locked = _locked_files(data.decode("utf-8", "replace"))
 
     def _add_debian_packages(self, path: str, text: str) -> None:
-        """Record the Debian packages in `text`, the content of `path`, and its invalid entries."""
+        """Record the Debian packages in `text`, the content of the file `path`.
+
+        An entry that is not a valid package is listed as left out.
+        """
         for package_or_problem in packages.debian_packages(text):
             if len(self._packages) >= _MOST_PACKAGES:
                 self._leave_out(path, f"more than {_MOST_PACKAGES} packages")
@@ -182,7 +192,8 @@ class InventoryCollector:
     def _python_packages(self) -> list[Package]:
         """Return the installed Python packages.
 
-        If a hard link points to a collected file, the package is also in the folder of the link.
+        An image may store equal files once, and make the others hard links. So if a hard link points to a
+        collected file, the package is also installed in the folder of the link.
         """
         packages_by_path = dict(self._python)
         for path, target in self._hard_links.items():
@@ -195,25 +206,30 @@ class InventoryCollector:
         return installed
 
     def _store(self, entries: dict[str, Value], path: str, value: Value) -> None:
-        """Set ``entries[path]``. If `entries` is full, leave the file out and say so in the inventory."""
+        """Set ``entries[path] = value``, unless `entries` has as many items as an inventory may have.
+
+        Then the value is dropped, and the inventory says so once. An image of unknown origin could otherwise
+        fill the memory.
+        """
         if len(entries) < _MOST_PACKAGES:
             entries[path] = value
         else:
             self._left_out.add(f"more than {_MOST_PACKAGES} files that describe packages, or links to them")
 
     def _leave_out(self, path: str, reason: str) -> None:
-        """Record that the file `path` is not in the inventory.
+        """Record that the file `path` could not be used: ``/var/lib/dpkg/status: too large``.
 
-        Beyond `_MOST_LEFT_OUT`, files are not named.
+        After `_MOST_LEFT_OUT` files, further ones are not named, so that the inventory stays small.
         """
         if len(self._left_out) < _MOST_LEFT_OUT:
             self._left_out.add(f"/{path}: {reason}".encode("ascii", "backslashreplace").decode())
 
 
 def _linked_package(path: str, original: Package | None) -> Package | None:
-    """Return the Python package at the hard link `path` to a file that describes `original`.
+    """Return the Python package that is installed where the hard link `path` lies.
 
-    If the file is not known, the name and version come from the path. None: the path does not have them.
+    The link leads to a file that describes the package `original`. If that is None, name and version are
+    taken from the path of the link. Return None if the path does not have them, either.
     """
     package = original or packages.python_package(path, "")
     if package is None:
@@ -222,7 +238,10 @@ def _linked_package(path: str, original: Package | None) -> Package | None:
 
 
 def _parse_os_release(text: str) -> dict[str, str]:
-    """Return ID and VERSION_ID of an os-release file, without those whose values are not plain words."""
+    """Return ID and VERSION_ID of an os-release file: ``{"ID": "ubuntu", "VERSION_ID": "22.04"}``.
+
+    Values that are not plain words are left out, since the file may be of unknown origin.
+    """
     values = {}
     for line in text.splitlines():
         name, _, quoted = line.partition("=")
@@ -233,16 +252,16 @@ def _parse_os_release(text: str) -> dict[str, str]:
 
 
 def _lock_key(name: str, version: str, architecture: str) -> _LockKey:
-    """Return the key of a package in a lock. The spellings of a Python package's name have the same key."""
+    """Return the key of a package in a lock. ``Flash_Attn`` and ``flash-attn`` have the same key."""
     if not architecture:  # a Python package
         name = canonicalize_name(name)
     return (name, version, architecture)
 
 
 def _locked_files(text: str) -> dict[_LockKey, tuple[str, str]]:
-    """Return the sha256 and URL of each package in the lock `text`.
+    """Return the sha256 and URL of each package in `text`, the content of a lock file.
 
-    The URL is empty if the lock has none that imgkit would write.
+    The URL is empty if the lock states none, or one in a form that imgkit would not write.
     """
     files = {}
     _, *tables = _TABLE_START.split(text)
@@ -266,7 +285,7 @@ def _parse_lock_table(text: str) -> dict[str, str]:
     for line in table.splitlines():
         match = _TABLE_LINE.fullmatch(line)
         if match is not None:
-            # The value is in quotes, as in JSON.
+            # A quoted text of TOML, as imgkit writes it, is a text of JSON, too.
             with contextlib.suppress(ValueError):
                 values[match["key"]] = str(json_text.parse(match["quoted"]))
     return values

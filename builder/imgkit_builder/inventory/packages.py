@@ -16,7 +16,7 @@ from typing import Literal
 
 # The first paragraph holds the headers. In a METADATA file, a long description may follow.
 _PARAGRAPH_END = re.compile(r"\r?\n[ \t\r]*\n")
-# The files may be a stranger's, and their texts go into a document. So each value must have its usual form.
+# The files may be of unknown origin, and their texts go into a document: each value must have its usual form.
 _DEB_NAME = re.compile(r"[a-z0-9][a-z0-9+.-]{1,127}")
 _DEB_VERSION = re.compile(r"[0-9A-Za-z.+:~-]{1,128}")
 _ARCHITECTURE = re.compile(r"[a-z0-9-]{0,32}")

@@ -38,7 +38,8 @@ def spdx_document(inventory: Inventory) -> str:
         relationships.append(_relationship(_IMAGE, "CONTAINS", element["SPDXID"]))
     files = [_file_element(file) for file in inventory.baked]
     for element in files:
-        # Not contained in the image: a package with files would need a digest over all its files.
+        # The document describes the file itself. If the image contained it, SPDX would demand a digest over
+        # all files of the image.
         relationships.append(_relationship(_DOCUMENT, "DESCRIBES", element["SPDXID"]))
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(inventory.created_s))
     data: dict[str, Any] = {
@@ -58,7 +59,7 @@ def spdx_document(inventory: Inventory) -> str:
 
 
 def _image_element(name: str, spdx_id: str, **fields: Any) -> dict[str, Any]:
-    """Return the package that stands for an image, with further `fields`."""
+    """Return the SPDX package that stands for an image. `fields` are further keys of it."""
     return {
         "name": name,
         "SPDXID": spdx_id,
@@ -70,7 +71,7 @@ def _image_element(name: str, spdx_id: str, **fields: Any) -> dict[str, Any]:
 
 
 def _base_element(inventory: Inventory) -> dict[str, Any]:
-    """Return the package that stands for the base image, with its digest if that is known."""
+    """Return the SPDX package that stands for the base image, with its digest if that is known."""
     digest = inventory.base_digest
     if not digest:
         return _image_element(inventory.base, _BASE)
@@ -84,7 +85,7 @@ def _sha256_element(digest: str) -> dict[str, str]:
 
 
 def _package_element(package: Package, inventory: Inventory) -> dict[str, Any]:
-    """Return the package of the document for a Debian or Python package."""
+    """Return the SPDX package for a Debian or Python package. Scanners find it by its package URL (purl)."""
     purl = {
         "referenceCategory": "PACKAGE-MANAGER",
         "referenceType": "purl",

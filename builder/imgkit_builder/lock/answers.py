@@ -36,9 +36,10 @@ class _ReportItem:
 
 
 class Unresolved(Exception):
-    """A step has no answer, or one that a lock cannot state. `explain_failure` finds the recipe's line.
+    """A step of a recipe has failed, or its packages cannot be locked. `explain_failure` explains it.
 
-    It has either the `problem` and the `packages` to blame, with commas, or the `output` of the program.
+    If the program failed, `output` is its output. Otherwise `problem` is a message, and `packages` are the
+    packages to blame: ``flash-attn==2.5, apex==0.1``.
     """
 
     def __init__(self, step: int | str, problem: str = "", packages: str = "", output: str = "") -> None:
@@ -50,12 +51,13 @@ class Unresolved(Exception):
 
 
 def read_debs(text: str) -> tuple[LockedDeb, ...]:
-    """Return the packages that ``apt-get --print-uris`` printed, sorted by name.
+    """Return the packages in `text`, which ``apt-get --print-uris`` has printed, sorted by name.
 
     Raises
     ------
-    Unresolved : apt names no sha256 for a package, or a URL that is not HTTP.
-    ValueError : an answer of apt cannot be read.
+    Unresolved : apt states no sha256 for a package, or a URL that is not HTTP. A build on another machine
+        could not get or check such a package.
+    ValueError : a line of apt cannot be read.
     """
     debs = []
     for line in text.splitlines():
@@ -83,16 +85,19 @@ def read_debs(text: str) -> tuple[LockedDeb, ...]:
 
 
 def read_wheels(text: str | bytes, step: int, digests: Mapping[str, str]) -> tuple[LockedWheel, ...]:
-    """Return the wheels in `text`, which ``inside`` wrote for `step`, sorted by name.
+    """Return the wheels that a pip step installs, sorted by name.
 
     Parameters
     ----------
-    digests : the sha256 of the files that the base handed out, by name; empty for a lock without files.
+    text : the JSON that ``inside`` wrote in the base for the step.
+    step : the number of the step.
+    digests : the sha256 of the package files that the base has handed out, by file name. It is empty for a
+        lock that stores no packages.
 
     Raises
     ------
-    Unresolved : packages have no wheel, or one that only the base has, and `digests` lacks it.
-    ValueError : `text` is no report.
+    Unresolved : no index has a wheel of a package, and the base has handed out none that it built.
+    ValueError : `text` is not such JSON.
     """
     items = json_text.build_value(tuple[_ReportItem, ...], json_text.parse(text), "pip", closed=True)
     built_files = _index_by_version(digests)
@@ -103,7 +108,7 @@ def read_wheels(text: str | bytes, step: int, digests: Mapping[str, str]) -> tup
         url = without_credentials(item.url)
         file = unquote(urlsplit(url).path.rpartition("/")[2])
         is_wheel = file.endswith(".whl")
-        if not is_wheel:  # the base has built one from it
+        if not is_wheel:  # a source distribution or a repository: the base may have built a wheel from it
             file = built_files.get((canonical_name(item.name), item.version), "")
         is_in_index = is_wheel and url.startswith(_HTTP)
         sha256 = item.sha256 if is_in_index else digests.get(file, "")
@@ -130,7 +135,10 @@ def read_wheels(text: str | bytes, step: int, digests: Mapping[str, str]) -> tup
 
 
 def _index_by_version(files: Iterable[str]) -> dict[tuple[str, str], str]:
-    """Return the names of wheels by the name and version with which they begin: ``flash_attn-2.5-...whl``."""
+    """Return the file names of wheels by package and version.
+
+    ``flash_attn-2.5-py3-none-any.whl`` has the key ``("flash-attn", "2.5")``.
+    """
     index = {}
     for file in files:
         name, _, rest = file.partition("-")
@@ -146,7 +154,9 @@ def without_credentials(url: str) -> str:
 
 
 def read_failure(text: str) -> Unresolved:
-    """Return the failure that the program wrote in the base: a line with the step, then the output.
+    """Return the failure in ``failed.txt``, which ``inside`` wrote in the base.
+
+    The first line of `text` is the step, ``apt``, ``uv`` or a number. The program's output follows.
 
     Raises
     ------
@@ -175,7 +185,7 @@ _KEEP_FILES_HINT = (
 
 
 class _Cause(NamedTuple):
-    """An error by a pattern of a program's output, whose groups fill in the text."""
+    """An error that is recognized by a pattern in a program's output. Its groups fill ``{}`` in `text`."""
 
     pattern: str
     text: str
@@ -215,11 +225,14 @@ _CAUSES = (
     ),
     _Cause("", "the packages of this step could not be resolved", UsageError),
 )
-"""The first whose pattern occurs counts. The last pattern occurs in any output."""
+"""Tried in this order: the first whose pattern occurs counts. The last pattern, "", occurs in any output."""
 
 
 def explain_failure(recipe: Recipe, failure: Unresolved, *, log: str) -> ImgkitError:
-    """Return the error at the line of `recipe` that asks for the package to blame."""
+    """Return the error for a failed step, with the line of `recipe` that asks for the package to blame.
+
+    `log` is the path of the full log, for the hint.
+    """
     keep_files = f"{lock_file.lock_command(recipe)} --keep-files"
     if failure.problem:
         where = find_recipe_line(recipe, failure.step, failure.packages.split(", "))
@@ -228,7 +241,7 @@ def explain_failure(recipe: Recipe, failure: Unresolved, *, log: str) -> ImgkitE
             hint = "name an archive with HTTP URLs in the base's /etc/apt/sources.list"
         return UsageError(failure.problem, where=where, hint=hint)
     cause, groups = _find_cause(failure.output)
-    # The cause's own package first; a resolver names others on the way to it.
+    # The package that the cause names is the most probable one. Then come others in the output.
     packages = [*groups, *_BLAMED_PACKAGE.findall(failure.output)]
     where = find_recipe_line(recipe, failure.step, packages)
     hints = []
@@ -251,8 +264,11 @@ def _find_cause(output: str) -> tuple[_Cause, tuple[str, ...]]:
 
 
 def last_output_lines(output: str) -> list[str]:
-    """Return the last lines that explain a failure. pip's own begin with ``ERROR:``."""
-    # pip frames the output of a setup.py, and explains less itself.
+    """Return at most 12 lines of a program's output that explain its failure.
+
+    They begin at the first error of pip (``ERROR:``) or apt (``E:``). If a setup.py has failed, pip prints
+    its output up to the line ``[end of output]``, and the end of that explains more.
+    """
     framed, frame_end, _ = output.rpartition("[end of output]")
     lines = []
     for line in (framed or output).splitlines():
@@ -267,7 +283,10 @@ def last_output_lines(output: str) -> list[str]:
 
 
 def find_recipe_line(recipe: Recipe, step: int | str, packages: list[str]) -> str:
-    """Return the line of `recipe` that asks for one of `packages` in `step`, or the line of the step."""
+    """Return the line of `recipe` that asks for the first possible one of `packages` in `step`.
+
+    If the step asks for none of them, return the line of the step.
+    """
     if step == UV_STEP:
         return recipe.where("image", "uv")
     lines: dict[str, str] = {}
@@ -283,7 +302,10 @@ def find_recipe_line(recipe: Recipe, step: int | str, packages: list[str]) -> st
 
 
 def _list_requirements(recipe: Recipe, step: int | str) -> Iterator[tuple[str, str]]:
-    """Yield what the apt or pip step asks for, with the line of the recipe or of a requirements file."""
+    """Yield what the apt step or pip step `step` asks for, each with the line that asks for it.
+
+    The line is one of the recipe, or of a requirements file: ``mn5.yaml:12 (requirements.txt:3)``.
+    """
     if step == APT:
         for number, package in enumerate(recipe.image.apt):
             yield package, recipe.where("image", APT, number)

@@ -33,7 +33,10 @@ class Change:
 
 
 def list_changes(old: LockedPlatform | None, new: LockedPlatform) -> tuple[Change, ...]:
-    """Return the changes from `old`, which may not exist, to `new`. What is gone comes last."""
+    """Return what changes from the lock `old` to `new`. Removed packages come last.
+
+    Without an old lock, everything is new.
+    """
     old_versions = {}
     if old:
         old_versions = dict(_list_versions(old))
@@ -53,16 +56,20 @@ def is_same(old: LockedPlatform | None, new: LockedPlatform) -> bool:
 
 
 def _list_versions(part: LockedPlatform) -> Iterator[tuple[tuple[str, str], str]]:
-    """Yield the kind and name of each item, and its version or the beginning of its digest."""
+    """Yield kind and name of each item in the lock for a platform, and its version.
+
+    For example, ``(("apt", "git:amd64"), "1:2.39")``. For the base and for files, the beginning of the digest
+    takes the place of the version.
+    """
     yield ("base", part.base.name), (part.base.digest or part.base.id)[:19]
     for deb in part.apt:
         yield ("apt", f"{deb.name}:{deb.architecture}"), deb.version
     steps: dict[str, list[str]] = {}
     for wheel in part.pip:
-        # A later step may replace what an earlier one installs.
+        # A later step may install a package in another version: "1.26, then 2.0".
         steps.setdefault(canonical_name(wheel.name), []).append(wheel.version)
     for name, versions in steps.items():
         yield ("pip", name), ", then ".join(versions)
-    # Under the same version a file may have other content: a wheel that was built again.
+    # Digests are compared, too: a wheel that was built again has the same version and other content.
     for file, sha256 in sorted(part.digests.items()):
         yield ("file", file), sha256[:12]

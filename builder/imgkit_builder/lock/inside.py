@@ -55,14 +55,17 @@ def main(step: str, arguments: list[str]) -> None:
 
 
 def resolve_apt(packages: list[str], order: dict[str, Any]) -> None:
-    """Write what apt would download for `packages`, and install it where a pip step comes after it.
+    """Write to ``apt.txt`` which files apt would download for `packages`.
+
+    The packages are also installed if a pip step follows, since it may need them, and their files are stored
+    if the lock keeps files.
 
     Raises
     ------
     CalledProcessError : apt failed.
     """
     os.environ.update(DEBIAN_FRONTEND="noninteractive", LC_ALL="C")
-    # Without it, apt goes on with half of its lists when an archive does not answer.
+    # Without this option, apt goes on with incomplete lists if an archive does not answer.
     run_program(["apt-get", "update", "-o", "APT::Update::Error-Mode=any"])
     if order["debs"]:
         pins = [PIN.format(name, version) for name, version in order["debs"]]
@@ -73,7 +76,7 @@ def resolve_apt(packages: list[str], order: dict[str, Any]) -> None:
     (OUT / "apt.txt").write_text(uris, encoding="utf-8")
     is_last = not order["steps"]
     if uris and (order["keep_files"] or not is_last):
-        # A folder of our own: many images remove every .deb from apt's.
+        # Not apt's own folder: many images are configured to remove every .deb there.
         (ARCHIVES / "partial").mkdir(parents=True, exist_ok=True)
         options = ["-o", f"Dir::Cache::archives={ARCHIVES}", "-o", "APT::Keep-Downloaded-Packages=true"]
         if is_last:
@@ -87,7 +90,10 @@ def resolve_apt(packages: list[str], order: dict[str, Any]) -> None:
 
 
 def resolve_pip(step: str, arguments: list[str], order: dict[str, Any]) -> None:
-    """Write what pip reports for the step, keep its wheels, and install it for the next step.
+    """Write to ``pip-STEP.json`` which packages pip installs for a step of the recipe.
+
+    If the lock keeps files, their wheels are stored, too. The packages of every step but the last are
+    installed, so that the next step finds the image as it is in a build.
 
     Raises
     ------
@@ -121,9 +127,10 @@ def store_wheels(items: list[dict[str, Any]], step_options: list[str], *, instal
 
 
 def install_pinned(argv: list[str], pins: dict[str, str]) -> None:
-    """Run ``pip install`` with the locked versions `pins`, without those that no longer fit.
+    """Run ``pip install`` with the versions of the old lock, as far as they still fit.
 
-    A failure names the pins to leave out. If it names none, all go.
+    `pins` are these versions by name. If pip fails, its output names versions that cannot stay. They are left
+    out, and pip runs again; if it names none, all are left out.
     """
     constraint = FOLDER / "pins.txt"
     remaining = dict(pins)
@@ -143,7 +150,10 @@ def install_pinned(argv: list[str], pins: dict[str, str]) -> None:
 
 
 def summarize(item: dict[str, Any]) -> dict[str, Any]:
-    """Return what a lock needs of an item of pip's report, whose metadata can be megabytes."""
+    """Return the values of an item of pip's report that a lock needs.
+
+    The rest is dropped, since the metadata of a package can have megabytes.
+    """
     download = item["download_info"]
     archive = download.get("archive_info") or {}
     # pip before 23.0 states ``hash`` alone.
@@ -158,7 +168,10 @@ def summarize(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def exact_requirement(item: dict[str, Any]) -> str:
-    """Return the requirement that gives exactly what an item of pip's report is."""
+    """Return the requirement by which pip gets exactly the package of an item of its report.
+
+    It is ``numpy==1.26.4``, or ``apex @ git+https://HOST/PATH@COMMIT`` for a package from a repository.
+    """
     name = item["metadata"]["name"]
     if not item.get("is_direct"):
         # Not the URL: pip reports it without the password of its index.
@@ -172,7 +185,7 @@ def exact_requirement(item: dict[str, Any]) -> str:
 
 
 def run_program(argv: list[str]) -> str:
-    """Run a program, let its output go on line by line, and return it.
+    """Run a program, print its output line by line as it comes, and return the output.
 
     Raises
     ------

@@ -95,11 +95,19 @@ def resolve_packages(
     folder: Path,
     report: Reporter,
 ) -> LockedPlatform:
-    """Return the lock. The files of a lock with files lie in `folder` afterwards.
+    """Find the versions that apt and pip would install for a recipe, and return them as its lock.
+
+    For that, an image is built in which a program of imgkit runs in place of apt and pip, and writes down
+    what they would install.
+
+    Parameters
+    ----------
+    values : the values of build secrets.
+    folder : receives the answers of the program, and the packages if the lock stores them, too.
 
     Raises
     ------
-    UsageError : pip or apt finds no solution, or a package has no wheel; names the recipe's line.
+    UsageError : pip or apt finds no solution, or a package has no wheel. The error names the recipe's line.
     ToolFailed : a wheel cannot be built, or the network, the engine or a program fails.
     """
     request = resolution.request
@@ -107,10 +115,10 @@ def resolve_packages(
     secret_values.refuse_secrets_in(context, values)
     log = ""
     if request.apt or request.uv or request.pip:
-        # Locks of several recipes may be made at the same time.
+        # A random tag, since locks of several recipes may be made at the same time.
         tag = f"imgkit-lock:{secrets.token_hex(6)}"
         try:
-            # Nothing from a cache: an index may have changed since.
+            # Without cache: the indexes of packages may have changed since the last build.
             built = engines.build(
                 engine, context, tag=tag, report=report, builder=builder, no_cache=True, hide=values.mask
             )
@@ -125,7 +133,7 @@ def resolve_packages(
                 platform=resolution.base.platform,
             )
         finally:
-            # The engine may be what failed.
+            # If the engine itself has failed, its first error must not be hidden by one of the removal.
             with contextlib.suppress(ImgkitError):
                 images.remove_image(engine, tag)
     try:
@@ -138,12 +146,23 @@ def resolve_packages(
 
 
 def _is_answer(name: str) -> bool:
-    """Return whether a file in the base's `OUT` is an answer or a package. Others may be a stranger's."""
+    """Return whether a file in the folder `OUT` of the base is an answer of imgkit's program, or a package.
+
+    Steps of a recipe could put other files there, which are not read.
+    """
     return bool(_PACKAGE_FILE.fullmatch(name) or _ANSWER_FILE.fullmatch(name))
 
 
 def _read_answers(folder: Path, resolution: Resolution, mask: Callable[[str], str]) -> LockedPlatform:
-    """Return the packages that the answers in `folder` name."""
+    """Return the lock for one platform from the answers of imgkit's program, which lie in `folder`.
+
+    `mask` replaces the values of build secrets in the output of a failed program.
+
+    Raises
+    ------
+    Unresolved : a step failed, or its packages cannot be locked.
+    OSError, ValueError : an answer is missing or cannot be read.
+    """
     request = resolution.request
     base = resolution.base
     failed = folder / "failed.txt"
@@ -178,7 +197,10 @@ def _hash_packages(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def pack_request(resolution: Resolution) -> BuildContext:
-    """Return the context whose build leaves the answers in `OUT`.
+    """Return the context of the build that finds the packages for a lock.
+
+    Its steps are those of an image, with imgkit's program in place of apt and pip. The program leaves its
+    answers in the folder `OUT` of the image.
 
     Raises
     ------
@@ -208,7 +230,7 @@ def pack_request(resolution: Resolution) -> BuildContext:
     if resolution.kept_wheels:
         own_files.append(members.empty_folder(f"{_MEMBER}/kept"))
     for name, file in resolution.kept_wheels.items():
-        # A wheel can have gigabytes: it is read while it is sent.
+        # Added by its path: a wheel can have gigabytes, and is read only while it is sent.
         size_bytes = file.stat().st_size
         own_files.append(TarMember(name=f"{_MEMBER}/kept/{name}", size_bytes=size_bytes, source=file))
     manifest = Manifest(
@@ -224,7 +246,11 @@ def pack_request(resolution: Resolution) -> BuildContext:
 
 
 def _make_order(resolution: Resolution) -> dict[str, object]:
-    """Return what the programs in the base read."""
+    """Return the JSON that tells the program in the base (``inside.py``) what to do.
+
+    For example, ``{"keep_files": false, "debs": [["git", "1:2.39"]], "steps": {"0": {"options": [], "pins":
+    {"numpy": "1.26.4"}}}}``. Debs and pins are versions of the old lock, which stay if they still fit.
+    """
     recipe = resolution.recipe
     keeps_version = resolution.options.keeps_version
     debs: list[tuple[str, str]] = []
@@ -235,10 +261,10 @@ def _make_order(resolution: Resolution) -> dict[str, object]:
     steps = {}
     for number in install.pip_step_numbers(recipe):
         if number == UV_STEP:
-            # uv.lock has the versions of its step.
+            # No pins: the versions of this step are those of uv.lock.
             steps[install.step_name(number)] = {"options": uv_export.index_options(recipe), "pins": {}}
             continue
-        # The same package in two steps may have two versions: the pins of each step are its own.
+        # Each step has pins of its own, since two steps may install a package in two versions.
         pins = {canonical_name(wheel.name): wheel.version for wheel in wheels if wheel.step == number}
         pip_options = lock_file.collect_pip_options(recipe.image.pip[number])
         steps[install.step_name(number)] = {"options": pip_options, "pins": pins}
@@ -246,11 +272,14 @@ def _make_order(resolution: Resolution) -> dict[str, object]:
 
 
 def find_kept_wheels(file: Path, part: LockedPlatform | None) -> dict[str, Path]:
-    """Return the wheels of `part` that no index has, by name. They lie beside the lock `file`.
+    """Return the stored wheels of a lock by their file names.
+
+    They were built when the lock was made, because no index has them, and lie in a folder beside the lock
+    `file`. `part` is the lock for one platform; None stands for no lock, which has no wheels.
 
     Raises
     ------
-    UsageError : one is missing.
+    UsageError : a wheel is missing.
     """
     if part is None:
         return {}
@@ -269,19 +298,26 @@ def find_kept_wheels(file: Path, part: LockedPlatform | None) -> dict[str, Path]
 def write_lock(
     recipe: Recipe, file: Path, old: Lock | None, part: LockedPlatform, new_files: Path | None
 ) -> None:
-    """Write `part` into the lock `file`, and its packages from the folder `new_files` next to it.
+    """Write the new lock of a recipe to `file`, and store its packages in a folder next to it.
 
-    The packages come first: a lock never names a file that is not there. Those that only `old` names go last.
+    Packages are written before the lock, and those that only the old lock names are removed after it. So a
+    lock never names a file that is not there, even if this process is killed.
+
+    Parameters
+    ----------
+    old : the lock so far, whose parts for other platforms stay.
+    part : the new part for one platform.
+    new_files : the folder with the packages of `part`; None if no packages are stored.
 
     Raises
     ------
-    OSError, UsageError : something cannot be written, or would be refused when it is read; the old lock is
-        as it was.
+    OSError, UsageError : something cannot be written, or would be refused when it is read. The old lock is
+        unchanged.
     """
     old = old or Lock(recipe=recipe.name, imgkit=__version__, platforms=())
     new = Lock(recipe=recipe.name, imgkit=__version__, platforms=old.with_platform(part).platforms)
     content = lock_file.render_lock(new)
-    # Names, versions and URLs are what the base answered: the rules of a lock apply to them too.
+    # Names, versions and URLs come from the base, whose answers may be wrong. Parse them as any other lock.
     lock_file.parse_lock(content, file)
     folder = lock_file.kept_folder(file)
     if new_files is not None:

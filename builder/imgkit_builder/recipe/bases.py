@@ -63,7 +63,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """One image of NVIDIA's PyTorch. A cell is None where no source is known."""
+    """One image of NVIDIA's PyTorch. A cell is None if no public source states the value."""
 
     tag: str
     python: Cell | None = None
@@ -129,9 +129,9 @@ def load_table() -> tuple[Base, ...]:
 
 
 def ngc_image(reference: str) -> Base | None:
-    """Return the table's row for an image of NGC or of a mirror of it.
+    """Return what the table knows about an image of NVIDIA's PyTorch, from NGC or from a mirror of it.
 
-    The result is None for other images.
+    The result is None for other images, and for a release that the table does not have.
     """
     image = _parse_or_none(reference)
     if image is None or not _NGC_REPOSITORY.fullmatch(image.repository):
@@ -171,7 +171,10 @@ def select_base(base: str | None, recipe: Recipe) -> str | None:
 
 
 def newest_base(system: SystemFacts) -> Base | None:
-    """Return the newest image that the driver and the GPUs of `system` run. None if the driver is unknown."""
+    """Return the newest image of NVIDIA's PyTorch that the driver and the GPUs of `system` can run.
+
+    Return None if the system does not state its driver, or if no image of the table runs on it.
+    """
     branch = _driver_branch(system)
     if branch is None:
         return None
@@ -180,7 +183,6 @@ def newest_base(system: SystemFacts) -> Base | None:
         if base.cuda is None:
             continue
         cuda_major, _, _ = base.cuda.value.partition(".")
-        # CUDA 13 does not run on them.
         if not has_old_gpus or int(cuda_major) < 13:
             return base
     return None
@@ -208,7 +210,7 @@ def _bases_for_driver(branch: int) -> list[Base]:
 
 
 def find_doubts(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, Fault]]:
-    """Yield reasons why `image` would not run well on `system`, each with the key of the base."""
+    """Yield reasons why `image` may not run well on `system`, each with the key of the recipe to blame."""
     for key in ("base", "current_base"):
         reference = getattr(image, key)
         if not reference:
@@ -232,7 +234,11 @@ def _check_base(reference: str, image: Image, system: SystemFacts) -> Iterator[F
 
 
 def _known_issues(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, Fault]]:
-    """Yield the known issues of the bases' versions and of the system's variables, each once."""
+    """Yield warnings from the list of known issues: bugs of versions of CUDA, NCCL and others.
+
+    They are looked up for the versions in the bases and the variables of `system`. An issue that both bases
+    have is yielded once.
+    """
     reported = set()
     for key in ("base", "current_base"):
         lookup = _make_lookup(getattr(image, key) or "", system)
@@ -246,15 +252,16 @@ def _known_issues(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, 
 
 
 def _make_lookup(reference: str, system: SystemFacts) -> known_issues.Lookup:
-    """Return a function that looks up a fact about a base and the nodes, or a variable, before a job starts.
+    """Return a function that looks up a fact or a variable which the condition of a known issue names.
 
-    Only a node knows the variables that neither the base nor `system` sets.
+    The facts are those of the base image `reference` and of the nodes. No job has started yet, so a variable
+    that neither the base nor `system` sets is unknown: a node may set it.
     """
     values = {}
     base = ngc_image(reference)
     if base is not None:
         values = {name: cell.value for name, cell in base.cells() if cell}
-    # The table has one of them: "NCCL_NET_PLUGIN=ofi".
+    # The table states one variable at most, such as "NCCL_NET_PLUGIN=ofi".
     base_variable, _, base_value = values.get("variables", "").partition("=")
     env = {base_variable: base_value, **system.env}
     machines = {"linux/amd64": "x86_64", "linux/arm64": "aarch64"}
@@ -274,14 +281,17 @@ def _make_lookup(reference: str, system: SystemFacts) -> known_issues.Lookup:
             return Value(text, f"{known_issues.FACTS[name]} {text or 'unknown'}")
         variable = name.removeprefix("$")
         text = env.get(variable, "")
-        # Whether it will be set is open: a node leaves out what its network does not need.
+        # `is_requested` stays open, since a node leaves out variables that its network does not need.
         return Value(text, f"{variable}={text}", is_requested=None, is_known=variable in env)
 
     return lookup
 
 
 def amd_image_evidence(reference: str, env: Iterable[str] = ()) -> str:
-    """Return evidence that an image is for AMD GPUs, from its name or that of a variable, or ``""``."""
+    """Return a sentence that says why an image seems to be for AMD GPUs, or ``""`` if it does not.
+
+    Its name `reference` or the name of a variable in `env` can tell.
+    """
     if _ROCM_NAME.search(reference):
         return f"{reference} is an image for AMD GPUs (ROCm)"
     # Sorted: the message must not depend on the order of a set.
@@ -324,7 +334,11 @@ def _check_python(reference: str) -> Iterator[Fault]:
 
 
 def _python_version(reference: str) -> str:
-    """Return the Python of a base by the table or by its tag, or an empty text if neither states it."""
+    """Return the Python version of a base, or an empty text if it is unknown.
+
+    The table states that of NVIDIA's images, and the tag that of Docker Hub's: ``python:3.12-slim``. The
+    result may have such an ending.
+    """
     image = _parse_or_none(reference)
     # Another registry may have an image of this name with any content.
     if image and image.repository in _PYTHON_REPOSITORIES and image.registry in ("", "docker.io"):
@@ -336,7 +350,11 @@ def _python_version(reference: str) -> str:
 
 
 def _check_driver(reference: str, system: SystemFacts) -> Iterator[Fault]:
-    """Yield a warning if the driver of the nodes is too old for the CUDA of a base."""
+    """Yield a warning if the driver of the nodes is too old for the CUDA of a base.
+
+    Data-centre GPUs need none: on them, the base's cuda-compat package runs a newer CUDA on an older driver.
+    Nothing is yielded if the driver or the CUDA is unknown.
+    """
     base = ngc_image(reference)
     branch = _driver_branch(system)
     if base is None or base.cuda is None or base.driver is None or branch is None:
@@ -359,12 +377,16 @@ def _check_driver(reference: str, system: SystemFacts) -> Iterator[Fault]:
 
 
 def _check_nccl_plugin(reference: str, image: Image, system: SystemFacts) -> Iterator[Fault]:
-    """Yield a warning if NCCL would use TCP on Slingshot, because nobody adds its plug-in for libfabric."""
+    """Yield a warning if NCCL would use TCP on Slingshot, which is slow.
+
+    On a Slingshot network, NCCL needs a plug-in for libfabric (aws-ofi-nccl). It may be in the base, on the
+    nodes, or added by the recipe.
+    """
     has_host_libs = system.runtime.host_libs or system.fabric.host_libs == "auto"
     if system.fabric.kind != "slingshot" or has_host_libs or _brings_nccl_plugin(image, system):
         return
     base = ngc_image(reference)
-    # What the table does not know causes no warning.
+    # An unknown cell of the table is None, and gives no warning.
     if base is not None and base.aws_ofi_nccl is not None and base.aws_ofi_nccl.value == NONE:
         yield (
             f"{reference} has no aws-ofi-nccl: on Slingshot NCCL would use TCP",
@@ -374,7 +396,7 @@ def _check_nccl_plugin(reference: str, image: Image, system: SystemFacts) -> Ite
 
 
 def _brings_nccl_plugin(image: Image, system: SystemFacts) -> bool:
-    """Return whether a mount, a command or a copied file of the recipe seems to bring the plug-in itself."""
+    """Return whether the recipe seems to add NCCL's plug-in for libfabric by a mount, a command or a file."""
     texts = list(system.runtime.binds)
     texts += [step.command for step in image.run]
     texts += [str(step.source) for step in image.copy]

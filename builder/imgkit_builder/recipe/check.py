@@ -19,12 +19,12 @@ from imgkit_entrypoints.system import SystemFacts
 
 
 def check(tree: Table, problems: Collector, *, is_complete: bool) -> Document | None:
-    """Return the values of `tree`, and report its problems to `problems`. After a problem the result is None.
+    """Return the values of a recipe, or None if pydantic cannot make them of `tree`.
 
-    If `tree` is not complete, a parent could not be read. The parent may state the keys that are missing
-    here.
+    What is wrong with the recipe is reported to `problems`. `is_complete` is False if a recipe that it
+    extends could not be read: missing keys are no problem then, since they may stand there.
     """
-    # Paths of values with a problem. Later rules skip them: one mistake gives one message.
+    # Keys of values with a problem. Later rules skip them, so that one mistake gives one message.
     faulty = _report_empty_values(tree, problems)
     document, mistakes = validate(Document, to_data(tree))
     for mistake in mistakes:
@@ -111,7 +111,11 @@ _FORMS: Mapping[str, tuple[str, str]] = {
 
 
 def _report(mistake: Mistake, tree: Table, problems: Collector) -> None:
-    """Report a mistake that pydantic found in the terms of the file: its text, and what YAML makes of it."""
+    """Report a mistake that pydantic found, at its line and in words for the author of the file.
+
+    pydantic knows only the data. The message also needs the text and what YAML made of it: ``24.10`` without
+    quotes is the number 24.1.
+    """
     node, path = tree.deepest(mistake.path)
     if mistake.kind == "missing":
         hint = f"add `{mistake.path[-1]}: ...`"
@@ -141,20 +145,23 @@ def _report_key(mistake: Mistake, tree: Table, problems: Collector) -> None:
 
 
 def _describe_unknown_key(path: KeyPath) -> tuple[str, str]:
-    """Return the message and the hint for a key that no field has."""
+    """Return the message and the hint for an unknown key, whose place in the recipe is `path`.
+
+    The hint lists the allowed keys, and the one that was probably meant.
+    """
     name = str(path[-1])
     parents = path[:-1]
-    # Who knows Dockerfiles looks for their instructions: the reason helps more than the nearest key.
+    # Such as "entrypoint": somebody who knows Dockerfiles needs the reason, not the nearest key.
     if parents == ("image",) and name.lower() in _DOCKERFILE_KEYS:
         return _DOCKERFILE_KEYS[name.lower()]
     allowed = allowed_keys(path, Document)
-    # No field of the model: `extends` is resolved before the check.
+    # `extends` is allowed here, too. It is resolved before the check, so the model has no field for it.
     if parents in ((), ("system",)):
         allowed.append("extends")
     hint = allowed_hint(name, allowed)
-    # A near name at the right level says more than the same name elsewhere.
+    # If no allowed key resembles it, look for a key of this name elsewhere: `pip` was written beside `image`
+    # instead of below it.
     if not nearest_name(name, allowed):
-        # A key of this name at another level: somebody wrote `pip` beside `image`.
         for keys in key_paths(Document):
             if keys[-1] == name:
                 return "unknown key", f"{hint}; did you mean {key_text(keys)}?"
@@ -162,7 +169,10 @@ def _describe_unknown_key(path: KeyPath) -> tuple[str, str]:
 
 
 def _describe_wrong_value(node: YamlNode, mistake: Mistake) -> tuple[str, str]:
-    """Return the message and the hint for a value of a wrong type, or one that is not among those allowed."""
+    """Return the message and the hint for a value of a wrong type, or one that is not allowed.
+
+    Often YAML has read a text as something else, ``24.10`` as the number 24.1. Then the hint shows quotes.
+    """
     is_choice = mistake.kind == "choice"
     if isinstance(node, Scalar) and node.type == "text" and is_choice:
         return _describe_wrong_choice(node, mistake)
@@ -189,7 +199,10 @@ def _describe_wrong_choice(node: Scalar, mistake: Mistake) -> tuple[str, str]:
 
 
 def _describe_reading(node: Scalar) -> str:
-    """Return what YAML reads: ``the number 24.1`` for 24.10. Only the type if the value equals the text."""
+    """Return what YAML makes of the text of `node`: ``24.10`` -> ``the number 24.1``.
+
+    If the value looks like the text, return only its type: ``24.1`` -> ``a number``.
+    """
     import yaml
 
     try:
@@ -210,7 +223,11 @@ _PUBLIC_HINT = "anybody who can pull the image can read it; pass it when the job
 
 
 def _check_text(path: KeyPath, node: Scalar, problems: Collector) -> None:
-    """Report a variable that cannot be expanded, and warn of secrets and of ``$`` without a meaning."""
+    """Check a text of the recipe for secrets, and the value of a variable for ``$``.
+
+    In ``PATH: /x:$PATH``, the base's value is inserted. Another use of ``$`` has no meaning, and is an error
+    or gives a warning. So do secrets, because anybody who can pull the image can read them.
+    """
     name = str(path[-1])
     parents = path[:-1]
     # ("image", "args", "VERSION"), ("image", "env", "PATH"), ("image", "pip", 0, "env", "CC")
@@ -223,14 +240,17 @@ def _check_text(path: KeyPath, node: Scalar, problems: Collector) -> None:
             return
     has_name = is_variable or parents in (("image", "labels"), ("system", "env"))
     _warn_of_secret(path, node, problems, has_name=has_name)
-    # `/x:$PATH` is expanded; any other $ would stand in the value as it is.
+    # Any other `$NAME` than that of the variable itself would stay in the value as it is.
     has_reference = re.search(r"\$\{?[A-Za-z_]", node.text)
     if is_variable and has_reference and rules.split_inherited(name, node.text) is None:
         problems.warn(node.position, path, "variables are not expanded: the $ stays", "write the whole value")
 
 
 def _warn_of_secret(path: KeyPath, node: Scalar, problems: Collector, *, has_name: bool) -> None:
-    """Warn if a value looks like a secret, or if it `has_name`, such as a variable's, and that looks so."""
+    """Warn if a value looks like a secret, or if its name does, as ``API_TOKEN``.
+
+    `has_name` says that the last part of `path` is a name that the author chose, as of a variable or label.
+    """
     secret = secret_patterns.in_value(node.text)
     if secret:
         is_step = path[:2] in (("image", "pip"), ("image", "run"))
@@ -244,17 +264,23 @@ def _warn_of_secret(path: KeyPath, node: Scalar, problems: Collector, *, has_nam
 
 
 def _select_tables(tree: Table, *pattern: str) -> Iterator[tuple[KeyPath, Table]]:
-    """Yield each mapping whose path fits `pattern`. A value of another kind has been reported already."""
+    """Yield path and node of each mapping that fits `pattern`, in which `ANY` is any key or index.
+
+    A value that should be a mapping and is not has been reported already, and is skipped.
+    """
     for path, node in tree.select(*pattern):
         if isinstance(node, Table):
             yield path, node
 
 
 def _check_secrets(tree: Table, problems: Collector) -> None:
-    """Report declarations without exactly one source or without a step, and names without a declaration."""
+    """Check that declared secrets and the steps that use them fit together.
+
+    Report a step that uses a secret which is not declared, and a declared secret that no step uses.
+    """
     declared = _check_declared_secrets(tree, problems)
     used = set()
-    # Steps of a parent may use a secret that the child declares: both are in the merged tree.
+    # `tree` is merged, so a step of a parent recipe may use a secret that the child declares.
     for key in ("pip", "run"):
         for path, node in tree.select_texts("image", key, ANY, "secrets", ANY):
             used.add(node.text)
@@ -270,9 +296,11 @@ def _check_secrets(tree: Table, problems: Collector) -> None:
 
 
 def _check_declared_secrets(tree: Table, problems: Collector) -> dict[str, tuple[Scalar, KeyPath]]:
-    """Report secrets that are declared twice or not from exactly one source.
+    """Report secrets that are declared twice, or that have both or none of the sources ``env`` and ``file``.
 
-    Return the node of each secret's name, and the path of its declaration.
+    Returns
+    -------
+    For each name of a secret, the node that states the name, and the path of the declaration.
     """
     declared: dict[str, tuple[Scalar, KeyPath]] = {}
     for path, secret in _select_tables(tree, "image", "secrets", ANY):
@@ -299,7 +327,7 @@ _PROJECT_KEYS = {
 
 
 def _check_pip_steps(tree: Table, problems: Collector) -> None:
-    """Report pip steps that do not install exactly one thing, and lists of options that begin with none."""
+    """Report wrong pip steps, and lists of options whose first item is not an option, such as ``numpy``."""
     for path, step in _select_tables(tree, "image", "pip", ANY):
         _check_pip_step(path, step, problems)
     for path, option in tree.select("image", "pip", ANY, "options", ANY):
@@ -312,7 +340,10 @@ def _check_pip_steps(tree: Table, problems: Collector) -> None:
 
 
 def _check_pip_step(path: KeyPath, step: Table, problems: Collector) -> None:
-    """Report a step that does not install exactly one thing, and keys that do not fit it."""
+    """Report a pip step that does not have exactly one of ``packages``, ``requirements`` and ``project``.
+
+    Also report keys that make sense for a project only, in a step without one.
+    """
     sources = [key for key in _PIP_SOURCES if key in step.entries]
     if len(sources) != 1:
         present = " and ".join(sources) or "none of them"
@@ -345,7 +376,10 @@ def _check_platforms(tree: Table, problems: Collector) -> None:
 
 
 def _check_runtime(tree: Table, problems: Collector) -> None:
-    """Report a kind of runtime that the default command, singularity, cannot start."""
+    """Report ``kind: docker`` or ``kind: kubernetes`` without a ``command``.
+
+    The default of ``command`` is singularity, which is a runtime of another kind.
+    """
     command_examples = {"docker": "docker", "kubernetes": "runai"}
     for path, runtime in _select_tables(tree, "system", "runtime"):
         kind = runtime.entries.get("kind")
@@ -366,7 +400,11 @@ def _check_scheduler(tree: Table, problems: Collector) -> None:
 
 
 def check_system(facts: SystemFacts, tree: Table, problems: Collector) -> None:
-    """Report what the recipe's scheduler cannot work with, and warn of runtimes that it cannot start."""
+    """Check the recipe's system with the rules of its scheduler, which may come from a plug-in.
+
+    Values that the scheduler cannot work with are errors. A runtime that it cannot start is only a warning,
+    since the image can still be built.
+    """
     registration = systems.find_registration(facts.scheduler)
     runtime = facts.runtime
     if runtime.kind not in registration.runtimes:

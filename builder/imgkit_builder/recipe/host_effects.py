@@ -1,7 +1,7 @@
 """What a recipe does on the machine that builds it or starts its jobs.
 
-A stranger's recipe is a program: commands and packages run in the build container, the rest of these lists
-outside of it. Shipped recipes are part of imgkit and not listed.
+A recipe of unknown origin is a program. Its commands and packages run in the build container, and what is
+listed here takes effect outside of it. Shipped recipes are a part of imgkit and are not listed.
 """
 
 from __future__ import annotations

@@ -38,27 +38,32 @@ APPENDED: frozenset[KeyPath] = frozenset(
 )
 """Lists to which a recipe appends; every other list replaces the inherited one."""
 ATOMIC: frozenset[KeyPath] = frozenset({("image", "constraints"), ("image", "uv")})
-"""Mappings that count as one value: they replace the inherited one."""
+"""Mappings that replace the inherited one as a whole. Other mappings are merged key by key."""
 
 
 def load(ref: str | Path, *, build_args: Sequence[str] = ()) -> Recipe:
-    """Load the recipe `ref`: a shipped name, or a path (with a ``/``, or ending in ``.yaml`` or ``.yml``).
+    """Load a recipe together with the recipes that it extends, and check all values.
 
-    `build_args` are ``NAME=VALUE``, and replace values of ``image.args``.
+    Parameters
+    ----------
+    ref : the name of a shipped recipe, or the path of a file. A path has a ``/``, or ends in ``.yaml`` or
+        ``.yml``.
+    build_args : texts ``NAME=VALUE`` that replace values of ``image.args``.
 
     Raises
     ------
-    RecipeErrors : the recipe has problems; lists all of them, and those of its parents.
+    RecipeErrors : the recipe or one that it extends has problems; lists all of them.
     UsageError : there is no such recipe.
     """
     # A Path always means a file; a text without a slash or suffix is a shipped recipe.
     if isinstance(ref, Path):
         ref = str(ref.absolute())
     file = locate_recipe(ref, Path.cwd())
-    # `extends` can name any file of this machine: only what these folders hold is quoted in messages.
+    # A recipe of unknown origin can extend any file of this machine. Messages quote only files in these
+    # folders, so that they cannot reveal a secret.
     folders = (file.parent, FOLDER, system_files.site_folder())
     problems = Collector(shows=tuple(folder.resolve() for folder in folders))
-    # The name has no key, so no field of the model checks it.
+    # The recipe's name is that of its file and no key in it, so the checks of the keys do not cover it.
     for message, hint in rules.recipe_name(file.stem):
         problems.error(Position(file=file, line=1, column=1), (), message, hint)
     tree, is_complete = read_with_parents(file, problems)
@@ -82,7 +87,18 @@ def load(ref: str | Path, *, build_args: Sequence[str] = ()) -> Recipe:
 
 
 def _make_document(tree: Table, problems: Collector, file: Path, *, is_complete: bool) -> Document:
-    """Return the values of `tree`, which `file` begins. Raise RecipeErrors if there are any `problems`."""
+    """Check `tree`, a recipe merged with those that it extends, and return its values.
+
+    Parameters
+    ----------
+    problems : has the problems found so far, and receives further ones.
+    file : the recipe that the user named; its problems are listed first.
+    is_complete : False if a file that it extends could not be read. Missing keys are no problem then.
+
+    Raises
+    ------
+    RecipeErrors : there are problems.
+    """
     document = check(tree, problems, is_complete=is_complete)
     if document is not None:
         # A plug-in is loaded only for a recipe that names it, and its rules see complete values.
@@ -95,17 +111,17 @@ def _make_document(tree: Table, problems: Collector, file: Path, *, is_complete:
         for path, (message, hint) in bases.find_doubts(document.image, document.system):
             problems.warn(tree.position_of(path), path, message, hint)
     if document is None or problems.errors:
-        # The requested file first, and each file from top to bottom.
+        # Problems of the requested file first; those of each file from top to bottom.
         errors = sorted(problems.errors, key=lambda error: (error.position.file != file, error.position))
         raise RecipeErrors(errors)
     return document
 
 
 def _positions(tree: Table) -> Mapping[KeyPath, Position]:
-    """Return the position of every value.
+    """Return file, line and column of every value.
 
-    Templates and messages ask for the expanded form of ``platform: arm64``, the list ``[arm64]``. Its item
-    has the position of the short form.
+    Some values have a short form: ``platform: arm64`` stands for the list ``[arm64]``. Messages ask for the
+    item of the list, so it gets the position of the short form.
     """
     positions = {path: node.position for path, node in tree.walk()}
     platform: KeyPath = ("image", "platform")
@@ -128,20 +144,19 @@ class KnownSystem:
 
 
 def load_system(name: str) -> KnownSystem:
-    """Load the known system `name` alone.
+    """Load a known system by its name, without a recipe that uses it.
 
     Raises
     ------
     RecipeErrors : its file has problems; lists all of them.
-    UsageError : there is no such system, or others can write its file.
+    UsageError : there is no such system, or others than its owner can write its file.
     """
     file = system_files.locate_system(name, Path.cwd() / "recipe")
     problems = Collector(shows=(FOLDER.resolve(), file.parent.resolve()))
     tree, proof = _read_system(file, (), problems)
     if tree is None:
         raise RecipeErrors(problems.errors)
-    # The rules are those of a recipe, which needs an image: any will do.
-    # Its rules are checked by pydantic, and nobody builds it.
+    # The checks are those of a recipe, which must have an image. Nobody builds this one.
     base = Scalar(position=tree.position, text="scratch:none")
     recipe = _set_node(_empty_table(tree.position), ("system",), tree)
     recipe = _set_node(recipe, ("image", "base"), base)
@@ -166,9 +181,14 @@ def _set_node(table: Table, path: tuple[str, ...], node: YamlNode) -> Table:
 
 
 def _replace_args(tree: Table, build_args: Sequence[str]) -> Table:
-    """Return `tree` with other values in ``image.args``. Each keeps the position of the recipe's value.
+    """Return `tree` with the values of ``--build-arg`` in place of those in ``image.args``.
 
-    `build_args` are ``NAME=VALUE``. They are put in before the check, so that its rules apply to them, too.
+    `build_args` are texts ``NAME=VALUE``. They replace values before the checks, so that these cover them. A
+    message about one names the line of the replaced value.
+
+    Raises
+    ------
+    UsageError : a text has no ``=``, or the recipe has no such argument.
     """
     declared: Mapping[str, YamlNode] = {}
     for _, args in tree.select("image", "args"):
@@ -189,12 +209,13 @@ def _replace_args(tree: Table, build_args: Sequence[str]) -> Table:
 
 
 def _make_absolute(value: Any, path: KeyPath, positions: Mapping[KeyPath, Position]) -> Any:
-    """Return the value at `path` of a recipe with absolute paths in it.
+    """Return the value of a recipe at the key `path`, with all file paths in it made absolute.
 
-    A relative one starts at the folder of the file that states it, which `positions` names.
+    A relative file path starts at the folder of the file that states it, since a recipe may extend one in
+    another folder. `positions` tells that file. Lists and dataclasses are changed with all that they contain.
     """
     if isinstance(value, Path):
-        # A file of this machine may be anywhere: "/" and "~" do not start at the recipe.
+        # An absolute path, or one with "~", stays what it is: joining it with a folder drops the folder.
         return positions[path].file.parent / value.expanduser()
     if isinstance(value, tuple):
         return tuple(_make_absolute(item, (*path, index), positions) for index, item in enumerate(value))
@@ -207,13 +228,16 @@ def _make_absolute(value: Any, path: KeyPath, positions: Mapping[KeyPath, Positi
 
 
 def _hash_content(name: str, document: Document, image: Image, problems: Collector) -> str:
-    """Return the digest of a recipe: its values, and the bytes of requirements, locks and certificates.
+    """Return the sha256 of a recipe: of its values, and of the content of files that it names.
 
-    Paths count as they are written. `problems` receives the digests of these files, and of the pyproject.toml
-    of projects. The code of projects does not count: the digest of the build context covers it.
+    These files are requirements, the lock of a uv project, and certificates. `document` has their paths as
+    they are written, so that the digest does not depend on where the recipe lies; `image` has absolute ones.
+    `problems` receives the digest of each file, and that of each project's pyproject.toml. The code of
+    projects does not count here: the digest of the build context covers it.
     """
     content = {"name": name, **dataclasses.asdict(document)}
-    # A build on it names it as --base does; the others are the same with any.
+    # Only a build with --base current uses this key, and then the base itself is recorded. Any other build
+    # is the same whatever the key says.
     del content["image"]["current_base"]
     # Sorted, so that the order of keys in a file makes no difference.
     digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode())
@@ -258,9 +282,13 @@ def locate_recipe(ref: str, folder: Path) -> Path:
 
 
 def _missing_file_error(ref: str, file: Path) -> UsageError:
-    """Return the error for the path `ref` of a recipe, with the name that was probably meant."""
+    """Return the error for a recipe's path that does not exist.
+
+    `ref` is the path as the user wrote it, and `file` the absolute one. The hint names a file in the same
+    folder, or a shipped recipe, that was probably meant.
+    """
     siblings = {path.stem: path.name for path in file.parent.glob("*.y*ml")}
-    # A file beside it is nearer than a shipped recipe.
+    # A file in the same folder is meant more probably than a shipped recipe.
     sibling = siblings.get(nearest_name(file.stem, siblings), "")
     nearest = sibling or nearest_name(file.stem, recipe_names())
     hint = "to see the shipped recipes: imgkit list"
@@ -270,7 +298,14 @@ def _missing_file_error(ref: str, file: Path) -> UsageError:
 
 
 def _locate_shipped(name: str) -> Path:
-    """Return the file of a recipe that imgkit ships, or of a system that stands for its recipe."""
+    """Return the file of the shipped recipe `name`, or of the known system of that name.
+
+    A system without a recipe of its own stands for one with the newest base that its nodes run.
+
+    Raises
+    ------
+    UsageError : there is neither.
+    """
     if name in recipe_names():
         return recipe_path(name)
     if name in system_files.find_systems():
@@ -289,18 +324,25 @@ def _locate_shipped(name: str) -> Path:
 def read_with_parents(
     file: Path, problems: Collector, children: Sequence[Path] = ()
 ) -> tuple[Table | None, bool]:
-    """Read `file` and what it extends, and merge them. What is wrong with them goes to `problems`.
+    """Read the recipe `file` and the recipes that it extends, and merge them.
 
-    The second value says whether every file could be read. `children` are the resolved files that led to it.
+    Parameters
+    ----------
+    problems : receives what is wrong with the files.
+    children : the resolved files that extend `file`, to find a circle.
+
+    Returns
+    -------
+    The merged values, or None if `file` itself cannot be read; and whether every file could be read.
     """
     tree = read_yaml(file, problems)
     if tree is None:
         return None, False
-    # A known system stands for a recipe with the newest base.
+    # The name of a known system stands for a recipe with the newest base that its nodes run.
     if not {"image", "system"} & set(tree.entries) and file in system_files.find_systems().values():
         return _make_recipe_of_system(file, problems), True
     _refuse_system_file(tree, problems)
-    # The system first: the parent's must know whether it is replaced.
+    # Done before the parent is read: whether this recipe names a system decides what becomes of the parent's.
     child, names_system, is_child_complete = _merge_named_system(tree.without("extends"), file, problems)
     if "extends" not in tree.entries:
         return child, is_child_complete
@@ -318,11 +360,13 @@ def read_with_parents(
 
 
 def _make_recipe_of_system(file: Path, problems: Collector) -> Table:
-    """Return a recipe for the system in `file`, which has none: the newest base that its nodes run.
+    """Return a recipe for the system in `file`, which has no recipe of its own.
+
+    Its base is the newest of NVIDIA's images that the driver of the system's nodes runs. A warning says so.
 
     Raises
     ------
-    UsageError : the file does not state the driver; the hint is the recipe to write.
+    UsageError : the file does not state the driver. The hint shows the recipe to write.
     """
     name = file.stem
     facts = load_system(name).facts
@@ -354,7 +398,11 @@ def _unknown_driver_error(name: str) -> UsageError:
 
 
 def _refuse_system_file(tree: Table, problems: Collector) -> None:
-    """Raise RecipeErrors if the file of `tree` describes a system where a recipe is expected."""
+    """Raise RecipeErrors if `tree`, which should be a recipe, describes a system.
+
+    A system has keys such as ``scheduler`` at the top, and a recipe has them below ``system``. Without this
+    check, every such key would be reported as unknown.
+    """
     system_keys = {field.name for field in dataclasses.fields(SystemFacts)} - {"env"}
     keys = set(tree.entries)
     if not keys & {"image", "system"} and keys & system_keys:
@@ -364,15 +412,20 @@ def _refuse_system_file(tree: Table, problems: Collector) -> None:
 
 
 def _merge_named_system(tree: Table, file: Path, problems: Collector) -> tuple[Table, bool, bool]:
-    """Return `tree` with the values of the system that ``system: NAME`` or ``system: {extends: NAME}`` names.
+    """Put the values of a known system into a recipe that names one.
 
-    The second value says whether it names one, which then replaces the system of a parent recipe. The
-    third value says whether that system could be read.
+    The recipe `tree` may have ``system: NAME``, or ``system: {extends: NAME}`` with keys that change some
+    values.
+
+    Returns
+    -------
+    The recipe with the values; whether it names a system, which then replaces that of a parent recipe; and
+    whether that system could be read.
     """
     system = tree.entries.get("system")
     if system is None or (isinstance(system, Scalar) and system.type == "nothing"):
         return tree, False, True
-    # `system: NAME` is short for `system: {extends: NAME}`; both may come without changes.
+    # `system: NAME` is short for `system: {extends: NAME}` without changes.
     name = system
     changes = _empty_table(system.position)
     if isinstance(system, Table):
@@ -400,9 +453,16 @@ _NAME_HINTS = {
 def _locate_named(
     ref: YamlNode, source: Path, path: KeyPath, chain: Sequence[Path], problems: Collector, noun: str
 ) -> Path | None:
-    """Return the file of the ``recipe`` or ``system`` that `ref` in `source` names, or None after a problem.
+    """Return the file that a key such as ``extends: NAME`` names. After a problem, report it and return None.
 
-    `chain` are the resolved files that led to it.
+    Parameters
+    ----------
+    ref : the value of the key: a name, or a path that starts at the folder of `source`.
+    source : the file that holds the key.
+    path : the key, for messages.
+    chain : the resolved files that extend each other up to here. The new file must not be one of them.
+    problems : receives the problem.
+    noun : what `ref` names, ``recipe`` or ``system``.
     """
     if not isinstance(ref, Scalar) or ref.type != "text":
         message = f"must be the name or path of one {noun}, not {describe_kind(ref)}"
@@ -419,10 +479,11 @@ def _locate_named(
             message = f"{error.where}: {message}"
         hint = error.hint or ""
         if is_path(ref.text) and not problems.may_show(source.parent / ref.text):
-            hint = ""  # it names files of a folder that a stranger's recipe must not list
+            # The hint lists files of that folder, and a recipe of unknown origin must not make us do that.
+            hint = ""
         problems.error(ref.position, path, message, hint)
         return None
-    # Resolved: a link back to a child is a circle too.
+    # Links are resolved, since a link back to a file of the chain is a circle, too.
     resolved = file.resolve()
     if resolved in chain:
         cycle = (*chain[chain.index(resolved) :], resolved)
@@ -436,15 +497,15 @@ def _locate_named(
 
 
 def _read_system(file: Path, children: Sequence[Path], problems: Collector) -> tuple[Table | None, Proof]:
-    """Return the values of the system in `file`, and how they were tested.
+    """Return the values of the system in `file`, and the note of how they were tested.
 
-    The values of the system that it extends fill in what the file does not state. `children` are the resolved
-    files that extend it. After a problem the values are None.
+    A value that the file does not state comes from the system that it extends. After a problem, report it and
+    return None in place of the values. `children` are the resolved files that extend `file`, to find circles.
     """
     tree = read_yaml(file, problems)
     if tree is None:
         return None, Proof()
-    # A system that brought packages would change images of recipes that only name it.
+    # A system has no image: packages in it would change the image of each recipe that names the system.
     for key in ("image", "system"):
         if key in tree.entries:
             hint = "write its keys without `system:` above them"
@@ -468,7 +529,10 @@ def _read_system(file: Path, children: Sequence[Path], problems: Collector) -> t
 
 
 def _read_proof(node: YamlNode, problems: Collector) -> Proof:
-    """Return how a system was tested, as the key ``proof`` states it. An unusable value is reported."""
+    """Return the value of the key ``proof``, which says how the values of a system were tested.
+
+    An unusable value is reported, and an empty `Proof` returned.
+    """
     proof, _ = validate(Proof, to_data(node))
     if proof is None:
         hint = "write one line of text for documented, rendered, simulated or run"
@@ -479,7 +543,11 @@ def _read_proof(node: YamlNode, problems: Collector) -> Proof:
 
 
 def merge(parent: YamlNode, child: YamlNode, path: KeyPath) -> YamlNode:
-    """Lay `child` over `parent`: mappings merge, lists in `APPENDED` append, everything else overrides."""
+    """Return the value at the key `path` of a recipe `child` that extends a recipe `parent`.
+
+    Mappings are merged, lists in `APPENDED` are appended to the parent's, and any other value of the child
+    replaces the parent's.
+    """
     if isinstance(parent, Table) and isinstance(child, Table) and path not in ATOMIC:
         return merge_tables(parent, child, path)
     if isinstance(parent, Items) and isinstance(child, Items) and path in APPENDED:
@@ -488,7 +556,7 @@ def merge(parent: YamlNode, child: YamlNode, path: KeyPath) -> YamlNode:
 
 
 def merge_tables(parent: Table, child: Table, path: KeyPath) -> Table:
-    """Lay the mapping `child` over `parent`, both at `path`."""
+    """Return the keys of both mappings, which are at the key `path`. For a key in both, see `merge`."""
     entries = dict(parent.entries)
     for key, node in child.entries.items():
         if key in entries:

@@ -43,14 +43,17 @@ from imgkit_recipes import FOLDER
 
 SUFFIX = ".lock"
 KEPT_SUFFIX = ".files"
-"""Follows the name of a lock: the folder of the packages that ``imgkit lock --keep-files`` stores."""
+"""``mine.lock.files`` is the folder in which ``imgkit lock --keep-files`` stores the packages of a lock."""
 _HEADER = "# Made by imgkit lock, which also changes it. Keep it beside its recipe, under version control.\n"
 # One package takes some hundred bytes: no lock is larger.
 _MOST_BYTES = 16 << 20
 
 
 def lock_path(recipe: Recipe) -> Path:
-    """Return where the lock of `recipe` lies: next to its file; for a shipped one, in the working folder."""
+    """Return the path of the lock of `recipe`: ``mine.lock`` next to ``mine.yaml``.
+
+    A shipped recipe lies in a folder of imgkit, so its lock is in the working folder.
+    """
     if recipe.file.parent == FOLDER:
         return Path.cwd() / f"{recipe.name}{SUFFIX}"
     return recipe.file.with_suffix(SUFFIX)
@@ -62,9 +65,10 @@ def render_lock(lock: Lock) -> str:
 
 
 def _render_table(table: Any, path: str) -> Iterator[str]:
-    """Yield the lines of a dataclass: plain values first, as TOML requires, then the tables below it.
+    """Yield the TOML text of a dataclass, piece by piece: first its plain values, then the tables below it.
 
-    `path` is its dotted key, empty for the lock itself.
+    TOML requires that order. `path` is the dotted key of the table, such as ``platforms.base``, and empty for
+    the lock itself. Values that equal their default are left out.
     """
     tables = []
     for field in dataclasses.fields(table):
@@ -78,7 +82,7 @@ def _render_table(table: Any, path: str) -> Iterator[str]:
             yield f"{field.name} = {_render_value(value)}\n"
     for heading, key, value in tables:
         lines = "".join(_render_table(value, key))
-        # A table with defaults only says nothing. An item of a list counts.
+        # A table without lines would say nothing. An item of a list must stay: the number of items counts.
         is_item = heading.startswith("[[")
         if lines or is_item:
             separator = "" if lines.startswith("\n") else "\n"
@@ -103,8 +107,8 @@ def read_lock(file: Path) -> Lock:
 
     Raises
     ------
-    UsageError : it cannot be read, is not TOML, has a later schema, an unknown key, or a missing or wrong
-        value; lists all faults with their keys and packages.
+    UsageError : the file cannot be read, is not TOML, was written by a later imgkit, or has unknown, missing
+        or wrong values. The error lists all faults with their keys and packages.
     """
     try:
         content = files.read_bytes(file, most_bytes=_MOST_BYTES).decode()
@@ -114,8 +118,14 @@ def read_lock(file: Path) -> Lock:
 
 
 def parse_lock(content: str, file: Path) -> Lock:
-    """Return the lock that `content` of `file` states. Raises as `read_lock` does."""
-    # A link beside a stranger's recipe may lead to any file of this machine.
+    """Return the lock that `content`, the text of `file`, states.
+
+    Raises
+    ------
+    UsageError : as in `read_lock`.
+    """
+    # The lock beside a recipe of unknown origin may be a link to any file of this machine, such as a private
+    # key. Messages quote only files in the lock's own folder.
     problems = Collector(shows=(file.parent.resolve(),))
     # An editor of Windows may have changed the line ends.
     values = parse_toml_file(content.replace("\r\n", "\n"), file, problems, LOCK_HINT)
@@ -134,8 +144,11 @@ _Problem = tuple[KeyPath, str, str]
 
 
 def _validate(values: dict[str, Any]) -> tuple[Lock | None, list[_Problem]]:
-    """Return the lock that `values` state, and what is wrong with them. After a problem it may be None."""
-    # First: a later imgkit may have other keys, and each would be reported as unknown.
+    """Return the lock that the parsed `values` state, and what is wrong with them.
+
+    The lock may be None if something is wrong.
+    """
+    # The schema first: a later one may have other keys, and each of them would be reported as unknown.
     schema = values.get("schema", LOCK_SCHEMA)
     if isinstance(schema, int) and schema > LOCK_SCHEMA:
         hint = "use that imgkit, or make the lock again: imgkit lock RECIPE"
@@ -153,7 +166,10 @@ def _validate(values: dict[str, Any]) -> tuple[Lock | None, list[_Problem]]:
 
 
 def _describe_package(path: KeyPath, values: Any) -> str:
-    """Return `` (package zsh)`` where `path` leads into a package of `values`, else an empty text."""
+    """Return `` (package zsh)`` if the key `path` lies in the table of that package, else an empty text.
+
+    A path such as ``platforms[0].apt[17].sha256`` does not tell the user which package is meant.
+    """
     name = ""
     node = values
     for part in path:
@@ -170,7 +186,10 @@ def _describe_package(path: KeyPath, values: Any) -> str:
 
 
 def _find_contradictions(lock: Lock) -> Iterator[tuple[KeyPath, str]]:
-    """Yield what is wrong with several values together: the path of the value to change, and a message."""
+    """Yield contradictions between values of a lock: the path of the value to change, and a message.
+
+    For example, a wheel must belong to a pip step that the lock's request has.
+    """
     platforms = set()
     for number, part in enumerate(lock.platforms):
         path = ("platforms", number)
@@ -192,24 +211,26 @@ def _find_contradictions(lock: Lock) -> Iterator[tuple[KeyPath, str]]:
 
 
 def attach_lock(recipe: Recipe, *, platform: str, base: str | None = None, required: bool = False) -> Recipe:
-    """Return `recipe` with the lock that lies next to it. It is unchanged where there is none.
+    """Return `recipe` with the lock that lies next to it, so that a build installs the locked packages.
 
     Parameters
     ----------
-    base : the base instead of the recipe's.
-    required : whether a missing lock is an error.
+    platform : the platform of the image, such as ``linux/arm64``. A lock has a part for each.
+    base : the base image, if it is not that of the recipe.
+    required : whether a missing lock is an error. Otherwise the recipe is returned without a lock.
 
     Raises
     ------
-    UsageError : the lock cannot be read, belongs to another recipe, lacks the platform or a kept file, or is
-        stale: then it names the recipe's line that the lock does not know.
+    UsageError : the lock cannot be read, belongs to another recipe, or lacks the platform or a stored
+        package. It may also be stale, which means that the recipe has changed since; the error then names the
+        line of the recipe that the lock does not know.
     """
     file = lock_path(recipe)
     if not file.exists():
         if required:
             hint = f"make it: {lock_command(recipe)}"
             raise UsageError(f"{recipe.name} has no lock", where=str(shorten_path(file)), hint=hint)
-        # A lock that appears later changes what a build makes.
+        # "" notes that there was no lock. A lock that appears later changes the image.
         return dataclasses.replace(recipe, sources={**recipe.sources, file: ""})
     lock = read_lock(file)
     part = _select_platform(lock, recipe, platform, file)
@@ -224,13 +245,18 @@ def attach_lock(recipe: Recipe, *, platform: str, base: str | None = None, requi
                 hint=f"copy that folder to this machine too, or: {lock_command(recipe)} --keep-files",
             )
     sources = {**recipe.sources, file: hashlib.sha256(files.read_bytes(file)).hexdigest()}
-    # The image gets the part for its platform alone.
+    # The image stores only the part of the lock for its own platform.
     lock_text = render_lock(dataclasses.replace(lock, platforms=(part,)))
     return dataclasses.replace(recipe, lock=part, lock_text=lock_text, kept=kept_files, sources=sources)
 
 
 def _select_platform(lock: Lock, recipe: Recipe, platform: str, file: Path) -> LockedPlatform:
-    """Return the part of `lock` for `platform`. Raise UsageError if there is none, or for another recipe."""
+    """Return the part of `lock` for `platform`. `file` is the path of the lock, for messages.
+
+    Raises
+    ------
+    UsageError : the lock has no such part, or belongs to another recipe.
+    """
     where = str(shorten_path(file))
     if lock.recipe != recipe.name:
         message = f"it is the lock of the recipe {lock.recipe!r}, and not of {recipe.name!r}"
@@ -246,7 +272,20 @@ def _select_platform(lock: Lock, recipe: Recipe, platform: str, file: Path) -> L
 
 
 def _refuse_stale(recipe: Recipe, part: LockedPlatform, file: Path, base: str | None) -> None:
-    """Raise UsageError if `recipe`, on `base`, asks for something else than it did when the lock was made."""
+    """Refuse a stale lock: the recipe now asks for other packages, options or another base.
+
+    Without this, a build would install what the recipe asked for when the lock was made.
+
+    Parameters
+    ----------
+    part : the part of the lock for the image's platform. It states what the recipe asked for.
+    file : the path of the lock, for messages.
+    base : the base image, if it is not that of the recipe.
+
+    Raises
+    ------
+    UsageError : the lock is stale, or a requirements file of the recipe cannot be read.
+    """
     hint = f"{lock_command(recipe)}; {_IGNORE_HINT}"
     try:
         request = make_request(recipe, base=base)
@@ -287,7 +326,9 @@ _Difference = tuple[KeyPath, str]
 
 
 def make_request(recipe: Recipe, *, base: str | None = None) -> LockRequest:
-    """Return what `recipe` asks for, on `base` (default: the recipe's).
+    """Return what `recipe` asks for: its base, packages and options. A lock stores it to notice a change.
+
+    `base` replaces the recipe's base.
 
     Raises
     ------
@@ -308,14 +349,16 @@ def make_request(recipe: Recipe, *, base: str | None = None) -> LockRequest:
 
 
 def _hash_uv_project(uv: UvProject) -> str:
-    """Return the digest of what a lock takes from a uv project."""
+    """Return the digest of what a lock takes from a uv project: its uv.lock, extras and groups."""
     selection = "\0".join(("extras", *sorted(uv.extras), "groups", *sorted(uv.groups)))
     lock = files.read_bytes(uv.project / requirements.UV_LOCK)
     return hashlib.sha256(lock + selection.encode()).hexdigest()
 
 
 def collect_pip_options(step: PipStep) -> tuple[str, ...]:
-    """Return the options of a pip step and those in its requirements file. Their URLs may hold credentials.
+    """Return the options of a pip step, and those in its requirements file: ``("--index-url", "https://...")``.
+
+    URLs among them may hold credentials.
 
     Raises
     ------
@@ -330,7 +373,10 @@ def collect_pip_options(step: PipStep) -> tuple[str, ...]:
 
 
 def _lock_step(step: PipStep) -> LockedStep:
-    """Return what a pip step asks for, as a lock states it."""
+    """Return what a pip step asks for, as a lock states it: requirements, options and variables.
+
+    Credentials are removed, because a lock is meant for version control.
+    """
     packages = list(step.packages)
     if step.requirements:
         lines = requirements.read_requirements(step.requirements)
@@ -346,12 +392,19 @@ def _lock_step(step: PipStep) -> LockedStep:
 
 
 def hide_secrets(text: str) -> str:
-    """Return `text` as others may read it: without credentials in URLs, and with stars for other secrets."""
+    """Return `text` without credentials in URLs, and with stars in place of other secrets.
+
+    ``https://me:token@host/simple`` -> ``https://host/simple``.
+    """
     return secret_patterns.mask_secrets(re.sub(r"://[^/@\s]*@", "://", text))
 
 
 def first_difference(new: LockRequest, locked: LockRequest) -> _Difference | None:
-    """Return the first value in which the request `new` of a recipe differs from the `locked` one."""
+    """Return the first change of a recipe since it was locked, or None if there is none.
+
+    `new` is what the recipe asks for now, and `locked` what it asked for when the lock was made. The result
+    is the key of the changed value and a message.
+    """
     if new.base != locked.base:
         return ("image", "base"), f"the base is {new.base}, and was {locked.base}"
     difference = _list_difference(new.apt, locked.apt)
@@ -369,15 +422,15 @@ def first_difference(new: LockRequest, locked: LockRequest) -> _Difference | Non
 
 
 def _step_difference(new: Sequence[LockedStep], locked: Sequence[LockedStep]) -> _Difference | None:
-    """Return the first difference of the pip steps."""
-    # The shorter list ends the comparison; the number of steps comes last.
+    """Return the first change in the pip steps of a recipe, see `first_difference`."""
+    # Compare the steps that both lists have.
     for number, (step, locked_step) in enumerate(zip(new, locked, strict=False)):
         for field, (key, noun) in _STEP_FIELDS.items():
             difference = _list_difference(getattr(step, field), getattr(locked_step, field))
             if difference is not None:
                 index, change = difference
                 return ("image", "pip", number, key, *index), f"the {noun} of this pip step {change}"
-    # Last: an inserted step changes those after it, whose first difference says more than the number.
+    # Only now compare their number: for an inserted step, the changed steps behind it say more.
     if len(new) == len(locked):
         return None
     path: KeyPath = ("image", "pip")
@@ -387,9 +440,10 @@ def _step_difference(new: Sequence[LockedStep], locked: Sequence[LockedStep]) ->
 
 
 def _list_difference(values: Sequence[str], locked: Sequence[str]) -> tuple[tuple[int, ...], str] | None:
-    """Return the index of the first value that is not in `locked`, and the change in words.
+    """Return how a list of a recipe differs from the `locked` list, or None if both are equal.
 
-    The index is empty if all of them are there. The result is None if both lists are equal.
+    The result is the index of the first new value, as a tuple to append to a key, and the change in words:
+    ``((2,), "have 'zsh', which the lock does not know")``. The tuple is empty if no value is new.
     """
     if values == locked:
         return None

@@ -34,9 +34,9 @@ class NamedFile:
 
 
 def check(tree: Table, problems: Collector, faulty: Collection[KeyPath]) -> None:
-    """Report every file that is missing, lies outside of the recipe's folder, or cannot be used.
+    """Report every file that a recipe names and that is missing, outside of its folder, or not usable.
 
-    Values at a path of `faulty` have a problem already.
+    `faulty` are keys of values that have been reported already. They are skipped.
     """
     ngc_base = _ngc_base(tree)
     for path, node in tree.select_texts("image", "pip", ANY, "packages", ANY):
@@ -64,7 +64,10 @@ def check(tree: Table, problems: Collector, faulty: Collection[KeyPath]) -> None
 
 
 def _find_file(named: NamedFile, *, folder_allowed: bool) -> Path | None:
-    """Return the file that a value names. If it is not in the folder of the recipe, report that."""
+    """Return the file that a value of the recipe names. If it cannot be used, report that and return None.
+
+    It must exist, and lie in the folder of the recipe. `folder_allowed` says that it may be a folder.
+    """
     text = named.node.text
     folder = named.node.position.file.resolve().parent
     try:
@@ -80,7 +83,10 @@ def _find_file(named: NamedFile, *, folder_allowed: bool) -> Path | None:
 
 
 def _find_problem(text: str, folder: Path, *, folder_allowed: bool) -> tuple[str, str]:
-    """Return why a recipe in `folder` cannot name the file `text`, and a hint. Both are empty if it can."""
+    """Return why a recipe in `folder` cannot name the file `text`, and a hint. Both are empty if it can.
+
+    The file must exist and lie below `folder`, also if it is a link.
+    """
     file = folder / text
     target = file.resolve()
     if not text:
@@ -114,10 +120,16 @@ def _ngc_base(tree: Table) -> str:
 
 
 def _check_torch(text: str, base: str, position: Position, path: KeyPath, problems: Collector) -> None:
-    """Report a requirement that no version in the NGC image `base` fulfils.
+    """Report a requirement such as ``torch==2.3.0`` if the base is an image of NVIDIA's PyTorch.
 
-    Its torch is NVIDIA's own build. ``2.3.0a0+40ec155e58.nv24.03`` is a pre-release, and equals no version
-    that an index has.
+    The torch of such an image is NVIDIA's own build, ``2.3.0a0+40ec155e58.nv24.03``. It equals no version of
+    an index, so pip would replace it.
+
+    Parameters
+    ----------
+    text : the requirement.
+    base : the reference of the image; empty for any other base.
+    position, path : the line and the key to report.
     """
     if not base:
         return
@@ -129,14 +141,17 @@ def _check_torch(text: str, base: str, position: Position, path: KeyPath, proble
 
 
 def _check_requirements(file: Path, named: NamedFile) -> None:
-    """Report lines that name further files, of which none goes into the image, and lines with secrets."""
+    """Report the lines of a requirements file that a build cannot use, and lines with secrets.
+
+    A line such as ``-r other.txt`` names another file, and only the requirements file goes into the image.
+    """
     problems = named.problems
     try:
         lines = files.read_text(file).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         problems.error(Position(file=file, line=1, column=1), named.path, f"cannot be read: {error}")
         return
-    # From now on, a problem can quote them.
+    # So that a problem can quote the lines of this file.
     problems.lines[file] = lines
     for number, line in enumerate(lines, start=1):
         text = line.strip()
@@ -168,7 +183,10 @@ def _check_certificate(file: Path, named: NamedFile) -> None:
 
 
 def _check_project(folder: Path, named: NamedFile) -> None:
-    """Report a folder without a usable pyproject.toml, or one whose dependencies the image cannot install."""
+    """Report a project without a usable pyproject.toml, or with dependencies that pip cannot install.
+
+    Such a dependency is a path, which is not in the image, or a torch other than the base's.
+    """
     if not (folder / requirements.PYPROJECT).is_file():
         named.error(f"{folder.name} has no {requirements.PYPROJECT}", _pyproject_hint(folder))
         return

@@ -21,14 +21,15 @@ ANY = "*"
 SYSTEMS = "systems"
 """Folder of files that describe systems, in imgkit and at a site."""
 _CONTEXT_CHARACTERS = 75
-"""How much of the recipe's line a problem shows before and after its column: two fit beside each other."""
+"""How many characters of the recipe's line a problem shows before its column. It shows up to twice as many
+in all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Position:
-    """Where a value stands.
+    """The file, line and column of a value.
 
-    `line` and `column` count characters from 1; a line 0 means the file as a whole.
+    Lines and columns count from 1. The line 0 means the file as a whole.
     """
 
     file: Path
@@ -115,7 +116,10 @@ class Collector:
     digests: dict[Path, str] = field(default_factory=dict)
     """The sha256 of each file read so far."""
     shows: tuple[Path, ...] | None = None
-    """Resolved folders whose files a problem may quote; None: all. A stranger's recipe can name any file."""
+    """Resolved folders whose files a message may quote; None: all files.
+
+    A recipe of unknown origin can name any file of this machine, and a message must not reveal a secret.
+    """
 
     def error(self, position: Position, path: KeyPath, message: str, hint: str = "") -> None:
         """Add a problem that makes the recipe unusable."""
@@ -126,18 +130,21 @@ class Collector:
         self._add(self.warnings, "it has warnings", self._problem(position, path, message, hint))
 
     def may_show(self, file: Path) -> bool:
-        """Return whether a message may repeat what `file` holds."""
+        """Return whether a message may quote lines of `file`, see `shows`."""
         try:
             return self.shows is None or any(file.resolve().is_relative_to(folder) for folder in self.shows)
         except (OSError, ValueError, RuntimeError):  # a NUL byte, or a circle of links
             return False
 
     def _add(self, problems: list[Problem], summary: str, problem: Problem) -> None:
-        """Add `problem` to `problems`, or the `summary` if nothing of its file may be shown."""
+        """Add `problem` to the list `problems`.
+
+        If nothing of its file may be shown, add the `summary` instead, such as ``it cannot be used``.
+        """
         if self.shows is None or self.may_show(problem.position.file):
             problems.append(problem)
             return
-        # One problem in place of all: not even their number says anything about the file.
+        # One problem in place of all of them, so that not even their number says something about the file.
         file_start = Position(file=problem.position.file, line=1, column=1)
         message = f"{summary}; nothing of a file outside {shorten_path(self.shows[0])} is shown"
         placeholder = Problem(position=file_start, key="", what=message, hint="look at the file itself")
@@ -149,7 +156,7 @@ class Collector:
         source = ""
         lines = self.lines.get(position.file, [])
         if 0 < position.line <= len(lines):
-            # Logs of CI keep messages: the quoted line must not show a token that stands in it.
+            # Messages end up in logs of CI, so a token in the quoted line is masked.
             source = secret_patterns.mask_secrets(lines[position.line - 1])
         return Problem(position=position, key=key_text(path), what=message, hint=hint, source=source)
 
@@ -244,17 +251,17 @@ class NotToml(UsageError, ValueError):
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Return the values in `text`.
+    """Return the values in the TOML `text`. A hostile text cannot take hours or fill the memory.
 
     Raises
     ------
-    NotToml : it is not TOML, too deep, or an integer has more than TOML's 64 bits.
+    NotToml : the text is not TOML, is nested too deeply, or has an integer of more than 64 bits.
     """
     if sys.version_info >= (3, 11):
         import tomllib
     else:
         import tomli as tomllib
-    # Before tomllib reads it, which could take hours.
+    # Checked first: tomllib could take hours to read a key with very many parts.
     long_key = _LONG_KEY.search(text)
     if long_key is not None:
         line = text.count("\n", 0, long_key.start()) + 1
@@ -271,9 +278,10 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def _syntax_error(message: str, last_line: int) -> NotToml:
-    """Return the error for a `message` of tomllib, without the position at its end.
+    """Return the error for a `message` of tomllib: ``Invalid value (at line 3, column 7)``.
 
-    Python 3.14 has attributes for the position; before, only the message has it.
+    The position is taken out of the message, since only Python 3.14 has attributes for it. `last_line` is
+    used if the message states none.
     """
     reason = _TOML_POSITION.sub("", message)
     match = _TOML_POSITION.search(message)
@@ -283,11 +291,13 @@ def _syntax_error(message: str, last_line: int) -> NotToml:
 
 
 def parse_toml_file(text: str, file: Path, problems: Collector, hint: str) -> dict[str, Any]:
-    """Return the values in `text`, the content of `file`, whose lines `problems` may then quote.
+    """Return the values in `text`, the content of the TOML file `file`.
+
+    `problems` receives the lines of the file, so that later messages can quote them.
 
     Raises
     ------
-    RecipeErrors : it is not TOML; says how to correct it by `hint`.
+    RecipeErrors : the text is not TOML. The error ends with `hint`, which says how to correct the file.
     """
     problems.lines[file] = text.split("\n")
     try:
@@ -298,11 +308,11 @@ def parse_toml_file(text: str, file: Path, problems: Collector, hint: str) -> di
 
 
 def _check_limits(values: dict[str, Any]) -> None:
-    """Refuse what Python reads and TOML, or a reader of the values, does not take.
+    """Refuse values that Python's TOML reader accepts and other programs do not.
 
     Raises
     ------
-    ValueError : an integer has more than 64 bits.
+    ValueError : an integer has more than 64 bits, the limit of TOML.
     RecursionError : more than `DEEPEST` tables and lists lie within each other.
     """
     level: list[Any] = [values]

@@ -10,7 +10,7 @@ from imgkit_entrypoints import files
 
 PYPROJECT = "pyproject.toml"
 UV_LOCK = "uv.lock"
-# A limit for pyproject.toml: a stranger's could fill the memory.
+# A larger pyproject.toml is not read: a hostile one could fill the memory.
 _MOST_BYTES = 1 << 20
 
 # A pip step must never replace these distributions of the base; their names are the same in every release.
@@ -23,9 +23,9 @@ _RELEASED_VERSION = re.compile(r"[0-9]+(?:\.[0-9]+)*")
 
 
 def released_pin(line: str) -> str:
-    """Return the `PROTECTED` distribution that `line` pins to a released version, else an empty text.
+    """Return the package of `PROTECTED` that `line` pins to a released version, else an empty text.
 
-    ``torch==2.3.0  # as on mn5`` -> ``torch``
+    ``torch==2.3.0  # as on mn5`` -> ``torch``; ``torch==2.3.0a0`` and ``numpy==1.26`` -> an empty text.
     """
     from packaging.requirements import InvalidRequirement, Requirement
 
@@ -59,7 +59,6 @@ def read_requirements(file: Path) -> tuple[str, ...]:
     ------
     OSError : it cannot be read.
     """
-    # A line that ends in a backslash continues.
     text = re.sub(r"\\\r?\n", "", files.read_text(file, errors="replace"))
     lines = []
     for line in text.splitlines():
@@ -70,7 +69,9 @@ def read_requirements(file: Path) -> tuple[str, ...]:
 
 
 def read_dependencies(folder: Path) -> tuple[str, ...]:
-    """Return the dependencies that pyproject.toml states: none where the build backend computes them.
+    """Return the dependencies that the pyproject.toml in `folder` states.
+
+    The result is empty if the build backend computes them (``dynamic``).
 
     Raises
     ------

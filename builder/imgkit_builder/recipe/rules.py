@@ -48,7 +48,14 @@ def description(text: str) -> Iterator[Fault]:
 
 
 def image_reference(text: str, *, needs_tag: bool = True) -> Iterator[Fault]:
-    """Accept an image reference, with a tag or digest if `needs_tag`. Raises as `parse_reference` does."""
+    """Accept an image reference such as ``nvcr.io/nvidia/pytorch:24.03-py3``.
+
+    With `needs_tag`, it must have a tag or a digest: without one, it would name another image tomorrow.
+
+    Raises
+    ------
+    Unfit : as in `parse_reference`.
+    """
     reference = parse_reference(text)
     if needs_tag and not reference.tag and not reference.digest:
         hint = f"write {text}:TAG; an image without a tag changes over time"
@@ -104,7 +111,10 @@ def pip_package(text: str) -> Iterator[Fault]:
 
 
 def _check_git_commit(url: str) -> Iterator[Fault]:
-    """Accept ``https://HOST/PATH@COMMIT``. A branch or tag can name other code tomorrow."""
+    """Accept ``https://HOST/PATH@COMMIT``, a commit of a git repository without a user or token.
+
+    A branch or tag is refused, because it can name other code tomorrow.
+    """
     address, _, fragment = url.partition("#")
     host, _, path = address.removeprefix("https://").partition("/")
     repository, _, commit = path.rpartition("@")
@@ -132,7 +142,10 @@ def _incomplete_commit(address: str, clone_url: str, problem: str) -> Fault:
 
 
 def pip_option(text: str) -> Iterator[Fault]:
-    """Accept one word of a pip command line that uses no file of the host."""
+    """Accept one word of a pip command line: an option, or the value of the option before it.
+
+    Options that name a file are refused, because the file would not be in the image.
+    """
     # pip reads a short option together with its value: -rfile is -r file.
     option = text.partition("=")[0]
     if option in _PIP_FILE_OPTIONS or re.match(r"-[rce].", text):
@@ -151,7 +164,10 @@ def pip_name(text: str) -> Iterator[Fault]:
 
 
 def image_env_name(text: str) -> Iterator[Fault]:
-    """Refuse variables that must not be stored in the image."""
+    """Refuse names of variables that must not be stored in an image, such as ``NCCL_DEBUG``.
+
+    They tune a run, and under Apptainer a variable of the image overrides the user's.
+    """
     if text.startswith(TUNING):
         yield (
             "tuning does not belong in the image: under apptainer an image's variable overrides the user's",
@@ -161,8 +177,7 @@ def image_env_name(text: str) -> Iterator[Fault]:
 
 
 def pip_env_name(text: str) -> Iterator[Fault]:
-    """Refuse the variable that would override imgkit's own constraints."""
-    # imgkit's own constraints keep the base's torch.
+    """Refuse ``PIP_CONSTRAINT``, which would replace imgkit's own constraints. They keep the base's torch."""
     if text == "PIP_CONSTRAINT":
         yield "would remove the protection of the base's torch", "use image.constraints"
 
@@ -197,15 +212,18 @@ def image_path(text: str) -> Iterator[Fault]:
 
 
 def copy_target(text: str) -> Iterator[Fault]:
-    """Accept an absolute folder in the image that a user may write to."""
+    """Accept an absolute folder in the image to which a recipe may copy files."""
     yield from image_path(text)
-    # A copy there would be hidden by a mount, or would replace imgkit's own files.
+    # In these folders, a copy would be hidden by a mount, or would replace imgkit's own files.
     if re.match(r"/+(?:(?:proc|sys|dev|opt/imgkit)(?:/|$)|$)", text):
         yield f"{text} belongs to the system or to imgkit", "the default is /workspace"
 
 
 def shell_command(text: str) -> Iterator[Fault]:
-    """Accept a command for the shell, of one or several lines, that the classic builder supports."""
+    """Accept a shell command of one or several lines that every builder can run as ``RUN COMMAND``.
+
+    The classic builder of Docker knows no options of RUN.
+    """
     yield from printable_text(text.rstrip("\n"), several_lines=True)
     if not text.strip():
         yield "is empty", "remove it"
@@ -216,7 +234,11 @@ def shell_command(text: str) -> Iterator[Fault]:
 
 
 def variable_value(name: str, value: str, *, has_earlier_value: bool) -> Iterator[Fault]:
-    """Accept ``PATH: /x:$PATH``, which adds to the base's value. Refuse other texts with ``$PATH``."""
+    """Accept the value of a variable. ``PATH: /x:$PATH`` adds to the base's value.
+
+    Refuse other uses of ``$PATH`` in it, which could not be expanded, such as ``/x$PATH``. Without
+    `has_earlier_value`, there is no value to add to, and ``$PATH`` is refused altogether.
+    """
     try:
         parts = split_inherited(name, value)
     except ValueError:
@@ -230,14 +252,14 @@ def variable_value(name: str, value: str, *, has_earlier_value: bool) -> Iterato
 
 
 def split_inherited(name: str, value: str) -> tuple[str, str] | None:
-    """Return what a list has before and after the base's value of the variable `name`.
+    """Split the `value` of the variable `name` where it refers to the base's value of that variable.
 
-    ``/x/bin:$PATH`` gives ``/x/bin`` and an empty text. The result is None where the value does not name the
+    ``/x/bin:$PATH`` gives ``/x/bin`` and an empty text. The result is None if the value does not refer to the
     variable.
 
     Raises
     ------
-    ValueError : it does, but not as one whole element of a list with colons.
+    ValueError : the value refers to it, but not as one whole element of a list with colons.
     """
     # Only a whole element: "/x$PATH" would join two folders.
     elements = value.split(":")
@@ -255,11 +277,11 @@ def split_inherited(name: str, value: str) -> tuple[str, str] | None:
 
 
 def quote_inherited(name: str, value: str, quote: Callable[[str], str]) -> str | None:
-    """Return `value` quoted for a shell or a Dockerfile, with the base's value where it names itself.
+    """Quote a value that refers to its own variable, for a shell or a Dockerfile.
 
-    ``/x:$PATH`` -> ``"/x${PATH:+:$PATH}"``: a base without the variable must give no empty element, which
-    would mean the current folder. `quote` escapes a text for double quotes. The result is None where the
-    value does not name the variable.
+    ``/x:$PATH`` -> ``"/x${PATH:+:$PATH}"``. The form ``:+`` adds the colon only if the base sets the
+    variable: an empty element of PATH would mean the current folder. `quote` escapes a text for double
+    quotes. The result is None if the value does not refer to the variable `name`.
     """
     parts = split_inherited(name, value)
     if parts is None:
@@ -297,11 +319,11 @@ class ImageReference:
 
 
 def parse_reference(text: str) -> ImageReference:
-    """Split an image reference into its parts.
+    """Split an image reference into its parts: ``nvcr.io/nvidia/pytorch:24.03-py3`` has a registry and a tag.
 
     Raises
     ------
-    Unfit : names the first problem.
+    Unfit : the text is not an image reference. The error names the first problem.
     """
     _refuse_foreign_syntax(text)
     name_and_tag, _, digest = text.partition("@")
@@ -319,7 +341,14 @@ def parse_reference(text: str) -> ImageReference:
 
 
 def _split_registry(name: str) -> tuple[str, str]:
-    """Return the registry and the repository of a name without tag. The registry is empty if it has none."""
+    """Return the registry and the repository of an image's name without tag.
+
+    ``nvcr.io/nvidia/pytorch`` -> ``nvcr.io``, ``nvidia/pytorch``. The registry of ``nvidia/cuda`` is empty.
+
+    Raises
+    ------
+    Unfit : one of them is not valid, or the name is too long.
+    """
     registry, _, repository = name.partition("/")
     # As Docker decides: a first part with a dot or colon is a host, and so is localhost.
     if not repository or not (registry == "localhost" or re.search(r"[.:A-Z]", registry)):
@@ -335,7 +364,10 @@ def _split_registry(name: str) -> tuple[str, str]:
 
 
 def _refuse_foreign_syntax(text: str) -> None:
-    """Raise Unfit for a variable, a blank, or a transport such as the ``docker://`` of skopeo."""
+    """Raise Unfit for forms that other programs accept, and that are no part of an image reference.
+
+    These are variables, blanks and transports, such as the ``docker://`` of skopeo.
+    """
     if not text:
         raise Unfit("the image reference is empty", "write NAME:TAG")
     if re.search(r"\s", text):

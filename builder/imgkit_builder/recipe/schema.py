@@ -40,23 +40,23 @@ def schema_json() -> str:
 
 
 def _simplify(node: Any) -> Any:
-    """Return a part of the schema without what says nothing in YAML.
+    """Return a part of pydantic's schema without what is of no use for a YAML file.
 
-    These are pydantic's titles, and null, which a recipe cannot state.
+    Left out are pydantic's titles, which repeat the keys, and null, which a recipe cannot state.
     """
     if isinstance(node, list):
         return [_simplify(item) for item in node]
     if not isinstance(node, dict):
         return node
     simplified = {key: _simplify(value) for key, value in node.items()}
-    # A recipe may have keys with these names, whose values are schemas and not texts.
+    # Only texts: `title` and `description` may also be keys of a recipe, and their values are schemas then.
     if isinstance(simplified.get("title"), str):
         del simplified["title"]
     if isinstance(simplified.get("description"), str):
         simplified["description"] = simplified["description"].replace("\n", " ")
     if "default" in simplified and simplified["default"] is None:
         del simplified["default"]
-    # One form is left where the other was null.
+    # "text or null" becomes "text".
     forms = [form for form in simplified.get("anyOf", ()) if form != {"type": "null"}]
     if len(forms) == 1:
         del simplified["anyOf"]

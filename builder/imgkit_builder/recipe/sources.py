@@ -35,19 +35,20 @@ GIT_PATHS = (
 """Paths for ``git status``: what imgkit leaves in a folder is no change of its code."""
 _KEY_BYTES = 1 << 16
 """How much of a file imgkit reads to find a private key; a chain of certificates is shorter."""
-# A limit for a list of patterns.
+# The largest .gitignore or .dockerignore that is read.
 _MOST_BYTES = 1 << 20
 _MOST_STARS = 4
-"""Stars in one pattern: the time for a name of 240 characters grows from a second to 40 with the next one."""
+"""Most stars in a pattern. With 4, a name of 240 characters takes a second to match, with 5 it takes 40."""
 MARKERS = ("CACHEDIR.TAG", "pyvenv.cfg")
 """A folder with such a file is a cache (bford.info/cachedir) or a virtual environment of this machine."""
 _RUN_FOLDER_NAMES = {"code.json", WORKSPACE}
-"""A folder with both is that of a run. With it, the code of each run would have the copies of all earlier."""
+"""A folder with both is that of a run, with a copy of the code. If run folders went into an image, each run's
+copy would contain the copies of all earlier runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceEntry:
-    """One file, folder or link below a source."""
+    """A file, folder or link below a source, the folder that is copied into an image."""
 
     name: str
     """Its path below the source, with ``/``."""
@@ -59,13 +60,13 @@ class _Patterns:
     """Patterns of one list, which apply to the paths below its folder."""
 
     above: str
-    """What comes before a path below the source, to make it a path below that folder: ``src/``."""
+    """For patterns of a folder above the source: the source's path below that folder, such as ``src/``."""
     below: str
-    """The folder's path below the source, with a final slash; empty for the source and for folders above."""
+    """For patterns of a folder below the source: its path, such as ``docs/``. Otherwise empty."""
     spec: GitIgnoreSpec
 
     def excludes(self, path: str) -> bool | None:
-        """Return whether `path`, below the source, stays out. None where no pattern matches."""
+        """Return whether the patterns leave out `path`, a path below the source. None: no pattern matches."""
         if not path.startswith(self.below):
             return None
         return self.spec.check_file(self.above + path.removeprefix(self.below)).include
@@ -73,19 +74,19 @@ class _Patterns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GitList:
-    """The paths that git lists, and the folders above them with a final slash."""
+    """The files that git tracks or would track, and the folders above them with a final slash."""
 
     names: frozenset[str]
 
     def excludes(self, path: str) -> bool | None:
-        """Return True if `path` is not in the list. For a path of the list, other rules decide: None."""
+        """Return True if git does not list `path`. Return None if it does: then other rules decide."""
         if path in self.names:
             return None
         return True
 
 
 _Rules = tuple[_Patterns | _GitList, ...]
-"""In the order of their weight: the last one that knows a path decides."""
+"""Lists of patterns. The last list that has a pattern for a path decides whether it stays out."""
 
 
 def walk_source(
@@ -97,20 +98,20 @@ def walk_source(
     left_out: list[str] | None = None,
     secret: list[str] | None = None,
 ) -> Iterator[SourceEntry]:
-    """Yield what goes into the image of the folder `source`, a folder before its content.
+    """Yield the files and folders below `source` that go into the image, a folder before its content.
 
     Parameters
     ----------
-    ignore : patterns of the recipe; ``!NAME`` brings back what another list leaves out.
-    listed : the paths of files that git lists below `source`, in place of the ``.gitignore`` files.
+    ignore : patterns of the recipe. ``!NAME`` brings back what another list leaves out.
+    listed : the paths of files that git lists below `source`. With them, ``.gitignore`` files are not read.
     hidden : resolved paths that must not be in an image.
-    left_out : receives the names that anything but `ignore` leaves out, folders with a final slash.
-    secret : receives the names that stay out because they usually hold secrets.
+    left_out : receives the names of what is left out, unless `ignore` does so; folders have a final slash.
+    secret : receives the names of files that are left out because they usually hold secrets.
 
     Raises
     ------
     OSError : a folder or a list of patterns cannot be read; its `filename` is set.
-    UsageError : a pattern is none, or has more than four stars.
+    UsageError : a pattern is invalid, or has more than four stars.
     """
     ignore = tuple(ignore)
     recipe_patterns = _Patterns(above="", below="", spec=_compile(ignore, "ignore"))
@@ -118,7 +119,8 @@ def walk_source(
     for pattern in ignore:
         _, _, last_part = pattern.rstrip("/").rpartition("/")
         name = last_part.removeprefix("!")
-        # "!data/" and "!*" bring back folders and files, and never a secret that happens to lie there.
+        # Only a pattern with a name, such as "!keys/a.key", brings back a secret. "!data/" and "!*" bring
+        # back other files: a secret that happens to lie there stays out.
         if pattern.startswith("!") and name.strip("*?"):
             exceptions.append(name)
     walker = _Walker(
@@ -130,7 +132,7 @@ def walk_source(
         secret=[] if secret is None else secret,
         exceptions=tuple(exceptions),
     )
-    # Where git lists the files, it has read its own patterns.
+    # The list of git replaces its patterns, since git has applied them.
     early: _Rules = _read_parent_gitignores(source)
     if listed is not None:
         early = (_GitList(names=_with_folders(listed)),)
@@ -143,7 +145,7 @@ class _Walker:
 
     recipe_patterns: _Patterns
     late: tuple[_Patterns, ...]
-    """The patterns that win over those of folders. `recipe_patterns` is the last."""
+    """Patterns of ``.dockerignore`` and of the recipe, which win over those of ``.gitignore``."""
     reads_gitignore: bool
     hidden: frozenset[Path]
     left_out: list[str]
@@ -152,10 +154,12 @@ class _Walker:
     """The last parts of the recipe's patterns that bring something back: ``a.key`` of ``!keys/a.key``."""
 
     def walk_folder(self, folder: Path, prefix: str, early: _Rules) -> Iterator[SourceEntry]:
-        """Yield what goes into the image of `folder`.
+        """Yield the files and folders below `folder` that go into the image.
 
-        `prefix` is its path below the source, empty or with a final slash. `early` are the rules of
-        the folders above.
+        Parameters
+        ----------
+        prefix : the path of `folder` below the source, with a final slash; empty for the source itself.
+        early : the rules of the folders above, such as their ``.gitignore``. They have the least weight.
         """
         with os.scandir(folder) as scan:
             entries = sorted(scan, key=lambda entry: os.fsencode(entry.name))
@@ -167,7 +171,7 @@ class _Walker:
             name = prefix + entry.name
             is_folder = entry.is_dir(follow_symlinks=False)
             if is_folder:
-                # It lets a folder match patterns such as "data/"; as in git, this excludes all below it.
+                # With the slash, it matches patterns such as "data/". As in git, all below it stays out then.
                 name += "/"
             if self._includes(entry, name, siblings, early):
                 yield SourceEntry(name=name.rstrip("/"), entry=entry)
@@ -175,7 +179,14 @@ class _Walker:
                     yield from self.walk_folder(Path(entry.path), name, early)
 
     def _includes(self, entry: os.DirEntry[str], name: str, siblings: set[str], early: _Rules) -> bool:
-        """Return whether `entry` goes into the image. If not, `left_out` or `secret` receives its name."""
+        """Return whether `entry` goes into the image. If not, note its name in `left_out` or `secret`.
+
+        Parameters
+        ----------
+        name : the path of `entry` below the source, with a final slash if it is a folder.
+        siblings : the names in its folder.
+        early : the rules of the folders above.
+        """
         if entry.name in NEVER or entry.name.startswith(TEMPORARY) or self._is_hidden(entry):
             return False
         if self._stays_out(entry, name, siblings, early):
@@ -188,7 +199,10 @@ class _Walker:
         return True
 
     def _stays_out(self, entry: os.DirEntry[str], name: str, siblings: set[str], early: _Rules) -> bool:
-        """Return whether a pattern leaves `entry` out. If none matches: whether a program made it."""
+        """Return whether `entry` stays out, because of a pattern or because a program made it.
+
+        Patterns win: only if no pattern matches, it counts whether `entry` is a cache or an output of imgkit.
+        """
         decision = _last_decision((*early, *self.late), name)
         if decision is not None:
             return decision
@@ -197,9 +211,10 @@ class _Walker:
         return _is_output(entry.name, siblings)
 
     def _is_generated(self, folder: os.DirEntry[str], prefix: str, early: _Rules) -> bool:
-        """Return whether a program made all of `folder`.
+        """Return whether a program, not a person, made all that is in `folder`.
 
-        It is a cache, a virtual environment or a run folder, or it has outputs of imgkit alone.
+        The folder is a cache, a virtual environment or the folder of a run, or contains only outputs of
+        imgkit. `prefix` is its path below the source, with a final slash.
         """
         with os.scandir(folder) as scan:
             entries = list(scan)
@@ -213,14 +228,17 @@ class _Walker:
                 is_output = all(Path(entry.path, name).exists() for name in _RUN_FOLDER_NAMES)
             else:
                 is_output = _is_output(entry.name, names)
-            # What a pattern names was put there by a person.
+            # Somebody wrote a pattern for this file, so the folder is not only a program's.
             is_named = _last_decision((*early, *self.late), prefix + entry.name) is not None
             if is_named or not is_output:
                 return False
         return bool(entries)
 
     def _is_brought_back(self, entry: os.DirEntry[str], name: str) -> bool:
-        """Return whether the recipe asks for `entry` by its name, so that it may be a secret."""
+        """Return whether a pattern of the recipe, such as ``!keys/a.key``, asks for `entry` by its name.
+
+        Then it goes into the image even if it looks like a secret.
+        """
         has_name = any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in self.exceptions)
         return has_name and self.recipe_patterns.excludes(name) is False
 
@@ -249,7 +267,10 @@ def _with_folders(paths: Iterable[str]) -> frozenset[str]:
 
 
 def _last_decision(rules: _Rules, path: str) -> bool | None:
-    """Return what the last of `rules` that knows `path` decides. None if none knows it."""
+    """Return whether `path` stays out, as the last of `rules` with a pattern for it decides.
+
+    Return None if no rule has one.
+    """
     for rule in reversed(rules):
         decision = rule.excludes(path)
         if decision is not None:
@@ -258,16 +279,17 @@ def _last_decision(rules: _Rules, path: str) -> bool | None:
 
 
 def _is_secret(entry: os.DirEntry[str], name: str) -> bool:
-    """Return whether the name of a file says so, or a file with a key's name holds a key.
+    """Return whether a file usually holds a secret, such as ``.netrc``, or is a private key.
 
-    Certificates often have the same names, and are public.
+    Of a file that ends in ``.pem`` or ``.key``, the content decides, because certificates have the same
+    suffixes and are public. So it does of a small file without a suffix, such as ``id_deploy``.
     """
     has_secret_name = secret_patterns.in_file_name(name)
     if not entry.is_file(follow_symlinks=False):
         return has_secret_name
     has_key_suffix = name.lower().endswith((".pem", ".key"))
     if not has_key_suffix:
-        # Of a small file without a suffix, such as id_deploy, the content decides.
+        # Only small files are read, since keys are small.
         may_be_key = "." not in entry.name and entry.stat().st_size <= _KEY_BYTES
         if has_secret_name or not may_be_key:
             return has_secret_name
@@ -280,8 +302,8 @@ def _is_secret(entry: os.DirEntry[str], name: str) -> bool:
 
 
 def _is_output(name: str, siblings: set[str]) -> bool:
-    """Return whether `name`, which lies beside `siblings`, is the name of a file that imgkit writes."""
-    # An archive is one of imgkit's only where its record lies next to it; a data set may be a .tar too.
+    """Return whether `name` is that of a file that imgkit writes. `siblings` are the names in its folder."""
+    # A .tar may be a data set. It is an archive of imgkit only if its manifest file lies next to it.
     archive = name.removesuffix(".manifest.json").removesuffix(".sha256")
     if ".tar" in archive and archive in siblings and f"{archive}.manifest.json" in siblings:
         return True
@@ -289,7 +311,12 @@ def _is_output(name: str, siblings: set[str]) -> bool:
 
 
 def _compile(lines: Sequence[str], where: str) -> GitIgnoreSpec:
-    """Return a matcher for the patterns in `lines`. `where` names their file or key for messages."""
+    """Return a matcher for patterns in the form of gitignore. `where` is their file or key, for messages.
+
+    Raises
+    ------
+    UsageError : a pattern is invalid, or has so many stars that matching it would take hours.
+    """
     import pathspec
 
     for line in lines:
@@ -309,15 +336,16 @@ def _count_stars(pattern: str) -> int:
     """Return the number of stars in `pattern`. pathspec's time to match it multiplies with each."""
     count = 0
     for part in pattern.split("/"):
-        # A whole part ** is one.
+        # The part ** stands for any folders, and takes the time of one star.
         count += 1 if part == "**" else part.count("*")
     return count
 
 
 def _read_parent_gitignores(source: Path) -> tuple[_Patterns, ...]:
-    """Return the patterns of ``.gitignore`` above `source`, up to its repository's root, the outermost first.
+    """Return the patterns of the ``.gitignore`` files in the folders above `source`, the outermost first.
 
-    If these patterns exclude the source as a whole, it was named on purpose, and they do not count.
+    The search ends at the root of the repository. If the patterns exclude `source` as a whole, the result is
+    empty: the recipe names that folder on purpose.
     """
     source = source.resolve()
     patterns: tuple[_Patterns, ...] = ()
@@ -331,16 +359,21 @@ def _read_parent_gitignores(source: Path) -> tuple[_Patterns, ...]:
             if _last_decision(patterns, ""):
                 return ()
             return patterns
-    return ()  # outside git, a file of somebody's home folder says nothing about this one
+    return ()  # not in a repository: a .gitignore in the home folder does not concern this folder
 
 
 def _read_dockerignore(source: Path) -> tuple[_Patterns, ...]:
-    """Return the patterns of ``.dockerignore``, in the form of gitignore's.
+    """Return the patterns of the source's ``.dockerignore``, converted to the form of gitignore.
 
-    Each starts at the folder of the file: ``*.bin`` -> ``/*.bin``, ``!a/b`` -> ``!/a/b``.
+    In Docker's form, a pattern matches only from the folder of the file on, so a slash is added: ``*.bin`` ->
+    ``/*.bin``, ``!a/b`` -> ``!/a/b``.
+
+    Raises
+    ------
+    UsageError : the file is a link out of its folder, or a pattern is invalid.
     """
     file = source / ".dockerignore"
-    # A message may quote the patterns, and a stranger's link may lead to a secret.
+    # A message may quote the patterns, and a link in a source of unknown origin may lead to a secret.
     if file.is_symlink() and not file.resolve().is_relative_to(source.resolve()):
         raise UsageError("it is a link out of its folder", where=str(file), hint="put the list itself there")
     anchored_patterns = []
@@ -364,6 +397,7 @@ def _make_patterns(
 
 
 def _read_lines(file: Path) -> list[str]:
-    if not file.is_file() or (file.name == ".gitignore" and file.is_symlink()):  # as git: it follows no link
+    # Like git, do not read a .gitignore that is a link.
+    if not file.is_file() or (file.name == ".gitignore" and file.is_symlink()):
         return []
     return files.read_text(file, most_bytes=_MOST_BYTES, errors="surrogateescape").splitlines()

@@ -70,19 +70,19 @@ def site_folder() -> Path:
 
 
 def is_site(file: Path) -> bool:
-    """Return whether `file` lies in the site's folder, under its own name or behind a link."""
+    """Return whether `file` lies in the site's folder of systems. Links are followed, too."""
     folder = site_folder()
     return file.is_relative_to(folder) or file.resolve().is_relative_to(folder.resolve())
 
 
 def find_systems() -> Mapping[str, Path]:
-    """Return every system that a recipe can name, with its file. Those of the site come last.
+    """Return the file of every system that a recipe can name: first imgkit's, then the site's.
 
     Raises
     ------
     UsageError : the site's folder cannot be read, or has a system with the name of one that imgkit ships.
     """
-    # By name, not by file: the suffix sorts differently beside a longer name.
+    # Sorted without the suffix: "mn5-gpu.yaml" comes before "mn5.yaml", but the name "mn5" comes first.
     shipped_files = sorted(SYSTEMS.glob(f"*{SUFFIX}"), key=lambda path: path.stem)
     systems = {path.stem: path for path in shipped_files}
     for path in _list_site_files():
@@ -98,7 +98,14 @@ def find_systems() -> Mapping[str, Path]:
 
 
 def _list_site_files() -> list[Path]:
-    """Return the files of the site's systems, sorted. Its folder may be absent unless `VARIABLE` is set."""
+    """Return the files of the site's systems, sorted by path.
+
+    A missing folder means that the site has no systems, unless `VARIABLE` names it.
+
+    Raises
+    ------
+    UsageError : the folder that `VARIABLE` names is missing, or the folder cannot be read.
+    """
     folder = site_folder()
     try:
         return sorted(path for path in folder.iterdir() if path.suffix == SUFFIX)
@@ -118,11 +125,16 @@ def is_path(ref: str) -> bool:
 
 
 def locate_system(ref: str, source: Path) -> Path:
-    """Return the absolute path of the system `ref`, a name or a path from the folder of the file `source`.
+    """Return the absolute path of the file of the system `ref`.
+
+    Parameters
+    ----------
+    ref : the name of a system, or a path that starts at the folder of `source`.
+    source : the file that names the system.
 
     Raises
     ------
-    UsageError : there is none, or a file of the site that others can write.
+    UsageError : there is no such system, or it is a file of the site that others than its owner can write.
     """
     try:
         if not is_path(ref):
@@ -159,15 +171,18 @@ def _find_by_name(name: str, source: Path) -> Path:
 
 
 def refuse_writable(file: Path) -> None:
-    """Refuse a file of the site's folder that another user than its owner can write.
+    """Refuse a file of the site's folder that others than its owner can write.
+
+    The jobs of all users run commands of that file, so anybody who can write it could run programs as them.
 
     Raises
     ------
-    UsageError : its group or all users can write it or its folder; names the command that ends that.
+    UsageError : the group or all users can write the file or its folder. The hint is the chmod that ends it.
     """
     if not is_site(file):
         return
-    # Who can write a folder can replace its files; behind a link, the target's folder counts too.
+    # The folders count, too: whoever can write a folder can replace the files in it. If the file is a link,
+    # so does the folder of its target.
     for path in dict.fromkeys((site_folder(), file.parent, file.resolve().parent, file)):
         try:
             mode = path.stat().st_mode

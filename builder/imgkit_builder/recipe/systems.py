@@ -43,7 +43,10 @@ _SET_BY_JOBS = ("--container-image", "--container-mounts", "--container-workdir"
 
 
 def _check_pyxis_options(facts: SystemFacts) -> Iterator[SystemFault]:
-    """Yield options of another runtime, which srun refuses, and those that every job sets itself."""
+    """Yield options of the container runtime pyxis that a recipe must not set.
+
+    These are options that pyxis does not know, and those that every job of imgkit sets itself.
+    """
     if facts.runtime.kind != "pyxis":
         return
     path = ("runtime", "options")
@@ -80,7 +83,10 @@ class Registration:
     """Those of `SPECIAL` that the scheduler obeys."""
 
     def faults(self, facts: SystemFacts) -> Iterator[SystemFault]:
-        """Yield what `check` reports, and keys with a value that the scheduler would ignore."""
+        """Yield everything in a recipe's system section that this scheduler cannot work with.
+
+        Also yield keys that only another scheduler obeys, such as ``queue.node_pools`` of RunAI.
+        """
         defaults = SystemFacts()
         for key, scheduler in SPECIAL.items():
             get_value = operator.attrgetter(key)  # "queue.output" -> facts.queue.output
@@ -130,24 +136,32 @@ def is_scheduler(name: str) -> bool:
 
 
 def scheduler_names() -> tuple[str, ...]:
-    """Return what ``system.scheduler`` can be: the shipped schedulers, then plug-ins by name."""
+    """Return the values that ``system.scheduler`` can have: shipped schedulers, then those of plug-ins."""
     return (*SHIPPED, *plugin_names())
 
 
 def resolve_alias(alias: str) -> str:
-    """Return the scheduler that has this alias. If none has it, return the alias itself."""
+    """Return the scheduler of which `alias` is another name: ``torque`` -> ``pbs``.
+
+    If it is no alias, return it unchanged.
+    """
     for name in scheduler_names():
         try:
             aliases = find_registration(name).aliases
         except ToolFailed:
-            continue  # a broken plug-in: the message about the alias must not depend on it
+            continue  # a plug-in that cannot be loaded says nothing about this alias
         if alias.lower() in aliases:
             return name
     return alias
 
 
 def find_registration(name: str) -> Registration:
-    """Return the data of the shipped scheduler or plug-in of that name. Raises as `load_plugin` does."""
+    """Return what reading a recipe needs to know about the scheduler `name`, shipped or of a plug-in.
+
+    Raises
+    ------
+    KeyError, ToolFailed : as in `load_plugin`.
+    """
     if name in SHIPPED:
         return SHIPPED[name]
     registration: Registration = load_plugin(name).registration
@@ -160,9 +174,9 @@ def load_plugin(name: str) -> Any:
     Raises
     ------
     KeyError : no plug-in has that name.
-    ToolFailed : it cannot be loaded; names its distribution.
+    ToolFailed : several plug-ins have it, or the plug-in cannot be loaded. The error names its distribution.
     """
-    # Which of two would win depends on the order of folders on sys.path.
+    # With two plug-ins of one name, the order of folders on sys.path would decide.
     entry, *duplicates = _plugins()[name]
     if duplicates:
         raise ToolFailed(
@@ -231,7 +245,7 @@ def _entries() -> tuple[EntryPoint, ...]:
 
 @functools.cache
 def _plugins() -> Mapping[str, tuple[EntryPoint, ...]]:
-    """Return plug-ins by name. A name has several entry points where distributions disagree about it."""
+    """Return the entry points of plug-ins by name. A name has several if two distributions use it."""
     plugins: dict[str, tuple[EntryPoint, ...]] = {}
     for entry in _entries():
         if entry.name not in SHIPPED and entry.name not in RESERVED:

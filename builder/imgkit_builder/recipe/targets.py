@@ -112,19 +112,20 @@ def list_projects(steps: Iterable[PipStep]) -> tuple[InstalledProject, ...]:
 
 
 def validate_target(target: Target) -> Target:
-    """Apply the rules of a recipe's file to `target`, and return it.
+    """Check `target` with the rules for a recipe's file, and return it.
 
-    Its values come from an archive, which a stranger may have made, and end in a job script.
+    Its values come from an archive of unknown origin and end in a job script, so a value that breaks a rule
+    could run commands.
 
     Raises
     ------
-    UsageError : a value breaks a rule; lists all of them.
+    UsageError : values break a rule; lists all of them.
     """
     collector = Collector()
     position = Position(file=target.file, line=0, column=0)
     for message, hint in rules.recipe_name(target.name):
         collector.error(position, ("name",), message, hint)
-    # Any base will do: the archive has been built from one.
+    # The rules demand a base. It is not used: the image has been built already.
     image: dict[str, Any] = {"base": "scratch:none", "platform": target.platforms}
     if target.workdir:
         image["workdir"] = target.workdir
@@ -139,7 +140,10 @@ def validate_target(target: Target) -> Target:
 
 
 def _check_scheduler(system: SystemFacts, position: Position, collector: Collector) -> None:
-    """Report an unknown scheduler, or what it cannot work with if the values are valid otherwise."""
+    """Report an unknown scheduler to `collector`, or else values that the scheduler cannot work with.
+
+    The rules of a scheduler see valid values only, so they are skipped after other errors.
+    """
     name = system.scheduler
     if not systems.is_scheduler(name):
         hint = allowed_hint(systems.resolve_alias(name), systems.scheduler_names())
@@ -163,7 +167,10 @@ _SHORT_PATHS: Mapping[KeyPath, KeyPath] = {("image", "constraints", "policy"): (
 def _list_values(
     path: KeyPath, value: Any, positions: Mapping[KeyPath, Position]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each value in the part of a recipe at `path`. A default has no position."""
+    """Yield a row of the table for each value of a recipe at the key `path` and below it.
+
+    `positions` has the line of each value that a file states. Other values are defaults.
+    """
     if isinstance(value, RunCommand) and value.short is not None:
         value = value.short
     children = _list_children(value)
@@ -173,7 +180,7 @@ def _list_values(
         yield _make_row(path, None, positions)
     else:
         for key, child in children:
-            # A step shows only what it has.
+            # Of a step, list only the keys that it has: `path[-1]` is its index in the list of steps.
             is_unused_key = isinstance(path[-1], int) and child in ((), None, {})
             is_unused_drop = path == ("image", "constraints") and key == "drop" and not child
             if not is_unused_key and not is_unused_drop:
@@ -181,7 +188,10 @@ def _list_values(
 
 
 def _make_row(path: KeyPath, value: Any, positions: Mapping[KeyPath, Position]) -> dict[str, Any]:
-    """Return a value as JSON, with the line that states it. ``file`` and the rest are None for a default."""
+    """Return the row for a value: its key, the value, and the file, line and column that state it.
+
+    For a default, the position is None.
+    """
     position = positions.get(path)
     return {
         "key": key_text(_SHORT_PATHS.get(path, path)),
@@ -194,7 +204,10 @@ def _make_row(path: KeyPath, value: Any, positions: Mapping[KeyPath, Position]) 
 
 
 def _list_children(value: Any) -> list[tuple[str | int, Any]] | None:
-    """Return the keys and values of a dataclass, a mapping or a list. None for any other value."""
+    """Return the keys and values in a dataclass, a mapping or a list, or None for any other value.
+
+    Keys are those of YAML: ``platform`` for the field ``platforms``. Those of a list are its indices.
+    """
     if isinstance(value, Mapping):
         return list(value.items())
     if isinstance(value, tuple):
@@ -210,11 +223,14 @@ def _list_children(value: Any) -> list[tuple[str | int, Any]] | None:
 
 
 _WIDEST_VALUE = 60
-"""Characters of the column of values; longer ones push their source to the right."""
+"""Most characters that the column of values is wide. Behind a longer value, the source moves to the right."""
 
 
 def format_table(text: str) -> list[str]:
-    """Return the text of `describe_as_json` as a table: key, value, and ``file:line`` or ``default``."""
+    """Return the lines of a table of all values of a recipe: key, value, and ``file:line`` or ``default``.
+
+    `text` is the result of `describe_as_json`.
+    """
     recipe = json_text.parse(text)
     title = recipe["name"]
     if recipe["description"]:
@@ -237,7 +253,10 @@ def _describe_source(row: Mapping[str, Any]) -> str:
 
 
 def describe_as_json(recipe: Recipe) -> str:
-    """Return one JSON object: the resolved parts, and ``values`` with their positions."""
+    """Return the recipe as JSON for ``imgkit show --json``: its parts, and ``values``, a list of all values.
+
+    Each item of ``values`` has the key, the value, and the file, line and column that state it.
+    """
     image = dataclasses.asdict(recipe.image)
     image["run"] = [command.short or dataclasses.asdict(command) for command in recipe.image.run]
     values = [

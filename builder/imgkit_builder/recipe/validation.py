@@ -34,15 +34,19 @@ _EXPECTED = {
     "dict_type": "names",
     "dataclass_type": "a mapping",
 }
-"""pydantic's errors about types, with the expected form; ``names``: a mapping of the user's names."""
+"""pydantic's errors about types -> the form that it expected. ``names`` is a mapping whose keys the user
+chooses, such as ``env``."""
 
 
 def rule_of(
     check: Callable[[Any], object], *, required: bool = False, core: Mapping[str, Any] | None = None
 ) -> Rule:
-    """Return a rule for pydantic that refuses what `check` refuses with a UsageError.
+    """Return a rule for pydantic that refuses a value if `check` raises a UsageError for it.
 
-    An empty text means no value, and passes unless it is `required`. `core` is that of `Rule`.
+    Parameters
+    ----------
+    required : check an empty value, too. Otherwise it stands for "not set", and passes.
+    core : see `Rule`.
     """
 
     def rule(value: Any) -> Iterator[Fault]:
@@ -78,7 +82,10 @@ class Mistake:
 
 
 def validate(model: Callable[..., Model], data: Any) -> tuple[Model | None, tuple[Mistake, ...]]:
-    """Make a value of the dataclass `model` from `data`. Return it, or None and every mistake in `data`."""
+    """Make a value of the dataclass `model` from `data`, as it was read from YAML or TOML.
+
+    Return the value and no mistakes, or None and every mistake in `data`.
+    """
     from pydantic import ValidationError
 
     try:
@@ -97,11 +104,11 @@ def adapter(model: Any) -> TypeAdapter[Any]:
 
 
 def _to_mistake(details: ErrorDetails, model: Any) -> Mistake:
-    """Return one of pydantic's errors about a value of the class `model` as a mistake."""
+    """Convert one of pydantic's errors about a value of the class `model` to our form."""
     kind = details["type"]
     path = details["loc"]
     context = details.get("ctx", {})
-    # So pydantic marks the key of a mapping.
+    # pydantic ends the path with "[key]" if the key of a mapping is wrong, and not its value.
     is_key = path[-1:] == ("[key]",)
     if is_key:
         path = path[:-1]
@@ -121,14 +128,17 @@ def _to_mistake(details: ErrorDetails, model: Any) -> Mistake:
 
 
 def key_paths(model: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield every key below `model` as a path without indices. `ANY` stands for a name of the user's."""
+    """Yield every key of the dataclass `model` and of those in it: ``("image", "pip", "packages")``.
+
+    The paths have no indices of lists. `ANY` stands for a key that the user chooses, as below ``env``.
+    """
     hints = typing.get_type_hints(model)  # noqa: TID251 - lists the keys of a recipe
     for field in dataclasses.fields(model):
         key_path = (*path, field.metadata.get("alias", field.name))
         yield key_path
         hint = hints[field.name]
         child_path = key_path
-        # A mapping of the user's names, such as `env`.
+        # A mapping whose keys the user chooses, such as `env`.
         if typing.get_origin(hint) is collections.abc.Mapping:
             child_path = (*key_path, ANY)
         for candidate in (hint, *typing.get_args(hint)):

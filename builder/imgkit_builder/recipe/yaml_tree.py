@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 10_000
-"""Limit for one file with its anchors expanded: nine lines of nested aliases can mean billions of values."""
+"""Most values in a file. Each use of an alias counts: nine lines of nested aliases can mean billions."""
 
 ScalarType = Literal["text", "integer", "number", "boolean", "nothing", "date"]
 
@@ -90,7 +90,10 @@ class YamlNode:
                     yield (part, *path), node
 
     def select_texts(self, *pattern: str) -> Iterator[tuple[KeyPath, Scalar]]:
-        """Yield as `select` does, but only texts. The rules of types report a value that should be one."""
+        """Yield path and node of each text that fits `pattern`, see `select`.
+
+        A value that should be a text and is not is skipped. The checks of types report it.
+        """
         for path, node in self.select(*pattern):
             if isinstance(node, Scalar) and node.type == "text":
                 yield path, node
@@ -144,7 +147,10 @@ _NO_ALLOWED_TYPE = 0.5
 
 
 def to_data(node: YamlNode) -> Any:
-    """Return the data of `node` for pydantic. A scalar that no key can take becomes `_NO_ALLOWED_TYPE`."""
+    """Return the plain data of `node`, for pydantic: dicts, lists, texts, integers, booleans and None.
+
+    Other scalars, such as dates or ``0644``, become `_NO_ALLOWED_TYPE`, which pydantic refuses.
+    """
     if isinstance(node, Table):
         return {key: to_data(child) for key, child in node.children()}
     if isinstance(node, Items):
@@ -157,7 +163,8 @@ def to_data(node: YamlNode) -> Any:
         return None
     if node.type == "boolean":
         return node.text.lower() in ("true", "yes", "on")
-    # YAML also reads 0644 (octal, 420), 1_000 and 3:00:00 (sexagesimal, 10800) as integers.
+    # Only plain decimal digits: YAML also reads 0644 as 420, 1_000 as 1000 and 3:00:00 as 10800, which the
+    # author probably did not mean.
     if node.type == "integer" and re.fullmatch(r"-?(?:0|[1-9][0-9]{0,17})", node.text):
         return int(node.text)
     return _NO_ALLOWED_TYPE
@@ -178,10 +185,14 @@ class _TooManyError(Exception):
 
 
 def read_yaml(file: Path, problems: Collector) -> Table | None:
-    """Return the mapping that `file` holds. If it is unusable, report why to `problems`, and return None."""
+    """Return the mapping that the YAML file `file` holds.
+
+    If the file is unusable, report why to `problems`, and return None. Its lines go to `problems`, too, so
+    that messages can quote them.
+    """
     import yaml
 
-    # What has no line of its own is reported at the beginning of the file.
+    # The position of problems that have no line of their own.
     start = Position(file=file, line=1, column=1)
     text = _read_text(file, start, problems)
     if text is None:
@@ -193,7 +204,7 @@ def read_yaml(file: Path, problems: Collector) -> Table | None:
         if root is None:
             problems.error(start, (), "the recipe is empty", "it needs at least `image: {base: NAME:TAG}`")
             return None
-        # Only the composer has run: no tag has made an object.
+        # `compose` makes nodes and no objects, so a tag of the file cannot run code.
         tree = _Converter(file, problems).convert(root, ())
     except yaml.MarkedYAMLError as error:
         _report_syntax(error, file, problems)
@@ -225,7 +236,11 @@ def _end_position(file: Path, text: str) -> Position:
 
 
 def _read_text(file: Path, start: Position, problems: Collector) -> str | None:
-    """Return the text of `file`, or None after a problem. `problems` also receives the file's digest."""
+    """Return the text of `file`, or report why it cannot be read and return None.
+
+    `start` is the first position in the file, for a problem without a line. `problems` also receives the
+    digest of the file.
+    """
     try:
         data = files.read_bytes(file, most_bytes=MAX_BYTES)
     except (OSError, ValueError) as error:
@@ -242,7 +257,10 @@ def _read_text(file: Path, start: Position, problems: Collector) -> str | None:
 
 
 def _report_syntax(error: yaml.MarkedYAMLError, file: Path, problems: Collector) -> None:
-    """Report the syntax error that PyYAML found, at the position that it names."""
+    """Report a syntax error of PyYAML at its position.
+
+    There is a hint for common mistakes, such as a text that must be quoted.
+    """
     message = " ".join(part for part in (error.context, error.problem) if part)
     # The position of the problem, or where its construct begins.
     mark = error.problem_mark or error.context_mark
@@ -261,7 +279,7 @@ def _report_syntax(error: yaml.MarkedYAMLError, file: Path, problems: Collector)
 
 
 def _report_tabs(position: Position, file: Path, problems: Collector) -> None:
-    """Report the tab at which YAML's scanner stops, and those of later lines."""
+    """Report a tab in the indentation at `position`, where PyYAML stops, and those of all later lines."""
     message = "a tab: YAML is indented with spaces only"
     hint = "replace it with spaces"
     problems.error(position, (), message, hint)
@@ -281,10 +299,17 @@ class _Converter:
         self._open_ids: set[int] = set()  # of the lists and mappings around the current node
 
     def convert(self, node: yaml.Node, path: KeyPath) -> YamlNode | None:
-        """Return our node for PyYAML's `node` at `path`. After a problem it is None."""
+        """Return our node for PyYAML's `node`, whose key in the recipe is `path`.
+
+        After a problem, report it and return None. An alias (``*NAME``) is replaced by a copy of its anchor.
+
+        Raises
+        ------
+        _TooManyError : the file has more values than allowed.
+        """
         import yaml
 
-        # Every use of an alias counts: the node of an anchor is one object, however often it is named.
+        # An alias is PyYAML's node of its anchor, so the same node may come here often. Each time counts.
         self._count += 1
         if self._count > MAX_NODES:
             raise _TooManyError
@@ -295,7 +320,7 @@ class _Converter:
         if isinstance(node, yaml.ScalarNode) and node.tag in _TYPES:
             return Scalar(position=position, text=node.value, type=_TYPES[node.tag])
         if isinstance(node, yaml.CollectionNode) and node.tag in _COLLECTIONS:
-            # An alias is the anchor's own node: met again while it is open, it would contain itself.
+            # If the same node comes again while its children are converted, an alias in it names itself.
             self._open_ids.add(id(node))
             try:
                 if isinstance(node, yaml.MappingNode):
@@ -309,12 +334,15 @@ class _Converter:
         return None
 
     def _convert_list(self, node: yaml.Node, position: Position, path: KeyPath) -> Items:
-        """Return the list without the items that have a problem."""
+        """Return our list for PyYAML's `node`. Items with a problem are reported and left out."""
         items = [self.convert(item, (*path, index)) for index, item in enumerate(node.value)]
         return Items(position=position, items=tuple(item for item in items if item is not None))
 
     def _convert_mapping(self, node: yaml.MappingNode, position: Position, path: KeyPath) -> Table:
-        """Return the mapping without the keys and values that have a problem."""
+        """Return our mapping for PyYAML's `node`.
+
+        Keys and values with a problem are reported and left out.
+        """
         entries = {}
         keys: dict[str, Position] = {}
         for key, value in node.value:
@@ -329,14 +357,17 @@ class _Converter:
             keys[name] = key_position
             child = self.convert(value, (*path, name))
             if isinstance(child, Scalar) and child.type == "nothing" and not child.text:
-                # YAML places a missing value at the next token; report it at its key.
+                # `key:` without a value: PyYAML gives it the position of the next token, perhaps lines later.
                 child = Scalar(position=key_position, text="", type="nothing")
             if child is not None:
                 entries[name] = child
         return Table(position=position, entries=entries, keys=keys)
 
     def _is_usable_key(self, key: yaml.Node, position: Position, path: KeyPath) -> bool:
-        """Return whether `key` is text, and report it if it is not."""
+        """Return whether `key` is text. If it is not, report it.
+
+        YAML reads an unquoted key such as ``on`` or ``3.10`` as a boolean or a number.
+        """
         import yaml
 
         key_type = _TYPES.get(key.tag)

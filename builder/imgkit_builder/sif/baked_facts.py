@@ -52,7 +52,8 @@ class BakedFacts:
     system: str = ""
     """Text of system.json."""
     distributions: tuple[Distribution, ...] | None = None
-    """Sorted by name; None: unknown. An image that a lock built has only those whose origin pip noted."""
+    """The Python packages, sorted by name; None if they are unknown. If the image was built from a lock file,
+    only packages are listed whose origin pip noted: the lock file lists the others."""
 
 
 class BakedFactsCollector:
@@ -63,7 +64,10 @@ class BakedFactsCollector:
         self._names: set[str] = set()
 
     def observe(self, entries: Iterable[ImageEntry]) -> Iterator[ImageEntry]:
-        """Yield `entries` unchanged, and keep a copy of the names and contents that matter."""
+        """Yield `entries` unchanged, and keep a copy of the names and contents that `facts` needs.
+
+        The content of an entry can be read once only, so an entry that was read is passed on as a copy.
+        """
         for entry in entries:
             for name in entry.names:
                 self.add_name(name)
@@ -76,7 +80,7 @@ class BakedFactsCollector:
                 yield entry
 
     def is_relevant(self, name: str) -> bool:
-        """Return whether the content of the file `name` counts."""
+        """Return whether the content of the file `name` is needed: imgkit's own, or a package's origin."""
         return name in BAKED_FILES or name.endswith(_ORIGIN)
 
     def add(self, name: str, data: bytes) -> None:
@@ -84,7 +88,7 @@ class BakedFactsCollector:
         self._texts[name] = data
 
     def add_name(self, name: str) -> None:
-        """Keep the name of a file, if it counts."""
+        """Keep the name of a file if it says that a package is installed or that a lock file was used."""
         if name == _LOCK or name.endswith(".dist-info/METADATA"):
             self._names.add(name)
 
@@ -100,7 +104,10 @@ class BakedFactsCollector:
         return self._texts.get(name, b"").decode("utf-8", "replace")
 
     def _distributions(self, path: str) -> Iterator[Distribution]:
-        """Yield the Python packages below the folders of the variable PATH `path`."""
+        """Yield the Python packages of the Pythons on the image's PATH, which is `path`.
+
+        ``/usr/bin`` on PATH makes the packages in ``usr/lib/python3.12/site-packages`` count.
+        """
         libs = library_folders(path)
         for folder in self._dist_info_folders():
             match = _DISTRIBUTION.fullmatch(folder)
@@ -112,9 +119,12 @@ class BakedFactsCollector:
                 yield Distribution(name=name, folder=_editable_folder(origin))
 
     def _dist_info_folders(self) -> set[str]:
-        """Return the .dist-info folders of the packages to list, without the ending of the folder's files."""
+        """Return the .dist-info folders of the packages to list. Each installed package has one.
+
+        If the image was built from a lock file, only packages with a ``direct_url.json`` are listed: pip
+        writes one for what it did not get from an index, and the lock file lists the rest.
+        """
         folders = {name.removesuffix("/direct_url.json") for name in self._texts if name.endswith(_ORIGIN)}
-        # An image that was built by a lock has no origin of what the lock names, whatever pip wrote.
         if _LOCK not in self._names:
             folders |= {name.removesuffix("/METADATA") for name in self._names}
         return folders
@@ -134,7 +144,10 @@ def library_folders(path: str) -> list[str]:
 
 
 def _editable_folder(direct_url: bytes) -> str:
-    """Return the folder of an editable installation (PEP 610), or an empty text for any other."""
+    """Return the source folder of a package that was installed with ``pip install --editable``, else ``""``.
+
+    `direct_url` is the content of the package's ``direct_url.json`` (PEP 610), or empty.
+    """
     try:
         origin = json_text.parse(direct_url)
         if not origin["dir_info"].get("editable"):

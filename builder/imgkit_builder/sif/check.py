@@ -29,7 +29,7 @@ _MAX_PACKING_RATIO = 200
 
 
 def check_built(job: ConversionJob, config: ImageConfig, layer_bytes: int, *, can_run: bool) -> None:
-    """Check size, architecture and labels of a .sif that a runtime has built.
+    """Check size, architecture and labels of a .sif that a runtime has built, against its image.
 
     Parameters
     ----------
@@ -63,7 +63,14 @@ def check_built(job: ConversionJob, config: ImageConfig, layer_bytes: int, *, ca
 
 
 def _inspect_labels(job: ConversionJob, path: Path) -> dict[str, Any]:
-    """Return the labels that the runtime's ``inspect`` prints. It may run a shell of the image for that."""
+    """Return the labels that the runtime's ``inspect`` prints for the .sif `path`.
+
+    The runtime may run a shell of the image for that.
+
+    Raises
+    ------
+    CheckFailed : the output is not the expected JSON.
+    """
     output = job.run("inspect", "--labels", "--json", path, on_line=lambda _: None)
     try:
         # Warnings of the runtime may come before the JSON.
@@ -74,10 +81,15 @@ def _inspect_labels(job: ConversionJob, path: Path) -> dict[str, Any]:
 
 
 def check_start(job: ConversionJob, tool: RuntimeTool, config: ImageConfig, *, is_built: bool) -> None:
-    """Start a program of the new .sif with `tool`, and compare the manifest in it with the labels.
+    """Start a program in the new .sif with the runtime `tool`, to see that the file works.
 
-    `is_built` says that the runtime wrote the file, which then must have the program ``true``. An image of
-    one static binary, written by imgkit, need not.
+    In an image that imgkit has built, the program prints the manifest, which must fit the image's labels. In
+    other images, it is ``true``.
+
+    Parameters
+    ----------
+    is_built : the runtime wrote the file. A missing ``true`` is an error then, as runtimes have lost files.
+        Otherwise the image may be one static binary without ``true``.
 
     Raises
     ------
@@ -86,7 +98,6 @@ def check_start(job: ConversionJob, tool: RuntimeTool, config: ImageConfig, *, i
     """
     path = job.work.part
     has_manifest = "imgkit.version" in config.labels
-    # imgkit puts a manifest into the images that it builds. Of others it knows only that most have `true`.
     argv = ("cat", manifest.MANIFEST_JSON) if has_manifest else ("true",)
     isolated = isolation(tool)
     job.clock.note(isolated.description(argv[0]))
@@ -111,7 +122,9 @@ def _start_error(program: str, error: ToolFailed) -> ToolFailed:
 
 
 def read_labels(sif: SifImage) -> dict[str, Any] | None:
-    """Return the labels that a data object of the .sif holds, or None if it has no such object.
+    """Return the labels of the image in the .sif, or None if the file has no object that states them.
+
+    imgkit and newer runtimes store such an object. Without it, only a shell in the image can print them.
 
     Raises
     ------
@@ -129,7 +142,7 @@ def read_labels(sif: SifImage) -> dict[str, Any] | None:
 
 
 def _labels_at(document: Any, keys: tuple[str, ...]) -> dict[str, Any]:
-    """Follow `keys` into the nested objects of `document`. The result is empty where a key is missing."""
+    """Return the object at `keys` in the nested objects of `document`, or ``{}`` if a key is missing."""
     values = document
     for key in keys:
         values = values.get(key) or {}
@@ -152,7 +165,14 @@ def compare_labels(labels: Mapping[str, Any], expected: Mapping[str, str], path:
 
 
 def _check_manifest(output: str, labels: Mapping[str, str], path: Path) -> None:
-    """Compare the manifest that a program of the image has printed with the image's `labels`."""
+    """Compare the manifest that a program of the image has printed with the image's `labels`.
+
+    Both state the digest of the recipe. `path` is the .sif, for messages.
+
+    Raises
+    ------
+    CheckFailed : the manifest cannot be read, or is that of another recipe.
+    """
     try:
         # Warnings of the runtime may come before the JSON.
         json_start = output.index("{")

@@ -69,7 +69,7 @@ class Options:
 
 
 class Format(abc.ABC):
-    """In what a .sif and a .sqsh differ."""
+    """What a conversion does differently for a .sif and a .sqsh. Both contain one squashfs."""
 
     name: FormatName
     default_compression: CompressionChoice = "auto"
@@ -80,11 +80,13 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def matches(self, path: Path) -> bool:
-        """Return whether the file is of this format. One that cannot be read is not."""
+        """Return whether the file is of this format. Return False if it cannot be read."""
 
     @abc.abstractmethod
     def added_files(self, config: ImageConfig, note: Callable[[str], None]) -> AddedFiles:
-        """Return the files that imgkit adds, and report to `note` what it leaves out.
+        """Return the files that imgkit adds to an image, such as the scripts that a runtime expects.
+
+        `note` receives a sentence for the user on each variable that the format cannot hold.
 
         Raises
         ------
@@ -103,27 +105,33 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def complete(self, part: Path, config: ImageConfig) -> None:
-        """Write what is around the squashfs in `part`, except for the record, and check it.
+        """Write the headers of the format around the squashfs in the file `part`, and check the result.
+
+        imgkit's record is added later, by `put_record`.
 
         Raises
         ------
-        CheckFailed : the squashfs is not whole.
+        CheckFailed : the squashfs is incomplete.
         """
 
     @abc.abstractmethod
     def put_record(self, part: Path, record: ImgkitRecord, advance: Advance) -> tuple[ImgkitRecord, str]:
-        """Write `record` with the digest of the squashfs.
+        """Compute the digest of the squashfs in the file `part`, and add `record` with it to the file.
 
         Returns
         -------
-        The record, and the checksum of the file if the format has one.
+        The record with the digest, and the sha256 of the whole file for a checksum file, or ``""`` if the
+        format has no checksum file.
         """
 
     @abc.abstractmethod
     def intact_record(
         self, path: Path, config: ImageConfig, accepts: Callable[[ImgkitRecord], bool]
     ) -> ImgkitRecord | None:
-        """Return the record of the undamaged file `path` if `accepts` takes it, else None."""
+        """Return the record of the existing file `path` if the file can stay, else None.
+
+        The file can stay if `accepts` is true for its record, and it is undamaged.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +199,7 @@ class Compression:
         return f"{self.name} {self.level}" if self.level else self.name
 
     def runtime_options(self, limits: Limits) -> tuple[str, ...]:
-        """Return the options of ``build`` that pass it to a runtime."""
+        """Return the options of a runtime's ``build`` that pass compression and `limits` to mksquashfs."""
         if not self.options:
             return ()
         return ("--mksquashfs-args", " ".join((*self.options, *limits.mksquashfs_options())))
@@ -199,7 +207,7 @@ class Compression:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionJob:
-    """One conversion."""
+    """A conversion in progress: its plan, temporary files, progress display and log."""
 
     tool: RuntimeTool | None
     """None: there is no runtime here, and nothing so far needs one."""
@@ -216,12 +224,12 @@ class ConversionJob:
         on_line: Callable[[str], None] | None = None,
         namespace: bool = False,
     ) -> str:
-        """Run the runtime with `arguments`, and return its output.
+        """Run the runtime with `arguments`, and return its output. Its temporary files go to the workspace.
 
         Parameters
         ----------
-        folder : the working folder in place of the temporary folder.
-        on_line : receives each line of the output in place of the user's screen.
+        folder : its working folder; None stands for the temporary folder.
+        on_line : receives each line of the output; None stands for the user's screen.
         namespace : run it in a user namespace, as `runtime.run` explains.
         """
         tool = self.tool or find_runtime(self.options.runtime, module_hint=self.options.module_hint)
@@ -239,10 +247,10 @@ class ConversionJob:
         return finished.output
 
 
-# Of a 754 MB torch folder, in CPU seconds and MB: gzip 9 (the runtimes' default) 50, 196; gzip 6 18, 197;
-# zstd 3 2.9, 198; zstd 15 (the default level) 57, 171. A start reads small pieces, each from a block that is
-# decompressed for it: `import torch` takes 3.6 CPU seconds from blocks of 1 MiB (228 MB), 2.8 from 256 KiB
-# (239 MB), and 2.7 from 128 KiB (251 MB).
+# To pack a torch folder of 754 MB, gzip 9 (the runtimes' default) takes 50 CPU seconds and gives 196 MB; gzip
+# 6 takes 18 s (197 MB), zstd 3 takes 2.9 s (198 MB), zstd 15 (its default level) takes 57 s (171 MB). The
+# start of a program reads small pieces, and a whole block is decompressed for each: `import torch` takes 3.6
+# CPU seconds from blocks of 1 MiB (228 MB), 2.8 from 256 KiB (239 MB), and 2.7 from 128 KiB (251 MB).
 ZSTD = Compression(name="zstd", level=3, options=("-comp", "zstd", "-Xcompression-level", "3", "-b", "256K"))
 GZIP = Compression(name="gzip", level=6, options=("-comp", "gzip", "-Xcompression-level", "6"))
 
@@ -254,14 +262,14 @@ def choose_compression(
 
     Parameters
     ----------
-    capabilities : of the runtime that compresses, or None where imgkit squashes.
-    zstd_error : why the program that squashes cannot compress with zstd, or "" if it can.
+    capabilities : what the runtime that builds the file can do, or None if imgkit runs mksquashfs.
+    zstd_error : why the mksquashfs cannot compress with zstd, or "" if it can.
 
     Raises
     ------
     UsageError : zstd was requested and is not possible.
     """
-    # Without that option a runtime passes nothing on to its mksquashfs.
+    # Without the option --mksquashfs-args, nobody can tell the runtime's mksquashfs how to compress.
     if capabilities is not None and not capabilities.mksquashfs_args:
         return _choose_by_runtime(requested)
     if requested == "gzip":
@@ -277,7 +285,12 @@ def choose_compression(
 
 
 def _choose_by_runtime(requested: CompressionChoice) -> Compression:
-    """Leave the compression to the runtime's own configuration, and refuse zstd, which it does not use."""
+    """Return the compression that a runtime uses by its own configuration, for one that takes no options.
+
+    Raises
+    ------
+    UsageError : zstd was requested, which such a runtime cannot be told to use.
+    """
     if requested == "zstd":
         raise UsageError(
             "this runtime has no --mksquashfs-args (Apptainer from 1.4 has it), so it cannot use zstd",

@@ -40,7 +40,10 @@ from imgkit_entrypoints.errors import ToolMissing, UsageError
 
 FORMATS: Mapping[FormatName, Format] = {"sif": Sif(), "sqsh": Sqsh()}
 RUNTIME_DISK_SHARE = 3.3
-"""Peak of the temporary files per image byte where a runtime builds: layers, its copy, files and squashfs."""
+"""Peak of the temporary files per byte of the image if a runtime builds the .sif.
+
+At the peak, the disk holds our layers, the runtime's copy of them, the unpacked files and the squashfs.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +54,9 @@ class ConversionPlan:
     """``stream``: merged layers; ``export``: an engine's export; ``layers``: a runtime builds from layers."""
     compression: Compression
     squasher: Squasher | None
-    """None where a runtime builds."""
+    """The mksquashfs that writes the file; None if a runtime builds it."""
     tool: RuntimeTool | None
-    """The runtime that builds, or else the one that tests the file, where there is one."""
+    """The runtime that builds the file. If imgkit writes it, the runtime that tests it, or None."""
     notes: tuple[str, ...]
     """Sentences for the user."""
 
@@ -65,20 +68,26 @@ class ConversionPlan:
         return self.squasher.disk_share
 
     def accepts(self, record: ImgkitRecord, options: Options) -> bool:
-        """Return whether a file with this `record` is as good as what the plan would give."""
+        """Return whether an existing file can stay, since a conversion by this plan would not improve it.
+
+        `record` says how the existing file was made. It may differ from the plan where the user has not asked
+        for one way: a gzip file will do if zstd was only our default.
+        """
         if self.squasher is None and record.runtime != str(self.tool):
             return False
         if options.writer == "imgkit" and record.route == "layers":
             return False
         if record.compression == str(self.compression):
             return True
-        # Where the user leaves the compression open, gzip will do: it mounts everywhere.
+        # The user has named no compression, and gzip can be mounted everywhere.
         is_free = self.squasher is not None and options.compression == "auto"
         return is_free and record.compression.startswith(("gzip", "runtime"))
 
 
 def convert(source: Source, target: Path, options: Options, report: Reporter) -> Converted:
-    """Convert `source` to the file `target`. Afterwards it is complete and checked, or as it was before.
+    """Convert `source` to the .sif or .sqsh `target`, and check it.
+
+    The new file is written beside `target` and renamed at the end. After an error, `target` is what it was.
 
     Raises
     ------
@@ -97,7 +106,8 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
     if config is not None:
         existing = _find_existing(target, config, plan, options)
         if existing is not None:
-            remove_leftovers(target)  # a run that was killed after it had put the file in place
+            # A run may have been killed between its renaming of the file and its cleaning up.
+            remove_leftovers(target)
             return existing
     for note in plan.notes:
         report.note(note)
@@ -122,8 +132,8 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
                     if existing is not None:
                         return existing
                 _note_foreign_arch(image.config.arch, job)
-                # The plain archive of a spooled source goes when this block ends: a runtime needs the room
-                # for its own copies.
+                # When this block ends, the unpacked copy of a stream or compressed archive is removed. So the
+                # runtime starts behind it: it needs the room for its own copies.
                 facts = None
                 layer_bytes = 0
                 if plan.squasher:
@@ -136,8 +146,7 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
                 assert plan.tool is not None  # noqa: S101 - for the type checker: this method has one
                 runtime_build.run_build(job, plan.tool, image.name)
             clock.stage("check")
-            # Before the test run: what is tested is the file that the user gets. The disk takes the rest of
-            # it while its digest is computed.
+            # Before the test run, so that the tested file has the bytes that the user gets.
             record = _make_record(image, plan, facts)
             record, checksum = format.put_record(work.part, record, clock.advance)
         _check_result(image.config, layer_bytes, job, plan)
@@ -163,7 +172,10 @@ def _make_result(
     stages: tuple[Stage, ...] = (),
     log: Path | None = None,
 ) -> Converted:
-    """Return the result. Without a `log`, the file was there already and nothing was done."""
+    """Return the result for the complete file `target`.
+
+    `log` is None if the file was up to date and nothing was done.
+    """
     return Converted(
         path=target,
         format=options.format,
@@ -177,7 +189,10 @@ def _make_result(
 
 
 def _publish(part: Path, target: Path, checksum: str) -> None:
-    """Rename `part` to `target`, and write its checksum file, if the format has one."""
+    """Rename the complete file `part` to `target`, and write its checksum file.
+
+    `checksum` is the sha256 of the file in hex, or ``""`` for a format without a checksum file.
+    """
     if not checksum:
         files.publish_file(part, target)
         return
@@ -188,11 +203,13 @@ def _publish(part: Path, target: Path, checksum: str) -> None:
 
 
 def _squash(image: OpenImage, target: Path, job: ConversionJob, plan: ConversionPlan) -> BakedFacts:
-    """Write the squashfs of `image` into the part file, behind the room for the header of its format.
+    """Write the squashfs of `image` into the part file, which becomes `target` at the end.
+
+    It begins behind free space for the header of the format: a .sif has one, a .sqsh has none.
 
     Returns
     -------
-    What imgkit and pip noted in the image.
+    What imgkit and pip noted in the image, such as its manifest. It is read from the files as they pass by.
     """
     assert plan.squasher is not None  # noqa: S101 - for the type checker: this method has one
     config = image.config
@@ -207,22 +224,25 @@ def _squash(image: OpenImage, target: Path, job: ConversionJob, plan: Conversion
             offset=FORMATS[job.options.format].squashfs_offset(config),
             squasher=plan.squasher,
         )
-    # Complete only now: the collector sees each entry as mksquashfs takes it.
+    # Only now, since the collector sees the entries while mksquashfs reads them.
     return collector.facts(config.search_path)
 
 
 @contextlib.contextmanager
 def file_entries(image: OpenImage, job: ConversionJob, *, spool_bytes: int) -> Iterator[Iterator[ImageEntry]]:
-    """Yield the entries of `image` with the files that imgkit adds.
+    """Yield the entries of `image` as they go into the squashfs.
+
+    imgkit adds the files that the format needs, leaves out what it cannot hold, such as devices in a .sqsh,
+    and adds a list of the installed packages.
 
     Parameters
     ----------
-    spool_bytes : what compressed layers may take on disk.
+    spool_bytes : how many bytes of unpacked layers may go to disk, so that they are unpacked once only.
 
     Raises
     ------
     UsageError : the format cannot hold a value of the image; raised before anything is read.
-    CheckFailed : as of `entries.image_entries`.
+    CheckFailed : as in `entries.image_entries`.
     """
     format = FORMATS[job.options.format]
     note = job.clock.note
@@ -240,7 +260,10 @@ def file_entries(image: OpenImage, job: ConversionJob, *, spool_bytes: int) -> I
 
 
 def _make_record(image: OpenImage, plan: ConversionPlan, facts: BakedFacts | None) -> ImgkitRecord:
-    """Return the record of the new file. `facts` are what imgkit and pip noted in the image, if known."""
+    """Return the record that imgkit stores in the new file: what it was made from, and how.
+
+    `facts` are what imgkit and pip noted in the image. They are None if a runtime has built the file.
+    """
     writer = f"imgkit {__version__}"
     if plan.squasher is None:
         writer = str(plan.tool)
@@ -259,7 +282,10 @@ def _make_record(image: OpenImage, plan: ConversionPlan, facts: BakedFacts | Non
 
 
 def _check_result(config: ImageConfig, layer_bytes: int, job: ConversionJob, plan: ConversionPlan) -> None:
-    """Check what a runtime has built, and start a program of the image if that is possible here."""
+    """Check a file that a runtime has built, and start a program in the new file if this machine can.
+
+    `layer_bytes` is the size of the uncompressed layers: a much smaller file has lost some.
+    """
     is_built = plan.squasher is None
     tester = _find_tester(config, job, plan)
     if is_built:
@@ -269,9 +295,10 @@ def _check_result(config: ImageConfig, layer_bytes: int, job: ConversionJob, pla
 
 
 def _find_tester(config: ImageConfig, job: ConversionJob, plan: ConversionPlan) -> RuntimeTool | None:
-    """Return the runtime that can start the image on this machine, or None.
+    """Return the runtime that can start the image on this machine, for a test, or None.
 
-    The user is told why there is none, unless nobody asked for a test.
+    If the test was requested and is not possible, the user is told why: there is no runtime, or the image is
+    for another processor.
     """
     if not job.options.test or not FORMATS[job.options.format].is_started_here:
         return None
@@ -287,7 +314,10 @@ def _find_tester(config: ImageConfig, job: ConversionJob, plan: ConversionPlan) 
 def _find_existing(
     target: Path, config: ImageConfig, plan: ConversionPlan, options: Options
 ) -> Converted | None:
-    """Return the result without converting if `target` already holds this image, packed as `plan` asks."""
+    """Return the result for `target` if it already is this image, packed as `plan` says. Else return None.
+
+    The file must be undamaged, too: its digest is compared with the recorded one.
+    """
     if options.force:
         return None
 
@@ -324,12 +354,14 @@ def check_target(target: Path, *, force: bool | None, format: FormatName = "sif"
 
 
 def make_plan(source: Source, options: Options) -> ConversionPlan:
-    """Return the best way that works here.
+    """Choose how to convert: with a mksquashfs of this machine, or else with a container runtime.
+
+    mksquashfs is preferred, because it keeps all owners and needs no runtime.
 
     Raises
     ------
-    ToolMissing : nothing here squashes, and no runtime builds.
-    UsageError : the requested compression is not possible.
+    ToolMissing : this machine has neither a mksquashfs nor a runtime that could be used.
+    UsageError : the requested compression or writer is not possible.
     """
     format = FORMATS[options.format]
     if options.writer == "runtime":
@@ -375,12 +407,17 @@ def make_plan(source: Source, options: Options) -> ConversionPlan:
 
 
 def _plan_runtime(options: Options, reason: str, *, install: str = "") -> ConversionPlan:
-    """Return the plan of a build by the runtime.
+    """Return the plan in which Singularity or Apptainer builds the .sif.
 
     Parameters
     ----------
-    reason : why the runtime builds, for the user.
-    install : how to install a mksquashfs, if the runtime builds only because there is none.
+    reason : why a runtime builds it, for the user.
+    install : how to install mksquashfs. Empty if the user asked for the runtime; otherwise the runtime is the
+        slower way, and the user is told so.
+
+    Raises
+    ------
+    ToolMissing : there is no runtime.
     """
     try:
         tool = find_runtime(options.runtime, module_hint=options.module_hint)
@@ -400,7 +437,9 @@ def _plan_runtime(options: Options, reason: str, *, install: str = "") -> Conver
 
 
 def list_commands(source: Source, target: Path, options: Options) -> tuple[str, ...]:
-    """Return what a conversion would run, for people. Temporary names are placeholders.
+    """Return the commands that a conversion would run, as lines for the user to read.
+
+    Names of temporary files are placeholders, such as ``.imgkit-sif.TOKEN``.
 
     Raises
     ------
@@ -446,12 +485,16 @@ def _list_build_commands(plan: ConversionPlan, tool: RuntimeTool, part: Path, fo
 
 
 def _check_space(source: Source, target: Path, base: Path, plan: ConversionPlan) -> None:
-    """Raise CheckFailed if the disk of `target`, or of `base` for temporary files, has too little space."""
+    """Raise CheckFailed if there is too little space for `target`, or for temporary files in `base`.
+
+    The space for a stream of unknown size is not checked.
+    """
     image_bytes = source.size_bytes
     if image_bytes is None:
         return
     temporary_bytes = int(image_bytes * plan.disk_share)
-    # A runtime's share has room for the plain archive: that goes before the runtime starts.
+    # A stream or a compressed archive is unpacked to disk first. A runtime's share has room for that copy,
+    # which is removed before the runtime starts.
     if plan.method == "stream" and entries.is_spooled(source):
         temporary_bytes += image_bytes
     check_space(image_bytes, temporary_bytes, target, base)
@@ -460,12 +503,13 @@ def _check_space(source: Source, target: Path, base: Path, plan: ConversionPlan)
 def _spool_bytes(image: OpenImage, target: Path, base: Path, plan: ConversionPlan) -> int:
     """Return how many bytes of unpacked layers may go to the temporary folder `base`.
 
-    It is 0 if the compressed layers would probably not fit there.
+    The result is 0 if the layers would probably not fit. Then nothing is kept there, and compressed layers
+    are unpacked twice: once for their headers and digests, once for their files.
     """
     if not isinstance(image.files, StoredImage):
         return 0
     packed_bytes = image.files.packed_bytes
-    # An estimate, since only unpacking tells the size.
+    # A guess: only unpacking tells the true size.
     unpacked_bytes = int(packed_bytes * entries.UNPACKED_FACTOR)
     image_bytes = image.size_bytes - packed_bytes + unpacked_bytes
     free_bytes = spare_bytes(image_bytes, plan.disk_share, target, base)

@@ -37,7 +37,7 @@ from imgkit_builder.sif import mksquashfs
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 UNPACKED_FACTOR = 3.0
-"""Guessed ratio of a compressed archive."""
+"""A compressed archive is guessed to unpack to this many times its size."""
 
 # The engine creates this file with a container. It is the first member of every docker export.
 _DOCKERENV = ".dockerenv"
@@ -69,9 +69,10 @@ class ImageEntry:
     size_bytes: int = 0
     """Size of a file; 0 for other kinds."""
     content: Iterable[bytes | memoryview] = ()
-    """The bytes of a file. They can be read once: a stage that reads them gives a copy on."""
+    """The bytes of a file. They can be read once only: who reads them passes on a copy."""
     header: bytes = b""
-    """The tar's own blocks for it; empty: they are made from the values above."""
+    """The blocks of the tar that the entry came from, to be written again unchanged. If they are empty, the
+    blocks are made from the values above."""
 
     @property
     def name(self) -> str:
@@ -87,7 +88,7 @@ class ImageEntry:
         return replace(self, header=b"", **values)
 
     def without_names(self, names: Collection[str]) -> ImageEntry | None:
-        """Return the entry without these `names`, or None if it has no other."""
+        """Return a copy without the paths `names`, or None if no path is left."""
         if not names:
             return self
         remaining = tuple(name for name in self.names if name not in names)
@@ -155,7 +156,7 @@ class Piped:
 
     @property
     def size_bytes(self) -> int | None:
-        """Bytes that standard input still has where it is a file, as in ``imgkit sif - < X.tar``."""
+        """Size of the archive if the stream is a file, as in ``imgkit sif - < X.tar``; None for a pipe."""
         try:
             status = os.fstat(self.stream.fileno())
         except (OSError, ValueError):
@@ -200,9 +201,10 @@ Source = Archive | OciFolder | Piped | EngineImage
 
 
 def is_spooled(source: Source) -> bool:
-    """Return whether the image goes to disk as a plain archive first.
+    """Return whether the image must be written to disk as an uncompressed archive before it is converted.
 
-    A stream names the order of its layers last.
+    A stream must, because an archive states the order of its layers at its end, and a stream cannot be read
+    twice. The same holds for a compressed archive.
     """
     if isinstance(source, Archive):
         return source.is_compressed
@@ -210,7 +212,10 @@ def is_spooled(source: Source) -> bool:
 
 
 def peek_config(source: Source) -> ImageConfig | None:
-    """Return the image configuration, or None if that would take reading layers or it is damaged."""
+    """Return the image configuration if it can be had at once.
+
+    Return None if the layers would have to be read or unpacked for it, or if the image is damaged.
+    """
     if isinstance(source, EngineImage):
         return source.config
     # To reach the configuration, most of the archive must be read or unpacked.
@@ -232,7 +237,7 @@ class OpenImage:
     size_bytes: int
     """Size of its layers, compressed or not."""
     files: StoredImage | EngineImage
-    """Layers in a file, or an image whose export is read."""
+    """The layers in a file, or the image in an engine, whose ``docker export`` is read."""
 
 
 @contextlib.contextmanager
@@ -270,7 +275,11 @@ def open_source(
 def _open_stored(
     source: Source, folder: Path, report: Reporter, unpack_limit_bytes: int | None
 ) -> AbstractContextManager[StoredImage]:
-    """Return a block in which the layers of `source` are in a file that can be read twice."""
+    """Return a context manager that yields the image of `source` with its layers in files.
+
+    They must be in files because the layers are read twice. A stream or a compressed archive is first
+    written to `folder` without compression.
+    """
     if isinstance(source, Piped):
         report.stage("read standard input")
         return _spool_stream(contextlib.closing(source.chunks()), folder, report, name=source.name)
@@ -315,10 +324,11 @@ def image_entries(
     spool_bytes: int = 0,
     unpack_limit_bytes: int | None,
 ) -> Iterator[Iterator[ImageEntry]]:
-    """Yield the entries of `image`: the files of its layers that no later layer hides, or its export.
+    """Yield an iterator over the visible files of `image`, folders first.
 
-    Layers are first compared with their digests. Compressed ones are unpacked once, into `folder`, if they
-    fit in `spool_bytes`. Otherwise they are unpacked twice.
+    They come from an engine's export, or from the layers: then all layers are first compared with their
+    digests, and files that a later layer replaces or deletes are left out. Compressed layers are unpacked
+    once, into `folder`, if they fit in `spool_bytes`, and otherwise twice.
 
     Raises
     ------
@@ -358,12 +368,12 @@ def _merge_layers(
     unpack_limit_bytes: int | None,
     spool: Spool | None = None,
 ) -> Iterator[ImageEntry]:
-    """Compare the layers with their digests, and return the entries that show, folders first.
+    """Compare the layers with their digests, and return the visible entries, folders first.
 
     Parameters
     ----------
-    created_s : time for folders that no layer states.
-    spool : temporary files for unpacked layers. Without it, compressed layers are unpacked once more.
+    created_s : time for folders that are in no layer, only files below them.
+    spool : temporary files for unpacked layers. Without it, compressed layers are unpacked a second time.
 
     Raises
     ------
@@ -384,7 +394,11 @@ def _merge_layers(
 
 
 def _folder_entry(path: str, folder: FolderEntry | None, created_s: int) -> ImageEntry:
-    """Return the entry of the folder `path`. One that no layer states gets the time `created_s`."""
+    """Return the entry of the folder `path`.
+
+    `folder` is None if no layer has the folder itself, only files below it. Then it belongs to root, and has
+    the mode 0755 and the time `created_s`.
+    """
     if folder is None:
         folder = FolderEntry(mtime_s=created_s)
     return ImageEntry(
@@ -399,9 +413,10 @@ def _folder_entry(path: str, folder: FolderEntry | None, created_s: int) -> Imag
 
 
 def _visible_files(image: StoredImage, plan: MergePlan, report: Reporter) -> Iterator[ImageEntry]:
-    """Yield the files, links and devices of each layer that show in the image.
+    """Read the layers a second time, and yield the files, links and devices that are visible in the image.
 
-    `plan` is emptied on the way, so that the memory of its names is free.
+    `plan` says which members of each layer are visible, and under which names. It is emptied on the way to
+    free memory.
     """
     total_bytes = image.stored_bytes
     next_start = 0
@@ -417,7 +432,7 @@ def _visible_files(image: StoredImage, plan: MergePlan, report: Reporter) -> Ite
                 yield member_entry(member, stream.content(), names=visible_names.pop(number))
                 done_bytes = layer_start + stream.position
                 report.advance(done_bytes, max(total_bytes, done_bytes))
-                # The rest of the layer is hidden by later ones, or is nothing but whiteouts.
+                # All visible files of the layer have been read: later layers hide the rest.
                 if not visible_names:
                     break
 
@@ -459,6 +474,9 @@ def export_entries(
 ) -> Iterator[ImageEntry]:
     """Yield the entries of a ``docker export`` stream, without the files that the engine adds.
 
+    The engine has made a container for the export, and has put files such as ``etc/hosts`` into it. They are
+    known by their names and by their time, which is that of ``.dockerenv``, the first file.
+
     Parameters
     ----------
     created_s : time of the image. Folders whose times the engine has changed get it.
@@ -498,7 +516,8 @@ def _reusable_header(member: Member) -> bytes:
 def _is_of_engine(member: Member, is_recent: bool) -> bool:
     """Return whether the engine, not the image, has put the file into the container.
 
-    `is_recent` says that the file is as old as the container.
+    The engine's files are empty and have the mode 0755. `is_recent` says that the file was made within
+    seconds of the container.
     """
     if member.name == _DOCKERENV:
         return True
@@ -516,15 +535,16 @@ def with_added_files(
 
     Parameters
     ----------
-    replacing : files that take the place of what the image has there. An image that was made from a .sif has
-        some of them.
-    if_missing : files that are added where the image has nothing, and no link or file on the way.
+    replacing : files that replace what the image has at their paths. An image that was made from a .sif may
+        have some of them.
+    if_missing : files that are added only if the image has nothing at their paths, and no link or file where
+        they need a folder.
     """
     winners = {entry.name: entry for entry in replacing}
     added = winners | {entry.name: entry for entry in if_missing}
     top_folders = {path.partition("/")[0] for path in added}
     for entry in entries:
-        # Few entries are in a folder to which imgkit adds something. The others pass unchecked.
+        # For speed: most entries are in folders to which imgkit adds nothing.
         if not any(name.partition("/")[0] in top_folders for name in entry.names):
             yield entry
             continue
@@ -532,7 +552,7 @@ def with_added_files(
         remaining = entry.without_names(replaced_names)
         if remaining is not None:
             _drop_existing(added, remaining)
-            # A folder keeps what is in it, and gets imgkit's owner, mode and time.
+            # A folder of imgkit only changes owner, mode and time: what the image has in the folder stays.
             yield winners.get(remaining.name, remaining)
     # Folders sort before what is in them.
     for path in sorted(added):
@@ -540,7 +560,10 @@ def with_added_files(
 
 
 def _drop_existing(added: dict[str, ImageEntry], existing: ImageEntry) -> None:
-    """Remove from `added` what the image has already, and what would be below a file or link of the image."""
+    """Remove from `added` the files that the image has already as `existing`.
+
+    If `existing` is a file or link, files that imgkit would add below its path are removed, too.
+    """
     for name in existing.names:
         if added.pop(name, None) is None or existing.kind == DIRECTORY:
             continue
@@ -550,9 +573,10 @@ def _drop_existing(added: dict[str, ImageEntry], existing: ImageEntry) -> None:
 
 
 def _is_replaced(path: str, kind: bytes, replacing: Mapping[str, ImageEntry]) -> bool:
-    """Return whether one of imgkit's entries takes the place of the image's entry `path` of this `kind`.
+    """Return whether an entry in `replacing` replaces the image's entry `path`, which is of this `kind`.
 
-    A file of imgkit replaces whatever is at its path and below. A folder replaces only what is no folder.
+    A new file replaces whatever the image has at its path and below it. A new folder replaces a file or link
+    at its path, but not a folder and what is in it.
     """
     if path in replacing and kind != DIRECTORY:
         return True
@@ -566,17 +590,17 @@ def _is_replaced(path: str, kind: bytes, replacing: Mapping[str, ImageEntry]) ->
 
 
 def with_package_list(entries: Iterator[ImageEntry], config: ImageConfig) -> Iterator[ImageEntry]:
-    """Yield `entries`, and behind the last one the SPDX document that lists their packages.
+    """Yield `entries`, and behind the last one a document that lists the installed packages in SPDX form.
 
-    An image gets no document if its /opt or /opt/imgkit is a link or file, or if a folder is in the
-    document's place.
+    No document is added if /opt or /opt/imgkit of the image is a link or file, or if the image has a folder
+    at the document's path. An older document of the image is left out.
     """
     collector = InventoryCollector()
     kinds = {}
     for entry in entries:
         remaining: ImageEntry | None = entry
         if SPDX_PATH in entry.names and entry.kind != DIRECTORY:
-            # The image was made from a .sif, and its list is that of another image.
+            # The image was made from a .sif of imgkit. The old list may lack what was installed since.
             remaining = entry.without_names((SPDX_PATH,))
         if remaining is None:
             continue
@@ -595,9 +619,9 @@ def with_package_list(entries: Iterator[ImageEntry], config: ImageConfig) -> Ite
 
 
 def copy_for_inventory(entry: ImageEntry, collector: InventoryCollector) -> ImageEntry:
-    """Give `collector` a copy of what matters for an inventory.
+    """Give `collector` a copy of the entry's content if it says something about installed packages.
 
-    Return an entry whose content can still be read, since that of `entry` can be read only once.
+    Return the entry to pass on: the content of `entry` can be read only once, that of the result again.
     """
     if entry.kind == HARD_LINK:
         for name in entry.names:
@@ -607,7 +631,7 @@ def copy_for_inventory(entry: ImageEntry, collector: InventoryCollector) -> Imag
     relevant_names = [name for name in entry.names if collector.is_relevant(name)]
     if not relevant_names:
         return entry
-    # A large file is passed on unread: memory stays bounded, and the list says that it was skipped.
+    # A large file is not read, so that memory stays bounded. None makes the list say that it was skipped.
     data = None
     if entry.size_bytes <= MAX_FILE_BYTES:
         data = entry.read()

@@ -20,10 +20,10 @@ from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed
 
 GROUP = 1
-"""Every object is in it, so that one signature covers all."""
+"""The group of every object. A signature covers one group, so one signature covers all."""
 PARTITION_ALIGN_BYTES = 4096
 """A runtime mounts a partition only at a multiple of this."""
-# These four are what Singularity and Apptainer write.
+# The values that Singularity and Apptainer write, too.
 _LAUNCH = b"#!/usr/bin/env run-singularity\n"
 _VERSION = b"01"
 _TABLE_OFFSET = 4096
@@ -61,7 +61,7 @@ def put_record(path: Path, record: image.ImgkitRecord) -> None:
     """
     sif = image.read(path)
     old_ids = [descriptor.id for descriptor in sif.descriptors if image.is_record(descriptor)]
-    # First, so that the new one takes the same slot: the same record gives the same bytes.
+    # Removed first, so that the new record takes the same slot: the same record gives the same file.
     remove_objects(path, old_ids)
     new = NewObject(
         datatype=DataType.JSON,
@@ -75,20 +75,21 @@ def put_record(path: Path, record: image.ImgkitRecord) -> None:
 
 
 def add_object(path: Path, new: NewObject) -> Descriptor:
-    """Write `new` behind the last object of the .sif `path`, and end the file there.
+    """Add the object `new` behind the last object of the .sif `path`, and return its descriptor.
 
-    The object gets the header's time, so that the result is deterministic.
+    The file ends behind the new object. Its time is that of the header, so that the same content gives the
+    same bytes.
 
     Raises
     ------
-    CheckFailed : no .sif, or its table is full.
+    CheckFailed : the file is not a .sif, or its table has no free descriptor.
     """
     with path.open("r+b") as stream:
         sif = image.parse(path, stream)
         descriptor = _make_descriptor(
             new, new.size_bytes, id=_find_unused_id(sif), end=sif.end, time_s=sif.header.created_s
         )
-        # A removed object may lie there.
+        # Bytes of a removed object may lie behind the last one.
         stream.truncate(sif.end)
         stream.seek(descriptor.offset)
         stream.writelines(_chunks(new.data))
@@ -98,7 +99,12 @@ def add_object(path: Path, new: NewObject) -> Descriptor:
 
 
 def _find_unused_id(sif: image.SifImage) -> int:
-    """Return the id of the first unused descriptor, its position in the table plus 1."""
+    """Return the id of the first unused descriptor, which is its position in the table plus 1.
+
+    Raises
+    ------
+    CheckFailed : all descriptors are in use. Runtimes and imgkit write tables of 48.
+    """
     for id, slot in enumerate(sif.slots, 1):
         if not slot.used:
             return id
@@ -106,9 +112,10 @@ def _find_unused_id(sif: image.SifImage) -> int:
 
 
 def _make_descriptor(new: NewObject, size_bytes: int, *, id: int, end: int, time_s: int) -> Descriptor:
-    """Return the descriptor of `new`, which has `size_bytes`, as object number `id`.
+    """Return the descriptor, the entry in the table of a .sif, for the object `new` with number `id`.
 
-    `end` is the end of the object before it, from which padding leads to the aligned `offset`.
+    `size_bytes` is the size of the object. `end` is where the object before it ends: the new one begins at
+    the next multiple of its `align`, and padding fills the gap.
     """
     offset = _round_up(end, new.align)
     return Descriptor(
@@ -143,11 +150,11 @@ def _chunks(data: bytes | Path) -> Iterator[bytes]:
 
 
 def remove_objects(path: Path, ids: Collection[int]) -> None:
-    """Take the objects `ids` out of the .sif `path`, and end the file behind the last of the others.
+    """Remove the objects `ids` from the .sif `path`. The file then ends behind the last remaining object.
 
     Raises
     ------
-    CheckFailed : no .sif.
+    CheckFailed : the file is not a .sif.
     """
     with path.open("r+b") as stream:
         sif = image.parse(path, stream)
@@ -155,7 +162,7 @@ def remove_objects(path: Path, ids: Collection[int]) -> None:
         remaining = [descriptor for descriptor in sif.descriptors if descriptor.id not in ids]
         end = max((descriptor.end for descriptor in remaining), default=sif.header.data_offset)
         for descriptor in removed:
-            # Zeros: a removed object must leave nothing that a later digest or a person finds.
+            # Overwritten with zeros, so that neither a digest nor a person finds anything of it later.
             _write_zeros(stream, descriptor.offset, min(descriptor.end, end))
             _write_slot(stream, sif, descriptor.id, bytes(DESCRIPTOR.size))
         stream.truncate(end)
@@ -181,7 +188,7 @@ def _write_header(stream: BinaryIO, header: Header, *, free: int, end: int) -> N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """What a .sif has around its root partition."""
+    """What a .sif has around its root partition, the squashfs with the image's files: header and objects."""
 
     arch: str
     definition: bytes
@@ -204,17 +211,18 @@ class Frame:
 
 
 def make_frame(config: ImageConfig) -> Frame:
-    """Return the frame of an image with this configuration.
+    """Return what a .sif of an image with this configuration has around its squashfs.
 
     Raises
     ------
-    CheckFailed : a .sif has no number for its architecture.
+    CheckFailed : a .sif cannot state the image's architecture.
     """
     if config.arch not in image.ARCHS:
         allowed = ", ".join(image.ARCHS[1:])
         raise CheckFailed(f"no .sif can be for the architecture {config.arch!r}", hint=f"allowed: {allowed}")
     settings = json_text.parse(config.raw).get("config") or {}
-    # An engine adds empty values that the image's own configuration lacks, where BuildKit made it.
+    # An engine adds empty values to a configuration of BuildKit. Without them, an image gives the same .sif
+    # from an engine and from an archive.
     settings = {name: value for name, value in settings.items() if value}
     return Frame(
         arch=config.arch,
@@ -224,7 +232,10 @@ def make_frame(config: ImageConfig) -> Frame:
 
 
 def write_frame(part: Path, frame: Frame) -> None:
-    """Put header, table and objects around the root partition, which fills `part` from `root_offset` on."""
+    """Write header, table and objects of a .sif in front of the squashfs in the file `part`.
+
+    The squashfs is there already. It fills the file from byte `Frame.root_offset` to the end.
+    """
     root_bytes = part.stat().st_size - frame.root_offset
     header, descriptors = _layout(frame, root_bytes)
     *object_descriptors, _ = descriptors  # the last is the root's
@@ -237,9 +248,10 @@ def write_frame(part: Path, frame: Frame) -> None:
 
 
 def is_framed_by(sif: image.SifImage, frame: Frame) -> bool:
-    """Return whether everything that `write_frame` writes for `frame` is as it wrote it.
+    """Return whether the .sif still has what `write_frame` writes for `frame` around the squashfs.
 
-    Signing changes nothing of that but two counts and the time of the last change in the header.
+    A signature that was added later makes no difference. It changes two counts and the time of the last
+    change in the header, which are not compared.
     """
     if sif.root is None:
         return False
@@ -263,9 +275,9 @@ def _pack_fixed_fields(header: Header) -> bytes:
 
 
 def _layout(frame: Frame, root_bytes: int) -> tuple[Header, list[Descriptor]]:
-    """Return the header and the descriptors of a .sif, the root partition's last.
+    """Return the header and the descriptors of a .sif before imgkit's record is added.
 
-    `root_bytes` is the size of the root partition. The record of imgkit is not there yet.
+    The last descriptor is that of the root partition, which has `root_bytes`.
     """
     root = NewObject(
         datatype=DataType.PARTITION,
@@ -345,12 +357,16 @@ class Sif(Format):
     def intact_record(
         self, path: Path, config: ImageConfig, accepts: Callable[[image.ImgkitRecord], bool]
     ) -> image.ImgkitRecord | None:
-        """Return the record if `accepts` takes it and all that imgkit wrote is as it wrote it."""
+        """Return the record of the .sif `path` if the file can stay as it is, else None.
+
+        It can if `accepts` is true for its record, the squashfs is undamaged, and so are the objects around
+        it that imgkit wrote.
+        """
 
         def is_same(sif: image.SifImage, record: image.ImgkitRecord) -> bool:
             if not accepts(record):
                 return False
-            # What a runtime wrote around its squashfs cannot be compared with anything.
+            # A runtime ("layers") writes other headers, and nothing says how they should be.
             return record.route == "layers" or is_framed_by(sif, make_frame(config))
 
         sif = image.read_if_intact(path, is_same)

@@ -38,7 +38,7 @@ from imgkit_entrypoints.errors import CheckFailed
 IMGKIT_OBJECT = "imgkit"
 """Name of the JSON object that imgkit adds."""
 RECORD_SCHEMA = 2
-"""Version of the form of that object. Version 1 had no facts."""
+"""Version of that object's form. Version 1 had no `ImgkitRecord.facts`."""
 MAGIC = b"SIF_MAGIC\0"
 MAGIC_OFFSET = 32
 """The launch script line comes first."""
@@ -142,7 +142,7 @@ class Descriptor(NamedTuple):
 
     @property
     def partition(self) -> int:
-        """A `PartitionType` number, or 0 where the object is no partition."""
+        """The kind of the partition, a number as in `PartitionType`; 0 if the object is not a partition."""
         if self.datatype != DataType.PARTITION:
             return 0
         _, partition_type, _ = _PARTITION.unpack_from(self.extra)
@@ -175,7 +175,8 @@ class Superblock(NamedTuple):
     fragments: int
     compressor_number: int
     root_inode: int
-    """Offset of its block in the inode table, and in the low 16 bits the offset in that block."""
+    """Where the inode of the root folder is: the low 16 bits are its offset in a block, the higher bits are
+    the offset of that block in the inode table."""
     used_bytes: int
     owner_table: int
     inode_table: int
@@ -200,7 +201,8 @@ class ImgkitRecord:
     diff_ids: tuple[str, ...]
     """``sha256:...`` of each uncompressed layer, lowest first."""
     root_sha256: str
-    """Hex digest of the squashfs. The whole file is no identity: headers of a .sif hold times and a UUID."""
+    """Hex digest of the squashfs. A digest of the whole file would not identify the image, because headers of
+    a .sif hold times and a UUID."""
     runtime: str
     """``apptainer 1.4.5``."""
     compression: str
@@ -213,7 +215,7 @@ class ImgkitRecord:
     source: str = ""
     """Name of the image, for people."""
     facts: BakedFacts | None = None
-    """What imgkit and pip noted in the image; None where a runtime wrote the files."""
+    """What imgkit and pip noted in the image; None if a runtime built the file, so that nobody has looked."""
     arch: str = ""
     """Architecture, in the record of a .sqsh; the header of a .sif has it."""
 
@@ -294,11 +296,11 @@ def is_sif(path: Path) -> bool:
 
 
 def read(path: Path) -> SifImage:
-    """Parse `path`.
+    """Return the header, the table of data objects and imgkit's record of the .sif `path`.
 
     Raises
     ------
-    CheckFailed : not a .sif, cut short, or with an impossible table.
+    CheckFailed : the file cannot be read, is not a .sif, is cut short, or has an impossible table.
     """
     try:
         with files.open_regular(path) as stream:
@@ -310,7 +312,14 @@ def read(path: Path) -> SifImage:
 
 
 def parse(path: Path, stream: BinaryIO) -> SifImage:
-    """Return the content of an open .sif. Raises as `read` does. `path` is for messages."""
+    """Return the header, the table of data objects and imgkit's record of an open .sif.
+
+    `path` is for messages. Nothing else of the file is read, but all objects must lie within it.
+
+    Raises
+    ------
+    CheckFailed : as in `read`.
+    """
     file_bytes = os.fstat(stream.fileno()).st_size
     header = _read_header(path, stream)
     table_bytes = header.total * DESCRIPTOR.size
@@ -335,7 +344,12 @@ def parse(path: Path, stream: BinaryIO) -> SifImage:
 
 
 def _read_header(path: Path, stream: BinaryIO) -> Header:
-    """Return the global header. Its numbers about the descriptor table have been checked."""
+    """Return the global header after a check of its numbers, which a hostile or damaged file may state wrong.
+
+    Raises
+    ------
+    CheckFailed : the file is not a .sif, or its header describes an impossible table.
+    """
     raw = stream.read(HEADER.size)
     if len(raw) < HEADER.size or raw[MAGIC_OFFSET : MAGIC_OFFSET + len(MAGIC)] != MAGIC:
         raise CheckFailed("not a .sif file (no SIF_MAGIC in its header)", where=str(path))
@@ -355,7 +369,10 @@ def is_record(descriptor: Descriptor) -> bool:
 
 
 def _arch_name(code: bytes) -> str:
-    """Return ``amd64`` for ``02``, and ``unknown`` for what is no number of `ARCHS`."""
+    """Return the architecture that a header writes as two digits: ``b"02"`` -> ``amd64``.
+
+    Other bytes give ``unknown``.
+    """
     digits = code.rstrip(b"\0")
     if not digits.isdigit() or int(digits) >= len(ARCHS):
         return ARCHS[0]
@@ -363,7 +380,7 @@ def _arch_name(code: bytes) -> str:
 
 
 def arch_code(arch: str) -> bytes:
-    """Return how a header and a partition write `arch`."""
+    """Return the two digits that stand for `arch` in a header and a partition: ``amd64`` -> ``b"02"``."""
     return b"%02d" % ARCHS.index(arch)
 
 
@@ -393,11 +410,11 @@ def record_text(record: ImgkitRecord) -> bytes:
 
 
 def parse_record(path: Path, raw: bytes) -> ImgkitRecord:
-    """Return the record that `record_text` wrote. `path` is for messages.
+    """Parse the JSON of a record, which `record_text` wrote. `path` is for messages.
 
     Raises
     ------
-    CheckFailed : it is damaged, not the record of an image, or of another version.
+    CheckFailed : the JSON is damaged, is not a record, or has the form of another version of imgkit.
     """
     try:
         values = json_text.parse(raw)
@@ -408,7 +425,7 @@ def parse_record(path: Path, raw: bytes) -> ImgkitRecord:
                 hint="convert the image again with this version: imgkit sif; or update imgkit",
             )
         json_text.unseal(values)
-        # It is no field of the record.
+        # The version of the form is not a field of `ImgkitRecord`.
         del values["schema"]
         record: ImgkitRecord = json_text.build_value(ImgkitRecord, values, "it", closed=True)
         return record
@@ -435,9 +452,9 @@ def read_superblock(path: Path, offset: int = 0) -> Superblock | None:
 
 
 def identify(path: Path, sif: SifImage) -> tuple[str, str]:
-    """Return the image id and the hex digest of the root partition of the file `path`, parsed as `sif`.
+    """Return the image id and the hex digest of the root partition of the .sif `path`, parsed as `sif`.
 
-    A .sif that another tool made names no image. The digest takes the place of its image id.
+    A .sif that another tool made states no image id. Its id is then made from the digest: ``sha256:DIGEST``.
     """
     if sif.record is None:
         digest = root_sha256(path)
@@ -461,11 +478,11 @@ def root_sha256(path: Path, *, advance: Advance | None = None) -> str:
 
 
 def check_structure(path: Path) -> SifImage:
-    """Parse a .sif that was just written, and check that its root partition is a whole squashfs.
+    """Parse a .sif that was just written, and check that its root partition is a complete squashfs.
 
     Raises
     ------
-    CheckFailed : names what is wrong.
+    CheckFailed : the squashfs is missing or cut short, or the file is not a .sif.
     """
     sif = read(path)
     superblock = root_superblock(sif)
@@ -481,10 +498,11 @@ def check_structure(path: Path) -> SifImage:
 
 
 def read_if_intact(path: Path, accepts: Callable[[SifImage, ImgkitRecord], bool]) -> SifImage | None:
-    """Return the .sif `path` if `accepts` takes its record and its squashfs has the recorded sha256.
+    """Return the .sif `path` if `accepts` takes its record and its squashfs is undamaged, else None.
 
-    Return None if there is no .sif, or if it has overlay partitions, which a runtime would mount. Other
-    objects that were added later, such as signatures, make no difference.
+    Undamaged means that the squashfs has the recorded sha256. A .sif with overlay partitions gives None, too:
+    a runtime would mount them over the image. Other objects that were added later, such as signatures, make
+    no difference.
     """
     try:
         sif = read(path)

@@ -30,7 +30,7 @@ _MAX_CONFIG_BYTES = 1 << 20
 # cgroup v1 writes a huge page-rounded number where there is no limit.
 _UNLIMITED_V1 = 1 << 60
 _MIN_MEMORY_BYTES = 128 << 20
-# More makes no difference to its speed, and imgkit and mksquashfs together stay below 1 GiB.
+# With more memory, mksquashfs is no faster. With this, imgkit and mksquashfs together stay below 1 GiB.
 _MAX_MEMORY_BYTES = 512 << 20
 
 
@@ -58,9 +58,9 @@ def find_any() -> Path | None:
 
 
 def zstd_error(program: Path | None) -> str:
-    """Return why `program` cannot compress with zstd.
+    """Return a sentence for the user if the mksquashfs `program` cannot compress with zstd, else ``""``.
 
-    The text is empty if it can, or if there is none to ask.
+    ``None`` stands for a machine without mksquashfs, where nothing is known, and gives ``""``.
     """
     if program is None or has_option(program, r"zstd\b"):
         return ""
@@ -68,7 +68,11 @@ def zstd_error(program: Path | None) -> str:
 
 
 def find_programs() -> tuple[Path, ...]:
-    """Return every mksquashfs here: on PATH, in the folders for administrators, and of a runtime."""
+    """Return every mksquashfs of this machine, without repetition.
+
+    It may be on PATH, in a folder for administrators such as /usr/sbin, or be brought along by a container
+    runtime or named in its configuration.
+    """
     sbin = os.pathsep.join(_SBIN_FOLDERS)
     programs = [shutil.which("mksquashfs") or shutil.which("mksquashfs", path=sbin)]
     for name in _RUNTIMES:
@@ -81,10 +85,11 @@ def find_programs() -> tuple[Path, ...]:
 
 
 def _find_bundled(prefix: Path) -> Iterator[str | None]:
-    """Yield the mksquashfs that a runtime installed at `prefix` brings along, None for a folder without one.
+    """Yield the mksquashfs that a runtime brings along, or None for each possible folder that has none.
 
-    An unprivileged installation has a folder for each architecture. `singularity` may be the only name of an
-    Apptainer, so that both names are looked for.
+    `prefix` is where the runtime is installed, such as ``/usr``. An unprivileged installation has a folder
+    for each architecture below it. Folders of both runtimes are tried, since an Apptainer may be installed
+    under the name ``singularity`` only.
     """
     folders = [prefix / f"libexec/{flavour}/bin" for flavour in _RUNTIMES]
     folders += [prefix / "utils/bin", *prefix.glob("*/utils/bin")]
@@ -93,10 +98,10 @@ def _find_bundled(prefix: Path) -> Iterator[str | None]:
 
 
 def _find_configured(prefix: Path) -> Iterator[str | None]:
-    """Yield the mksquashfs that the configuration of a runtime at `prefix` names, as ``mksquashfs path``.
+    """Yield the mksquashfs that the configuration file of a runtime names: ``mksquashfs path = /opt/bin``.
 
-    The value is the program or its folder; None stands for one that is not there. Installations have the file
-    below their prefix, or in /etc if that is /usr.
+    `prefix` is where the runtime is installed. The file is below it, or in /etc if it is ``/usr``. The value
+    may be the program or its folder. None is yielded if there is no program.
     """
     folders = [prefix / "etc", *prefix.glob("*/etc")]
     if prefix == Path("/usr"):
@@ -154,9 +159,10 @@ class Limits:
 
 
 def gather_limits(root: Path = Path("/")) -> Limits:
-    """Read how many processors and how much memory the control groups of this process leave it.
+    """Return how many processors and how much memory this process may use.
 
-    Both versions are read, v1 and v2. `root` replaces / in tests.
+    Linux control groups limit a batch job or a container, and mksquashfs does not look at them. Both versions
+    of them are read, v1 and v2. `root` replaces / in tests.
     """
     processors = process.count_processors()
     memory_limits = []
@@ -171,7 +177,11 @@ def gather_limits(root: Path = Path("/")) -> Limits:
 
 
 def _group_folders(root: Path) -> Iterator[Path]:
-    """Yield the folders of this process's groups and all their parents: any level may set a limit."""
+    """Yield the folders of the control groups that this process is in, and of all groups around them.
+
+    The folders hold the limits, and any level may set one: ``/sys/fs/cgroup/slurm/job_1``, then
+    ``/sys/fs/cgroup/slurm``.
+    """
     mounts = root / "sys/fs/cgroup"
     for line in _read_text(root / "proc/self/cgroup").splitlines():
         # "0::/user.slice" of v2, "4:cpu,cpuacct:/slurm/job_1" of v1
@@ -181,7 +191,7 @@ def _group_folders(root: Path) -> Iterator[Path]:
             continue
         mount = mounts / controllers
         group = mount / path.lstrip("/")
-        # Inside a container the path is the host's, or leads out of the mount: only the root exists.
+        # In a container, the path may lead out of what is mounted here, as "/../..": only the top is visible.
         if ".." in Path(path).parts:
             group = mount
         for folder in (group, *group.parents):

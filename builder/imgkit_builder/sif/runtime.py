@@ -57,7 +57,7 @@ _END_GRACE_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """Abilities that the runtime's own help lists."""
+    """Options of ``build`` that only some runtimes have, as their help lists them."""
 
     mksquashfs_args: bool
     """``build --mksquashfs-args``: Apptainer from 1.4."""
@@ -79,7 +79,7 @@ class RuntimeTool:
 
     @property
     def below_floor(self) -> bool:
-        """Whether it is older than `FLOOR` says."""
+        """Whether the runtime is older than `FLOOR` demands."""
         match = re.match(r"(\d{1,6})\.(\d{1,6})", self.version)
         if match is None or self.flavour == "apptainer":
             return False
@@ -87,16 +87,17 @@ class RuntimeTool:
 
 
 def find_runtime(command: str | None = None, *, module_hint: str | None = None) -> RuntimeTool:
-    """Find the runtime `command`, or the first of `COMMANDS` on PATH, and probe its capabilities.
+    """Find Singularity or Apptainer on this machine, and ask it for its version and its options.
 
     Parameters
     ----------
-    command : a name or path; None tries both names.
-    module_hint : the line that provides the runtime on the system, for example ``module load singularity``.
+    command : name or path of the runtime; None looks for ``singularity``, then ``apptainer``, on PATH.
+    module_hint : the command that makes the runtime available on the user's cluster, for the error's hint:
+        ``module load singularity``.
 
     Raises
     ------
-    ToolMissing : there is none, or the program is no Singularity or Apptainer.
+    ToolMissing : there is none, or the program of that name is neither of the two.
     """
     names = (command,) if command else COMMANDS
     programs = [program for program in map(shutil.which, names) if program]
@@ -106,7 +107,7 @@ def find_runtime(command: str | None = None, *, module_hint: str | None = None) 
             f"{' or '.join(names)} is not on PATH: a .sif is made and run by one of them",
             hint=f"on a cluster: {load}; elsewhere: https://apptainer.org/docs/admin/latest/installation.html",
         )
-    # Not resolve(): an Apptainer may find its own files by the name it is called.
+    # Links are not resolved: Apptainer may find its own files by the path under which it is called.
     path = Path(programs[0]).absolute()
     answer = _ask(path, "--version")
     output = answer.output.strip()
@@ -131,9 +132,10 @@ def find_runtime(command: str | None = None, *, module_hint: str | None = None) 
 
 
 def setting(tool: RuntimeTool, name: str) -> str:
-    """Return the admin's value of `name` in the runtime's configuration file, or "" if it cannot be read.
+    """Return the value of the setting `name` in the runtime's configuration file, such as ``mount proc``.
 
-    An ordinary user of a setuid runtime may not ask ``config global --get``, but may read the file.
+    Return ``""`` if the file or the setting is missing. The file is read because an ordinary user may not run
+    ``config global --get`` of a setuid runtime.
     """
     build_config = _ask(tool.path, "buildcfg").output
     # "APPTAINER_CONF_FILE=/etc/apptainer/apptainer.conf"
@@ -151,7 +153,12 @@ def setting(tool: RuntimeTool, name: str) -> str:
 
 
 def runtime_if_any(command: str | None) -> RuntimeTool | None:
-    """Find a runtime as `find_runtime` does. None where there is none and nobody asked for one by name."""
+    """Find a runtime as `find_runtime` does, but return None if there is none.
+
+    Raises
+    ------
+    ToolMissing : the user asked for the runtime `command`, and it is not there.
+    """
     try:
         return find_runtime(command)
     except ToolMissing:
@@ -183,15 +190,21 @@ def run(
     log: TextIO | None = None,
     namespace: bool = False,
 ) -> Finished:
-    """Run the runtime with `arguments` in `folder`. Each line of its output goes to `on_line`.
+    """Run the runtime with `arguments`, and wait for its end.
 
-    `env` adds to this process's environment or replaces parts of it. `namespace` runs it in a user namespace
-    that ``namespace.py`` makes for root. A signal that raises (Ctrl-C) first ends the whole group of
-    processes.
+    An exception in this process, such as that of Ctrl-C, first ends the runtime and all that it has started.
+
+    Parameters
+    ----------
+    folder : its working folder; None stands for the current one.
+    env : variables to add to this process's environment, or to replace in it.
+    on_line : receives each line of its output, with secrets masked.
+    log : a file that receives the output.
+    namespace : run it in a user namespace that ``namespace.py`` makes for root.
 
     Raises
     ------
-    ToolFailed : an exit code other than 0; quotes the last lines and names the log.
+    ToolFailed : the exit code is not 0. The error quotes the last lines and names the log.
     """
     lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
 
@@ -221,20 +234,29 @@ def run(
 def _stream_output(
     path: Path, argv: Sequence[str], *, folder: Path, env: Mapping[str, str], on_line: Callable[[str], None]
 ) -> int:
-    """Run `argv`, which starts the runtime `path`, through spython, and return the exit code."""
+    """Run `argv` through spython, and return the exit code.
+
+    Parameters
+    ----------
+    path : the runtime that `argv` starts. Its folder is put on PATH, since its programs often lie there.
+    folder : the working folder.
+    env : variables to add.
+    on_line : receives each line of the output, with its line break.
+    """
     from spython.utils import stream_command
 
-    # Not the folder that tempfile remembers: within a conversion TMPDIR is the workspace, always cleaned.
+    # TMPDIR as the runtime gets it: in a conversion, this is the workspace, which is removed in any case.
+    # `tempfile` alone would use the folder that it has remembered from this process's environment.
     base = env.get("TMPDIR") or os.environ.get("TMPDIR")
     if base and not Path(base).is_dir():
         base = None
     with tempfile.TemporaryDirectory(prefix="imgkit-run-", dir=base) as scratch:
         pid_file = Path(scratch) / "pid"
-        # Programs that the runtime starts, such as mksquashfs, often lie beside it.
+        # For mksquashfs, for example, which the runtime starts.
         search_path = f"{path.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
         supervised = _supervise(argv, pid_file, folder=folder, env={"PATH": search_path, **env})
         try:
-            # The default pattern drops every line with "Progess" in it; this one matches nothing.
+            # A pattern that matches nothing: spython's default one drops every line with "Progess" in it.
             for line in stream_command(supervised, output_type="both", no_newline_regexp=r"(?!)"):
                 on_line(line)
         except subprocess.CalledProcessError as error:
@@ -254,24 +276,28 @@ def _supervise(argv: Sequence[str], pid_file: Path, *, folder: Path, env: Mappin
 
 
 def _source(module: str) -> str:
-    """Return the text of a module of this package that runs as ``python -c``."""
+    """Return the source of the file `module` of this package, to be run as ``python -c SOURCE``."""
     return importlib.resources.files(__package__).joinpath(module).read_text(encoding="utf-8")
 
 
 def _end_group(pid_file: Path) -> None:
-    """End the process group that `pid_file` names, and wait until it is gone."""
+    """End the runtime and all processes that it has started, and wait until they are gone.
+
+    They are one process group, whose number the supervisor has written to `pid_file`. They get SIGTERM first,
+    and after 3 s SIGKILL.
+    """
     try:
         group = int(pid_file.read_text())
     except (OSError, ValueError):
-        return  # the supervisor has not started it
+        return  # the supervisor has not started anything yet
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + _END_GRACE_S
         while time.monotonic() < deadline:
             with contextlib.suppress(ChildProcessError):
-                # A dead leader stays a member of its group until it is waited for.
+                # A dead process stays a member of its group until its parent, this process, waits for it.
                 os.waitpid(group, os.WNOHANG)
             try:
-                # Again and again: a process may start another one meanwhile.
+                # In a loop, since a process may start another one before the signal reaches it.
                 os.killpg(group, number)
             except ProcessLookupError:
                 return
@@ -279,7 +305,11 @@ def _end_group(pid_file: Path) -> None:
 
 
 def scratch_env(folder: Path) -> dict[str, str]:
-    """Return TMPDIR and CACHEDIR under both prefixes, with equal values, or else Apptainer 1.0 warns."""
+    """Return variables that make the runtime write its temporary files and its cache below `folder`.
+
+    Singularity and Apptainer read variables of their own. Both get the same values: Apptainer 1.0 warns if
+    ``SINGULARITY_TMPDIR`` and ``APPTAINER_TMPDIR`` differ.
+    """
     temporary = folder / "tmp"
     cache = folder / "cache"
     temporary.mkdir(exist_ok=True)
@@ -314,10 +344,11 @@ class Isolation:
 
 
 def isolation(tool: RuntimeTool) -> Isolation:
-    """Find out whether `tool` can start a container without a network for this user.
+    """Find out whether the runtime `tool` can start a container without a network for this user.
 
-    A setuid installation or the kernel may refuse it. The attempt starts an empty folder: the runtime creates
-    the namespaces, and then fails because there is no program. Only a refusal speaks of the network.
+    A setuid installation or the kernel may refuse that. To find out, an empty folder is started as a
+    container. It has no programs, so the attempt always fails, but the message speaks of the network only if
+    that is what was refused.
     """
     without_network = Isolation(network=False)
     with tempfile.TemporaryDirectory(prefix="imgkit-empty-") as empty:
@@ -329,13 +360,16 @@ def isolation(tool: RuntimeTool) -> Isolation:
 
 
 def exec_arguments(image: Path, argv: Sequence[str], isolated: Isolation) -> tuple[str, ...]:
-    """Return the arguments of the runtime that run `argv` inside `image`."""
+    """Return the arguments of the runtime that run `argv` inside `image`: ``exec OPTIONS IMAGE ARGV``."""
     return ("exec", *isolated.options, str(image.absolute()), *argv)
 
 
 @contextlib.contextmanager
 def log_file(stem: str) -> Iterator[TextIO]:
-    """Open a new log, ``$XDG_STATE_HOME/imgkit/sif/TIME-STEM-TOKEN.log``, or in tmp if HOME is not usable."""
+    """Open a new log file, ``$XDG_STATE_HOME/imgkit/sif/TIME-STEM-TOKEN.log``.
+
+    It goes to the folder for temporary files if the home folder cannot be written. Secrets are masked in it.
+    """
     time_text = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
     name = f"{time_text}-{stem}-{secrets.token_hex(4)}.log"
     try:
@@ -349,7 +383,7 @@ def log_file(stem: str) -> Iterator[TextIO]:
 
 
 class _Log(io.TextIOWrapper):
-    """A log that has stars in the place of secrets. Others may read it, and users send it on."""
+    """A text file in which secrets are replaced by stars, because users send their logs to others."""
 
     def write(self, text: str) -> int:
         return super().write(secret_patterns.mask_secrets(text))

@@ -33,11 +33,11 @@ _SPECIAL_FILES = {CHARACTER: "a device", BLOCK: "a device", FIFO: "a FIFO"}
 
 
 def write_oci_folder(image: OpenImage, job: ConversionJob) -> OciLayout:
-    """Write the layers of `image` as an OCI folder into the workspace, under its name.
+    """Write the layers of `image` as an OCI folder into the workspace, for the runtime to build from.
 
     Raises
     ------
-    CheckFailed : a layer is damaged, or a link in it leads out of the image.
+    CheckFailed : a layer is damaged, or has a link through which the runtime would write into this machine.
     """
     assert isinstance(image.files, StoredImage)  # noqa: S101 - for the type checker: it was not exported
     job.clock.stage(f"write the layers of {image.name}")
@@ -64,11 +64,11 @@ def build_arguments(tool: RuntimeTool, compression: Compression, part: Path, sou
 
 
 def run_build(job: ConversionJob, tool: RuntimeTool, name: str) -> None:
-    """Let the runtime build the part file from the OCI folder of the image `name`.
+    """Let the runtime build the .sif from the OCI folder that `write_oci_folder` wrote for the image `name`.
 
     Raises
     ------
-    ToolFailed : it failed, or made an empty image.
+    ToolFailed : the runtime failed, wrote no file, or wrote an image without programs. It exits 0 then, too.
     """
     job.clock.stage(f"build with {tool}")
     arguments = build_arguments(tool, job.compression, job.work.part, oci_address(name))
@@ -89,19 +89,23 @@ def oci_address(name: str) -> str:
 
 
 def folder_name(image: str) -> str:
-    """Return a folder name for `image`. The runtime writes it into the label that names the .sif's source."""
+    """Return a folder name for the image: ``team/torch:2.3`` -> ``team_torch_2.3``.
+
+    The runtime writes the name into a label of the .sif, as its source.
+    """
     return re.sub(r"[^A-Za-z0-9._-]+", "_", image).strip("._-")[:100] or "image"
 
 
 def refuse_links(layers: Iterable[Path], where: str) -> None:
-    """Refuse an image with files through which the runtime would write outside of it.
+    """Refuse an image with links or devices through which the runtime would write into this machine.
 
-    Only the headers of the uncompressed `layers` are read, the lowest layer first. `where` is the image's
-    name, for messages.
+    A runtime writes its own files by plain paths into the unpacked image: if ``etc`` is a link to
+    ``/home/me``, ``etc/hosts`` is written to ``/home/me/hosts``. Only the headers of the uncompressed
+    `layers`, the lowest first, are read. `where` is the image's name, for messages.
 
     Raises
     ------
-    CheckFailed : there is such a file, or a layer is no tar.
+    CheckFailed : there is such a file, or a layer is not a tar.
     """
     # The tree that the layers form together: a later layer may replace or delete a link.
     tree = LayerTree(where)
@@ -122,7 +126,10 @@ def refuse_links(layers: Iterable[Path], where: str) -> None:
 
 
 def _special_file_error(path: str, file_type: bytes, target: str, reason: str, where: str) -> CheckFailed:
-    """Return the refusal of the file `path` of an image: a device, a FIFO, or a link to `target`."""
+    """Return the error for a file of an image through which a runtime would write into this machine.
+
+    The file is a device, a FIFO, or a link to `target`. `reason` says what the runtime would do with it.
+    """
     description = _SPECIAL_FILES.get(file_type, f"a link to {target!r}")
     return CheckFailed(
         f"/{path} in the image is {description}, and {reason}",

@@ -68,7 +68,10 @@ exec "$@"
 
 
 def runtime_files(config: ImageConfig) -> tuple[ImageEntry, ...]:
-    """Return the files in `META`, folders first. They replace what the image has there."""
+    """Return the files that a runtime expects in ``/.singularity.d``, folders first.
+
+    They hold the image's variables, commands and labels, and replace what the image has at their paths.
+    """
     created_s = creation_time_s(config.created)
     scripts = {
         ENVIRONMENT: _environment(config),
@@ -90,7 +93,10 @@ def runtime_files(config: ImageConfig) -> tuple[ImageEntry, ...]:
 
 
 def mount_points(created_s: int) -> tuple[ImageEntry, ...]:
-    """Return the folders and files over which a runtime mounts. An image gets those that it lacks."""
+    """Return the folders and files over which a runtime mounts those of the host, such as ``/etc/hosts``.
+
+    An image gets those that it lacks.
+    """
     folders = [ImageEntry(names=(path,), kind=DIRECTORY, mtime_s=created_s) for path in _MOUNT_FOLDERS]
     files = [text_file(path, "", created_s) for path in _MOUNT_FILES]
     return (*folders, *files)
@@ -122,9 +128,10 @@ def skipped_variables(config: ImageConfig) -> tuple[str, ...]:
 
 
 def variables(script: str) -> dict[str, str]:
-    """Return the variables that `script`, the text of `ENVIRONMENT`, sets. imgkit or a runtime wrote it.
+    """Return the variables that a script sets: ``export A="1"`` -> ``{"A": "1"}``.
 
-    The script is not run, because a stranger's script could do anything.
+    `script` is the text of `ENVIRONMENT` in a .sif, as imgkit or a runtime writes it. It is only parsed: a
+    script of unknown origin must not be run.
     """
     values = {}
     for line in script.splitlines():
@@ -138,7 +145,10 @@ def variables(script: str) -> dict[str, str]:
 
 
 def _strip_default(name: str, value: str) -> str:
-    """Return the default in ``"${NAME:-DEFAULT}"``, as runtimes write it. Any other value stays as it is."""
+    """Return DEFAULT of the value ``"${NAME:-DEFAULT}"``, with its quotes, as runtimes write it.
+
+    Any other value is returned unchanged.
+    """
     start = f'"${{{name}:-'
     end = '}"'
     if value.startswith(start) and value.endswith(end):
@@ -147,7 +157,10 @@ def _strip_default(name: str, value: str) -> str:
 
 
 def _can_export(name: str, value: str | None) -> bool:
-    """Return whether a shell can set the variable to this value."""
+    """Return whether a shell script can set the variable `name` to this value.
+
+    It cannot if the name has other characters than a shell allows, or the value is no text.
+    """
     text = value or ""
     if not _VARIABLE_NAME.fullmatch(name) or "\0" in text:
         return False
@@ -159,9 +172,12 @@ def _can_export(name: str, value: str | None) -> bool:
 
 
 def _environment(config: ImageConfig) -> str:
-    """Return the script that sets the image's variables, unless the user has set them already."""
+    """Return the script that sets the image's variables.
+
+    A variable that the user has set already keeps its value, except for PATH.
+    """
     lines = ["#!/bin/sh"]
-    # The last of two values counts, as in docker run; a default would keep the first one.
+    # `dict` keeps the last of two values of a name, as docker run does. In the script, the first would win.
     for name, value in dict(config.env).items():
         if not _can_export(name, value):
             continue
@@ -206,7 +222,10 @@ def _labels(config: ImageConfig) -> str:
 
 
 def _date(created: str) -> str:
-    """Return when the image was made, as the runtimes write it: minutes without a leading zero."""
+    """Return the time `created` as the runtimes write it: ``Friday_1_March_2024_12:5:0_UTC``.
+
+    Only the hour has a leading zero.
+    """
     time = datetime.datetime.fromtimestamp(creation_time_s(created), tz=datetime.timezone.utc)
     day = f"{_WEEKDAYS[time.weekday()]}_{time.day}_{_MONTHS[time.month - 1]}_{time.year}"
     return f"{day}_{time:%H}:{time.minute}:{time.second}_UTC"

@@ -45,9 +45,9 @@ ENVIRONMENT = "etc/environment"
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SUBSTITUTION = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
 _RESERVED = "ENROOT_"
-# What enroot 4.1 removes where one is at the beginning of a value and one at its end.
+# enroot 4.1 removes one of these from each end of a value that begins and ends with them.
 _REMOVED_PAIRS = ("'", '"', "\\")
-# enroot's hook mounts no GPU where the first is missing, without a word, and no CUDA where the second is.
+# Without the first, enroot's hook mounts no GPU, and does not say so; without the second, it mounts no CUDA.
 _GPUS = {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
 
 _RC = """\
@@ -67,11 +67,13 @@ exec {entrypoint}"$@"
 
 
 def enroot_files(config: ImageConfig) -> tuple[ImageEntry, ...]:
-    """Return the files in /etc that the programs read. They replace the image's own.
+    """Return the files in /etc with which enroot starts an image: variables, mounts and the start script.
+
+    They replace files of the image at the same paths.
 
     Raises
     ------
-    UsageError : the configuration has a value that they cannot hold.
+    UsageError : the image's configuration has a value that these files cannot hold, such as a line break.
     """
     created_s = creation_time_s(config.created)
     return (
@@ -83,7 +85,10 @@ def enroot_files(config: ImageConfig) -> tuple[ImageEntry, ...]:
 
 
 def mount_points(config: ImageConfig) -> tuple[ImageEntry, ...]:
-    """Return the folders and files that an image gets where it has nothing: mount points, working folder."""
+    """Return folders and empty files that an image gets if it has nothing at their paths.
+
+    They are the places where a runtime mounts something, and the image's working folder with its parents.
+    """
     created_s = creation_time_s(config.created)
     entries = {entry.name: entry for entry in runtime_files.mount_points(created_s)}
     # ch-run mounts its own over these two, and fails where there is nothing.
@@ -104,9 +109,10 @@ def skipped_variables(config: ImageConfig) -> tuple[str, ...]:
 
 
 def without_devices(entries: Iterator[ImageEntry], note: Callable[[str], None]) -> Iterator[ImageEntry]:
-    """Yield `entries` without devices, which an ordinary user cannot unpack, and without all that is in /dev.
+    """Yield `entries` without devices and without everything in /dev.
 
-    The number of devices left out outside /dev is reported to `note`.
+    enroot unpacks a .sqsh, and an ordinary user cannot make devices. A runtime mounts the host's /dev anyway.
+    `note` receives a sentence for the user if devices outside /dev were left out.
 
     Raises
     ------
@@ -141,7 +147,12 @@ def _variables(config: ImageConfig) -> dict[str, str]:
 
 
 def _environment(config: ImageConfig) -> str:
-    """Return the content of /etc/environment, one ``NAME=VALUE`` on each line."""
+    """Return the content of /etc/environment, one ``NAME=VALUE`` on each line.
+
+    Raises
+    ------
+    UsageError : the file cannot hold a value, see `_find_value_problem`.
+    """
     lines = []
     # The image's own settings for GPUs replace the defaults.
     for name, value in (_GPUS | _variables(config)).items():
@@ -152,7 +163,7 @@ def _environment(config: ImageConfig) -> str:
                 where=f"ENV {name}",
                 hint=f"change image.env.{name} of the recipe (or ENV of the image), or make a .sif of it",
             )
-        # enroot and ch-run remove a pair of quotes around a value. A value that has one gets another.
+        # enroot and ch-run remove a pair of quotes around a value, so a value in quotes gets a second pair.
         if value.startswith(_REMOVED_PAIRS):
             value = f"'{value}'"
         lines.append(f"{name}={value}\n")
@@ -181,7 +192,11 @@ def _find_text_problem(text: str) -> str:
 
 
 def _restoring_lines(config: ImageConfig) -> str:
-    """Return lines of ``rc`` that set the values from which enroot removes a pair of their own."""
+    """Return lines of the start script that restore values from which enroot has removed quotes.
+
+    enroot removes quotes twice: those that `_environment` adds, and then a pair of the value's own. So the
+    value ``'a'`` arrives as ``a``, and a line of the script sets it to ``'a'`` again.
+    """
     lines = []
     for name, value in _variables(config).items():
         bare = value.rstrip()
@@ -207,7 +222,14 @@ def _start_script(config: ImageConfig) -> str:
 
 
 def _refuse_unwritable_commands(config: ImageConfig) -> None:
-    """Raise UsageError if a script cannot hold the image's ENTRYPOINT, CMD or WORKDIR."""
+    """Refuse an image whose ENTRYPOINT, CMD or WORKDIR is no text, such as bytes that are not UTF-8.
+
+    They are written into the start script, which would start another program.
+
+    Raises
+    ------
+    UsageError : there is such a value.
+    """
     instructions = {"ENTRYPOINT": config.entrypoint, "CMD": config.cmd, "WORKDIR": (config.workdir,)}
     for instruction, arguments in instructions.items():
         for argument in arguments:
@@ -238,24 +260,25 @@ _ADD_LIBS = (
 
 
 def environment_words(first: str) -> tuple[str, ...]:
-    """Return the arguments before a command in a container of Singularity, which sets no variable of a .sqsh.
+    """Return the arguments to put before a command that Singularity runs in a .sqsh: ``sh -c SCRIPT sh``.
 
-    They set the image's variables, and find the libraries of ``--nv`` after the image's own.
+    Singularity does not know where a .sqsh keeps the image's variables. The script sets them, adds the GPU
+    libraries of ``--nv`` to LD_LIBRARY_PATH behind the image's own, and then runs the command.
 
     Parameters
     ----------
-    first : a command of sh between the two.
+    first : a command for sh to run between the two, or ``""``.
     """
     separator = "; " if first else ""
     return ("sh", "-c", f'{_READ_VARIABLES}{first}{separator}{_ADD_LIBS}exec "$@"', "sh")
 
 
 _PADDING_BYTES = 1 << 20
-"""How much behind a squashfs is looked at. Programs pad it with zeros, to 4 KiB as a rule."""
+"""How many bytes behind a squashfs are looked at. Programs pad it with zeros, usually to 4 KiB."""
 
 
 def is_sqsh(path: Path) -> bool:
-    """Return whether the file is a squashfs, by whatever program. One that cannot be read is none."""
+    """Return whether the file is a squashfs, whoever wrote it. Return False if it cannot be read."""
     try:
         with files.open_regular(path) as stream:
             return stream.read(len(image.SQUASHFS_MAGIC)) == image.SQUASHFS_MAGIC
@@ -264,11 +287,11 @@ def is_sqsh(path: Path) -> bool:
 
 
 def check_structure(path: Path) -> Superblock:
-    """Return the superblock of a .sqsh.
+    """Check that a .sqsh is complete, and return its superblock, the header of the squashfs.
 
     Raises
     ------
-    CheckFailed : it is no squashfs, or cut short, or the end of a record is missing.
+    CheckFailed : the file is not a squashfs or is cut short, or imgkit's record behind it is incomplete.
     """
     superblock = image.read_superblock(path)
     if superblock is None:
@@ -293,7 +316,7 @@ def check_structure(path: Path) -> Superblock:
 
 
 def read_record(path: Path) -> ImgkitRecord | None:
-    """Return the record of the .sqsh `path`, or None where another program wrote the file.
+    """Return imgkit's record of the .sqsh `path`, or None if another program wrote the file.
 
     Raises
     ------
@@ -362,7 +385,7 @@ class Sqsh(Format):
         return without_devices(entries, note)
 
     def complete(self, part: Path, config: ImageConfig) -> None:
-        """Check the squashfs. Nothing is around it."""
+        """Check the squashfs. A .sqsh has no headers to write around it."""
         check_structure(part)
 
     def put_record(self, part: Path, record: ImgkitRecord, advance: Advance) -> tuple[ImgkitRecord, str]:
@@ -378,7 +401,10 @@ class Sqsh(Format):
     def intact_record(
         self, path: Path, config: ImageConfig, accepts: Callable[[ImgkitRecord], bool]
     ) -> ImgkitRecord | None:
-        """Return the record if `accepts` takes it and no byte of the file has changed."""
+        """Return the record of the .sqsh `path` if the file can stay as it is, else None.
+
+        It can if `accepts` is true for its record, and no byte differs from the recorded digests.
+        """
         if not is_sqsh(path):
             return None
         try:

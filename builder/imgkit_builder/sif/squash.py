@@ -54,7 +54,7 @@ _MAX_TIME_S = (1 << 32) - 1  # a squashfs has 32 bits for it
 # Characters that a pseudo file needs escaped in a name.
 _PSEUDO_SPECIAL = re.compile(rb'[\s\\"#]')
 _DEVICES = {tar_read.CHARACTER: "c", tar_read.BLOCK: "b"}
-# An attribute that no squashfs holds, as access lists are.
+# mksquashfs prints this for an extended attribute that no squashfs can hold, such as an access list.
 _HARMLESS = re.compile(r"Unrecognised (tar )?xattr prefix ")
 
 _OFFSET = struct.Struct("<Q")
@@ -91,7 +91,7 @@ class SquashTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Squasher(abc.ABC):
-    """A mksquashfs."""
+    """A program mksquashfs of this machine, and how a squashfs is written with it."""
 
     program: Path
     note: str = ""
@@ -132,17 +132,17 @@ class Squasher(abc.ABC):
 
 
 def choose() -> Squasher:
-    """Return the best mksquashfs that works on this machine.
+    """Return the best mksquashfs of this machine: one that reads a tar, or else an old one.
 
     Raises
     ------
-    ToolMissing : none does.
+    ToolMissing : there is none, or none that can store the owners of files.
     """
     tar_reader = mksquashfs.find_tar_reader()
     if tar_reader is not None:
         return TarMksquashfs(program=tar_reader)
     obstacle = mksquashfs.describe_obstacle()
-    # Without a pseudo file, an ordinary user's squashfs would have no other owner.
+    # A pseudo file (-pf) lists owners. Without it, all files of the squashfs would belong to this user.
     for program in mksquashfs.find_programs():
         if mksquashfs.has_option(program, r"-pf\b"):
             note = f"the files are written to disk once, and squashed from there (slower): {obstacle}"
@@ -161,12 +161,13 @@ def write(
 ) -> None:
     """Write `entries` as a squashfs to byte `offset` of `path`, by `squasher`.
 
+    Afterwards the names in the squashfs are counted, since mksquashfs 4.5.1 loses files and still exits 0.
     `created` is the time of the squashfs and its root folder, in RFC 3339. An empty text means 1970.
 
     Raises
     ------
-    ToolFailed : it failed or printed something unexpected.
-    CheckFailed : the squashfs has other names than it should have.
+    ToolFailed : mksquashfs failed or printed something unexpected.
+    CheckFailed : the squashfs has more or fewer names than were sent.
     """
     created_s = creation_time_s(created)
     target = SquashTarget(
@@ -176,7 +177,7 @@ def write(
         compression=job.compression,
         folder=job.work.folder,
     )
-    # A counter that entries advance as they pass: its next number is how many names were sent.
+    # `strip_attributes` draws a number for each name that it passes on, so that the next number is the count.
     counter = itertools.count()
     squasher.write(strip_attributes(entries, counter, job.clock.note), target, job)
     sent_count = next(counter)
@@ -194,9 +195,12 @@ def write(
 def strip_attributes(
     entries: Iterator[ImageEntry], counter: Iterator[int], note: Callable[[str], None]
 ) -> Iterator[ImageEntry]:
-    """Yield `entries` without extended attributes other than capabilities.
+    """Yield `entries` without extended attributes other than file capabilities.
 
-    `counter` advances by one for each name of an entry. `note` receives a sentence about what was stripped.
+    Parameters
+    ----------
+    counter : is advanced by one for each name of an entry, so that the caller knows how many there were.
+    note : receives a sentence for the user at the end, if something was stripped.
     """
     stripped_count = 0
     for entry in entries:
@@ -206,7 +210,7 @@ def strip_attributes(
             yield entry
             continue
         stripped_count += 1
-        # Engines export no other attribute, and two sources of one image must give the same tree.
+        # Engines export capabilities only, and an image must give the same files from an engine and a tar.
         capability = {name: value for name, value in entry.xattrs.items() if name == CAPABILITY}
         yield entry.changed(xattrs=capability)
     if stripped_count:
@@ -229,7 +233,7 @@ class TarMksquashfs(Squasher):
         return argv
 
     def write(self, entries: Iterator[ImageEntry], target: SquashTarget, job: ConversionJob) -> None:
-        """Feed it a tar."""
+        """Pass `entries` to the program as a tar, through its standard input."""
         argv = self.argv(target)
         job.log.write(f"$ ... | {' '.join(argv)}\n")
         with running(argv, job) as sink:
@@ -237,7 +241,10 @@ class TarMksquashfs(Squasher):
 
 
 def write_tar(entries: Iterator[ImageEntry], sink: IO[bytes]) -> None:
-    """Write `entries` to `sink` as a tar that mksquashfs reads without a loss."""
+    """Write `entries` to `sink` as a tar.
+
+    Hard links come directly behind their file: mksquashfs 4.5.1 loses one that comes before it.
+    """
     for entry in entries:
         sink.write(entry.header or _tar_header(entry))
         if entry.size_bytes:
@@ -245,7 +252,6 @@ def write_tar(entries: Iterator[ImageEntry], sink: IO[bytes]) -> None:
                 sink.write(piece)
             # A tar consists of blocks: zeros fill the last one of a file.
             sink.write(tar_write.padding(entry.size_bytes))
-        # Directly behind the file: mksquashfs 4.5.1 loses a hard link that comes before its target.
         for name in entry.names[1:]:
             sink.write(tar_write.header(name, HARD_LINK, link=entry.name))
     sink.write(tar_write.END)
@@ -274,7 +280,7 @@ class OldMksquashfs(Squasher):
     disk_share = 1 + PACKED_SHARE
 
     def argv(self, target: SquashTarget) -> list[str]:
-        """Return the program and its arguments, which pack the unpacked files."""
+        """Return the command that packs the unpacked files in ``tree``, with owners from a pseudo file."""
         tree = target.folder / "tree"
         output = target.folder / "root.sqfs"
         owners = target.folder / "owners"
@@ -282,7 +288,10 @@ class OldMksquashfs(Squasher):
         return [str(self.program), str(tree), str(output), "-pf", str(owners), *self._options(target)]
 
     def write(self, entries: Iterator[ImageEntry], target: SquashTarget, job: ConversionJob) -> None:
-        """Write the files, then squash them, then copy the squashfs."""
+        """Write the files to disk, pack them into a squashfs, and copy that into the target's file.
+
+        An old mksquashfs reads no tar, and cannot write into the middle of a file.
+        """
         tree = UnpackedTree(target.folder / "tree")
         for entry in entries:
             tree.add(entry)
@@ -297,7 +306,7 @@ class OldMksquashfs(Squasher):
         # Its standard output is a table of what it wrote.
         with running(argv, job, only_errors=True):
             pass
-        # The files go before the squashfs is copied: both and the copy may not fit on the disk.
+        # Removed before the squashfs is copied: files, squashfs and copy may not fit on the disk together.
         remove_tree(tree.root)
         _move_into(target.folder / "root.sqfs", target)
 
@@ -314,7 +323,10 @@ def _move_into(squashfs: Path, target: SquashTarget) -> None:
 
 
 class UnpackedTree:
-    """Files of an image on disk, all of this user's, and what a pseudo file says about them.
+    """The files of an image on disk for an old mksquashfs, and the lines of its pseudo file.
+
+    An ordinary user cannot give files away or make devices. So all files belong to this user, and the pseudo
+    file tells mksquashfs their true owners and modes, and the devices to add.
 
     Raises
     ------
@@ -325,7 +337,7 @@ class UnpackedTree:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.attributes = 0
-        """Number of files that have an extended attribute of theirs."""
+        """Number of extended attributes that were set on files."""
         self._folder_times: dict[str, int] = {"": 0}
         self._lines: dict[str, str] = {}
         """The line of each name in the pseudo file, without the name. A folder comes before what is in it.
@@ -338,7 +350,13 @@ class UnpackedTree:
         self._is_labelled = bool(_attributes(root))
 
     def add(self, entry: ImageEntry) -> None:
-        """Write the entry, and a hard link for each of its further names."""
+        """Write the entry to disk, and a hard link for each of its further names.
+
+        Raises
+        ------
+        CheckFailed : the entry comes twice, or before its folder.
+        ToolFailed : it cannot be written.
+        """
         for name in entry.names:
             self._refuse_name(name)
             try:
@@ -358,9 +376,13 @@ class UnpackedTree:
                 ) from error
 
     def _refuse_name(self, name: str) -> None:
-        """Raise an error for a name that is not new, whose folder is missing, or that has a line break."""
+        """Raise an error for a name that cannot be written safely or stored.
+
+        A repeated name, ``..``, or a name whose folder was not made here could lead out of the tree through a
+        link of the archive. A line break would end the name's line in the pseudo file.
+        """
         folder, _, base_name = name.rpartition("/")
-        # Whatever an archive says, nothing is written outside of the tree.
+        # Only folders made here count, and a link is none of them.
         is_inside = folder in self._folder_times and not name.startswith("/")
         if not is_inside or base_name in ("", ".", "..") or name in self._folder_times:
             raise CheckFailed(f"{name!r} comes twice, or before its folder", where="the merged layers")
@@ -371,9 +393,9 @@ class UnpackedTree:
             )
 
     def _create(self, entry: ImageEntry) -> None:
-        """Write the file, folder, link or FIFO.
+        """Write the file, folder, link or FIFO to disk, and note its line of the pseudo file.
 
-        A device gets only a line: an ordinary user cannot make one.
+        A device is not written, since an ordinary user cannot make one: its line makes mksquashfs add it.
         """
         path = self._path(entry.name)
         kind = entry.kind
@@ -385,7 +407,7 @@ class UnpackedTree:
             with os.fdopen(os.open(path, flags, 0o600), "wb") as stream:  # noqa: TID251 - see `flags`
                 stream.writelines(entry.content)
         elif kind == DIRECTORY:
-            # Private until it is packed: the files are this user's now, with modes of the image's own users.
+            # Private until it is packed: nobody else may run or change the image's files meanwhile.
             path.mkdir(mode=0o700)
             self._folder_times[entry.name] = time_s
         elif kind == SYMLINK:
@@ -406,7 +428,10 @@ class UnpackedTree:
         self._lines[entry.name] = sys.intern(f"m {mode:o} {entry.uid} {entry.gid}")
 
     def _link(self, name: str, target: str) -> None:
-        """Make `name` a hard link to `target`, which has been written before."""
+        """Make `name` a hard link to `target`, which must have been written before and be no folder.
+
+        A second name of a device gets only its line in the pseudo file.
+        """
         line = self._lines.get(target)
         if line is None or target in self._folder_times:
             raise CheckFailed(f"{name!r} is a hard link to {target!r}", where="the merged layers")
@@ -416,7 +441,10 @@ class UnpackedTree:
         self._lines[name] = line
 
     def _set_attributes(self, entry: ImageEntry, path: Path) -> None:
-        """Set the extended attributes that this user may set, and count the others."""
+        """Set the extended attributes that this user may set, and count the others as lost.
+
+        On a file system that labels every file, as SELinux does, mksquashfs must store none, so all are lost.
+        """
         for name, value in entry.xattrs.items():
             try:
                 os.setxattr(path, name, value, follow_symlinks=False)
@@ -429,7 +457,7 @@ class UnpackedTree:
                 self._lost_attributes += 1
 
     def finish(self, created_s: int) -> None:
-        """Set the times of the folders, which every file in them has changed."""
+        """Set the times of the folders at the end, since each new file changes the time of its folder."""
         self._folder_times[""] = created_s
         for name, time_s in self._folder_times.items():
             os.utime(self._path(name), (time_s, time_s))
@@ -442,7 +470,7 @@ class UnpackedTree:
             yield _PSEUDO_SPECIAL.sub(rb"\\\g<0>", _raw(name)) + f" {line}\n".encode()
 
     def losses(self) -> Iterator[str]:
-        """Yield what the squashfs will lack, for people."""
+        """Yield a sentence for the user on each thing of the image that the squashfs will not have."""
         if self._lost_attributes:
             yield f"{self._lost_attributes} extended attributes are left out, which this user cannot set here"
         device_count = sum(_is_device(line) for line in self._lines.values())
@@ -471,17 +499,23 @@ def _raw(text: str) -> bytes:
 
 @contextlib.contextmanager
 def running(argv: Sequence[str], job: ConversionJob, *, only_errors: bool = False) -> Iterator[IO[bytes]]:
-    """Run mksquashfs with its standard input open. At the end of the block, it has succeeded or was killed.
+    """Run mksquashfs, and yield its standard input, into which the block may write a tar.
 
-    It ends with imgkit, however that ends: left alone, it would write gigabytes that nobody uses.
-    A line that is not known to be harmless is a failure: mksquashfs prints one for a file that it leaves
-    out, and exits 0. With `only_errors`, the lines of its standard output do not count.
+    At the end of the block, the program has succeeded; if the block raises, it is killed. It also ends when
+    imgkit is killed: left alone, it would write gigabytes that nobody uses. Every line that it prints counts
+    as a failure unless it is known to be harmless, since mksquashfs only prints a line for a file that it
+    leaves out, and exits 0.
+
+    Parameters
+    ----------
+    argv : the program and its arguments.
+    only_errors : ignore its standard output, where an old version prints a table of what it wrote.
 
     Raises
     ------
-    ToolFailed : it failed.
+    ToolFailed : mksquashfs failed, or printed such a line.
     """
-    # It refuses -mkfs-time beside this variable.
+    # mksquashfs refuses the option -mkfs-time if this variable is set.
     env = {name: value for name, value in os.environ.items() if name != "SOURCE_DATE_EPOCH"}
     with tempfile.TemporaryFile() as messages:
         process = subprocess.Popen(
@@ -491,11 +525,12 @@ def running(argv: Sequence[str], job: ConversionJob, *, only_errors: bool = Fals
             stderr=messages,
             bufsize=_PIPE_BYTES,
             env=env,
-            # Ctrl-C is for imgkit, which then ends the program and removes its file.
+            # So that Ctrl-C reaches imgkit alone, which then kills the program and removes its file.
             start_new_session=True,
         )
         assert process.stdin is not None  # noqa: S101 - for the type checker: stdin=PIPE
-        with contextlib.suppress(OSError, AttributeError):  # an unprivileged user's limit; not Linux
+        # A larger pipe is faster. It may exceed the user's limit, or the system may not be Linux.
+        with contextlib.suppress(OSError, AttributeError):
             fcntl.fcntl(process.stdin, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         is_pipe_broken = False
         try:
@@ -509,7 +544,7 @@ def running(argv: Sequence[str], job: ConversionJob, *, only_errors: bool = Fals
         except BaseException:
             process.kill()
             process.wait()
-            # Closing would try to write the rest of its buffer.
+            # `close` writes what is left in its buffer, and the program is no longer there to read it.
             with contextlib.suppress(OSError):
                 process.stdin.close()
             raise
@@ -522,7 +557,6 @@ def running(argv: Sequence[str], job: ConversionJob, *, only_errors: bool = Fals
         if not _HARMLESS.match(line):
             is_harmless = False
     has_failed = code != 0 or is_pipe_broken
-    # An exit code of 0 says little: it prints a line for a file that it leaves out, and goes on.
     if is_harmless and not has_failed:
         return
     job.log.flush()  # the message below names the log
@@ -539,18 +573,21 @@ def running(argv: Sequence[str], job: ConversionJob, *, only_errors: bool = Fals
 
 
 def _count_names(path: Path, offset: int) -> int:
-    """Return the number of names in the squashfs at byte `offset`, without the root.
+    """Return the number of names in the squashfs at byte `offset` of `path`, the root folder not counted.
+
+    They are read from its table of folders, which holds one list of names per folder.
 
     Raises
     ------
-    CheckFailed : the table of folders is compressed or damaged.
+    CheckFailed : the table is compressed or damaged.
     """
     name_count = 0
     position = 0
     try:
         with files.open_regular(path) as stream:
             table = b"".join(_read_folder_table(stream, offset))
-        # Lists of names follow each other. Each has a header, then an entry and a name for each file.
+        # Each list is a header, then an entry and a name for each file. The format stores counts and lengths
+        # minus 1.
         while position < len(table):
             count_less_one, _, _ = _LIST_HEADER.unpack_from(table, position)
             position += _LIST_HEADER.size
@@ -565,7 +602,9 @@ def _count_names(path: Path, offset: int) -> int:
 
 
 def _read_folder_table(stream: BinaryIO, offset: int) -> Iterator[bytes]:
-    """Yield the blocks of the table of folders in the squashfs at byte `offset`.
+    """Yield the blocks of the table of folders in the squashfs at byte `offset` of the file.
+
+    The table ends where the next one begins.
 
     Raises
     ------
@@ -583,7 +622,11 @@ def _read_folder_table(stream: BinaryIO, offset: int) -> Iterator[bytes]:
 
 
 def _table_after_folders(superblock: Superblock) -> int:
-    """Return the offset of the index of the next table. The index begins with the offset of that table."""
+    """Return the offset of the index of the table behind the table of folders.
+
+    The first number in that index is where its table begins, and so where the table of folders ends. A
+    squashfs may lack the tables of fragments and exports.
+    """
     if superblock.fragments:
         return superblock.fragment_table
     if superblock.export_table != _ABSENT:
@@ -598,7 +641,12 @@ def _unpack(stream: BinaryIO, form: struct.Struct, position: int) -> tuple[Any, 
 
 
 def _read_metadata_block(stream: BinaryIO, position: int) -> bytes:
-    """Return the content of an uncompressed metadata block. Raise ValueError if it is compressed."""
+    """Return the content of the metadata block at byte `position`.
+
+    Raises
+    ------
+    ValueError : the block is compressed or cut short.
+    """
     (header,) = _unpack(stream, _BLOCK_HEADER, position)
     size = header & (_PLAIN - 1)
     data = stream.read(size)
@@ -608,15 +656,17 @@ def _read_metadata_block(stream: BinaryIO, position: int) -> bytes:
 
 
 def set_root(path: Path, mtime_s: int, *, offset: int) -> bool:
-    """Set the time of the squashfs at byte `offset` of `path`, and time and owner (root) of its root folder.
+    """Give the root folder of a squashfs to root, and set its time and that of the squashfs to `mtime_s`.
 
-    Return False, and leave the folder alone, if its inode is compressed.
+    The squashfs begins at byte `offset` of the file `path`, which is changed in place. Return False, and
+    leave the folder alone, if its inode is compressed.
 
     Notes
     -----
-    ``mksquashfs -tar`` of 4.5.1 gives the root the current time and the calling user, and ignores
-    ``-root-time`` and ``-root-uid``. SOURCE_DATE_EPOCH would also lower the time of every newer file.
-    ``-noI`` stores inodes and owners as they are. mksquashfs 4.3 has no ``-mkfs-time``.
+    ``mksquashfs -tar`` of 4.5.1 gives the root folder the current time and the calling user, and ignores
+    ``-root-time`` and ``-root-uid``: two users would get two different files. The variable SOURCE_DATE_EPOCH
+    is no way out, as it would also lower the time of every newer file. The option ``-noI`` keeps inodes and
+    owners uncompressed, so that they can be changed here.
     """
     raw_time = struct.pack("<I", mtime_s)
     with files.open_own(path, os.O_RDWR, "r+b") as stream:
@@ -629,7 +679,10 @@ def set_root(path: Path, mtime_s: int, *, offset: int) -> bool:
         inode_start = superblock.root_inode & 0xFFFF
 
         def inode_byte(field_offset: int) -> int:
-            """Return where a byte of the inode is in the file. The inode may end in the next block."""
+            """Return the position in the file of byte `field_offset` of the inode.
+
+            An inode may begin in one block of 8 KiB and end in the next, behind that block's header.
+            """
             block_number, block_offset = divmod(inode_start + field_offset, _METADATA_BYTES)
             block = first_block + block_number * (_BLOCK_HEADER.size + _METADATA_BYTES)
             return block + _BLOCK_HEADER.size + block_offset
@@ -643,7 +696,7 @@ def set_root(path: Path, mtime_s: int, *, offset: int) -> bool:
         if root_owner is not None:
             changes[_INODE_OWNERS] = struct.pack("<HH", root_owner, root_owner)
         for field_offset, data in changes.items():
-            # Byte by byte: the header of the next block may lie between two of them.
+            # Byte by byte, because the header of the next block may lie between two bytes of a field.
             for number, byte in enumerate(data):
                 stream.seek(inode_byte(field_offset + number))
                 stream.write(bytes([byte]))
@@ -651,7 +704,10 @@ def set_root(path: Path, mtime_s: int, *, offset: int) -> bool:
 
 
 def _index_of_root(stream: BinaryIO, superblock: Superblock, offset: int) -> int | None:
-    """Return the index of root in the table of owners. None if it is absent or the table is compressed."""
+    """Return the position of uid 0 in the table of owners. An inode states this position, not the uid.
+
+    Return None if no file belongs to root, or if the table is compressed.
+    """
     try:
         (block,) = _unpack(stream, _OFFSET, offset + superblock.owner_table)
         data = _read_metadata_block(stream, offset + block)

@@ -46,11 +46,13 @@ class Squashfs:
     offset: int = 0
 
     def list_files(self, *patterns: str) -> Iterator[ListedFile]:
-        """Yield the files that match a pattern of the shell, and those below. Without patterns, yield all.
+        """Yield the files that match one of `patterns`, such as ``opt/*.json``, and the files below them.
+
+        Without patterns, yield all files.
 
         Raises
         ------
-        ToolMissing : as of `read`.
+        ToolMissing : as in `read`.
         ToolFailed : the squashfs is damaged.
         """
         output = process.filter_through(self._argv("-lln", "-dest", "", str(self.path), *patterns), ())
@@ -62,14 +64,16 @@ class Squashfs:
             yield ListedFile(path=path, mode=mode, uid=int(uid), gid=int(gid), size=size.replace(" ", ""))
 
     def read(self, names: Iterable[str]) -> dict[str, bytes]:
-        """Return the content of the regular files `names`. Files that are absent or too large are left out.
+        """Return the content of the regular files `names`, by name.
+
+        Files that are absent, or larger than `MOST_BYTES`, are left out.
 
         Raises
         ------
         CheckFailed : the squashfs is damaged.
         ToolMissing : there is no unsquashfs, or it cannot unpack this compression.
         """
-        # The list of patterns has one on each line.
+        # The file with patterns has one pattern per line, so it cannot hold such names.
         names = [name for name in names if "\n" not in name]
         patterns = [_WILDCARD.sub(r"\\\g<0>", name) + "\n" for name in names]
         contents = {}
@@ -86,17 +90,19 @@ class Squashfs:
         return contents
 
     def unpack(self, folder: Path, *options: str) -> None:
-        """Write the files that `options` name to `folder`, or all files. They will belong to this user.
+        """Unpack files to `folder`: those that `options` of unsquashfs select, or else all.
+
+        The unpacked files belong to this user. Devices are left out, since only root can make them.
 
         Raises
         ------
-        CheckFailed, ToolMissing : as of `read`.
+        CheckFailed, ToolMissing : as in `read`.
         """
         argv = self._argv("-force", "-no-xattrs", "-dest", str(folder), *options, str(self.path))
         result = process.run(argv, check=False)
         if "unsupported by this version" in result.output:
             raise ToolMissing(result.tail(), where=str(self.path), hint="a newer squashfs-tools")
-        # 2: an ordinary user cannot make a device.
+        # It exits with 2 if it could not make a device.
         if result.returncode not in (0, 2):
             raise CheckFailed(
                 f"unsquashfs cannot read it: {result.tail()}", where=str(self.path), hint="copy it again"
@@ -112,7 +118,8 @@ class Squashfs:
 def _read_unpacked(root: Path, name: str) -> bytes | None:
     """Return the content of the regular file `name` below `root`, or None if it is absent or too large."""
     path = root / name
-    # An image may have a link on the way, which leads anywhere on this machine.
+    # A link in the image could lead to any file of this machine, such as a private key: nothing is read
+    # through one.
     if os.path.realpath(path) != f"{root}/{name}" or not path.is_file():
         return None
     path.chmod(0o600)  # an image has files that nobody but root may read
@@ -124,7 +131,14 @@ def _read_unpacked(root: Path, name: str) -> bytes | None:
 
 
 def _program() -> str:
-    """Return unsquashfs 4.4 or later, which can begin within a file."""
+    """Return the path of an unsquashfs 4.4 or later.
+
+    Only such a version can read a squashfs that begins in the middle of a file, as in a .sif.
+
+    Raises
+    ------
+    ToolMissing : there is none on this machine.
+    """
     names = ["unsquashfs"]
     names += [str(program.with_name("unsquashfs")) for program in mksquashfs.find_programs()]
     for name in names:
@@ -135,11 +149,13 @@ def _program() -> str:
 
 
 def open_squashfs(path: Path) -> tuple[Squashfs, ...]:
-    """Return what a runtime mounts of the .sif or .sqsh `path`: the overlays and the root, uppermost first.
+    """Return the squashfs images that a runtime mounts over each other from a .sif or .sqsh, uppermost first.
+
+    A .sqsh is one. A .sif has a root partition, and may have overlays, whose files hide those below.
 
     Raises
     ------
-    CheckFailed : it is neither, or has no root partition.
+    CheckFailed : the file is neither, or has no root partition.
     """
     if sqsh.is_sqsh(path):
         return (Squashfs(path=path),)
@@ -153,11 +169,11 @@ def read(path: Path, names: Iterable[str]) -> dict[str, bytes]:
 
     Raises
     ------
-    CheckFailed, ToolMissing : as of `Squashfs.read`.
+    CheckFailed, ToolMissing : as in `Squashfs.read`.
     """
     names = tuple(names)
     contents: dict[str, bytes] = {}
-    # From the lowest on: a file of an overlay replaces the one below it.
+    # The lowest first, so that a file of an overlay replaces the file below it.
     for squashfs in reversed(open_squashfs(path)):
         contents |= squashfs.read(names)
     return contents
@@ -166,8 +182,8 @@ def read(path: Path, names: Iterable[str]) -> dict[str, bytes]:
 def baked_facts(path: Path) -> BakedFacts:
     """Return what imgkit and pip noted in the image of a .sif or .sqsh.
 
-    The record has it if imgkit wrote the file. Otherwise the files of imgkit are read with unsquashfs, and
-    the distributions stay unknown.
+    The record at the end of the file has these facts if imgkit wrote the file. Otherwise the two files that
+    imgkit puts into images are read with unsquashfs, and the Python packages stay unknown.
 
     Raises
     ------

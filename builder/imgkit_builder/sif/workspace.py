@@ -40,7 +40,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workspace:
-    """Paths that exist inside `workspace`."""
+    """The temporary files of a conversion, which the block of `workspace` may use."""
 
     folder: Path
     """Temporary folder, also for the runtime's own temporary files."""
@@ -49,13 +49,15 @@ class Workspace:
 
 
 def tmp_base(target: Path, chosen: Path | None) -> Path:
-    """Return the folder for temporary files: `chosen`, or what a variable names, or the target's folder.
+    """Return the folder for temporary files.
 
-    It is not /tmp: on many clusters that is memory, and a conversion needs several times the image's size.
+    It is the folder `chosen` by the user, or the one that a variable such as ``TMPDIR`` names, or the folder
+    of `target`. /tmp is no default, since on many clusters it is memory, and a conversion needs several times
+    the image's size.
 
     Raises
     ------
-    UsageError : it is not a folder to which this user can write.
+    UsageError : the folder does not exist, or this user cannot write to it.
     """
     requested = chosen or _tmp_from_environment() or target.parent
     base = requested.expanduser().absolute()
@@ -79,9 +81,14 @@ def _tmp_from_environment() -> Path | None:
 
 
 def check_space(image_bytes: int, temporary_bytes: int, target: Path, base: Path) -> None:
-    """Raise CheckFailed if there is too little space to convert an image of `image_bytes` to `target`.
+    """Raise CheckFailed if there is too little disk space for a conversion, before it runs for minutes.
 
-    The conversion puts `temporary_bytes` of other files into the folder `base`.
+    Parameters
+    ----------
+    image_bytes : size of the uncompressed image. The new file is guessed to take half of it.
+    temporary_bytes : size of the temporary files.
+    target : the file to be written.
+    base : the folder for temporary files, which may be on the same disk.
     """
     packed_bytes = int(image_bytes * PACKED_SHARE)
     is_one_disk = _is_on_one_disk(base, target)
@@ -93,7 +100,7 @@ def check_space(image_bytes: int, temporary_bytes: int, target: Path, base: Path
     full_folders = [folder for folder in needed if free[folder] < needed[folder]]
     if not full_folders:
         return
-    # All options at once: with one of two alone, the next attempt would end here again.
+    # Name both options if both are needed: with one alone, the next attempt would fail here again.
     options = []
     if base in full_folders:
         options.append("--tmpdir DIR")
@@ -110,10 +117,16 @@ def check_space(image_bytes: int, temporary_bytes: int, target: Path, base: Path
 
 
 def spare_bytes(image_bytes: int, disk_share: float, target: Path, base: Path) -> int:
-    """Return what `base` has free beside the files of a conversion of an image of `image_bytes`.
+    """Return how many bytes stay free on the disk of `base` when a conversion has written all its files.
 
-    `disk_share` is the size of the temporary files per byte of the image. The target counts if it is on the
-    same disk.
+    The result is negative if the disk is too small.
+
+    Parameters
+    ----------
+    image_bytes : size of the uncompressed image.
+    disk_share : size of the temporary files per byte of the image.
+    target : the file to be written. It counts only if it is on the same disk.
+    base : the folder for temporary files.
     """
     if _is_on_one_disk(base, target):
         disk_share += PACKED_SHARE
@@ -126,12 +139,15 @@ def _is_on_one_disk(base: Path, target: Path) -> bool:
 
 @contextlib.contextmanager
 def workspace(target: Path, base: Path) -> Iterator[Workspace]:
-    """Lock `target`, remove what a killed run of it left, and yield a fresh workspace.
+    """Yield temporary files for writing `target`, and remove them at the end of the block.
+
+    The target is locked meanwhile, so that no other run writes it. What a killed run for the same target has
+    left is removed first.
 
     Raises
     ------
     UsageError : another process is writing `target`, or its folder is not writable.
-    ToolFailed : the disk of the target or of `base` is full.
+    ToolFailed : (at the end of the block) the disk of the target or of `base` was full.
     """
     part = files.temporary_name(target)
     folder = base / f"{_folder_prefix(target)}{secrets.token_hex(4)}"
@@ -148,9 +164,9 @@ def workspace(target: Path, base: Path) -> Iterator[Workspace]:
 
 @contextlib.contextmanager
 def scratch(beside: Path) -> Iterator[Path]:
-    """Yield a new temporary folder, and remove it at the end.
+    """Yield a new temporary folder, and remove it at the end of the block.
 
-    It is where `tmp_base` says for a file `beside`.
+    It lies in the folder that a variable such as ``TMPDIR`` names, or else next to the file `beside`.
     """
     folder = Path(tempfile.mkdtemp(prefix=files.TEMPORARY, dir=tmp_base(beside, None)))
     try:
@@ -160,9 +176,12 @@ def scratch(beside: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(target: Path) -> None:
-    """Remove what a killed run of `target` left, unless another run uses it."""
+    """Remove the temporary files that a killed run for `target` has left.
+
+    The files of a run that still writes `target` are left alone.
+    """
     if _lock_path(target).exists():
-        # Taking the lock removes it. A UsageError says that another run holds the lock.
+        # `_locked` removes the files when it has the lock. A UsageError says that another run holds it.
         with contextlib.suppress(UsageError), _locked(target, None):
             pass
 
@@ -179,9 +198,9 @@ def _lock_path(target: Path) -> Path:
 
 @contextlib.contextmanager
 def _explain_full_disk(target: Path, base: Path) -> Iterator[None]:
-    """Turn the errors of a full disk into one that names the disk and the option for another.
+    """Turn an error of the block that a full disk has caused into one that names the disk and an option.
 
-    mksquashfs or the runtime may have met it, and reports it in its last lines.
+    The error may be this process's own, or that of mksquashfs or a runtime, which say so in their last lines.
     """
     try:
         yield
@@ -196,10 +215,13 @@ def _explain_full_disk(target: Path, base: Path) -> Iterator[None]:
 
 
 def _disk_full_error(target: Path, base: Path, message: str, details: str) -> ToolFailed:
-    """Return the error that names the full disk, and the option for another. `details` end the hint."""
+    """Return the error that names the full disk, with the option that chooses another disk.
+
+    `message` is the error of the system or program, and `details`, such as its last lines, end the hint.
+    """
     folder = files.fullest_folder(target.parent, base)
     if _is_on_one_disk(base, target):
-        option = "-o FILE, and --tmpdir DIR,"  # it fills again after either alone
+        option = "-o FILE, and --tmpdir DIR,"  # with one of them alone, the disk would be full again
     elif folder == base:
         option = "--tmpdir DIR"
     else:
@@ -212,9 +234,14 @@ def _disk_full_error(target: Path, base: Path, message: str, details: str) -> To
 
 @contextlib.contextmanager
 def _locked(target: Path, folder: Path | None) -> Iterator[None]:
-    """Hold the lock of `target`, and remove what a killed run of it has left.
+    """Hold the lock of `target` during the block, and first remove what a killed run for it has left.
 
-    The lock names this process and its temporary `folder`, if any.
+    The lock is a file beside the target. It states this process and its temporary `folder`, so that the next
+    run finds the folder if this one is killed. `folder` is None if the block makes none.
+
+    Raises
+    ------
+    UsageError : another process holds the lock, or the lock file cannot be written.
     """
     path = _lock_path(target)
     descriptor = _open_lock(path, target)
@@ -228,7 +255,7 @@ def _locked(target: Path, folder: Path | None) -> Iterator[None]:
             os.pwrite(descriptor, json.dumps(holder).encode(), 0)
             yield
         finally:
-            # Where the folder could not be removed, the next run finds its name in the lock.
+            # If the folder could not be removed, the lock file stays, and tells the next run its name.
             if folder is None or not folder.exists():
                 path.unlink(missing_ok=True)
     finally:
@@ -236,9 +263,14 @@ def _locked(target: Path, folder: Path | None) -> Iterator[None]:
 
 
 def _open_lock(path: Path, target: Path) -> int:
-    """Open or create the lock file `path` of `target`, and return its descriptor."""
+    """Open or create the lock file `path` of `target`, and return its descriptor.
+
+    Raises
+    ------
+    UsageError : this user cannot write to the folder.
+    """
     try:
-        # It must not be a hard link to another file, since its content is replaced.
+        # `open_own` refuses a hard link to another file, whose content would be replaced.
         with files.open_own(path, os.O_RDWR | os.O_CREAT) as stream:
             return os.dup(stream.fileno())
     except OSError as error:
@@ -252,7 +284,12 @@ def _open_lock(path: Path, target: Path) -> int:
 def _take_lock(descriptor: int, path: Path, target: Path) -> bool:
     """Take the lock of `target`, whose file `path` is open as `descriptor`.
 
-    Return False if the file system has no locks. Then nothing is known to be stale.
+    Return False if the file system has no locks. Then nobody can tell whether the files of another run are
+    left from a killed one, so they must stay.
+
+    Raises
+    ------
+    UsageError : another process holds the lock.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -282,7 +319,10 @@ def _is_open_file(descriptor: int, path: Path) -> bool:
 
 
 def _read_holder(descriptor: int) -> dict[str, Any]:
-    """Return what the process that wrote the lock says about itself, or nothing if that cannot be read."""
+    """Return the content of a lock file: ``{"pid": 17, "host": "login1", "folder": "/tmp/.imgkit-sif..."}``.
+
+    The result is empty if the file cannot be parsed.
+    """
     try:
         values = json_text.parse(os.pread(descriptor, 1 << 16, 0))
     except ValueError:
@@ -293,9 +333,10 @@ def _read_holder(descriptor: int) -> dict[str, Any]:
 
 
 def _remove_stale(target: Path, holder: dict[str, Any]) -> None:
-    """Remove the files of a killed run for `target`, whose lock says `holder`.
+    """Remove the temporary files of a killed run for `target`.
 
-    Anybody may have written the lock: only a folder of our own with a name of ours is removed.
+    `holder` is the content of its lock file. Anybody may have written that, so the folder it names is removed
+    only if it belongs to this user and has a name that imgkit gives to such folders.
     """
     for part in files.temporary_files(target):
         if _is_ours(part, stat.S_ISREG):
@@ -307,7 +348,10 @@ def _remove_stale(target: Path, holder: dict[str, Any]) -> None:
 
 
 def _is_ours(path: Path, is_kind: Callable[[int], bool]) -> bool:
-    """Return whether `path` is this user's and `is_kind`, such as ``stat.S_ISDIR``, accepts its mode."""
+    """Return whether `path` belongs to this user and `is_kind`, such as ``stat.S_ISDIR``, accepts its mode.
+
+    Links are not followed. Return False if `path` does not exist.
+    """
     try:
         status = path.lstat()
     except OSError:
@@ -316,10 +360,10 @@ def _is_ours(path: Path, is_kind: Callable[[int], bool]) -> bool:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove `folder`, even with folders in it that deny access. Images have such folders."""
+    """Remove `folder` and all that is in it. Images have folders that deny access even to their owner."""
 
     def open_and_retry(function: Callable[..., Any], path: str, _: object) -> None:
-        """Remove `path` after its mode and that of its folder have been changed."""
+        """Remove `path`, which `shutil.rmtree` could not, after allowing access to it and its folder."""
         with contextlib.suppress(OSError):
             Path(path).parent.chmod(0o700)
             if Path(path).is_dir() and not Path(path).is_symlink():
