@@ -462,7 +462,8 @@ SPARED = ("dist-run", *ONE, "--lost-after", "4", "--grace", "20")
 STUB = """
 import os, socket, time
 attempt = os.environ["IMGKIT_ATTEMPT"]
-print("attempt", attempt, "rank", os.environ["RANK"], socket.gethostname(), flush=True)
+# One text: torchrun may read between the writes of a line, and puts its prefix there.
+print(f"attempt {attempt} rank {os.environ['RANK']} {socket.gethostname()}", flush=True)
 while attempt == "1" or not os.path.exists("go"):
     time.sleep(0.1)
 """
