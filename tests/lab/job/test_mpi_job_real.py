@@ -23,7 +23,7 @@ pytestmark = [*cluster_marks, pytest.mark.xdist_group("mpi")]
 
 STUB = """
 import os, time
-print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "works", flush=True)
+print(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} works", flush=True)
 time.sleep(600)
 """
 """A stub of a training: without torch it starts in a second less."""

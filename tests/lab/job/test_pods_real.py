@@ -25,13 +25,13 @@ SAY_WORLD = """
 import os, time, torch, torch.distributed as dist
 from pathlib import Path
 dist.init_process_group("gloo")
-print("world", dist.get_world_size(), flush=True)
+print(f"world {dist.get_world_size()}", flush=True)
 asked = torch.zeros(1)
 while not asked.item():
     time.sleep(0.1)
     asked.fill_(Path(os.environ["END"]).exists())
     dist.all_reduce(asked, dist.ReduceOp.MAX)
-print("ended with", dist.get_world_size(), flush=True)
+print(f"ended with {dist.get_world_size()}", flush=True)
 dist.destroy_process_group()
 """
 

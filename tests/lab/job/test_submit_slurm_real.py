@@ -332,10 +332,10 @@ torch.distributed.init_process_group("gloo")
 with Run.start() as run:
     run.track(model=torch.nn.Linear(1, 1))
     run.restore()
-    print("starts at", run.step, flush=True)
+    print(f"starts at {run.step}", flush=True)
     for _ in run.steps(range(200)):
         time.sleep(0.05)
-print("finished at", run.step)
+print(f"finished at {run.step}")
 """
 
 

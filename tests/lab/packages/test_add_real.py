@@ -36,7 +36,8 @@ SITE = ("-A", "bsc98", "--qos", "acc_debug", "--time", "10m", "--nodes", "2")
 ONE = ("--device", "cpu", "--nproc", "1")
 PROGRAM = """\
 import os, shutil, lib, torch
-print("rank", os.environ["RANK"], lib.__file__, lib.VALUE, shutil.which("lib-program"), flush=True)
+seen = os.environ["RANK"], lib.__file__, str(lib.VALUE), str(shutil.which("lib-program"))
+print(f"rank {' '.join(seen)}", flush=True)
 """
 LIB = "VALUE = {!r}\ndef main(): print('program', VALUE)\n"
 RECIPE = """\
