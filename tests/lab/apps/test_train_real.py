@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from labkit import ROOT, in_image
+from labkit import ROOT, Done, in_image
 from torchkit import run_script
 
 pytestmark = pytest.mark.docker
@@ -19,16 +19,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that all runs of this file write to."""
     folder = tmp_path_factory.mktemp("runs")
     shutil.copy(Path(__file__).with_name("train_plugins.py"), folder / "own.py")
-    shutil.copy(Path(__file__).with_name("train_many.py"), folder)
-    shutil.copy(ROOT / "tests/lab/saved_states.py", folder)
     shutil.copy(ROOT / "examples/own_model.py", folder)
     return folder
 
 
-def inside(standin: str, runs: Path, *args: str, stdin: str = "") -> str:
-    """What a command printed in the image, without a network; it must not fail."""
-    options = ("--volume", f"{runs}:/runs", "--workdir", "/runs")
-    result = in_image(standin, *args, options=options, stdin=stdin)
+def output_of(result: Done) -> str:
+    """What a command printed, which must not fail."""
     output = result.stdout + result.stderr
     assert result.returncode == 0, output
     return output
@@ -36,10 +32,7 @@ def inside(standin: str, runs: Path, *args: str, stdin: str = "") -> str:
 
 def many(standin: str, runs: Path, script: str) -> str:
     """Run the Python `script`, in which ``train(RANKS, "ARGS")`` is a run without a launcher."""
-    result = run_script(standin, runs, "train_many", script)
-    output = result.stdout + result.stderr
-    assert result.returncode == 0, output
-    return output
+    return output_of(run_script(standin, runs, "train_many", script))
 
 
 LAUNCHED = """
@@ -50,7 +43,8 @@ code() { if ("$@"); then echo "exit code 0"; else echo "exit code $?"; fi; }
 
 def launched(standin: str, runs: Path, script: str) -> str:
     """Run the shell `script`, in which ``train`` is the whole command, with torchrun."""
-    return inside(standin, runs, "bash", "-euc", LAUNCHED + script)
+    options = ("--volume", f"{runs}:/runs", "--workdir", "/runs")
+    return output_of(in_image(standin, "bash", "-euc", LAUNCHED + script, options=options))
 
 
 @pytest.mark.parametrize("world_sizes", [(3,), pytest.param((1, 2, 4), marks=pytest.mark.soak)])

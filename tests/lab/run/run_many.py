@@ -1,7 +1,7 @@
 """Many runs of programs on `Run` from one process that has imported torch; runs in the image.
 
-Ranks are forked, with the environment that torchrun would give them, as in apps/train_many.py. Reads Python
-code in which ``start(RANKS, PROGRAM, FOLDER)`` is such a run and returns the ranks' exit codes.
+Ranks are forked, with the environment that torchrun would give them, as in apps/train_many.py. In the scripts
+of torchkit.py, ``start(RANKS, PROGRAM, FOLDER)`` is such a run and returns the ranks' exit codes.
 """
 
 from __future__ import annotations
