@@ -367,20 +367,21 @@ def compare_software(placement: Placement, nodes: Mapping[int, NodeInfo]) -> tup
         values["NCCL"][name] = node.software.nccl
         values["workers per node"][name] = str(node.nproc)
         values["GPU"][name] = node.gpu
-    image, torch, nccl, workers, gpus = map(_find_difference, values.keys(), values.values())
-    differences = list(filter(None, (image, torch, nccl)))
-    if differences:
+    differences = {label: _find_difference(label, values[label]) for label in values}
+    software = list(filter(None, (differences["image"], differences["torch"], differences["NCCL"])))
+    if software:
         raise NoPlan(
-            f"the nodes do not run the same software: {'; '.join(differences)}",
+            f"the nodes do not run the same software: {'; '.join(software)}",
             hint="start the same .sif on every node; compare: sha256sum IMAGE.sif, dist-env --json",
         )
+    workers = differences["workers per node"]
     if workers and placement.size is not None:
         raise NoPlan(
             f"the nodes differ in {workers}: an attempt without one of them would have another batch",
             where=f"--nnodes {placement.size}",
             hint="give the same --nproc to all nodes, or leave out the spares",
         )
-    return tuple(f"the nodes differ in {text}" for text in (workers, gpus) if text)
+    return tuple(f"the nodes differ in {text}" for text in (workers, differences["GPU"]) if text)
 
 
 def _find_difference(label: str, values: Mapping[str, str]) -> str:
