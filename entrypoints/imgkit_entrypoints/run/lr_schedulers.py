@@ -41,12 +41,13 @@ class SchedulerSearch:
         counts = list(map(sys.getrefcount, optimizers.values()))
         # Objects may have been tracked since the last search.
         is_known = len(counts) == len(self._reference_counts)
-        if is_known and all(map(operator.le, counts, self._reference_counts)):
-            return
-        _refuse_untracked_torch_schedulers(optimizers, objects)
-        for name, optimizer in optimizers.items():
-            if _has_foreign_scheduler(optimizer, objects):
-                raise _untracked_error(f"{name} has a learning rate scheduler that is not tracked")
+        has_more = not is_known or any(map(operator.gt, counts, self._reference_counts))
+        if has_more:
+            _refuse_untracked_torch_schedulers(optimizers, objects)
+            for name, optimizer in optimizers.items():
+                if _has_foreign_scheduler(optimizer, objects):
+                    raise _untracked_error(f"{name} has a learning rate scheduler that is not tracked")
+        # Fewer ones are kept too: a scheduler may add a reference to these.
         self._reference_counts = counts
 
 
