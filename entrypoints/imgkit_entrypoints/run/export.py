@@ -160,7 +160,6 @@ def write_safetensors(checkpoint: Checkpoint, weights: Mapping[str, str], stream
     ----------
     weights : the key in the checkpoint of each weight.
     """
-    keys: dict[str, str] = {}
     first_names: dict[str, str] = {}
     # Tied weights as safetensors.torch.save_model notes them; its load_model ties them again.
     metadata = {"format": "pt", "step": str(checkpoint.step)}
@@ -169,23 +168,23 @@ def write_safetensors(checkpoint: Checkpoint, weights: Mapping[str, str], stream
             metadata[name] = first_names[key]
         else:
             first_names[key] = name
-            keys[name] = key
+    keys = sorted(first_names, key=lambda key: first_names[key])
     # The largest elements first, so that each tensor begins at a multiple of their size.
-    names = sorted(keys)
-    names.sort(key=lambda name: checkpoint.tensors[keys[name]].dtype.itemsize, reverse=True)
+    keys.sort(key=lambda key: checkpoint.tensors[key].dtype.itemsize, reverse=True)
     header: dict[str, Any] = {"__metadata__": metadata}
     start = 0
-    for name in names:
-        shape, dtype = checkpoint.tensors[keys[name]]
+    for key in keys:
+        shape, dtype = checkpoint.tensors[key]
         end = start + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": TYPES[_type_name(dtype)], "shape": list(shape), "data_offsets": [start, end]}
+        entry = {"dtype": TYPES[_type_name(dtype)], "shape": list(shape), "data_offsets": [start, end]}
+        header[first_names[key]] = entry
         start = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the format wants the tensors at a multiple of 8 bytes
     stream.write(len(text).to_bytes(8, "little") + text)
-    for name in names:
-        key = keys[name]
-        stream.write(_tensor_bytes(checkpoint.read_tensors([key])[key]))
+    for key in keys:
+        tensors = checkpoint.read_tensors([key])
+        stream.write(_tensor_bytes(tensors[key]))
 
 
 def _tensor_bytes(tensor: Tensor) -> bytearray:

@@ -243,9 +243,8 @@ class DataPosition:
             self.loops[name] = Loop(**loop_values)
         self._pass_random = random["pass"]
         self._histories = {}
-        for name, states in random["loops"].items():
-            first_states, start_states, saved_states = states
-            self._histories[name] = _GeneratorHistory(first_states, start_states, saved_states)
+        for name, states in random["loops"].items():  # as `for_checkpoint` returned them
+            self._histories[name] = _GeneratorHistory(*states)
         random_state.restore(random["now"])
         self.repeats_epoch = values["at_start"]
         has_same_ranks = world_size == ranks.world_size

@@ -329,7 +329,7 @@ class Config:
         """Return the JSON form in the run's folder; ``--config`` reads it."""
         return json.dumps(self.values(), indent=2) + "\n"
 
-    def resumed(self, saved: Mapping[str, Any], where: Path) -> tuple[Config, list[str]]:
+    def resume(self, saved: Mapping[str, Any], where: Path) -> tuple[Config, list[str]]:
         """Return these options with the saved global batch, and one line for each changed option.
 
         For example ``lr was 0.1, now 0.05``.
@@ -343,16 +343,14 @@ class Config:
         ------
         UsageError : an option in `SAME` differs, so this would be another run. All differences are named.
         """
-        options = self.values()
+        config = self
         if self.global_batch is None:
-            options["global_batch"] = saved["global_batch"]
+            config = dataclasses.replace(self, global_batch=saved["global_batch"])
+        options = config.values()
+        changed_names = [name for name in saved if name in options and options[name] != saved[name]]
         contradictions = []
-        changes = []
-        for name in (*SAME, *REPORTED):
-            if name not in saved or options[name] == saved[name]:
-                continue
-            changes.append(f"{name} was {saved[name]}, now {options[name]}")
-            if name in SAME:
+        for name in SAME:
+            if name in changed_names:
                 contradictions.append(f"{name} is {options[name]!r}, the checkpoint has {saved[name]!r}")
         if contradictions:
             raise UsageError(
@@ -360,7 +358,11 @@ class Config:
                 where=str(where),
                 hint="give the same options to resume, or start a new run: --resume never --run-dir OTHER",
             )
-        return dataclasses.replace(self, global_batch=saved["global_batch"]), changes
+        changes = []
+        for name in REPORTED:
+            if name in changed_names:
+                changes.append(f"{name} was {saved[name]}, now {options[name]}")
+        return config, changes
 
 
 OPTIONS = (

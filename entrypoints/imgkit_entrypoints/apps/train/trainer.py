@@ -140,7 +140,8 @@ class Trainer:
             with NO_CONTEXT if micro_batch.last else self.model.no_sync():
                 losses.append(self._add_gradients(micro_batch))
         self._clock.end_step()
-        self._update_weights(sum(losses[1:], losses[0]), measured=measured)
+        loss = sum(losses[1:], start=losses[0])  # from 0, it would be one addition more
+        self._update_weights(loss, measured=measured)
         self._drop_gradients()
 
     def _add_gradients(self, micro_batch: MicroBatch) -> Tensor:
@@ -348,7 +349,8 @@ class StepSums:
         own_s = exchange.sums[-world_size:]
         if world_size == 1:
             own_s = ()
-        skipped, norm, *numbers, wait_s = (value / world_size for value in exchange.sums[:-world_size])
+        averages = [total / world_size for total in exchange.sums[:-world_size]]
+        skipped, norm, *numbers, wait_s = averages
         self.on_sums(
             LatestSteps(
                 step=exchange.step,

@@ -128,7 +128,7 @@ def test_one_file_is_imported_once(plugin_file: Path) -> None:
 def test_contradicting_run_is_refused_key_by_key() -> None:
     saved = json.loads(options.read_config(["--global-batch", "64"], {}).to_json())
     with pytest.raises(UsageError) as caught:
-        options.read_config(["--seed", "1", "--global-batch", "32"], {}).resumed(saved, Path("s"))
+        options.read_config(["--seed", "1", "--global-batch", "32"], {}).resume(saved, Path("s"))
     assert "seed is 1, the checkpoint has 0" in str(caught.value)
     assert "global_batch is 32, the checkpoint has 64" in str(caught.value)
     assert "lr" not in caught.value.what
@@ -136,7 +136,7 @@ def test_contradicting_run_is_refused_key_by_key() -> None:
 
 def test_resumed_run_keeps_the_global_batch_and_reports_changes() -> None:
     saved = json.loads(options.read_config(["--global-batch", "64"], {}).to_json())
-    config, changes = options.read_config(["--lr", "0.5", "--steps", "9"], {}).resumed(saved, Path("s"))
+    config, changes = options.read_config(["--lr", "0.5", "--steps", "9"], {}).resume(saved, Path("s"))
     assert config.global_batch == 64
     assert changes == ["lr was 0.05, now 0.5"]
 

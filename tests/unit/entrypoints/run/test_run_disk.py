@@ -1,4 +1,4 @@
-"""Checkpoints on disk: interrupted at every system call, damaged, kept and skipped."""
+"""A run's folder: checkpoints interrupted at every system call, damaged, kept and skipped; and its lock."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import errno
 import itertools
 import json
 import os
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.run import disk
 
 EFFECTS = ("mkdir", "open", "fsync", "close", "rename", "replace", "unlink", "rmdir", "listdir", "scandir")
@@ -27,16 +30,11 @@ def write(folder: Path, step: int, keep: int = 2, warn: Callable[[str], None] = 
     return disk.commit(temporary, step, rows, keep=keep, warn=warn)
 
 
-def rewrite(checkpoint: Path, **changed: object) -> None:
-    """Change values of the manifest, whose own digest stays."""
-    path = checkpoint / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
-
-
-def valid_steps(folder: Path, messages: list[str] | None = None, *, trusts_folder: bool = False) -> list[int]:
+def valid_steps(folder: Path, messages: list[str] | None = None) -> list[int]:
+    """Return the steps of the valid checkpoints, newest first; `messages` gets why others are not."""
     problems: dict[Path, str] = {}
     steps = []
-    for path, step, rows in disk.iterate_valid(folder, problems, trusts_folder=trusts_folder):
+    for path, step, rows in disk.iterate_valid(folder, problems):
         if problem := disk.find_damage(path, rows, sorted(rows)):
             problems[path] = problem
         else:
@@ -46,36 +44,36 @@ def valid_steps(folder: Path, messages: list[str] | None = None, *, trusts_folde
     return steps
 
 
-class Faulty:
-    """System calls with a fault before or after call number `at` of the writer."""
+def inject(
+    patch: pytest.MonkeyPatch, at: int, fault: Callable[[], None], *, after: bool = False
+) -> list[str]:
+    """Put a fault before or after the writer's system call number `at`; the result grows with each call."""
+    calls: list[str] = []
 
-    def __init__(self, at: int, happens: Callable[[str], None], *, after: bool = False) -> None:
-        self.at, self.happens, self.after, self.calls = at, happens, after, 0
-
-    def install(self, patch: pytest.MonkeyPatch) -> None:
-        for name in EFFECTS:
-            patch.setattr(os, name, self._faulty(name, getattr(os, name)))
-
-    def _faulty(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    def faulty(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
-            self.calls += 1
-            is_due = self.calls == self.at
-            if is_due and not self.after:
-                self.happens(name)
+            calls.append(name)
+            is_due = len(calls) == at
+            if is_due and not after:
+                fault()
             try:
                 return real(*arguments, **named)
             finally:
-                if is_due and self.after:
-                    self.happens(name)
+                if is_due and after:
+                    fault()
 
         return call
+
+    for name in EFFECTS:
+        patch.setattr(os, name, faulty(name, getattr(os, name)))
+    return calls
 
 
 def killed_at(folder: Path, step: int, call: int, *, after: bool) -> bool:
     """Write in a process that dies at system call number `call`; False if it makes fewer calls."""
     pid = os.fork()
     if pid == 0:
-        Faulty(call, lambda _: os._exit(DIES), after=after).install(pytest.MonkeyPatch())
+        inject(pytest.MonkeyPatch(), call, lambda: os._exit(DIES), after=after)
         write(folder, step)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == DIES
@@ -107,78 +105,74 @@ def test_killed_writer_leaves_old_or_new(tmp_path: Path, *, after: bool, again: 
     assert outcomes[-1] == ([2, 1] if again else [3, 2])
 
 
-def full(name: str) -> None:
+def full() -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_failed_call_keeps_the_older_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failures = 0
+    failures = []
     for call in itertools.count(1):
         folder = tmp_path / str(call)
         folder.mkdir()
         write(folder, 1)
-        faulty = Faulty(call, full)
+        expected = [[2, 1]]
         with monkeypatch.context() as patch:
-            faulty.install(patch)
+            calls = inject(patch, call, full)
             try:
                 write(folder, 2)
             except OSError as error:
-                failure = error
-            else:
-                failure = None
-        if failure is None:
-            assert valid_steps(folder)[0] == 2
-        else:
-            failures += 1
-            assert failure.errno == errno.ENOSPC
-            # Written and renamed, only the folder's sync failed: it exists, and the failure is reported.
-            assert valid_steps(folder) in ([1], [2, 1])
-        if faulty.calls < call:
+                failures.append(error.errno)
+                expected.append([1])  # if only the folder's sync failed, the new one exists too
+        assert valid_steps(folder) in expected
+        if len(calls) < call:
             break
-    assert failures > 10
-
-
-def test_newest_are_kept(tmp_path: Path) -> None:
-    for step in (5, 10, 15, 20):
-        write(tmp_path, step, keep=3)
-    assert valid_steps(tmp_path) == [20, 15, 10]
-
-
-def test_course_that_was_given_up_goes(tmp_path: Path) -> None:
-    for step in (5, 10, 15):
-        write(tmp_path, step, keep=3)
-    write(tmp_path, 7, keep=3)
-    assert valid_steps(tmp_path) == [7, 5]
+    assert failures == [errno.ENOSPC] * len(failures)
+    assert len(failures) > 10
 
 
 @pytest.mark.parametrize(
-    ("spoil", "reason"),
+    ("steps", "remaining"),
+    [((5, 10, 15, 20), [20, 15, 10]), ((5, 10, 15, 7), [7, 5])],
+    ids=["oldest go", "course that was given up goes"],
+)
+def test_newest_are_kept(tmp_path: Path, steps: tuple[int, ...], remaining: list[int]) -> None:
+    for step in steps:
+        write(tmp_path, step, keep=3)
+    assert valid_steps(tmp_path) == remaining
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    # What a file becomes: bytes, changed values of the JSON, whose own digest stays, or nothing.
     [
-        (lambda path: (path / "__0_0.distcp").write_bytes(b"v" * 150), "its sha256 differs"),
-        (lambda path: (path / "__0_0.distcp").write_bytes(b"w" * 10), "has 10 bytes, not 150"),
-        (lambda path: (path / ".metadata").unlink(), ".metadata is missing"),
-        (lambda path: (path / "more.pt").write_bytes(b""), "more.pt is in the folder, but not in"),
-        (
-            lambda path: (path / "manifest.json").write_text('{"schema": 2, "step": 2, "files": {}}'),
-            "is not a",
-        ),
-        (lambda path: rewrite(path, step=7), "is not a manifest, or damaged"),
-        (lambda path: rewrite(path, more=7), "is not a manifest, or damaged"),
-        (lambda path: (path / "manifest.json").unlink(), "No such file"),
-        (lambda path: (path / "manifest.json").write_text("{}"), "is not a manifest"),
-        (lambda path: (path / "manifest.json").write_text('{"schema": 9}'), "schema 9"),
+        ("__0_0.distcp", b"v" * 150, "its sha256 differs"),
+        ("__0_0.distcp", b"w" * 10, "has 10 bytes, not 150"),
+        (".metadata", None, ".metadata is missing"),
+        ("more.pt", b"", "more.pt is in the folder, but not in"),
+        ("manifest.json", b'{"schema": 2, "step": 2, "files": {}}', "is not a"),
+        ("manifest.json", {"step": 7}, "is not a manifest, or damaged"),
+        ("manifest.json", {"more": 7}, "is not a manifest, or damaged"),
+        ("manifest.json", None, "No such file"),
+        ("manifest.json", b"{}", "is not a manifest"),
+        ("manifest.json", b'{"schema": 9}', "schema 9"),
     ],
 )
 def test_damaged_checkpoint_is_named_and_skipped(
-    tmp_path: Path, spoil: Callable[[Path], None], reason: str
+    tmp_path: Path, name: str, content: bytes | dict[str, int] | None, reason: str
 ) -> None:
     write(tmp_path, 1)
-    spoil(write(tmp_path, 2))
+    path = write(tmp_path, 2) / name
+    if content is None:
+        path.unlink()
+    elif isinstance(content, dict):
+        path.write_text(json.dumps(json.loads(path.read_text()) | content))
+    else:
+        path.write_bytes(content)
     messages: list[str] = []
     assert valid_steps(tmp_path, messages) == [1]
-    assert len(messages) == 1
-    assert reason in messages[0]
-    assert "step-0000000002" in messages[0]
+    (message,) = messages
+    assert reason in message
+    assert "step-0000000002" in message
 
 
 def test_run_and_checkpoint_are_places_too(tmp_path: Path) -> None:
@@ -267,3 +261,72 @@ def test_checkpoint_that_was_set_aside_stays(tmp_path: Path) -> None:
             write(tmp_path, step)
         assert len([*tmp_path.glob("skipped-step-0000000002.*")]) == turn + 1
         assert valid_steps(tmp_path) == [4, 3]
+
+
+HOLD = """
+import os, sys
+from pathlib import Path
+from imgkit_entrypoints.run import disk
+lock = disk.lock_folder(Path(sys.argv[1]), print, os.environ)
+print("held", flush=True)
+sys.stdin.read()
+"""
+FIRST = {"IMGKIT_JOB_ID": "4711", "IMGKIT_ATTEMPT": "1"}
+LOCAL = {"IMGKIT_JOB_ID": "local", "IMGKIT_ATTEMPT": "1", "IMGKIT_FENCE": "word"}
+
+
+@pytest.fixture(params=[FIRST, LOCAL, {}], ids=["job", "start", "nobody"])
+def holder_env(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Locks tmp_path as a worker with these variables does, and gives them."""
+    env = {**os.environ, **request.param}
+    argv = (sys.executable, "-c", HOLD, tmp_path)
+    with subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        yield request.param
+        holder.communicate("")
+
+
+def test_second_lock_of_one_process_is_refused(tmp_path: Path) -> None:
+    folder, link = tmp_path / "run", tmp_path / "link"
+    link.symlink_to(folder)
+    with disk.lock_folder(folder, print, {}):
+        with pytest.raises(UsageError) as caught:
+            disk.lock_folder(link, print, {})
+        assert str(caught.value) == (
+            f"{link}: another run of this process writes into this folder\n  -> end it first (with "
+            "Run.start(...)), or name another folder: Run.start(FOLDER), --run-dir or IMGKIT_RUN_DIR"
+        )
+        # The first one still counts for other processes, such as a child that has its streams.
+        child = os.fork()
+        if child == 0:
+            try:
+                disk.lock_folder(folder, print, {})
+            except UsageError as error:
+                os._exit(0 if error.what.startswith("another run writes into this folder") else 2)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+    disk.lock_folder(folder, print, {}).close()
+
+
+@pytest.fixture(autouse=True)
+def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "PATIENCE_S", 0.0)
+
+
+@pytest.mark.parametrize("holder_env", [FIRST, LOCAL], ids=["job", "start"], indirect=True)
+def test_later_attempt_goes_on_and_says_who_has_the_lock(holder_env: dict[str, str], tmp_path: Path) -> None:
+    messages: list[str] = []
+    disk.lock_folder(tmp_path, messages.append, {**holder_env, "IMGKIT_ATTEMPT": "2"}).close()
+    assert len(messages) == 1
+    assert "an earlier attempt still has the lock (process " in messages[0]
+
+
+@pytest.mark.parametrize(
+    "env", [{}, {**FIRST, "IMGKIT_JOB_ID": "711"}, {**LOCAL, "IMGKIT_FENCE": "other"}], ids=str
+)
+def test_other_run_is_refused(holder_env: dict[str, str], env: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="another run writes into this folder") as caught:
+        disk.lock_folder(tmp_path, print, env)
+    assert caught.value.where == str(tmp_path)
