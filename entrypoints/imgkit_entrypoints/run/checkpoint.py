@@ -305,7 +305,7 @@ class _Contents(NamedTuple):
 
     tensors: dict[str, TensorInfo]
     world_size: int
-    index: bytes
+    pickled_index: bytes
     problem: str = ""
     """Why it cannot be read, or ""."""
 
@@ -339,7 +339,7 @@ class Checkpoint:
         """The shape and type of each tensor by its key."""
         self.world_size = contents.world_size
         """The number of ranks that have saved."""
-        index = pickle.loads(contents.index)  # noqa: S301 - SECURITY.md: it is trusted like code
+        index = pickle.loads(contents.pickled_index)  # noqa: S301 - SECURITY.md: it is trusted like code
         self.position, self._trees = index
         """The position in the data (`DataPosition.values`), and the pickled tree of each object."""
 

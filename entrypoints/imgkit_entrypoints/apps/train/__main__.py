@@ -104,7 +104,7 @@ def train(config: Config, run: Run, ranks: Ranks, start_up: StartUp) -> int:
     changes = list[str]()
     if checkpoint is not None:
         course = main_loop.read_course(checkpoint)
-        config, changes = config.resume(course.config, checkpoint.folder)
+        config, changes = config.merge_saved(course.config, checkpoint.folder)
     samples = load_data(config, "train")
     if checkpoint is not None and course.samples != len(samples):
         changes.append(f"the data had {course.samples} samples, and has {len(samples)} now")

@@ -329,7 +329,7 @@ class Config:
         """Return the JSON form in the run's folder; ``--config`` reads it."""
         return json.dumps(self.values(), indent=2) + "\n"
 
-    def resume(self, saved: Mapping[str, Any], where: Path) -> tuple[Config, list[str]]:
+    def merge_saved(self, saved: Mapping[str, Any], where: Path) -> tuple[Config, list[str]]:
         """Return these options with the saved global batch, and one line for each changed option.
 
         For example ``lr was 0.1, now 0.05``.
