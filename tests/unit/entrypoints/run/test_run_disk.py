@@ -30,8 +30,8 @@ def write(folder: Path, step: int, keep: int = 2, warn: Callable[[str], None] = 
     return disk.commit(temporary, step, rows, keep=keep, warn=warn)
 
 
-def valid_steps(folder: Path, messages: list[str] | None = None) -> list[int]:
-    """Return the steps of the valid checkpoints, newest first; `messages` gets why others are not."""
+def read(folder: Path) -> tuple[list[int], list[str]]:
+    """Return the steps of the valid checkpoints, newest first, and why others are not valid."""
     problems: dict[Path, str] = {}
     steps = []
     for path, step, rows in disk.iterate_valid(folder, problems):
@@ -39,9 +39,11 @@ def valid_steps(folder: Path, messages: list[str] | None = None) -> list[int]:
             problems[path] = problem
         else:
             steps.append(step)
-    if messages is not None:
-        messages += problems.values()
-    return steps
+    return steps, [*problems.values()]
+
+
+def valid_steps(folder: Path) -> list[int]:
+    return read(folder)[0]
 
 
 def inject(
@@ -90,9 +92,8 @@ def test_killed_writer_leaves_old_or_new(tmp_path: Path, *, after: bool, again: 
         write(folder, 2)
         step = 2 if again else 3
         killed = killed_at(folder, step, call, after=after)
-        messages: list[str] = []
-        steps = valid_steps(folder, messages)
-        assert messages == []  # a half-written checkpoint does not look like one
+        steps, problems = read(folder)
+        assert problems == []  # a half-written checkpoint does not look like one
         assert steps[0] in (1, 2, 3)
         assert again or steps[0] >= 2
         outcomes.append(steps)
@@ -168,11 +169,10 @@ def test_damaged_checkpoint_is_named_and_skipped(
         path.write_text(json.dumps(json.loads(path.read_text()) | content))
     else:
         path.write_bytes(content)
-    messages: list[str] = []
-    assert valid_steps(tmp_path, messages) == [1]
-    (message,) = messages
-    assert reason in message
-    assert "step-0000000002" in message
+    steps, (problem,) = read(tmp_path)
+    assert steps == [1]
+    assert reason in problem
+    assert "step-0000000002" in problem
 
 
 def test_run_and_checkpoint_are_places_too(tmp_path: Path) -> None:
@@ -185,10 +185,9 @@ def test_run_and_checkpoint_are_places_too(tmp_path: Path) -> None:
 def test_checkpoint_under_the_name_of_another_step_is_skipped(tmp_path: Path) -> None:
     write(tmp_path, 1)
     renamed = write(tmp_path, 2).rename(tmp_path / "step-0000000020")
-    messages: list[str] = []
-    assert valid_steps(tmp_path, messages) == [1]
-    assert valid_steps(renamed, messages) == []
-    assert messages == [f"{renamed} contains the checkpoint of step 2"] * 2
+    problem = f"{renamed} contains the checkpoint of step 2"
+    assert read(tmp_path) == ([1], [problem])
+    assert read(renamed) == ([], [problem])
     assert valid_steps(renamed.rename(tmp_path / "best")) == [2]  # a name that promises no step
 
 
@@ -233,9 +232,7 @@ def test_checkpoint_that_a_stranger_planted_is_skipped(tmp_path: Path) -> None:
     os.chown(planted, 12345, 12345)
     link = tmp_path / "step-0000000003"
     link.symlink_to(planted)
-    messages: list[str] = []
-    assert valid_steps(tmp_path, messages) == [1]
-    assert messages == [f"{link} is a link", f"{planted} belongs to user 12345"]
+    assert read(tmp_path) == ([1], [f"{link} is a link", f"{planted} belongs to user 12345"])
     os.chown(tmp_path, 12345, 12345)  # the person's own run, where root is the program in a container
     assert valid_steps(tmp_path) == [2, 1]
 
