@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from imgkit_entrypoints.apps.train import plugins
 from imgkit_entrypoints.arguments import (
@@ -29,13 +29,22 @@ from imgkit_entrypoints.arguments import (
 )
 from imgkit_entrypoints.errors import UsageError
 
-# The built-in models, each with its default optimizer, learning rate and steps of warm-up.
-MODELS: Mapping[str, tuple[str, float, int]] = {
-    "linear": ("sgd", 0.05, 0),
-    "mlp": ("sgd", 0.05, 0),
-    "resnet18": ("sgd", 0.05, 20),
-    "resnet50": ("sgd", 0.02, 20),
-    "gpt": ("adamw", 1e-3, 0),
+
+class ModelDefaults(NamedTuple):
+    """The options that depend on the model."""
+
+    optimizer: str
+    lr: float
+    warmup_steps: int = 0
+
+
+# The built-in models. A model of the user's own has the defaults of linear.
+MODELS: Mapping[str, ModelDefaults] = {
+    "linear": ModelDefaults("sgd", 0.05),
+    "mlp": ModelDefaults("sgd", 0.05),
+    "resnet18": ModelDefaults("sgd", 0.05, warmup_steps=20),
+    "resnet50": ModelDefaults("sgd", 0.02, warmup_steps=20),
+    "gpt": ModelDefaults("adamw", 1e-3),
 }
 # The built-in loggers; each is named after the package that it needs.
 LOGGERS = ("tensorboard", "wandb")

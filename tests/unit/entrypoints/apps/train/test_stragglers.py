@@ -55,7 +55,7 @@ def looks(tracker: Stragglers, *each: Sequence[float], after: int = 0) -> None:
 def test_ranks_compare_with_their_median_or_the_fastest_of_few(
     own_s: Sequence[float], slow: list[int]
 ) -> None:
-    limit_s = find_usual_work(own_s)[1]
+    limit_s = find_usual_work(own_s).limit_s
     assert [rank for rank, work_s in enumerate(own_s) if limit_s < work_s < math.inf] == slow
 
 
