@@ -99,11 +99,11 @@ def commit(
         owner = files.foreign_owner(target, folder.parent)
         if owner:
             raise OSError(errno.EPERM, f"{target.name} belongs to user {owner}")
-        _mark_for_removal(target, suffix)
+        _rename_for_removal(target, suffix)
     files.publish_file(temporary, target)
     for path in _old_checkpoints(folder, target, keep):
         try:
-            _mark_for_removal(path, suffix)
+            _rename_for_removal(path, suffix)
         except OSError as error:
             warn(f"{path} cannot be removed: {error.strerror}")
     for problem in _remove_leftovers(folder):
@@ -111,7 +111,7 @@ def commit(
     return target
 
 
-def _mark_for_removal(checkpoint: Path, suffix: str) -> None:
+def _rename_for_removal(checkpoint: Path, suffix: str) -> None:
     """Rename a checkpoint that `_remove_leftovers` removes. If it is removed halfway, it must not count."""
     checkpoint.rename(checkpoint.with_name(f"{LEAVING}{checkpoint.name}{suffix}"))
 

@@ -172,7 +172,8 @@ class TrackedObjects:
         values = describe_values(stateful, state_of(name, stateful))
         rows = ranks.gather((self._first_values[name], values), call=call)
         first_values, latest_values = zip(*rows, strict=True)
-        for path in sorted(set[str]().union(*first_values, *latest_values)):
+        paths = set[str]().union(*first_values, *latest_values)
+        for path in sorted(paths):
             first = [rank_values.get(path, "") for rank_values in first_values]
             latest = [rank_values.get(path, "") for rank_values in latest_values]
             if not _may_share_rank_0_value(first, latest, may_begin_different=has_weights(stateful)):
@@ -402,9 +403,10 @@ def _find_model_difference(saved: Any, live: Mapping[str, Any], checkpoint: Chec
     live_only = list_first_names([key for key in live if key not in saved])
     if saved_only or live_only:
         return f"{saved_only or 'nothing'} only in the checkpoint, {live_only or 'nothing'} only in the model"
-    for key, saved_value in saved.items():
-        if isinstance(saved_value, TensorRef):
-            saved_value = checkpoint.tensors[saved_value.key]
+    for key, leaf in saved.items():
+        saved_value = leaf
+        if isinstance(leaf, TensorRef):
+            saved_value = checkpoint.tensors[leaf.key]
         for describe in (_describe_shape, _describe_dtype):
             saved_text = describe(saved_value)
             live_text = describe(live[key])

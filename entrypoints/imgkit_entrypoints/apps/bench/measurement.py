@@ -185,15 +185,15 @@ class Measurer:
         """Return the seconds of each batch, whose launches rotate through buffers of random data."""
         # Sums in place would grow to infinity, so their buffers are filled again for each batch.
         sums_in_place = collective.sums and not collective.separate
+        launches = [collectives.bind(collective, copy, self.ranks) for copy in buffers]
         seconds = []
         for batch in range(counts.batches):
             self._raise_if_stopped(is_slow)
             if batch == 0 or sums_in_place:
                 for number, copy in enumerate(buffers):
                     self.noise.fill(copy.input, self.ranks.rank, number)
-            launches = [collectives.bind(collective, copy, self.ranks) for copy in buffers]
-            launch = collectives.rotate(launches)
-            seconds.append(time_batch(launch, counts.launches, self.ranks))
+            rotated_launch = collectives.rotate(launches)  # each batch begins with the first buffer
+            seconds.append(time_batch(rotated_launch, counts.launches, self.ranks))
         return seconds
 
     def _verify_iterations(
