@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -22,7 +22,7 @@ from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 from imgkit_entrypoints.run.metrics import MetricsFile, utc_timestamp
 from imgkit_entrypoints.run.ranks import Ranks, ranks_by_value, refuse_different_calls
-from imgkit_entrypoints.run.stop_requests import REASONS, first_reason
+from imgkit_entrypoints.run.stop_requests import REASONS
 
 # Approximate time between two exchanges if steps are slow. With fast steps, the log's interval limits it.
 LATENCY_S = 0.5
@@ -96,12 +96,14 @@ class Agreement:
     Parameters
     ----------
     ranks : the ranks, and the device of the numbers.
-    answers : returns this rank's answer to each of `stop_requests.REASONS`.
+    find_reasons : returns for which of `stop_requests.REASONS` this rank has to stop.
     """
 
-    def __init__(self, ranks: Ranks, answers: Callable[[], Sequence[bool]], numbers: AddedNumbers) -> None:
+    def __init__(
+        self, ranks: Ranks, find_reasons: Callable[[], Collection[str]], numbers: AddedNumbers
+    ) -> None:
         self._ranks = ranks
-        self._answers = answers
+        self._find_reasons = find_reasons
         self.numbers = numbers
         self._sent: _SentNumbers | None = None
         # Steps between two exchanges.
@@ -170,8 +172,10 @@ class Agreement:
         self.start_clock(step)
         # Ranks at different steps, or in different calls of the program, have different hashes.
         step_hash = (step + _hash_text(call, _STEP_HASH_LIMIT)) % _STEP_HASH_LIMIT
+        own_reasons = self._find_reasons()
+        answers = [reason in own_reasons for reason in REASONS]
         # `_receive` reads these in the same order.
-        own_values = [seconds / max(1, steps), step_hash, step_hash * step_hash, *self._answers()]
+        own_values = [seconds / max(1, steps), step_hash, step_hash * step_hash, *answers]
         own_numbers = torch.tensor(own_values, dtype=numbers.dtype)
         own_numbers_on_device = own_numbers.to(numbers.device, non_blocking=True)
         values = torch.cat([own_numbers_on_device, numbers])
@@ -200,8 +204,9 @@ class Agreement:
             self._interval = choose_interval(step_seconds / world_size, self._max_interval)
         yes_counts = sums[: len(REASONS)]
         program_sums = sums[len(REASONS) :]
-        if not self.stop:
-            self.stop = first_reason([count > 0 for count in yes_counts])
+        for reason, yes_count in zip(REASONS, yes_counts, strict=True):
+            if yes_count and not self.stop:
+                self.stop = reason
         exchange = Agreed(step=sent.step, steps=sent.steps, seconds=sent.seconds, sums=tuple(program_sums))
         self.numbers.arrived(exchange)
 
