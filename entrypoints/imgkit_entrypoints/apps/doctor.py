@@ -7,6 +7,7 @@ if NCCL hangs or returns wrong values.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import datetime
 import json
@@ -109,12 +110,7 @@ def _find_blame(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: 
     A rank is at fault if it did not answer, if its values arrived wrong at most other ranks, or if it got
     wrong values from a rank whose values arrived right elsewhere.
     """
-    complaints = Counter[int]()
-    for answer in answers.values():
-        complaints.update(answer.wrong)
-    receivers = sum(not answer.error for answer in answers.values())
-    # Ranks whose values arrived wrong at more than half of the ranks that got a result.
-    bad_senders = {sender for sender, count in complaints.items() if 2 * count > receivers}
+    bad_senders = _find_bad_senders(answers)
     blame = {}
     for rank in range(len(hosts)):
         reasons = []
@@ -122,16 +118,28 @@ def _find_blame(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: 
             reasons.append(f"rank {rank} did not answer within {timeout_s} s")
         else:
             # Other ranks got the right values of these.
-            good_senders = sorted(set(answers[rank].wrong) - bad_senders)
+            good_senders = sorted(set(answers[rank].wrong) - bad_senders.keys())
             if good_senders:
                 senders = ", ".join(map(str, good_senders))
                 reasons.append(f"rank {rank} received wrong values from rank {senders}")
         if rank in bad_senders:
-            count = complaints[rank]
-            reasons.append(f"the values of rank {rank} arrived corrupted at {count} of {receivers} ranks")
+            reasons.append(bad_senders[rank])
         if reasons:
             blame[rank] = reasons
     return blame
+
+
+def _find_bad_senders(answers: Mapping[int, Answer]) -> dict[int, str]:
+    """Return the reason for each rank whose values arrived wrong at most of the ranks that got a result."""
+    complaints = Counter[int]()
+    for answer in answers.values():
+        complaints.update(answer.wrong)
+    receivers = sum(not answer.error for answer in answers.values())
+    reasons = {}
+    for sender, count in complaints.items():
+        if 2 * count > receivers:
+            reasons[sender] = f"the values of rank {sender} arrived corrupted at {count} of {receivers} ranks"
+    return reasons
 
 
 def _compare_machines(answer: Answer, answers: Mapping[int, Answer]) -> list[Check]:
@@ -273,13 +281,8 @@ def main() -> None:
         # Every rank gets its full time, because a rank that hangs is a finding as well.
         hosts, answers = _collect_answers(store, world_size, options.timeout + LATE_S)
         nodes = judge_nodes(hosts, answers, options.timeout)
+        _print_report(nodes, world_size, options)
         has_failed = bool(failed_hosts(nodes, strict=options.strict))
-        if options.json:
-            rows = [dataclasses.asdict(node) for node in nodes]
-            print_json({"passed": not has_failed, "world_size": world_size, "nodes": rows})
-        else:
-            last_line = verdict_line(nodes, world_size, strict=options.strict)
-            terminal.print_results(*format_table(nodes), last_line)
         store.set("code", str(int(has_failed)))
     # Rank 0 may need its timeout for the start, for the sum, and again for the others, so wait longer.
     store.wait(["code"], datetime.timedelta(seconds=4 * (options.timeout + LATE_S)))
@@ -293,6 +296,17 @@ def main() -> None:
     sys.stdout.flush()
     # After sys.exit, a group that hangs in a collective would hang again in its destructor.
     os._exit(code)
+
+
+def _print_report(nodes: Sequence[NodeVerdict], world_size: int, options: argparse.Namespace) -> None:
+    """Print the verdicts as a table or, with ``--json``, as JSON."""
+    if options.json:
+        has_passed = not failed_hosts(nodes, strict=options.strict)
+        rows = [dataclasses.asdict(node) for node in nodes]
+        print_json({"passed": has_passed, "world_size": world_size, "nodes": rows})
+    else:
+        last_line = verdict_line(nodes, world_size, strict=options.strict)
+        terminal.print_results(*format_table(nodes), last_line)
 
 
 def _host() -> str:

@@ -355,11 +355,20 @@ class Config:
         config = self
         if self.global_batch is None:
             config = dataclasses.replace(self, global_batch=saved["global_batch"])
+        config._refuse_contradictions(saved, where)
         options = config.values()
-        changed_names = [name for name in saved if name in options and options[name] != saved[name]]
+        changes = []
+        for name in REPORTED:
+            if name in saved and options[name] != saved[name]:
+                changes.append(f"{name} was {saved[name]}, now {options[name]}")
+        return config, changes
+
+    def _refuse_contradictions(self, saved: Mapping[str, Any], where: Path) -> None:
+        """Raise UsageError if an option in `SAME` differs from the options in a checkpoint."""
+        options = self.values()
         contradictions = []
         for name in SAME:
-            if name in changed_names:
+            if name in saved and options[name] != saved[name]:
                 contradictions.append(f"{name} is {options[name]!r}, the checkpoint has {saved[name]!r}")
         if contradictions:
             raise UsageError(
@@ -367,11 +376,6 @@ class Config:
                 where=str(where),
                 hint="give the same options to resume, or start a new run: --resume never --run-dir OTHER",
             )
-        changes = []
-        for name in REPORTED:
-            if name in changed_names:
-                changes.append(f"{name} was {saved[name]}, now {options[name]}")
-        return config, changes
 
 
 OPTIONS = (
