@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from imgkit_entrypoints.run.checkpoint import RANK, find_newest
+from imgkit_entrypoints.run.checkpoint import RANK_PREFIX, find_newest
 from imgkit_entrypoints.run.ranks import Ranks
 from imgkit_entrypoints.run.state_tree import list_leaves
 
@@ -18,7 +18,7 @@ def states(folder):
     """The state of each tracked object by name, and under ``ranks`` what each rank has kept for itself."""
     checkpoint, _ = find_newest(Path(folder), ALONE)
     objects = {name: checkpoint.state(name) for name in checkpoint.names}
-    keys = [RANK.format(rank) for rank in range(checkpoint.world_size)]
+    keys = [f"{RANK_PREFIX}{rank}" for rank in range(checkpoint.world_size)]
     rows = checkpoint._load(dict.fromkeys(keys, b""))
     ranks = [pickle.loads(rows[key]) for key in keys]  # noqa: S301 - the test has written it
     for rank in ranks:

@@ -7,6 +7,7 @@ if NCCL hangs or returns wrong values.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import datetime
 import json
@@ -109,29 +110,40 @@ def _find_blame(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: 
     A rank is at fault if it did not answer, if its values arrived wrong at most other ranks, or if it got
     wrong values from a rank whose values arrived right elsewhere.
     """
-    complaints = Counter(sender for answer in answers.values() for sender in answer.wrong)
-    receivers = sum(not answer.error for answer in answers.values())
-    # Ranks whose values arrived wrong at more than half of the ranks that got a result.
-    bad_senders = {sender for sender, count in complaints.items() if 2 * count > receivers}
-    blame: dict[int, list[str]] = {}
+    bad_senders = _find_bad_senders(answers)
+    blame = {}
     for rank in range(len(hosts)):
-        answer = answers.get(rank)
-        if answer is None:
-            blame[rank] = [f"rank {rank} did not answer within {timeout_s} s"]
-            continue
-        # Other ranks got the right values of these.
-        good_senders = sorted(set(answer.wrong) - bad_senders)
-        if good_senders:
-            senders = ", ".join(map(str, good_senders))
-            blame[rank] = [f"rank {rank} received wrong values from rank {senders}"]
-    for sender in sorted(bad_senders):
-        reason = f"the values of rank {sender} arrived corrupted at {complaints[sender]} of {receivers} ranks"
-        blame.setdefault(sender, []).append(reason)
+        reasons = []
+        if rank not in answers:
+            reasons.append(f"rank {rank} did not answer within {timeout_s} s")
+        else:
+            # Other ranks got the right values of these.
+            good_senders = sorted(set(answers[rank].wrong) - bad_senders.keys())
+            if good_senders:
+                senders = ", ".join(map(str, good_senders))
+                reasons.append(f"rank {rank} received wrong values from rank {senders}")
+        if rank in bad_senders:
+            reasons.append(bad_senders[rank])
+        if reasons:
+            blame[rank] = reasons
     return blame
 
 
-def _compare_machines(answer: Answer, answers: Mapping[int, Answer]) -> Iterator[Check]:
-    """Yield a warning if NCCL would use the network between GPUs of this rank's machine.
+def _find_bad_senders(answers: Mapping[int, Answer]) -> dict[int, str]:
+    """Return the reason for each rank whose values arrived wrong at most of the ranks that got a result."""
+    complaints = Counter[int]()
+    for answer in answers.values():
+        complaints.update(answer.wrong)
+    receivers = sum(not answer.error for answer in answers.values())
+    reasons = {}
+    for sender, count in complaints.items():
+        if 2 * count > receivers:
+            reasons[sender] = f"the values of rank {sender} arrived corrupted at {count} of {receivers} ranks"
+    return reasons
+
+
+def _compare_machines(answer: Answer, answers: Mapping[int, Answer]) -> list[Check]:
+    """Return a warning if NCCL would use the network between GPUs of this rank's machine, and otherwise [].
 
     NCCL takes ranks for neighbours only if host name and /dev/shm are the same, which they may not be in two
     containers on one machine. The boot id shows that the machine is the same.
@@ -141,23 +153,27 @@ def _compare_machines(answer: Answer, answers: Mapping[int, Answer]) -> Iterator
         is_same_machine = answer.machine != "" and peer.machine == answer.machine
         if is_same_machine and peer.nccl_host != answer.nccl_host:
             hosts.add(peer.host)
-    if hosts and answer.device.startswith("cuda"):
-        yield Check(
-            name="machine",
-            verdict="warn",
-            evidence=f"/proc/sys/kernel/random/boot_id is the same on {', '.join(sorted(hosts))}, but the "
-            f"host name or {SHM} differs: NCCL uses the network between GPUs of one machine",
-            fix=f"use one container for all GPUs of a machine, or share {SHM} (hostIPC) and NCCL_HOSTID",
-        )
+    if not hosts or not answer.device.startswith("cuda"):
+        return []
+    warning = Check(
+        name="machine",
+        verdict="warn",
+        evidence=f"/proc/sys/kernel/random/boot_id is the same on {', '.join(sorted(hosts))}, but the "
+        f"host name or {SHM} differs: NCCL uses the network between GPUs of one machine",
+        fix=f"use one container for all GPUs of a machine, or share {SHM} (hostIPC) and NCCL_HOSTID",
+    )
+    return [warning]
 
 
-def _compare_clocks(answer: Answer, answers: Mapping[int, Answer]) -> Iterator[Check]:
-    """Yield a warning if the clock of this rank's node differs from the clocks of the others."""
+def _compare_clocks(answer: Answer, answers: Mapping[int, Answer]) -> list[Check]:
+    """Return a warning if the clock of this rank's node differs from the others' clocks, and otherwise []."""
     if not answer.time_s or not answer.checks:  # the first rank of a node speaks for its clock
-        return
-    remark = clock_remark(answer.time_s, [peer.time_s for peer in answers.values() if peer.time_s])
-    if remark:
-        yield Check(name="clock", verdict="warn", evidence=remark, fix="start chronyd or ntpd on the node")
+        return []
+    times_s = [peer.time_s for peer in answers.values() if peer.time_s]
+    remark = clock_remark(answer.time_s, times_s)
+    if not remark:
+        return []
+    return [Check(name="clock", verdict="warn", evidence=remark, fix="start chronyd or ntpd on the node")]
 
 
 def _judge_node(
@@ -259,20 +275,14 @@ def main() -> None:
     # Each attempt has its own prefix, so that keys of an earlier one are not taken for answers.
     store = dist.PrefixStore(f"doctor/{os.environ.get('IMGKIT_ATTEMPT', '1')}", store)
     store.set(f"host/{rank}", _host())
-    answer = dataclasses.replace(_verify_sum(store, rank, world_size, options.timeout), **_examine_node())
+    answer = _add_node_checks(_verify_sum(store, rank, world_size, options.timeout))
     store.set(f"answer/{rank}", json.dumps(dataclasses.asdict(answer)))
     if rank == 0:
         # Every rank gets its full time, because a rank that hangs is a finding as well.
         hosts, answers = _collect_answers(store, world_size, options.timeout + LATE_S)
         nodes = judge_nodes(hosts, answers, options.timeout)
+        _print_report(nodes, world_size, options)
         has_failed = bool(failed_hosts(nodes, strict=options.strict))
-        if options.json:
-            rows = [dataclasses.asdict(node) for node in nodes]
-            print_json({"passed": not has_failed, "world_size": world_size, "nodes": rows})
-        else:
-            terminal.print_results(
-                *format_table(nodes), verdict_line(nodes, world_size, strict=options.strict)
-            )
         store.set("code", str(int(has_failed)))
     # Rank 0 may need its timeout for the start, for the sum, and again for the others, so wait longer.
     store.wait(["code"], datetime.timedelta(seconds=4 * (options.timeout + LATE_S)))
@@ -286,6 +296,17 @@ def main() -> None:
     sys.stdout.flush()
     # After sys.exit, a group that hangs in a collective would hang again in its destructor.
     os._exit(code)
+
+
+def _print_report(nodes: Sequence[NodeVerdict], world_size: int, options: argparse.Namespace) -> None:
+    """Print the verdicts as a table or, with ``--json``, as JSON."""
+    if options.json:
+        has_passed = not failed_hosts(nodes, strict=options.strict)
+        rows = [dataclasses.asdict(node) for node in nodes]
+        print_json({"passed": has_passed, "world_size": world_size, "nodes": rows})
+    else:
+        last_line = verdict_line(nodes, world_size, strict=options.strict)
+        terminal.print_results(*format_table(nodes), last_line)
 
 
 def _host() -> str:
@@ -307,13 +328,13 @@ def _has_peers() -> bool:
     return os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
 
 
-def _examine_node() -> dict[str, Any]:
-    """Run the checks of the node on its first rank, and return the results as fields of `Answer`.
+def _add_node_checks(answer: Answer) -> Answer:
+    """Run the checks of the node on its first rank, and return the answer with their results.
 
-    Other ranks return no fields.
+    The answer of any other rank is returned as it is.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        return {}
+        return answer
     # 2 stands for several nodes: what stops NCCL between nodes is then a failure, and otherwise a warning.
     # CPUs use Gloo, which it does not stop.
     nnodes = 1
@@ -325,8 +346,8 @@ def _examine_node() -> dict[str, Any]:
         checks = examine(host, facts.system_facts(), os.environ, reader=reader, nnodes=nnodes)
     except ImgkitError as error:
         failure = Check(name="checks", verdict="fail", evidence=error.what, fix=error.hint or "")
-        return {"checks": (failure,)}
-    return {"machine": host.boot_id, "nccl_host": _nccl_host(host), "checks": checks}
+        return dataclasses.replace(answer, checks=(failure,))
+    return dataclasses.replace(answer, machine=host.boot_id, nccl_host=_nccl_host(host), checks=checks)
 
 
 def _nccl_host(host: facts.HostFacts) -> str:
@@ -415,12 +436,13 @@ def _collect_answers(store: Any, world_size: int, wait_s: int) -> tuple[list[str
     answers: dict[int, Answer] = {}
     hosts = [""] * world_size
     for rank in range(world_size):
-        text = _read(store, f"answer/{rank}", max(0.1, end_s - time.monotonic()))
+        key = f"answer/{rank}"
+        text = _read(store, key, max(0.1, end_s - time.monotonic()))
         if text is None:
             hosts[rank] = _read(store, f"host/{rank}", 0.1) or ""
-            continue
-        answers[rank] = json_text.build_value(Answer, json_text.parse(text), f"answer/{rank}")
-        hosts[rank] = answers[rank].host
+        else:
+            answers[rank] = json_text.build_value(Answer, json_text.parse(text), key)
+            hosts[rank] = answers[rank].host
     return hosts, answers
 
 

@@ -41,8 +41,10 @@ def format_table(peers: Sequence[Peer]) -> list[str]:
     for peer in peers:
         latency = "-" if peer.seconds is None else f"{peer.seconds * 1e6:.1f} us"
         rows.append((str(peer.rank), peer.host, peer.device, latency))
-    columns = zip(*rows, strict=True)
-    rank_width, host_width, device_width, _ = (max(map(len, column)) for column in columns)
+    ranks, hosts, devices, _ = zip(*rows, strict=True)
+    rank_width = max(map(len, ranks))
+    host_width = max(map(len, hosts))
+    device_width = max(map(len, devices))
     lines = []
     for rank, host, device, latency in rows:
         lines.append(f"{rank:>{rank_width}}  {host:{host_width}}  {device:{device_width}}  {latency:>10}")

@@ -32,7 +32,7 @@ ALONE = 50_000_000
 """Largest number of points that rank 0 computes alone, while all others wait."""
 # What rounding may add to the error of pi.
 ROUNDING = 1e-12
-SHOWN = 16
+MAX_REPORTED = 16
 """A run with more processes lists only the slowest one, the median and the fastest one."""
 OPTIONS = (Option("--intervals", "number of intervals", parse_positive, "N", default=100_000_000),)
 
@@ -87,20 +87,21 @@ def format_report(
     ordered = sorted(results, key=lambda work: work.points_per_s)
     slowest = ordered[0]
     fastest = ordered[-1]
-    listed = results
-    if len(results) > SHOWN:
-        listed = (slowest, ordered[len(ordered) // 2], fastest)
-    total = sum(work.points for work in results) / seconds
+    reported = results
+    if len(results) > MAX_REPORTED:
+        middle = ordered[len(ordered) // 2]
+        reported = (slowest, middle, fastest)
+    total_per_s = sum(work.points for work in results) / seconds
     efficiency = math.nan
     if alone.points:
-        efficiency = total / (len(results) * alone.points_per_s)
+        efficiency = total_per_s / (len(results) * alone.points_per_s)
     median = statistics.median(work.points_per_s for work in results)
     return [
         f"pi = {value:.15f}, error {abs(value - math.pi):.1e}, {intervals} intervals, {len(results)} ranks, "
         f"{seconds:.3f} s",
-        *map(_format_work, listed),
+        *map(_format_work, reported),
         f"per process: {slowest.points_per_s:.3e} to {fastest.points_per_s:.3e} terms/s, "
-        f"median {median:.3e}; together {total:.3e}",
+        f"median {median:.3e}; together {total_per_s:.3e}",
         f"parallel efficiency {efficiency:.0%} of {len(results)} x {alone.points_per_s:.3e} terms/s "
         "(rank 0 while the others wait)",
     ]

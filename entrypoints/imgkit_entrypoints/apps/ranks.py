@@ -65,7 +65,10 @@ def join_group(
         # collective.
         backend = "nccl"
         options = {"device_id": device}
-    with contextlib.nullcontext() if store else watchdog.connecting(os.environ):
+    connecting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if store is None:  # torchrun has started this worker, and its node agent watches it
+        connecting = watchdog.connecting(os.environ)
+    with connecting:
         dist.init_process_group(
             backend, timeout=timeout, store=store, rank=rank, world_size=world_size, **options
         )

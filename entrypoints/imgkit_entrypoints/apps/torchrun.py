@@ -13,7 +13,7 @@
 8. If its standard output is closed or full, it notes that and goes on.
 9. At its end it waits for the other nodes without torch's store.
 
-Where torch has no setting for a change, a function of torch is replaced at run time.
+Where torch has no setting for a change, a function of torch is replaced at the end of this module.
 """
 
 from __future__ import annotations
@@ -63,6 +63,13 @@ LOGGERS = [
     )
 ]
 """Loggers with which torchrun reports about its workers. The reports go only to the node agent's log."""
+# Functions of torch that this module replaces.
+_TORCH_RENDEZVOUS = SimpleElasticAgent._rendezvous
+_TORCH_EXIT_BARRIER = SimpleElasticAgent._exit_barrier
+_TORCH_IS_DONE = api.MultiprocessContext._is_done
+# None: this release of torch has no such function.
+_TORCH_START_WORKER: Any = getattr(api, "get_subprocess_handler", None)
+_TORCH_ON_SIGNAL: Any = getattr(api, "_terminate_process_handler", None)
 
 
 class LogHandler(logging.Handler):
@@ -104,7 +111,6 @@ def run_torchrun(run: Callable[[], None], *, is_imgkits: bool) -> None:
     for logger in LOGGERS:
         logger.handlers = [LogHandler()]
         logger.propagate = False
-    silence_at_signals()
     try:
         run()
     except ChildFailedError as error:
@@ -120,26 +126,18 @@ def run_torchrun(run: Callable[[], None], *, is_imgkits: bool) -> None:
         sys.exit(EXIT_NO)
 
 
-def silence_at_signals() -> None:
-    """Change torchrun so that it logs nothing about the workers that it ends because of a signal."""
-    name = "_terminate_process_handler"  # torch has no setting for this
-    original_handler = getattr(api, name, None)
-    if original_handler is None:
-        return
-
-    def handle_signal(number: int, frame: FrameType | None) -> None:
-        for logger in LOGGERS:
-            logger.setLevel(logging.CRITICAL)
-        original_handler(number, frame)
-
-    setattr(api, name, handle_signal)
+def on_signal(number: int, frame: FrameType | None) -> None:
+    """Handle a signal as torchrun does, but log nothing about the workers that it ends."""
+    for logger in LOGGERS:
+        logger.setLevel(logging.CRITICAL)
+    _TORCH_ON_SIGNAL(number, frame)
 
 
 def _note_failed_workers(error: ChildFailedError, *, is_imgkits: bool) -> int:
     """Note the exit codes of failed workers for the node agent, and return the exit code of torchrun."""
     first_rank, first_failure = error.get_first_failure()
     codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-    codes.update(_codes_of_forks(first_failure.local_rank, first_rank))
+    codes.update(_codes_of_forks(first_rank - first_failure.local_rank))
     failures.note_codes(os.environ, codes, is_imgkits=is_imgkits)
     if is_imgkits and first_failure.exitcode > 0:  # a negative one is the signal that ended the worker
         return int(first_failure.exitcode)
@@ -150,75 +148,53 @@ _FORKS: list[api.MultiprocessContext] = []
 """The current group of forked workers. torch reports only one failure of forks, and not always the first."""
 
 
-def _codes_of_forks(local_rank: int, rank: int) -> dict[int, int]:
-    """Return the exit codes of failed forked workers by rank.
-
-    Parameters
-    ----------
-    local_rank, rank : both numbers of one worker, from which the ranks of all others follow.
-    """
+def _codes_of_forks(first_rank: int) -> dict[int, int]:
+    """Return the exit codes of failed forked workers by rank; `first_rank` is the rank of the first one."""
     codes: dict[int, int] = {}
-    first_rank = rank - local_rank
     for group in _FORKS:
-        for fork_rank, process in enumerate(group._pc.processes, first_rank):
+        for rank, process in enumerate(group._pc.processes, first_rank):
             if process.exitcode:
-                codes[fork_rank] = process.exitcode
+                codes[rank] = process.exitcode
     return codes
 
 
-def note_the_rendezvous() -> None:
-    """Change torchrun so that it notes for the node agent when its rendezvous begins and ends."""
-    original_rendezvous = SimpleElasticAgent._rendezvous
-
-    def note_times(agent: SimpleElasticAgent, group: object) -> None:
-        with start_up.rendezvous(os.environ):
-            original_rendezvous(agent, group)
-
-    SimpleElasticAgent._rendezvous = note_times
+def rendezvous(agent: SimpleElasticAgent, group: object) -> None:
+    """Do torchrun's rendezvous, and note for the node agent when it begins and ends."""
+    with start_up.rendezvous(os.environ):
+        _TORCH_RENDEZVOUS(agent, group)
 
 
-def wait_for_the_other_nodes() -> None:
-    """Change torchrun so that it waits at its end for a file of the node agent, and only on the head.
+def exit_barrier(agent: SimpleElasticAgent) -> None:
+    """Wait at the end of torchrun for a file of the node agent, and only on the head of several nodes.
 
     The head's torchrun serves torch's store, so it must outlive the workers of all nodes. torchrun's own
     barrier for this is a counter in the store. Others on the network can write to that, and could hold up the
     barrier for five minutes.
     """
-    original_barrier = SimpleElasticAgent._exit_barrier
-
-    def wait_for_release(agent: SimpleElasticAgent) -> None:
-        """Wait in place of torchrun's barrier: the head for the file, and other nodes not at all."""
-        group = agent._worker_group
-        folder = os.environ.get("IMGKIT_STOP_DIR")
-        if not folder:
-            original_barrier(agent)
-        elif group.group_rank == 0 and group.group_world_size > 1:
-            # If a cleaner of /tmp has removed the folder, no file can come.
-            while Path(folder).exists() and not Path(folder, stop_protocol.RELEASE).exists():
-                time.sleep(RELEASE_POLL_S)
-
-    SimpleElasticAgent._exit_barrier = wait_for_release
+    folder = os.environ.get("IMGKIT_STOP_DIR")
+    if not folder:  # there is no node agent
+        _TORCH_EXIT_BARRIER(agent)
+        return
+    group = agent._worker_group
+    if group.group_rank != 0 or group.group_world_size == 1:
+        return
+    # If a cleaner of /tmp has removed the folder, no file can come.
+    while Path(folder).exists() and not Path(folder, stop_protocol.RELEASE).exists():
+        time.sleep(RELEASE_POLL_S)
 
 
-def start_workers_on_their_cpus() -> None:
-    """Change torchrun so that it starts each worker on the processors beside its GPU, if the plan names any.
+def start_worker(*, local_rank_id: int, **options: Any) -> object:
+    """Start a worker on the processors beside its GPU.
 
     A process inherits the processors of the thread that starts it. So they are right from the worker's first
     import on.
     """
-    if cores.VARIABLE not in os.environ:
-        return
-    original_start = api.get_subprocess_handler
-
-    def start_worker(*, local_rank_id: int, **options: Any) -> object:
-        own_cpus = os.sched_getaffinity(0)
-        cores.bind_to_cpus(os.environ, local_rank_id)
-        try:
-            return original_start(local_rank_id=local_rank_id, **options)
-        finally:
-            os.sched_setaffinity(0, own_cpus)
-
-    api.get_subprocess_handler = start_worker
+    own_cpus = os.sched_getaffinity(0)
+    cores.bind_to_cpus(os.environ, local_rank_id)
+    try:
+        return _TORCH_START_WORKER(local_rank_id=local_rank_id, **options)
+    finally:
+        os.sched_setaffinity(0, own_cpus)
 
 
 def run_with_forks() -> None:
@@ -239,7 +215,7 @@ def run_with_forks() -> None:
         importlib.import_module(module)
     # When one worker has failed, torch ends the others by TERM, which is blocked in them. So end them by HUP.
     popen_fork.Popen.terminate = _hang_up  # type: ignore[assignment, method-assign]
-    count_exited_forks()
+    api.MultiprocessContext._is_done = is_done
     elastic_launch(config, run_forked_worker)(*argv)
 
 
@@ -253,22 +229,17 @@ def _can_fork_workers() -> bool:
     return True
 
 
-def count_exited_forks() -> None:
-    """Change torchrun so that the exit code 0 of a fork is success.
+def is_done(group: api.MultiprocessContext) -> bool:
+    """Return whether all forks of a group have succeeded, where the exit code 0 of a fork is success.
 
     A fork ends its process within its function, so the function returns nothing. torchrun would wait for
     ever for its return value.
     """
-    original_is_done = api.MultiprocessContext._is_done
-
-    def is_done(self: api.MultiprocessContext) -> bool:
-        _FORKS[:] = [self]
-        for rank, process in enumerate(self._pc.processes):
-            if process.exitcode == 0:
-                self._return_values.setdefault(rank, None)
-        return bool(original_is_done(self))
-
-    api.MultiprocessContext._is_done = is_done
+    _FORKS[:] = [group]
+    for rank, process in enumerate(group._pc.processes):
+        if process.exitcode == 0:
+            group._return_values.setdefault(rank, None)
+    return bool(_TORCH_IS_DONE(group))
 
 
 _ORIGINAL_TERMINATE = popen_fork.Popen.terminate
@@ -336,10 +307,13 @@ def _run_user_program(argv: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     # The signal that ends the remaining workers of a failed group; see the first change above.
-    api._get_default_signal = lambda: signal.SIGHUP  # torch has no setting for this
-    note_the_rendezvous()
-    wait_for_the_other_nodes()
-    start_workers_on_their_cpus()
+    api._get_default_signal = lambda: signal.SIGHUP
+    if _TORCH_ON_SIGNAL is not None:
+        api._terminate_process_handler = on_signal
+    SimpleElasticAgent._rendezvous = rendezvous
+    SimpleElasticAgent._exit_barrier = exit_barrier
+    if cores.VARIABLE in os.environ:
+        api.get_subprocess_handler = start_worker
     sys.stdout = io.TextIOWrapper(
         LossyOutput(1, "w", closefd=False),
         encoding=sys.stdout.encoding,

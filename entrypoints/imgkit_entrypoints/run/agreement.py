@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,16 +22,16 @@ from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 from imgkit_entrypoints.run.metrics import MetricsFile, utc_timestamp
 from imgkit_entrypoints.run.ranks import Ranks, ranks_by_value, refuse_different_calls
-from imgkit_entrypoints.run.stop_requests import REASONS, first_reason
+from imgkit_entrypoints.run.stop_requests import REASONS
 
 # Approximate time between two exchanges if steps are slow. With fast steps, the log's interval limits it.
 LATENCY_S = 0.5
 # Calls at which ranks differ if they have taken different numbers of steps.
 STEP_END, PASS_END = "the end of a step", "the end of a pass"
-# Marks are compared between ranks. They are below these numbers, so that the sum of their squares over a
+# Hashes are compared between ranks. They are below these numbers, so that the sum of their squares over a
 # million ranks is exact as a float.
-_STEP_MARKS = 1 << 12
-_NAME_MARKS = 1 << 16
+_STEP_HASH_LIMIT = 1 << 12
+_NAME_HASH_LIMIT = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +58,11 @@ class AddedNumbers(Protocol):
 
 
 class _SentNumbers(NamedTuple):
-    """Numbers that are under way to all ranks."""
+    """Numbers that are under way to all ranks. The first fields are those of `Agreed`."""
 
-    exchange: Agreed
-    """What `AddedNumbers.arrived` gets, still without the sums."""
+    step: int
+    steps: int
+    seconds: float
     call: str
     """The call of the program in which they were sent."""
     work: Any
@@ -70,23 +71,23 @@ class _SentNumbers(NamedTuple):
     """This rank's numbers, and once the work is done, the sums of all ranks."""
 
 
-def _mark_text(text: str, marks: int) -> int:
-    """Return a hash of a text below `marks`, by which the ranks compare the text in a sum of numbers."""
-    return zlib.crc32(text.encode()) % marks
+def _hash_text(text: str, limit: int) -> int:
+    """Return a hash of a text below `limit`, by which the ranks compare the text in a sum of numbers."""
+    return zlib.crc32(text.encode()) % limit
 
 
-def _are_marks_equal(ranks: float, mark_sum: float, square_sum: float) -> bool:
-    """Return whether all ranks have sent the same mark, a small hash of what must not differ between ranks.
+def _are_hashes_equal(rank_count: float, hash_sum: float, square_sum: float) -> bool:
+    """Return whether all ranks have sent the same hash, a small number for what must not differ between them.
 
-    The marks m of all ranks are equal exactly if ``ranks * sum(m * m) == sum(m) ** 2`` (Cauchy-Schwarz). So
-    two sums are enough to compare all ranks.
+    The hashes h of all ranks are equal exactly if ``rank_count * sum(h * h) == sum(h) ** 2``
+    (Cauchy-Schwarz). So two sums are enough to compare all ranks.
 
     Parameters
     ----------
-    mark_sum, square_sum : the sums, over all ranks, of their marks and of the squares of these.
+    hash_sum, square_sum : the sums, over all ranks, of their hashes and of the squares of these.
     """
     # The sums are exact as floats, but their products would not be.
-    return int(ranks) * int(square_sum) == int(mark_sum) ** 2
+    return int(rank_count) * int(square_sum) == int(hash_sum) ** 2
 
 
 class Agreement:
@@ -95,12 +96,14 @@ class Agreement:
     Parameters
     ----------
     ranks : the ranks, and the device of the numbers.
-    answers : returns this rank's answer to each of `stop_requests.REASONS`.
+    find_reasons : returns for which of `stop_requests.REASONS` this rank has to stop.
     """
 
-    def __init__(self, ranks: Ranks, answers: Callable[[], Sequence[bool]], numbers: AddedNumbers) -> None:
+    def __init__(
+        self, ranks: Ranks, find_reasons: Callable[[], Collection[str]], numbers: AddedNumbers
+    ) -> None:
         self._ranks = ranks
-        self._answers = answers
+        self._find_reasons = find_reasons
         self.numbers = numbers
         self._sent: _SentNumbers | None = None
         # Steps between two exchanges.
@@ -159,7 +162,7 @@ class Agreement:
     def _exchange(self, step: int, call: str) -> None:
         """Receive the sums that are under way, and start to add up the numbers since then over all ranks.
 
-        The values are the seconds per step, the mark of the step and the call, the square of this mark, the
+        The values are the seconds per step, the hash of the step and the call, the square of this hash, the
         answers to requests to stop, and the numbers of `AddedNumbers`.
         """
         self._receive()
@@ -167,19 +170,19 @@ class Agreement:
         seconds = time.perf_counter() - self._clock_start
         steps = step - self._clock_step
         self.start_clock(step)
-        # Ranks at different steps, or in different calls of the program, have different marks.
-        mark = (step + _mark_text(call, _STEP_MARKS)) % _STEP_MARKS
-        answers = [float(answer) for answer in self._answers()]
+        # Ranks at different steps, or in different calls of the program, have different hashes.
+        step_hash = (step + _hash_text(call, _STEP_HASH_LIMIT)) % _STEP_HASH_LIMIT
+        own_reasons = self._find_reasons()
+        answers = [reason in own_reasons for reason in REASONS]
         # `_receive` reads these in the same order.
-        own_values = [seconds / max(1, steps), mark, mark * mark, *answers]
+        own_values = [seconds / max(1, steps), step_hash, step_hash * step_hash, *answers]
         own_numbers = torch.tensor(own_values, dtype=numbers.dtype)
         own_numbers_on_device = own_numbers.to(numbers.device, non_blocking=True)
         values = torch.cat([own_numbers_on_device, numbers])
         work = None
         if self._ranks.world_size > 1:
             work = dist.all_reduce(values, async_op=True, group=self._ranks.group)
-        exchange = Agreed(step=step, steps=steps, seconds=seconds, sums=())
-        self._sent = _SentNumbers(exchange, call, work, values)
+        self._sent = _SentNumbers(step, steps, seconds, call, work, values)
 
     def _receive(self) -> None:
         """Wait for the sums of the exchange that is under way, if there is one.
@@ -193,22 +196,24 @@ class Agreement:
         if sent.work is not None:
             sent.work.wait()
         # The work has replaced each value of this rank by the sum over all ranks.
-        step_seconds, mark_sum, square_sum, *sums = sent.values.tolist()
+        step_seconds, hash_sum, square_sum, *sums = sent.values.tolist()
         world_size = self._ranks.world_size
-        if not _are_marks_equal(world_size, mark_sum, square_sum):
+        if not _are_hashes_equal(world_size, hash_sum, square_sum):
             self._refuse_difference(sent)
-        if sent.exchange.steps:  # without a step, there is no duration of a step
+        if sent.steps:  # without a step, there is no duration of a step
             self._interval = choose_interval(step_seconds / world_size, self._max_interval)
         yes_counts = sums[: len(REASONS)]
-        if not self.stop:
-            self.stop = first_reason([count > 0 for count in yes_counts])
-        program_sums = tuple(sums[len(REASONS) :])
-        self.numbers.arrived(replace(sent.exchange, sums=program_sums))
+        program_sums = sums[len(REASONS) :]
+        for reason, yes_count in zip(REASONS, yes_counts, strict=True):
+            if yes_count and not self.stop:
+                self.stop = reason
+        exchange = Agreed(step=sent.step, steps=sent.steps, seconds=sent.seconds, sums=tuple(program_sums))
+        self.numbers.arrived(exchange)
 
     def _refuse_difference(self, sent: _SentNumbers) -> None:
-        """Raise CheckFailed, on every rank, since the marks differ: name the ranks' calls, or their steps."""
+        """Raise CheckFailed, on every rank, since their hashes differ: name the calls or the steps."""
         call = "a loop" if sent.call in (STEP_END, PASS_END) else sent.call
-        rows = self._ranks.gather((sent.exchange.step, sent.call), call=call)
+        rows = self._ranks.gather((sent.step, sent.call), call=call)
         steps, calls = zip(*rows, strict=True)
         if len(set(steps)) == 1:
             refuse_different_calls(calls)
@@ -228,9 +233,9 @@ def choose_interval(seconds_per_step: float, max_interval: int) -> int:
         return max_interval
     steps_in_time = LATENCY_S / seconds_per_step
     interval = 1
-    for divisor in range(2, max_interval + 1):
-        if divisor <= steps_in_time and max_interval % divisor == 0:
-            interval = divisor
+    for candidate in range(2, max_interval + 1):
+        if candidate <= steps_in_time and max_interval % candidate == 0:
+            interval = candidate
     return interval
 
 
@@ -283,19 +288,19 @@ class NumberLog:
             self._names = tuple(numbers)
         for name, value in numbers.items():
             number: Any = value.detach().double() if isinstance(value, Tensor) else float(value)
-            if self._count == 0:
-                self._sums[name] = number
-            else:  # not in place: the first number may share the memory of the program's tensor
-                self._sums[name] = self._sums[name] + number
+            # Not in place: a number may share the memory of the program's tensor.
+            self._sums[name] = self._sums.get(name, 0.0) + number
         self._count += 1
 
     def _refuse_names(self, names: Collection[str]) -> None:
         """Raise UsageError if these names are not those of the first call, are too many, or are reserved."""
-        problem = f"run.log got the numbers {', '.join(names) or 'none'}"
-        if self._names:
-            problem += f"; the first call gave {', '.join(self._names)}"
-        elif len(names) <= MAX_NAMES and not set(names) & set(RESERVED_NAMES):
+        is_first_call = not self._names
+        has_reserved_name = not set(RESERVED_NAMES).isdisjoint(names)
+        if is_first_call and len(names) <= MAX_NAMES and not has_reserved_name:
             return
+        problem = f"run.log got the numbers {', '.join(names) or 'none'}"
+        if not is_first_call:
+            problem += f"; the first call gave {', '.join(self._names)}"
         reserved = ", ".join(RESERVED_NAMES)
         hint = f"give the same names at every call, at most {MAX_NAMES}, and none of {reserved}"
         raise UsageError(problem, hint=hint)
@@ -303,17 +308,19 @@ class NumberLog:
     def take(self) -> Tensor:
         """Return this rank's sums since the last call, as one tensor in host memory.
 
-        The values are 1 (0 if this rank logs nothing), the mark of the names and its square, the number of
+        The values are 1 (0 if this rank logs nothing), the hash of the names and its square, the number of
         calls of `add`, the sums, and zeros up to `MAX_NAMES`.
         """
-        # A rank that logs nothing does not count among those whose marks are compared.
-        marks = [0, 0, 0]
+        # A rank that logs nothing does not count among those whose hashes are compared.
+        rank_count = 0
+        name_hash = 0
         if self._names:
-            mark = _mark_text("\0".join(self._names), _NAME_MARKS)
-            marks = [1, mark, mark * mark]
+            rank_count = 1
+            name_hash = _hash_text("\0".join(self._names), _NAME_HASH_LIMIT)
         sums = [float(value) for value in self._sums.values()]
         padding = [0.0] * (MAX_NAMES - len(sums))
-        numbers = torch.tensor([*marks, self._count, *sums, *padding], dtype=torch.float64)
+        values = [rank_count, name_hash, name_hash * name_hash, self._count, *sums, *padding]
+        numbers = torch.tensor(values, dtype=torch.float64)
         self._sums = {}
         self._count = 0
         return numbers
@@ -325,8 +332,8 @@ class NumberLog:
         ------
         CheckFailed : the ranks log different names.
         """
-        ranks, mark_sum, square_sum, *sums = exchange.sums
-        if not _are_marks_equal(ranks, mark_sum, square_sum):
+        rank_count, hash_sum, square_sum, *sums = exchange.sums
+        if not _are_hashes_equal(rank_count, hash_sum, square_sum):
             raise CheckFailed(
                 f"the ranks log different numbers; this one logs {', '.join(self._names) or 'none'}",
                 hint="give run.log the same names in the same order on every rank, or call it on one rank",

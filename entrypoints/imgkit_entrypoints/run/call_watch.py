@@ -71,36 +71,36 @@ class CallWatch:
         self._say = say
         self._store = dist.PrefixStore("imgkit-calls", dist.distributed_c10d._get_default_store())
         self._thread_id = threading.get_ident()
-        self._closed = threading.Event()
+        # What the store has about this rank; None: nothing yet.
+        self._published: str | None = None
+        self._is_closed = threading.Event()
         threading.Thread(target=self._watch, daemon=True).start()
 
     def close(self) -> None:
         """End the watch."""
-        self._closed.set()
+        self._is_closed.set()
 
     def _watch(self) -> None:
-        """Publish where the watched thread is once it has stayed there for `LIMIT_S`, and compare the ranks.
-
-        An empty text in the store says that this rank has moved.
-        """
+        """Publish where the watched thread is if it stays there for `LIMIT_S`, and then compare the ranks."""
         state = self._read_state()
         start_s = time.monotonic()
-        published = None
         with contextlib.suppress(RuntimeError):  # the process that has the store is gone
-            while not self._closed.wait(POLL_S):
+            while not self._is_closed.wait(POLL_S):
                 latest_state = self._read_state()
                 if latest_state != state:
                     state = latest_state
                     start_s = time.monotonic()
-                has_stayed = time.monotonic() - start_s >= LIMIT_S
-                text = ""
-                if has_stayed:
-                    text = json.dumps(state)
-                if text != published:
-                    self._store.set(str(self._ranks.rank), text)
-                    published = text
-                if has_stayed:
+                if time.monotonic() - start_s < LIMIT_S:
+                    self._publish("")  # this rank has moved
+                else:
+                    self._publish(json.dumps(state))
                     self._compare_ranks()
+
+    def _publish(self, text: str) -> None:
+        """Write a text about this rank to the store, if it has changed."""
+        if text != self._published:
+            self._store.set(str(self._ranks.rank), text)
+            self._published = text
 
     def _read_state(self) -> RankState:
         """Return the call in which the watched thread waits, its line of the program, and its steps."""
@@ -164,21 +164,21 @@ def _is_in_library(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(_LIBRARIES)
 
 
-def _find_call(frames: Sequence[FrameType]) -> str:
+def _find_call(library_frames: Sequence[FrameType]) -> str:
     """Return the call of the run in which a thread waits for other ranks, such as ``run.pause``, or "".
 
     Parameters
     ----------
-    frames : the innermost frames of the thread, up to the program's own.
+    library_frames : the frames of the thread within the program's own, innermost first.
     """
-    if not frames or frames[0].f_code.co_filename not in _WAITING_FILES:
+    if not library_frames or library_frames[0].f_code.co_filename not in _WAITING_FILES:
         return ""
-    call = ""
-    for frame in frames:  # the outermost function is what the program has called
-        if frame.f_code.co_filename in _CALL_FILES:
-            name = frame.f_code.co_name
-            call = _CALL_NAMES.get(name, f"run.{name}")
-    return call
+    codes = [frame.f_code for frame in library_frames]
+    functions = [code.co_name for code in codes if code.co_filename in _CALL_FILES]
+    if not functions:
+        return ""
+    called_function = functions[-1]  # the outermost one
+    return _CALL_NAMES.get(called_function, f"run.{called_function}")
 
 
 def format_line(frame: FrameType) -> str:
@@ -192,13 +192,14 @@ def are_stuck(states: Sequence[RankState]) -> bool:
     For example rank 0 waits in ``run.save`` and rank 1 in ``run.pause``. A rank that waits in no call is
     busy. It may only be late, unless it has already passed the step in which another rank waits for it.
     """
-    calls = {(state.call, state.position) for state in states if state.call}
-    if not calls:
+    waiting = [state for state in states if state.call]
+    busy = [state for state in states if not state.call]
+    if not waiting:
         return False
-    first_position = min(position for _, position in calls)
-    busy_positions = [state.position for state in states if not state.call]
-    # A busy rank at this position or before it may still come to the call that the others wait in.
-    if busy_positions and min(busy_positions) <= first_position:
-        return False
-    # A single call without a busy rank is no fault: all ranks wait in it.
-    return len(calls) + len(busy_positions) > 1
+    first_waiting_position = min(state.position for state in waiting)
+    for state in busy:
+        if state.position <= first_waiting_position:  # it may still come to the call
+            return False
+    calls = {(state.call, state.position) for state in waiting}
+    # All ranks may wait in a single call for a slow network. A busy rank has passed that call.
+    return len(calls) > 1 or bool(busy)

@@ -36,14 +36,14 @@ from imgkit_entrypoints.run.state_tree import (
     is_dtensor,
     join_tensors,
     list_leaves,
-    local_part,
 )
 
 Say = Callable[[str], None]
 # Key of the position in the data and of the trees of all objects.
 INDEX = "imgkit"
-# Key of what each rank keeps for itself: random states, and objects of `track_per_rank`.
-RANK = "rank/{}"
+# Keys ``rank/0``, ``rank/1`` of what each rank keeps for itself: random states, and objects of
+# `track_per_rank`.
+RANK_PREFIX = "rank/"
 
 # torch warns of `dcp.save` without a process group, which is meant, and of its own use of TypedStorage.
 for text in ("torch.distributed is disabled, unavailable or uninitialized", "TypedStorage is deprecated"):
@@ -101,7 +101,7 @@ class CheckpointWriter:
     """Takes checkpoints of a run, and writes them in the background while training goes on."""
 
     def __init__(
-        self, run_folder: Path, keep: int, ranks: Ranks, say: Say, skipped: Collection[Path] = ()
+        self, run_folder: Path, keep: int, ranks: Ranks, say: Say, skipped: Collection[Path]
     ) -> None:
         """Open a process group for rank 0 alone; a collective call.
 
@@ -150,7 +150,7 @@ class CheckpointWriter:
         if self._ranks.rank == 0:
             values = {INDEX: index}
             for rank, value in enumerate(rank_values):
-                values[RANK.format(rank)] = value
+                values[f"{RANK_PREFIX}{rank}"] = value
             self._start_writing(step, tensors, values, writers)
         elif shards:
             self._start_writing(step, shards, {}, writers)
@@ -168,8 +168,11 @@ class CheckpointWriter:
         self, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, bytes], writers: Ranks
     ) -> None:
         """Start to copy tensors to host memory, and the thread that writes them and `values`."""
-        parts = {key: local_part(tensor) for key, tensor in tensors.items()}
-        copies = self._copies.start_copy(parts)
+        local_tensors = dict(tensors)
+        for key, tensor in tensors.items():
+            if is_dtensor(tensor):
+                local_tensors[key] = tensor.to_local()
+        copies = self._copies.start_copy(local_tensors)
         state = {**tensors, **values}
         self._thread = threading.Thread(target=self._write, args=(step, state, copies, writers))
         self._thread.start()
@@ -297,6 +300,16 @@ class TensorInfo(NamedTuple):
     dtype: torch.dtype
 
 
+class _Contents(NamedTuple):
+    """What rank 0 reads of a checkpoint for all ranks."""
+
+    tensors: dict[str, TensorInfo]
+    world_size: int
+    pickled_index: bytes
+    problem: str = ""
+    """Why it cannot be read, or ""."""
+
+
 class Checkpoint:
     """A valid checkpoint. Its methods are collective calls, and what they return is the same on all ranks.
 
@@ -314,34 +327,37 @@ class Checkpoint:
         self.step = step
         self._ranks = ranks
         self._metadata: Any = None
-        self.tensors: dict[str, TensorInfo] = {}
-        """The shape and type of each tensor by its key."""
-        self.world_size = 0
-        """The number of ranks that have saved."""
-        own_index = b""
-        own_problem = ""
+        own_contents = None
         if ranks.rank == 0:
-            try:
-                self._read_metadata()
-                own_index = self._load({INDEX: b""})[INDEX]
-            except Exception as error:  # pickle raises many kinds for classes of another release
-                own_problem = _describe_error(error)
-        # The others get what rank 0 has read, or why it could not.
-        contents = ranks.broadcast((own_problem, self.tensors, self.world_size, own_index))
-        problem, self.tensors, self.world_size, index = contents
-        if problem:
-            raise disk.InvalidCheckpoint(f"torch {torch.__version__} cannot read {folder}: {problem}")
-        self.position, self._trees = pickle.loads(index)  # noqa: S301 - SECURITY.md: it is trusted like code
+            own_contents = self._read_contents()
+        contents: _Contents = ranks.broadcast(own_contents)
+        if contents.problem:
+            raise disk.InvalidCheckpoint(
+                f"torch {torch.__version__} cannot read {folder}: {contents.problem}"
+            )
+        self.tensors = contents.tensors
+        """The shape and type of each tensor by its key."""
+        self.world_size = contents.world_size
+        """The number of ranks that have saved."""
+        index = pickle.loads(contents.pickled_index)  # noqa: S301 - SECURITY.md: it is trusted like code
+        self.position, self._trees = index
         """The position in the data (`DataPosition.values`), and the pickled tree of each object."""
 
-    def _read_metadata(self) -> None:
-        """Read the shapes and types of the tensors, and count the ranks that have saved."""
-        items = dcp.FileSystemReader(self.folder).read_metadata().state_dict_metadata
-        for key, item in items.items():
-            if isinstance(item, TensorStorageMetadata):
-                self.tensors[key] = TensorInfo(item.size, item.properties.dtype)
-            elif key.startswith(RANK.format("")):
-                self.world_size += 1
+    def _read_contents(self) -> _Contents:
+        """Return the shapes and types of the tensors, the number of ranks that have saved, and the index."""
+        tensors = {}
+        world_size = 0
+        try:
+            self._metadata = dcp.FileSystemReader(self.folder).read_metadata()
+            for key, item in self._metadata.state_dict_metadata.items():
+                if isinstance(item, TensorStorageMetadata):
+                    tensors[key] = TensorInfo(item.size, item.properties.dtype)
+                elif key.startswith(RANK_PREFIX):
+                    world_size += 1
+            index = self._load({INDEX: b""})[INDEX]
+        except Exception as error:  # pickle raises many kinds for classes of another release
+            return _Contents({}, 0, b"", problem=_describe_error(error))
+        return _Contents(tensors, world_size, index)
 
     @property
     def names(self) -> list[str]:
@@ -385,9 +401,9 @@ class Checkpoint:
 
         If more or fewer ranks have saved, every rank gets the value of rank 0.
         """
-        keys = [RANK.format(rank) for rank in range(self.world_size)]
+        keys = [f"{RANK_PREFIX}{rank}" for rank in range(self.world_size)]
         if self.world_size != self._ranks.world_size:
-            keys = [RANK.format(0)] * self._ranks.world_size
+            keys = [f"{RANK_PREFIX}0"] * self._ranks.world_size
         values: dict[str, bytes] = {}
         if self._ranks.rank == 0:
             values = self._load(dict.fromkeys(keys, b""))
@@ -491,12 +507,12 @@ def _refuse_newer_elsewhere(path: Path, ranks: Ranks) -> None:
     for report in reports:
         if report.problem:
             raise UsageError(report.problem, where=report.host, hint="name a folder that you can read")
-    first = reports[0]
+    rank_0 = reports[0]
     newest = max(reports)  # by their names, such as "step-0000000500", which sort like steps
-    if newest.newest_name > first.newest_name:
+    if newest.newest_name > rank_0.newest_name:
         raise UsageError(
-            f"{newest.host} has {newest.newest_name}, and the newest checkpoint of rank 0 on {first.host} is "
-            f"{first.newest_name or 'none'}",
+            f"{newest.host} has {newest.newest_name}, and the newest checkpoint of rank 0 on {rank_0.host} "
+            f"is {rank_0.newest_name or 'none'}",
             where=str(path),
             hint="start the head on that node, or put the folder on a file system that all nodes share",
         )

@@ -81,7 +81,7 @@ class RunConnection:
         """Use these ranks and their process group in all calls of the run."""
         # What the ranks exchange for checkpoints lies in host memory.
         host_ranks = ranks if ranks.device.type == "cpu" else with_new_group(ranks)
-        agreement = Agreement(ranks, self._requests.answers, self.log)
+        agreement = Agreement(ranks, self._requests.find_reasons, self.log)
         self._connected = _ConnectedRanks(host_ranks, agreement)
         if ranks.world_size > 1:
             self._call_watch = CallWatch(ranks, self._pulse, self.report)

@@ -99,11 +99,11 @@ def commit(
         owner = files.foreign_owner(target, folder.parent)
         if owner:
             raise OSError(errno.EPERM, f"{target.name} belongs to user {owner}")
-        _mark_for_removal(target, suffix)
+        _rename_for_removal(target, suffix)
     files.publish_file(temporary, target)
     for path in _old_checkpoints(folder, target, keep):
         try:
-            _mark_for_removal(path, suffix)
+            _rename_for_removal(path, suffix)
         except OSError as error:
             warn(f"{path} cannot be removed: {error.strerror}")
     for problem in _remove_leftovers(folder):
@@ -111,7 +111,7 @@ def commit(
     return target
 
 
-def _mark_for_removal(checkpoint: Path, suffix: str) -> None:
+def _rename_for_removal(checkpoint: Path, suffix: str) -> None:
     """Rename a checkpoint that `_remove_leftovers` removes. If it is removed halfway, it must not count."""
     checkpoint.rename(checkpoint.with_name(f"{LEAVING}{checkpoint.name}{suffix}"))
 
@@ -209,20 +209,32 @@ def read_manifest(folder: Path) -> StoredCheckpoint:
     """
     path = folder / MANIFEST
     try:
-        manifest = json_text.load(path)
-        if manifest["schema"] != SCHEMA:
-            raise InvalidCheckpoint(f"{path} has schema {manifest['schema']}; this imgkit reads {SCHEMA}")
-        json_text.unseal(manifest)
-        checkpoint = StoredCheckpoint(folder, int(manifest["step"]), manifest["files"])
-        # Names sort like steps: an old checkpoint under a later name would count as the newest.
-        if folder.name.startswith(STEP) and folder.name != checkpoint_name(checkpoint.step):
-            raise InvalidCheckpoint(f"{folder} contains the checkpoint of step {checkpoint.step}")
+        checkpoint = _parse_manifest(folder, json_text.load(path))
         _refuse_other_files(folder, checkpoint.files)
     except OSError as error:
         raise InvalidCheckpoint(f"{error.filename or path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise InvalidCheckpoint(f"{path} is not a manifest, or damaged") from None
     return checkpoint
+
+
+def _parse_manifest(folder: Path, manifest: Any) -> StoredCheckpoint:
+    """Return the checkpoint in `folder` as its manifest describes it.
+
+    Raises
+    ------
+    InvalidCheckpoint : it has another version, or another step than the name of the folder.
+    ValueError, KeyError, TypeError, AttributeError : it is not a manifest, or was changed.
+    """
+    schema = manifest["schema"]
+    if schema != SCHEMA:
+        raise InvalidCheckpoint(f"{folder / MANIFEST} has schema {schema}; this imgkit reads {SCHEMA}")
+    json_text.unseal(manifest)
+    step = int(manifest["step"])
+    # Names sort like steps: an old checkpoint under a later name would count as the newest.
+    if folder.name.startswith(STEP) and folder.name != checkpoint_name(step):
+        raise InvalidCheckpoint(f"{folder} contains the checkpoint of step {step}")
+    return StoredCheckpoint(folder, step, manifest["files"])
 
 
 def _refuse_other_files(checkpoint: Path, entries: Mapping[str, FileEntry]) -> None:
@@ -341,12 +353,13 @@ def lock_folder(folder: Path, say: Callable[[str], None], env: Mapping[str, str]
         stream.flush()
         return stream
     other_holder = stream.read(200).decode(errors="replace").strip()  # "process 4711 on gpu03 of 1234"
-    if job_suffix and other_holder.endswith(job_suffix):
-        say(f"warning: {path}: an earlier attempt still has the lock ({other_holder})")
-        return stream
-    stream.close()
-    problem = f"another run writes into this folder ({other_holder})"
-    raise UsageError(problem, where=str(folder), hint=f"stop that run, or {_OTHER_FOLDER}")
+    is_same_job = job_suffix != "" and other_holder.endswith(job_suffix)
+    if not is_same_job:
+        stream.close()
+        problem = f"another run writes into this folder ({other_holder})"
+        raise UsageError(problem, where=str(folder), hint=f"stop that run, or {_OTHER_FOLDER}")
+    say(f"warning: {path}: an earlier attempt still has the lock ({other_holder})")
+    return stream
 
 
 def _open_lock(path: Path) -> BinaryIO:

@@ -20,6 +20,7 @@ from imgkit_entrypoints.arguments import Option, add_options
 from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from imgkit_entrypoints.run.checkpoint import Checkpoint
@@ -119,7 +120,7 @@ def find_weights(checkpoint: Checkpoint, part: str | None = None) -> dict[str, s
     for weight, leaf in tree.items():
         if not isinstance(leaf, TensorRef):
             continue
-        type_name = _type_name(checkpoint, leaf.key)
+        type_name = _type_name(checkpoint.tensors[leaf.key].dtype)
         if type_name not in TYPES:
             raise UsageError(
                 f"{weight} is of the type {type_name}, which a safetensors file cannot hold",
@@ -145,9 +146,9 @@ def _find_model(checkpoint: Checkpoint, part: str | None) -> str:
     )
 
 
-def _type_name(checkpoint: Checkpoint, key: str) -> str:
-    """Return torch's name of a tensor's type, such as ``bfloat16``."""
-    return str(checkpoint.tensors[key].dtype).removeprefix("torch.")
+def _type_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a type, such as ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def write_safetensors(checkpoint: Checkpoint, weights: Mapping[str, str], stream: BinaryIO) -> None:
@@ -163,30 +164,27 @@ def write_safetensors(checkpoint: Checkpoint, weights: Mapping[str, str], stream
     # Tied weights as safetensors.torch.save_model notes them; its load_model ties them again.
     metadata = {"format": "pt", "step": str(checkpoint.step)}
     for name, key in weights.items():
-        first_name = first_names.setdefault(key, name)
-        if first_name != name:
-            metadata[name] = first_name
+        if key in first_names:
+            metadata[name] = first_names[key]
+        else:
+            first_names[key] = name
+    keys = sorted(first_names, key=lambda key: first_names[key])
     # The largest elements first, so that each tensor begins at a multiple of their size.
-    keys = sorted(first_names, key=lambda key: (-checkpoint.tensors[key].dtype.itemsize, first_names[key]))
+    keys.sort(key=lambda key: checkpoint.tensors[key].dtype.itemsize, reverse=True)
     header: dict[str, Any] = {"__metadata__": metadata}
     start = 0
     for key in keys:
-        entry = _describe_tensor(checkpoint, key, start)
+        shape, dtype = checkpoint.tensors[key]
+        end = start + math.prod(shape) * dtype.itemsize
+        entry = {"dtype": TYPES[_type_name(dtype)], "shape": list(shape), "data_offsets": [start, end]}
         header[first_names[key]] = entry
-        _, start = entry["data_offsets"]
+        start = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the format wants the tensors at a multiple of 8 bytes
     stream.write(len(text).to_bytes(8, "little") + text)
     for key in keys:
-        stream.write(_tensor_bytes(checkpoint.read_tensors([key])[key]))
-
-
-def _describe_tensor(checkpoint: Checkpoint, key: str, start: int) -> dict[str, Any]:
-    """Return the entry in the header of a tensor whose bytes begin at `start`."""
-    shape, dtype = checkpoint.tensors[key]
-    end = start + math.prod(shape) * dtype.itemsize
-    type_name = TYPES[_type_name(checkpoint, key)]
-    return {"dtype": type_name, "shape": list(shape), "data_offsets": [start, end]}
+        tensors = checkpoint.read_tensors([key])
+        stream.write(_tensor_bytes(tensors[key]))
 
 
 def _tensor_bytes(tensor: Tensor) -> bytearray:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from imgkit_entrypoints.run.tracked import Tracked, iterate_parameters
+from imgkit_entrypoints.run.tracked import TrackedObjects, iterate_parameters
 
 # Steps by which a save waits at most. A GAN may have gradients that it never uses.
 MAX_WAITING_STEPS = 32
@@ -23,7 +23,7 @@ _USED_VERSION = "_imgkit_used"
 class PendingGradients:
     """Watches when the tracked optimizers use the gradients of their weights."""
 
-    def __init__(self, tracked: Tracked, say: Callable[[str], None]) -> None:
+    def __init__(self, tracked: TrackedObjects, say: Callable[[str], None]) -> None:
         self._tracked = tracked
         self._say = say
         # Keys of the optimizers that were called since the latest step of the run began.
@@ -38,7 +38,7 @@ class PendingGradients:
         self._hook.remove()
 
     def begin_step(self) -> None:
-        """Note that a step of the run begins."""
+        """Forget the optimizers that were called in earlier steps of the run."""
         self._stepped.clear()
 
     @property
@@ -46,23 +46,17 @@ class PendingGradients:
         """Whether a tracked optimizer was called since the latest step of the run began."""
         return bool(self._stepped)
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the present save waits for an optimizer, as `count_waiting` has counted."""
-        return 0 < self._waiting_steps <= MAX_WAITING_STEPS
-
-    def count_waiting(self) -> None:
-        """Count a step by which the save that is due now waits for an optimizer, if it does.
+    def delay_save(self) -> bool:
+        """Return whether the save that is due now has to wait for an optimizer, and count the steps it waits.
 
         It waits while gradients are there that no optimizer step has used, since a checkpoint keeps none.
-
         The first such step reports that the save waits. After `MAX_WAITING_STEPS` a warning is reported, and
         the save no longer waits.
         """
         name = self._find_pending()
         if not name:
             self._waiting_steps = 0
-            return
+            return False
         self._waiting_steps += 1
         if not self._has_reported:
             self._has_reported = True
@@ -75,6 +69,7 @@ class PendingGradients:
                 f"warning: no optimizer.step() has used the gradients of {name} for {MAX_WAITING_STEPS} "
                 "steps; the run saves without them"
             )
+        return self._waiting_steps <= MAX_WAITING_STEPS
 
     def _find_pending(self) -> str:
         """Return the name of a tracked object with gradients that no optimizer step has used yet, or ""."""

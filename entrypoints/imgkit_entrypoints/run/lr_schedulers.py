@@ -39,10 +39,11 @@ class SchedulerSearch:
         """
         optimizers = {name: value for name, value in objects.items() if isinstance(value, Optimizer)}
         counts = list(map(sys.getrefcount, optimizers.values()))
-        # Objects may have been tracked since the last search.
-        is_known = len(counts) == len(self._reference_counts)
-        has_more = not is_known or any(map(operator.gt, counts, self._reference_counts))
-        if has_more:
+        if len(counts) == len(self._reference_counts):
+            is_search_due = any(map(operator.gt, counts, self._reference_counts))
+        else:  # the first search, or objects were tracked since the last one
+            is_search_due = True
+        if is_search_due:
             _refuse_untracked_torch_schedulers(optimizers, objects)
             for name, optimizer in optimizers.items():
                 if _has_foreign_scheduler(optimizer, objects):
@@ -62,7 +63,9 @@ def _refuse_untracked_torch_schedulers(
     for value in objects.values():
         tracked_ids.update(map(id, _iterate_parts(value, MAX_DEPTH)))
     gc.collect()  # a dropped scheduler may be part of a cycle
-    for name, scheduler in _find_untracked_schedulers(optimizers, tracked_ids):
+    untracked = _find_untracked_schedulers(optimizers, tracked_ids)
+    if untracked:
+        name, scheduler = untracked[0]
         raise _untracked_error(f"{name} has a {type(scheduler).__name__} that is not tracked")
 
 

@@ -55,7 +55,7 @@ class Loop:
     """Class and options of the sampler, or empty if there is none."""
 
     @classmethod
-    def over(cls, loader: Any, passes: int = 0) -> Loop:
+    def of_loader(cls, loader: Any, passes: int = 0) -> Loop:
         """Describe the loop that now goes over `loader` and has finished `passes` passes."""
         samples = UNKNOWN_LENGTH
         batches = UNKNOWN_LENGTH
@@ -79,14 +79,14 @@ class Loop:
 
 
 @dataclass(slots=True)
-class _LoopGenerators:
+class _GeneratorHistory:
     """The generators that the loader of a loop uses, and their states."""
 
-    first: GeneratorStates
+    first_states: GeneratorStates
     """The states at the start of the first pass of all."""
-    start: GeneratorStates
+    start_states: GeneratorStates
     """The states at the start of the latest pass."""
-    saved: GeneratorStates = ()
+    saved_states: GeneratorStates = ()
     """The states in the checkpoint, until the first pass after a restore."""
     generators: Sequence[torch.Generator] = ()
     """The generators of the loader of the latest pass."""
@@ -96,7 +96,8 @@ class _LoopGenerators:
 
         Between a restore and the first pass, "now" is what the restored checkpoint says.
         """
-        return self.first, self.start, self.saved or capture_generators(self.generators)
+        states = self.saved_states or capture_generators(self.generators)
+        return self.first_states, self.start_states, states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +131,6 @@ class _Resume:
     random: Mapping[str, Any]
     """The random numbers of this process when the checkpoint was taken."""
     has_same_ranks: bool
-    repeats_epoch: bool
-    """Whether the program does again what it had done in this epoch before the checkpoint."""
 
 
 class DataPosition:
@@ -152,6 +151,9 @@ class DataPosition:
         """The loops of an epoch by name; a loop that has no name is alone."""
         self.batch = 0
         """Batches of the latest pass that are done. 0 means that it is finished."""
+        self.repeats_epoch = False
+        """Whether the program, before its first pass after a restore, does again what it had done in this
+        epoch before the checkpoint."""
         # Loop and length of the latest pass.
         self._name = ""
         self._length = UNKNOWN_LENGTH
@@ -159,9 +161,10 @@ class DataPosition:
         self._loader: Any = None
         # The state of this loader when the pass began, until it is compared.
         self._loader_start: bytes | None = None
-        self._generators: dict[str, _LoopGenerators] = {}
+        self._histories: dict[str, _GeneratorHistory] = {}
         # The random numbers of this process at the start of the latest pass.
         self._pass_random: Mapping[str, Any] = {}
+        # The latest pass of a loop without a name.
         self._unnamed_pass: _UnnamedPass | None = None
         # The restored checkpoint, until the first pass after it.
         self._resume: _Resume | None = None
@@ -172,16 +175,12 @@ class DataPosition:
         return min((loop.passes for loop in self.loops.values()), default=0)
 
     @property
-    def repeats_epoch(self) -> bool:
-        """Whether the program does again what it had done in this epoch before the checkpoint."""
-        return self._resume is not None and self._resume.repeats_epoch
-
-    @property
-    def epochs(self) -> float:
-        """Epochs so far, with the part of the present epoch that is done: ``2.25``."""
-        part = self.batch / self._length if self._length > 0 else 0.0
-        passes = sum(loop.passes for loop in self.loops.values())
-        return (passes + part) / max(1, len(self.loops))
+    def epoch_progress(self) -> float:
+        """Epochs so far, with the share of the present epoch that is done: ``2.25``."""
+        passes = float(sum(loop.passes for loop in self.loops.values()))
+        if self._length > 0:
+            passes += self.batch / self._length
+        return passes / max(1, len(self.loops))
 
     def remaining_steps(self, name: str, length: int) -> int:
         """Return how many steps the next pass of the loop `name` takes, of `length` in a whole pass.
@@ -222,7 +221,7 @@ class DataPosition:
             latest = self._resume.random
         else:
             latest = random_state.capture()
-        loops = {name: generators.for_checkpoint() for name, generators in self._generators.items()}
+        loops = {name: history.for_checkpoint() for name, history in self._histories.items()}
         return {"now": latest, "pass": self._pass_random, "loops": loops}
 
     def restore(
@@ -243,33 +242,25 @@ class DataPosition:
         for name, loop_values in values["loops"].items():
             self.loops[name] = Loop(**loop_values)
         self._pass_random = random["pass"]
-        self._generators = {}
-        for name, states in random["loops"].items():
-            first, start, saved = states
-            self._generators[name] = _LoopGenerators(first, start, saved)
+        self._histories = {}
+        for name, states in random["loops"].items():  # as `for_checkpoint` returned them
+            self._histories[name] = _GeneratorHistory(*states)
         random_state.restore(random["now"])
+        self.repeats_epoch = values["at_start"]
         has_same_ranks = world_size == ranks.world_size
         warning = ""
         if not has_same_ranks:
-            warning = self._divide_batches(world_size, ranks.world_size)
+            # 6 batches on each of 4 ranks are 12 on each of 2 ranks.
+            self.batch, remainder = divmod(self.batch * world_size, ranks.world_size)
+            if remainder:
+                warning = (
+                    f"{ranks.world_size} ranks instead of {world_size}: some samples of this epoch come again"
+                )
             # All ranks got the state of rank 0, with which they would draw the same numbers.
             seed = int(torch.randint(1 << 62, ()).item())
             random_state.seed_everything(seed + ranks.rank)
-        self._resume = _Resume(
-            random=random_state.capture(), has_same_ranks=has_same_ranks, repeats_epoch=values["at_start"]
-        )
+        self._resume = _Resume(random=random_state.capture(), has_same_ranks=has_same_ranks)
         return warning
-
-    def _divide_batches(self, saved_world_size: int, world_size: int) -> str:
-        """Divide the batches that the ranks of a checkpoint have done among more or fewer ranks.
-
-        For example 6 batches on each of 4 ranks become 12 on each of 2 ranks. Return a warning if the
-        division leaves a remainder, since these samples come again, and otherwise "".
-        """
-        self.batch, remainder = divmod(self.batch * saved_world_size, world_size)
-        if remainder == 0:
-            return ""
-        return f"{world_size} ranks instead of {saved_world_size}: some samples of this epoch come again"
 
     def was_finished(self, name: str) -> bool:
         """Return whether the loop had finished its pass of this epoch when the restored checkpoint was taken.
@@ -279,11 +270,6 @@ class DataPosition:
         if self._resume is None or name not in self.loops:
             return False
         return self.loops[name].passes > self.epoch
-
-    def note_repeated_pass(self) -> None:
-        """Note that the program comes again to a pass that was finished before the checkpoint."""
-        if self._resume is not None:
-            self._resume.repeats_epoch = True
 
     def add_loop(self, name: str) -> None:
         """Add the loop `name`, whose pass begins, if it is new.
@@ -316,8 +302,8 @@ class DataPosition:
                 return name
         return default
 
-    def compare_unnamed_pass(self, loader: Any, line: str, *, is_next_epoch: bool) -> None:
-        """Note a pass of a loop without a name, and refuse it if it may be of another loop than the last one.
+    def begin_unnamed_pass(self, loader: Any, line: str, *, is_next_epoch: bool) -> None:
+        """Begin a pass of a loop without a name, or refuse it if it may be of another loop than the last one.
 
         Both passes are of one loop if they go over the same loader, and either begin at the same line of the
         program or in different epochs.
@@ -333,7 +319,7 @@ class DataPosition:
         UsageError : the passes may be of different loops, which a resume could not tell from each other.
         """
         last = self._unnamed_pass
-        loop = Loop.over(loader)
+        loop = Loop.of_loader(loader)
         self._unnamed_pass = _UnnamedPass(line=line, loop=loop, loader=_weak_reference(loader))
         if last is None:
             return
@@ -367,7 +353,7 @@ class DataPosition:
         if self.batch == 0 or self._resume is not None:  # the pass has ended, or is the one that is resumed
             return
         if self.batch == self._length:
-            self.close_pass()
+            self.finish_pass()
             return
         size = f" of {self._length}" if self._length > 0 else ""
         raise steps_error(
@@ -385,16 +371,22 @@ class DataPosition:
         UsageError : the checkpoint was taken in a pass over another loader.
         """
         resume = self._resume
-        self._resume = None
-        loop = Loop.over(loader, self.loops[name].passes)
+        loop = Loop.of_loader(loader, self.loops[name].passes)
         if resume is not None and self.batch > 0:
-            self._adjust_batch(name, loop, has_same_ranks=resume.has_same_ranks)
+            saved_loop = self.loops[name]
+            _refuse_other_loader(name, saved_loop, loop, self.batch, has_same_ranks=resume.has_same_ranks)
+            # The size of batches may differ if the number of ranks has changed. For example 10 batches of 32
+            # samples count as 20 batches of 16.
+            if saved_loop.batch_size and loop.batch_size:
+                self.batch = self.batch * saved_loop.batch_size // loop.batch_size
             random = self._continue_random(loader, name, resume.random)
         else:
-            if resume is not None and resume.repeats_epoch:
+            if resume is not None and self.repeats_epoch:
                 # The program has repeated work from before the checkpoint, which has drawn random numbers.
                 random_state.restore(resume.random)
             random = self._begin_random(loader, name)
+        self._resume = None
+        self.repeats_epoch = False
         self.loops[name] = loop
         self._name = name
         self._length = loader_length(loader)
@@ -411,33 +403,17 @@ class DataPosition:
         self._loader_start = pickle.dumps(loader.state_dict())
         return batches
 
-    def _adjust_batch(self, name: str, loop: Loop, *, has_same_ranks: bool) -> None:
-        """Count the batches that were done in batches of the loader with which the pass goes on.
-
-        For example 10 batches of 32 samples count as 20 batches of 16. The size may differ only if the number
-        of ranks has changed.
-
-        Raises
-        ------
-        UsageError : this loader gives other samples than the loader in the checkpoint.
-        """
-        saved_loop = self.loops[name]
-        _refuse_other_loader(name, saved_loop, loop, self.batch, has_same_ranks=has_same_ranks)
-        if saved_loop.batch_size and loop.batch_size:
-            self.batch = self.batch * saved_loop.batch_size // loop.batch_size
-
     def _begin_random(self, loader: Any, name: str) -> PassRandom:
         """Return the random numbers at the start of a new pass, and note them for the checkpoints in it."""
-        states = self._generators_of(name, loader)
-        generators = states.generators
+        history = self._history_of(name, loader)
         # After a restart, the program has made its generators anew. Those that are in their first states go
         # on from the states in the checkpoint. Any other state was set by the program for this pass.
-        if _are_equal(capture_generators(generators), states.first):
-            restore_generators(generators, states.saved)
-        states.saved = ()
-        states.start = capture_generators(generators)
+        if _are_equal(capture_generators(history.generators), history.first_states):
+            restore_generators(history.generators, history.saved_states)
+        history.saved_states = ()
+        history.start_states = capture_generators(history.generators)
         self._pass_random = random_state.capture()
-        start = RandomNumbers(self._pass_random, generators, states.start)
+        start = RandomNumbers(self._pass_random, history.generators, history.start_states)
         return PassRandom(start, latest=start)
 
     def _continue_random(self, loader: Any, name: str, random: Mapping[str, Any]) -> PassRandom:
@@ -447,23 +423,24 @@ class DataPosition:
         ----------
         random : the random numbers of this process in the checkpoint.
         """
-        states = self._generators_of(name, loader)
-        latest = RandomNumbers(random, states.generators, states.saved)
-        states.saved = ()
-        start = RandomNumbers(self._pass_random, states.generators, states.start)
+        history = self._history_of(name, loader)
+        latest = RandomNumbers(random, history.generators, history.saved_states)
+        history.saved_states = ()
+        start = RandomNumbers(self._pass_random, history.generators, history.start_states)
         return PassRandom(start, latest)
 
-    def _generators_of(self, name: str, loader: Any) -> _LoopGenerators:
+    def _history_of(self, name: str, loader: Any) -> _GeneratorHistory:
         """Return the generators of a loop whose pass over `loader` begins."""
         generators = list_generators(loader)
-        if name not in self._generators:
-            self._generators[name] = _LoopGenerators(first=capture_generators(generators), start=())
-        states = self._generators[name]
-        states.generators = generators
-        return states
+        if name not in self._histories:
+            first_states = capture_generators(generators)
+            self._histories[name] = _GeneratorHistory(first_states, start_states=())
+        history = self._histories[name]
+        history.generators = generators
+        return history
 
-    def close_pass(self) -> None:
-        """Note that the pass is finished."""
+    def finish_pass(self) -> None:
+        """Count the pass as finished."""
         loop = self.loops[self._name]
         self.loops[self._name] = dataclasses.replace(loop, passes=loop.passes + 1)
         self.batch = 0

@@ -73,7 +73,7 @@ class Run:
         progress = ProgressNotes(agent_folder, rank)
         self._pulse = Pulse(agent_folder, rank)
         self._position = DataPosition()
-        self._log = NumberLog(metrics, lambda: self._position.epochs)
+        self._log = NumberLog(metrics, lambda: self._position.epoch_progress)
         self._connection = RunConnection(env, self._requests, self._log, self._pulse, say)
         self._checkpoints = RunCheckpoints(
             folder, keep, self._connection, self._position, progress, ignore_unreadable=ignore_checkpoints
@@ -217,7 +217,7 @@ class Run:
         """
         is_restored = self._checkpoints.restore(source)
         if is_restored:
-            self._loop.restore()
+            self._loop.require_position()
         return is_restored
 
     def steps(self, loader: Any, *, name: str = "", save_every: int = 0) -> Steps:

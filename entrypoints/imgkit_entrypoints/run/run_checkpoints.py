@@ -21,7 +21,7 @@ from imgkit_entrypoints.run.connection import RunConnection, end_program
 from imgkit_entrypoints.run.lr_schedulers import SchedulerSearch
 from imgkit_entrypoints.run.position import DataPosition
 from imgkit_entrypoints.run.ranks import list_first_names
-from imgkit_entrypoints.run.tracked import Tracked
+from imgkit_entrypoints.run.tracked import TrackedObjects
 
 
 class NotSaved(CheckFailed):
@@ -51,7 +51,7 @@ class RunCheckpoints:
         self.keep = keep
         self._connection = connection
         self.position = position
-        self.tracked = Tracked()
+        self.tracked = TrackedObjects()
         self.scheduler_search = SchedulerSearch()
         self._progress = progress
         self._ignore_unreadable = ignore_unreadable

@@ -62,14 +62,6 @@ def is_dtensor(value: object) -> bool:
     return any(kind.__name__ == "DTensor" for kind in type(value).__mro__)
 
 
-def local_part(tensor: Any) -> Tensor:
-    """Return this rank's part of a DTensor, and any other tensor as it is."""
-    local: Tensor = tensor
-    if is_dtensor(tensor):
-        local = tensor.to_local()
-    return local
-
-
 class _TensorSplitter:
     """Collects the tensors of one state under keys that no other tensor has."""
 
@@ -90,14 +82,16 @@ class _TensorSplitter:
             return value
         if not _can_divide(value):
             return value.detach().clone()
-        key = self._free_key(path)
-        first_key = self._keys.setdefault(_memory_of(value), key)
-        if first_key == key:
+        memory = _memory_of(value)
+        if memory not in self._keys:
+            key = self._free_key(path)
+            self._keys[memory] = key
             self.tensors[key] = value.detach()
+        key = self._keys[memory]
         if is_dtensor(value) or value.is_contiguous():
-            return TensorRef(first_key)
+            return TensorRef(key)
         # The strides of a dense tensor in this format. Those of a part of a larger tensor have gaps.
-        return TensorRef(first_key, torch.empty_like(value, device="meta").stride())
+        return TensorRef(key, torch.empty_like(value, device="meta").stride())
 
     def _free_key(self, path: LeafPath) -> str:
         """Return the key of a tensor at `path`, such as ``model.layer.weight``."""

@@ -33,12 +33,10 @@ def iterate_stateful(loader: Any, skip: int, random: PassRandom, *, is_first_pas
     is_first_pass : whether a run without a stop would start the loader's workers for this pass.
     """
     state = _unread_state(loader)
+    starts_workers = False
     if state is None:  # another kind of loader, or a later pass: the loader goes on by itself
         batches: Iterator[Any] = iter(loader)
-        if skip:
-            random.latest.restore()
-        return batches
-    if _is_stream(loader) and not _has_dataset_state(state):
+    elif _is_stream(loader) and not _has_dataset_state(state):
         batches = _iterate_from_start(loader, skip, random)
     elif state.get("_iterator_finished"):
         loader.state_dict()  # makes the iterator that has finished, which draws a random number
@@ -46,9 +44,10 @@ def iterate_stateful(loader: Any, skip: int, random: PassRandom, *, is_first_pas
         return _iterate_again_if_empty(loader, random)
     else:
         batches = iter(loader)
-    # An undisturbed run keeps its workers. Workers that start anew draw a random number.
-    starts_anew = not is_first_pass and loader.persistent_workers
-    if skip or starts_anew:
+    if state is not None:
+        # An undisturbed run keeps its workers. Workers that start anew draw a random number.
+        starts_workers = not is_first_pass and loader.persistent_workers
+    if skip or starts_workers:
         random.latest.restore()
     return batches
 
@@ -95,8 +94,7 @@ def has_unusable_state(loader: Any) -> bool:
         return False
     if False in getattr(loader._iterator, "_workers_status", ()):  # a worker has no more batches
         return True
-    ended_flags = [value for (*_, key), value in list_leaves(state) if key == "fetcher_ended"]
-    return any(ended_flags)
+    return any(path[-1] == "fetcher_ended" and value for path, value in list_leaves(state))
 
 
 def _is_stream(loader: Any) -> bool:

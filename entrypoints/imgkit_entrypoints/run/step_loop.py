@@ -59,8 +59,8 @@ class StepLoop:
         self._has_read_epoch = True
         return self._position.epoch
 
-    def restore(self) -> None:
-        """Note that a checkpoint was loaded, whose finished epochs the program must not begin again."""
+    def require_position(self) -> None:
+        """Let `start` refuse a program that would begin the finished epochs of a loaded checkpoint again."""
         self._must_read_position = self._position.epoch != 0
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class StepLoop:
         self._refuse_different_passes(loader, name, save_every)
         position.end_last_pass(name)
         if position.was_finished(name):
-            position.note_repeated_pass()
+            position.repeats_epoch = True
             return
         position.add_loop(name)
         self._prepare_pass(loader, save_every, line)
@@ -119,7 +119,7 @@ class StepLoop:
         should_save = self._connection.stop and not has_state(loader)
         if should_save and not self._agree_to_wait():
             self.save_now()
-        self._position.close_pass()
+        self._position.finish_pass()
 
     def _prepare_pass(self, loader: Any, save_every: int, line: str) -> None:
         """Prepare a new pass: check that a resume could find it, and save if a save has waited for it.
@@ -130,7 +130,7 @@ class StepLoop:
         """
         position = self._position
         if list(position.loops) == [""]:  # there is one loop, without a name
-            position.compare_unnamed_pass(loader, line, is_next_epoch=self._has_read_epoch)
+            position.begin_unnamed_pass(loader, line, is_next_epoch=self._has_read_epoch)
         self._has_read_epoch = False
         self._warn_of_sampler(loader)
         if self._should_save:
@@ -231,21 +231,19 @@ class StepLoop:
         self._count_step()
         self._checkpoints.restored = None  # the run has moved on from the restored checkpoint
         saves_now = self._agree_on_save(save_every)
-        if saves_now:
-            self._meet_before_save()
         self._gradients.begin_step()
         return saves_now
 
     def _save_if_due(self, save_every: int, *, at_start: bool = False) -> None:
         """Save the state if all ranks agree that it is time; a collective call."""
         if self._agree_on_save(save_every):
-            self._meet_before_save()
             self.save_now(at_start=at_start)
 
     def _agree_on_save(self, save_every: int) -> bool:
         """Exchange numbers with the other ranks if it is time; return whether all save after this step.
 
         They save after a request to stop or to save, and every `save_every` steps, unless a rank has to wait.
+        Before a save, the numbers of all ranks up to this step have arrived.
         """
         step = self._position.step
         agreement = self._connection.agreement
@@ -255,13 +253,11 @@ class StepLoop:
             # Compare multiples of `save_every`: a save that had to wait has come after its step, and must not
             # delay the next one.
             is_due = is_due or step // save_every > self._checkpoints.saved_step // save_every
-        return is_due and not self._agree_to_wait()
-
-    def _meet_before_save(self) -> None:
-        """Note the step of a save, and wait until the numbers of all ranks up to it have arrived."""
-        step = self._position.step
-        self._connection.agreement.wait_for_ranks(step, "run.save")
+        if not is_due or self._agree_to_wait():
+            return False
+        agreement.wait_for_ranks(step, "run.save")
         self._checkpoints.saved_step = step
+        return True
 
     def _agree_to_wait(self) -> bool:
         """Return whether a save that is due has to wait because a rank cannot save yet; a collective call.
@@ -269,8 +265,7 @@ class StepLoop:
         A rank cannot save while gradients wait for their optimizer, since a checkpoint has no gradients, nor
         at the end of a loader that could not go on from its state.
         """
-        self._gradients.count_waiting()
-        must_wait = self._gradients.is_waiting or self._position.has_unusable_loader_state()
+        must_wait = self._gradients.delay_save() or self._position.has_unusable_loader_state()
         return any(self._connection.ranks.gather(must_wait, call=STEP_END))
 
     def request_save(self) -> None:

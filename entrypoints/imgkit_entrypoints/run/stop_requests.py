@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,16 +21,11 @@ from imgkit_entrypoints.run.ranks import Ranks
 
 # A person's request: the run is not requeued, and does not start while the file exists.
 STOP_FILE = "the stop file"
-# Reasons for a stop, in the order of the answers that the ranks add up. The first one counts.
-REASONS = (STOP_FILE, "a stop request from the node agent", "--stop-after", "a signal")
-
-
-def first_reason(answers: Sequence[bool]) -> str:
-    """Return the first of `REASONS` to which a rank has answered yes, or ""."""
-    for reason, is_requested in zip(REASONS, answers, strict=True):
-        if is_requested:
-            return reason
-    return ""
+AGENT_REQUEST = "a stop request from the node agent"
+STOP_AFTER = "--stop-after"
+SIGNAL = "a signal"
+# Reasons for a stop. If there are several, the first of them counts.
+REASONS = (STOP_FILE, AGENT_REQUEST, STOP_AFTER, SIGNAL)
 
 
 def folder_to_watch(
@@ -70,18 +65,22 @@ class StopRequests:
         # The handlers of before `listen`, by signal.
         self._previous_handlers: dict[int, Any] = {}
 
-    def answers(self) -> tuple[bool, ...]:
-        """Return for each of `REASONS` whether this rank has seen such a request to stop."""
-        has_stop_file = False
-        has_agent_request = self._agent_flag is not None and self._agent_flag.exists()
+    def find_reasons(self) -> set[str]:
+        """Return the reasons, among `REASONS`, for which this rank has seen a request to stop."""
+        reasons = set()
+        if self._agent_flag is not None and self._agent_flag.exists():
+            reasons.add(AGENT_REQUEST)
         request = self._folder.request() if self._folder else None
         # A job script's file asks for a requeue, and counts like the node agent's. A person's file does not.
         if request is not None and request.requeue:
-            has_agent_request = True
+            reasons.add(AGENT_REQUEST)
         elif request is not None:
-            has_stop_file = True
-        is_time_over = time.monotonic() >= self._until
-        return has_stop_file, has_agent_request, is_time_over, bool(self._signal_times)
+            reasons.add(STOP_FILE)
+        if time.monotonic() >= self._until:
+            reasons.add(STOP_AFTER)
+        if self._signal_times:
+            reasons.add(SIGNAL)
+        return reasons
 
     def listen(self) -> None:
         """Note signals that request a stop, until `stop_listening` restores the previous handlers.

@@ -53,7 +53,7 @@ class _RankReport(NamedTuple):
     """Why this rank cannot save a state. None means that it can."""
 
 
-class Tracked:
+class TrackedObjects:
     """Objects by name. Either the state of rank 0 counts for all ranks, or each rank keeps its own."""
 
     def __init__(self) -> None:
@@ -172,10 +172,11 @@ class Tracked:
         values = describe_values(stateful, state_of(name, stateful))
         rows = ranks.gather((self._first_values[name], values), call=call)
         first_values, latest_values = zip(*rows, strict=True)
-        for path in sorted(set[str]().union(*first_values, *latest_values)):
+        paths = set[str]().union(*first_values, *latest_values)
+        for path in sorted(paths):
             first = [rank_values.get(path, "") for rank_values in first_values]
             latest = [rank_values.get(path, "") for rank_values in latest_values]
-            if not _can_rank_0_count(first, latest, may_begin_different=has_weights(stateful)):
+            if not _may_share_rank_0_value(first, latest, may_begin_different=has_weights(stateful)):
                 raise _difference_error(stateful, name, path, latest, call)
 
     def load(self, checkpoint: Checkpoint, rank_values: Mapping[str, bytes]) -> None:
@@ -294,11 +295,11 @@ def _refuse_unsupported_shards(name: str, stateful: Any) -> None:
 
     Only FSDP2's shards over all ranks can be saved, with torch 2.6 or newer.
     """
-    parts = stateful.modules() if isinstance(stateful, nn.Module) else [stateful]
-    for part in parts:
-        if _has_class(part, SHARDED_BY_OTHERS):
+    modules = stateful.modules() if isinstance(stateful, nn.Module) else [stateful]
+    for module in modules:
+        if _has_class(module, SHARDED_BY_OTHERS):
             raise _track_error(
-                f"{name} is a {type(part).__name__}, whose state no rank has as a whole",
+                f"{name} is a {type(module).__name__}, whose state no rank has as a whole",
                 "shard models by fully_shard (FSDP2); or let its library save to the next_path() of a "
                 "LibraryCheckpoint(run): docs/guides/resume.md",
             )
@@ -345,7 +346,9 @@ def _refuse_bad_reports(reports: Sequence[_RankReport], call: str) -> None:
         )
 
 
-def _can_rank_0_count(first: Sequence[str], latest: Sequence[str], *, may_begin_different: bool) -> bool:
+def _may_share_rank_0_value(
+    first: Sequence[str], latest: Sequence[str], *, may_begin_different: bool
+) -> bool:
     """Return whether a resume may give rank 0's value to all ranks.
 
     It may where the ranks have the same value now, or where rank 0 alone has set it, such as the best loss.
@@ -401,25 +404,24 @@ def _find_model_difference(saved: Any, live: Mapping[str, Any], checkpoint: Chec
     if saved_only or live_only:
         return f"{saved_only or 'nothing'} only in the checkpoint, {live_only or 'nothing'} only in the model"
     for key, leaf in saved.items():
+        saved_value = leaf
         if isinstance(leaf, TensorRef):
-            saved_shape, saved_dtype = checkpoint.tensors[leaf.key]
-        else:
-            saved_shape, saved_dtype = _shape_and_type(leaf)
-        shape, dtype = _shape_and_type(live[key])
-        if saved_shape != shape:
-            saved_text = _format_shape(saved_shape)
-            return f"{key} is {saved_text} in the checkpoint and {_format_shape(shape)} in the model"
-        if saved_dtype != dtype:
-            return f"{key} is {saved_dtype} in the checkpoint and {dtype} in the model"
+            saved_value = checkpoint.tensors[leaf.key]
+        for describe in (_describe_shape, _describe_dtype):
+            saved_text = describe(saved_value)
+            live_text = describe(live[key])
+            if saved_text != live_text:
+                return f"{key} is {saved_text} in the checkpoint and {live_text} in the model"
     return ""
 
 
-def _shape_and_type(value: Any) -> tuple[torch.Size | None, torch.dtype | None]:
-    return getattr(value, "shape", None), getattr(value, "dtype", None)
-
-
-def _format_shape(shape: torch.Size | None) -> str:
+def _describe_shape(value: Any) -> str:
+    shape = getattr(value, "shape", None)
     return "no tensor" if shape is None else str(tuple(shape))
+
+
+def _describe_dtype(value: Any) -> str:
+    return str(getattr(value, "dtype", None))
 
 
 def _tensors_for_shards(stateful: Any, name: str, tree: Any, checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -442,17 +444,18 @@ def _make_optimizer_shards(optimizer: Optimizer, tree: Any, checkpoint: Checkpoi
 
     Each is sharded like its parameter. A new optimizer has no such tensors yet into which a rank could read.
     """
-    tensors = {}
-    parameters = list(iterate_parameters(optimizer))
-    for path, leaf in list_leaves(tree["state"]):
-        parameter_number, *_ = path  # as (0, "exp_avg"), for the first parameter
-        parameter = parameters[parameter_number]
-        if not isinstance(leaf, TensorRef) or not is_dtensor(parameter):
+    shards = {}
+    # For the first parameter, Adam has {0: {"step": ..., "exp_avg": ..., "exp_avg_sq": ...}}.
+    for number, parameter in enumerate(iterate_parameters(optimizer)):
+        if not is_dtensor(parameter):
             continue
-        shape, dtype = checkpoint.tensors[leaf.key]
-        if shape == parameter.shape:  # other tensors, such as a count of steps, are not sharded
-            tensors[leaf.key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    return tensors
+        for _, leaf in list_leaves(tree["state"].get(number)):
+            if not isinstance(leaf, TensorRef):
+                continue
+            saved = checkpoint.tensors[leaf.key]
+            if saved.shape == parameter.shape:  # other tensors, such as a count of steps, are not sharded
+                shards[leaf.key] = torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
+    return shards
 
 
 def state_of(name: str, stateful: Any) -> Any:

@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from imgkit_entrypoints.run import Run, random_state
 from imgkit_entrypoints.run.checkpoint import CheckpointWriter
 from imgkit_entrypoints.run.ranks import Ranks
-from imgkit_entrypoints.run.tracked import Tracked
+from imgkit_entrypoints.run.tracked import TrackedObjects
 
 MB = 10**6
 TURNS = 15
@@ -89,8 +89,8 @@ def plan(folder: str, count: int = 512) -> None:
     """CPU time of rank 0 for a save, with all that it does in the background."""
     torch.set_num_threads(1)
     ranks = FakeRanks(rank=0, local_rank=0, world_size=count, device=torch.device("cpu"))
-    writer = CheckpointWriter(Path(folder), 2, ranks, print)
-    tracked = Tracked()
+    writer = CheckpointWriter(Path(folder), 2, ranks, print, ())
+    tracked = TrackedObjects()
     tracked.add("model", nn.ParameterList(nn.Parameter(torch.ones(4)) for _ in range(500)), per_rank=False)
     row = pickle.dumps({"random": {"now": random_state.capture(), "pass": random_state.capture()}})
     spent = []

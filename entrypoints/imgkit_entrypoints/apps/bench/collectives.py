@@ -7,12 +7,12 @@ where a collective runs.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -67,10 +67,6 @@ class CollectiveCall:
     """The same as `input` if the operation works in place."""
     ranks: int
     rank: int
-
-    def bind(self, function: Callable[..., Any], *arguments: object) -> Launch:
-        """Return `function` of torch with these arguments."""
-        return functools.partial(function, *arguments)
 
     def chunks(self, buffer: torch.Tensor) -> list[torch.Tensor] | None:
         """Return one chunk of `buffer` for each rank on the root, and None on all others."""
@@ -181,23 +177,23 @@ def _alltoall_bytes(nodes: int, ranks_per_node: int) -> Fraction:
 def _all_gather(call: CollectiveCall) -> Launch:
     # torch 2.13 deprecates the older name.
     function = getattr(call.dist, "all_gather_single", None) or call.dist.all_gather_into_tensor
-    return call.bind(function, call.output, call.input)
+    return partial(function, call.output, call.input)
 
 
 def _reduce_scatter(call: CollectiveCall) -> Launch:
     function = getattr(call.dist, "reduce_scatter_single", None) or call.dist.reduce_scatter_tensor
-    return call.bind(function, call.output, call.input)
+    return partial(function, call.output, call.input)
 
 
 def _alltoallv(call: CollectiveCall) -> Launch:
     splits = [call.input.numel() // call.ranks] * call.ranks
-    return call.bind(call.dist.all_to_all_single, call.output, call.input, splits, splits)
+    return partial(call.dist.all_to_all_single, call.output, call.input, splits, splits)
 
 
 def _sendrecv(call: CollectiveCall) -> Launch:
     """Send to the next rank and receive from the previous one."""
     if call.ranks == 1:
-        return call.bind(call.output.copy_, call.input)
+        return partial(call.output.copy_, call.input)
     # Receive first: gloo sends once the peer has announced that it is ready. With the other order that
     # announcement waits behind the data, and the two directions take turns (50 % of a link between nodes).
     pair = [
@@ -235,7 +231,7 @@ COLLECTIVES: tuple[Collective, ...] = (
         bus=lambda share: 2 * share,
         traffic=_ring_bytes(2),
         fills_network=True,
-        call=lambda to: to.bind(to.dist.all_reduce, to.input),
+        call=lambda to: partial(to.dist.all_reduce, to.input),
         result=_sum_of_all,
     ),
     Collective(
@@ -265,14 +261,14 @@ COLLECTIVES: tuple[Collective, ...] = (
     Collective(
         name="broadcast",
         has_root=True,
-        call=lambda to: to.bind(to.dist.broadcast, to.input, ROOT),
+        call=lambda to: partial(to.dist.broadcast, to.input, ROOT),
         result=lambda shape: _copy_of(shape, ROOT),
     ),
     Collective(
         name="reduce",
         sums=True,
         has_root=True,
-        call=lambda to: to.bind(to.dist.reduce, to.input, ROOT),
+        call=lambda to: partial(to.dist.reduce, to.input, ROOT),
         result=lambda shape: _sum_of_all(shape) if shape.rank == ROOT else (),
     ),
     Collective(
@@ -282,7 +278,7 @@ COLLECTIVES: tuple[Collective, ...] = (
         bus=lambda share: share,
         traffic=_alltoall_bytes,
         fills_network=True,
-        call=lambda to: to.bind(to.dist.all_to_all_single, to.output, to.input),
+        call=lambda to: partial(to.dist.all_to_all_single, to.output, to.input),
         result=lambda shape: _joined_parts(shape, shape.rank * shape.part),
     ),
     Collective(
@@ -311,7 +307,7 @@ COLLECTIVES: tuple[Collective, ...] = (
         has_root=True,
         bus=lambda share: share,
         traffic=_between_nodes,
-        call=lambda to: to.bind(to.dist.gather, to.input, to.chunks(to.output), ROOT),
+        call=lambda to: partial(to.dist.gather, to.input, to.chunks(to.output), ROOT),
         result=lambda shape: _joined_parts(shape) if shape.rank == ROOT else (),
     ),
     Collective(
@@ -322,7 +318,7 @@ COLLECTIVES: tuple[Collective, ...] = (
         has_root=True,
         bus=lambda share: share,
         traffic=_between_nodes,
-        call=lambda to: to.bind(to.dist.scatter, to.output, to.chunks(to.input), ROOT),
+        call=lambda to: partial(to.dist.scatter, to.output, to.chunks(to.input), ROOT),
         result=lambda shape: (
             Segment(start=0, count=shape.part, source=ROOT, offset=shape.rank * shape.part),
         ),

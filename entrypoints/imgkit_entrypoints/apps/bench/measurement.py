@@ -185,15 +185,15 @@ class Measurer:
         """Return the seconds of each batch, whose launches rotate through buffers of random data."""
         # Sums in place would grow to infinity, so their buffers are filled again for each batch.
         sums_in_place = collective.sums and not collective.separate
+        launches = [collectives.bind(collective, copy, self.ranks) for copy in buffers]
         seconds = []
         for batch in range(counts.batches):
-            self._check_stop(is_slow)
+            self._raise_if_stopped(is_slow)
             if batch == 0 or sums_in_place:
                 for number, copy in enumerate(buffers):
                     self.noise.fill(copy.input, self.ranks.rank, number)
-            launches = [collectives.bind(collective, copy, self.ranks) for copy in buffers]
-            launch = collectives.rotate(launches)
-            seconds.append(time_batch(launch, counts.launches, self.ranks))
+            rotated_launch = collectives.rotate(launches)  # each batch begins with the first buffer
+            seconds.append(time_batch(rotated_launch, counts.launches, self.ranks))
         return seconds
 
     def _verify_iterations(
@@ -212,13 +212,14 @@ class Measurer:
         total = 0
         first_wrong = None
         for iteration in range(counts.verified):
-            self._check_stop(is_slow)
+            self._raise_if_stopped(is_slow)
             expected.fill(buffers.input, rank, iteration)
             launch()
             self.ranks.synchronize()
-            wrong, difference = expected.count_wrong(buffers.output, result, iteration)
-            total += wrong
-            if difference is not None and first_wrong is None:
+            total += expected.count_wrong(buffers.output, result, iteration)
+            if total and first_wrong is None:
+                difference = expected.find_first_wrong(buffers.output, result, iteration)
+                assert difference is not None
                 first_wrong = WrongElement(
                     collective=collective.name,
                     size_bytes=counts.size_bytes,
@@ -230,7 +231,7 @@ class Measurer:
                 )
         return total, first_wrong
 
-    def _check_stop(self, is_slow: bool) -> None:
+    def _raise_if_stopped(self, is_slow: bool) -> None:
         """Raise Stopped on all ranks if launches are slow and the node agent of rank 0 asks to stop."""
         if not is_slow:
             return

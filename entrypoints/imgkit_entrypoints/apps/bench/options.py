@@ -70,18 +70,14 @@ def parse_requirement(text: str) -> Requirement:
     ------
     argparse.ArgumentTypeError : the text is neither.
     """
-    value = 0.0
-    unit = ""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(%|GBps)?", text.strip())
-    if match is not None:
-        value = float(match[1])
-        unit = match[2]
-    if not value:
+    if match is None or float(match[1]) == 0:
         raise argparse.ArgumentTypeError(
             f"{text!r} is neither a percentage of the expected busbw (80%) nor a busbw in GBps (300): "
             "1 GBps is 1e9 bytes per second, so 300 Gbps are 37.5 GBps"
         )
-    if unit == "%":
+    value = float(match[1])
+    if match[2] == "%":
         return Requirement(percent=value)
     return Requirement(GBps=value)
 

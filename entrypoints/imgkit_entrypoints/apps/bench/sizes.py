@@ -23,14 +23,17 @@ def parse_size(text: str) -> int:
     ------
     argparse.ArgumentTypeError : the text is not a size above zero.
     """
+    size_bytes = 0.0
     # "64", "64B", "64M", "64MiB" or "64MB", but not "64iB"
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(?:([KMGT])(IB)?|([KMGT]?)B)?", text.strip().upper())
     if match is not None:
         number, binary_prefix, _, decimal_prefix = match.groups()
-        value = float(number) * _BINARY[binary_prefix or ""] * _DECIMAL[decimal_prefix or ""]
-        if value >= 1 and value.is_integer():
-            return int(value)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a size: 64M is 64 x 1024 x 1024 bytes, 64MB is 64e6")
+        size_bytes = float(number) * _BINARY[binary_prefix or ""] * _DECIMAL[decimal_prefix or ""]
+    if size_bytes < 1 or not size_bytes.is_integer():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size: 64M is 64 x 1024 x 1024 bytes, 64MB is 64e6"
+        )
+    return int(size_bytes)
 
 
 def format_binary(size_bytes: int) -> str:

@@ -45,7 +45,9 @@ class Sweep:
         except RuntimeError as error:  # whatever the backend raises when a peer is gone
             has_lost_peer = True
             reason = _first_sentence(error)
-            self._note(f"INCOMPLETE: a collective failed. The sizes above are complete. The error: {reason}")
+            self._print_note(
+                f"INCOMPLETE: a collective failed. The sizes above are complete. The error: {reason}"
+            )
         code = self._finish()
         if has_lost_peer:
             sys.stdout.flush()
@@ -65,7 +67,7 @@ class Sweep:
         try:
             completed = [self._measure_sizes(name) for name in self._setup.options.collectives]
         except Stopped:  # raised on all ranks
-            self._note("INCOMPLETE: stopped on request. The sizes above are complete.")
+            self._print_note("INCOMPLETE: stopped on request. The sizes above are complete.")
             return
         self._record.complete = all(completed)
 
@@ -80,7 +82,7 @@ class Sweep:
         error = self._find_backend_error(collective, planned[0])
         if error:
             backend = self._setup.world.backend
-            self._note(f"{name}: {backend} does not support it: {error}")
+            self._print_note(f"{name}: {backend} does not support it: {error}")
             return True
         self._print(*table.HEADER)
         previous: Counts | None = None
@@ -88,7 +90,7 @@ class Sweep:
             try:
                 measurement = self._measure_size(collective, size_bytes, previous)
             except OutOfMemory:
-                self._note(self._describe_memory(collective, size_bytes))
+                self._print_note(self._describe_memory(collective, size_bytes))
                 return False
             self._report_size(collective, measurement)
             previous = measurement.counts
@@ -169,7 +171,7 @@ class Sweep:
         self._record.results.append(result)
         self._print(table.format_row(result))
         for element in measurement.first_wrong:
-            self._note(f"{element} (on {setup.node_names[element.rank]})")
+            self._print_note(f"{element} (on {setup.node_names[element.rank]})")
         # The file is written after each size. If the run is killed, this note stays in it.
         self._save(("INCOMPLETE: the run was still in progress, or was killed.",))
 
@@ -186,7 +188,7 @@ class Sweep:
         if self._record.complete:
             reasons += verdict.find_shortfalls(self._setup.options.requirement, self._verdicts())
         if reasons:
-            self._note(f"FAILED: {'; '.join(reasons)}.")
+            self._print_note(f"FAILED: {'; '.join(reasons)}.")
         self._save()
         if reasons or not self._record.complete:
             return EXIT_NO
@@ -203,7 +205,7 @@ class Sweep:
         if self._setup.ranks.rank == 0:
             terminal.print_results(*lines)
 
-    def _note(self, text: str) -> None:
+    def _print_note(self, text: str) -> None:
         """Print a sentence, and keep it for the JSON file."""
         self._notes.append(text)
         self._print(text)

@@ -155,10 +155,8 @@ class ExpectedValues:
         """Fill `buffer` with the input of `rank`."""
         fill_from_table(buffer, self._single, table_position(rank, iteration), self._block)
 
-    def count_wrong(
-        self, buffer: torch.Tensor, result: Sequence[Segment], iteration: int
-    ) -> tuple[int, Difference | None]:
-        """Return how many elements of `buffer` differ from the expected ones, and the first of them.
+    def count_wrong(self, buffer: torch.Tensor, result: Sequence[Segment], iteration: int) -> int:
+        """Return how many elements of `buffer` differ from the expected ones.
 
         Parameters
         ----------
@@ -166,20 +164,29 @@ class ExpectedValues:
         """
         import torch
 
-        # Counted on the device, with one wait for the whole buffer. Only a wrong one is searched again.
+        # Counted on the device, with one wait for the whole buffer.
         count = torch.zeros((), dtype=torch.int64, device=buffer.device)
         for block in self._blocks(buffer, result, iteration):
             count += torch.count_nonzero(self._compare_bits(block))
-        if not count.item():
-            return 0, None
+        return int(count.item())
+
+    def find_first_wrong(
+        self, buffer: torch.Tensor, result: Sequence[Segment], iteration: int
+    ) -> Difference | None:
+        """Return the first element of `buffer` that differs from the expected one, or None if none does.
+
+        The parameters are those of `count_wrong`. This waits for the device once for each block.
+        """
+        import torch
+
         for block in self._blocks(buffer, result, iteration):
             positions = torch.nonzero(self._compare_bits(block))
             if len(positions):
                 index = int(positions[0].item())
                 expected = float(block.expected[index].item())
                 actual = float(block.actual[index].item())
-                return int(count.item()), Difference(block.start + index, expected, actual)
-        raise AssertionError("unreachable: counted above")
+                return Difference(block.start + index, expected, actual)
+        return None
 
     def _compare_bits(self, block: _Block) -> torch.Tensor:
         """Return for each element of a block whether its bits differ."""

@@ -6,7 +6,6 @@ nodes has the bandwidth between them.
 
 from __future__ import annotations
 
-import collections
 import datetime
 import os
 import time
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from imgkit_entrypoints import facts
 from imgkit_entrypoints.apps import ranks
 from imgkit_entrypoints.apps.bench import exchange, options, setup
+from imgkit_entrypoints.doctor.checks import Check, Verdict
 from imgkit_entrypoints.doctor.node import examine
 from imgkit_entrypoints.rollcall.messages import MeasureRequest, MeasureResult
 
@@ -50,29 +50,30 @@ def measure(request: MeasureRequest) -> MeasureResult:
     if len(request.group) > 1:
         return MeasureResult(stage=request.stage, figures=(("bandwidth", measure_pair_GBps(request, kind)),))
     host = facts.gather()
-    failures, warnings = check_node(host, kind)
+    checks = check_node(host, kind)
     return MeasureResult(
         stage=request.stage,
         figures=(("matmul", measure_matmul_TFLOPs(kind, host.cpus)),),
-        failed=tuple(failures),
-        notes=tuple(warnings),
+        failed=describe_checks(checks, "fail"),
+        notes=describe_checks(checks, "warn"),
     )
 
 
-def check_node(host: facts.HostFacts, kind: str) -> tuple[list[str], list[str]]:
-    """Run dist-doctor's checks, and return the failed checks and the warnings as texts."""
+def check_node(host: facts.HostFacts, kind: str) -> Sequence[Check]:
+    """Run dist-doctor's checks, and return their results."""
     # 2 stands for several nodes: what stops NCCL between nodes is then a failure, and otherwise a warning.
     # CPUs use gloo, which it does not stop.
     nnodes = 1
     if kind == "cuda":
         nnodes = 2
     reader = facts.Reader(root=facts.root_of(os.environ))
-    checks = examine(host, facts.system_facts(), os.environ, reader=reader, nnodes=nnodes)
-    texts = collections.defaultdict[str, list[str]](list)
-    for check in checks:
-        text = f"{check.name}: {check.evidence}"
-        texts[check.verdict].append(text[:MAX_CHARACTERS])
-    return texts["fail"][:MAX_TEXTS], texts["warn"][:MAX_TEXTS]
+    return examine(host, facts.system_facts(), os.environ, reader=reader, nnodes=nnodes)
+
+
+def describe_checks(checks: Sequence[Check], verdict: Verdict) -> tuple[str, ...]:
+    """Return the checks with a verdict as texts: ``stack: 2097152``."""
+    texts = [f"{check.name}: {check.evidence}" for check in checks if check.verdict == verdict]
+    return tuple(text[:MAX_CHARACTERS] for text in texts[:MAX_TEXTS])
 
 
 def measure_matmul_TFLOPs(kind: str, threads: int) -> float:

@@ -48,8 +48,9 @@ def main() -> None:
         run = _start_run(config)
         torch.use_deterministic_algorithms(config.deterministic)
         # Mistakes in user code end the run here, before ranks wait for each other.
-        for name, contract, _ in plugin_table(config).values():
-            _load_function(name, contract, None)
+        _load_function(config.model, plugins.MODEL)
+        _load_function(config.data, plugins.DATA)
+        _load_function(config.step, plugins.STEP)
         with workers.join_group() as ranks:
             start_up.record("process_group")
             sys.exit(train(config, run, ranks, start_up))
@@ -104,7 +105,7 @@ def train(config: Config, run: Run, ranks: Ranks, start_up: StartUp) -> int:
     changes = list[str]()
     if checkpoint is not None:
         course = main_loop.read_course(checkpoint)
-        config, changes = config.resumed(course.config, checkpoint.folder)
+        config, changes = config.merge_saved(course.config, checkpoint.folder)
     samples = load_data(config, "train")
     if checkpoint is not None and course.samples != len(samples):
         changes.append(f"the data had {course.samples} samples, and has {len(samples)} now")
@@ -128,7 +129,7 @@ def train(config: Config, run: Run, ranks: Ranks, start_up: StartUp) -> int:
         held_out = load_data(config, "eval")
     start_up.record("data")
     clock = WorkClock(ranks)
-    loss = _load_function(*plugin_table(config)["step"])
+    loss = _load_function(config.step, plugins.STEP, models.mean_loss)
     trainer = Trainer(config, create_model(config), loss, steps, ranks, clock)
     start_up.record("model")
     feed = Batches(samples, order, config, ranks, channels_last=trainer.channels_last)
@@ -244,17 +245,8 @@ def say(text: str) -> None:
     terminal.print_messages(f"dist-train: {text}")
 
 
-def plugin_table(config: Config) -> dict[str, tuple[str, plugins.Contract, Any]]:
-    """Return the name, the contract and the built-in version of each function that `config` names."""
-    return {
-        "model": (config.model, plugins.MODEL, _built_in_model),
-        "data": (config.data, plugins.DATA, datasets.load_built_in),
-        "step": (config.step, plugins.STEP, models.mean_loss),
-    }
-
-
-def _load_function(name: str, contract: plugins.Contract, built_in: Any) -> Any:
-    """Return the function of the user that `name` names, or the built-in one if it names none."""
+def _load_function(name: str, contract: plugins.Contract, built_in: Any = None) -> Any:
+    """Return the function of the user that an option names, or the built-in one if it names none."""
     if plugins.is_plugin(name):
         return plugins.load(name, contract)
     return built_in
@@ -267,7 +259,8 @@ def _built_in_model(config: Config) -> nn.Module:
 def create_model(config: Config) -> nn.Module:
     """Return the model, with the weights that the seed gives."""
     seed_everything(config.seed)
-    model = _load_function(*plugin_table(config)["model"])(config)
+    build = _load_function(config.model, plugins.MODEL, _built_in_model)
+    model = build(config)
     if not isinstance(model, nn.Module):
         raise _wrong_type(config.model, model, plugins.MODEL)
     return model
@@ -277,7 +270,8 @@ def load_data(config: Config, split: str) -> Any:
     """Return the samples of a split. Random data is the same on every rank, and differs between splits."""
     seed = config.seed if split == "train" else seed_of(config.seed, split)
     seed_everything(seed)
-    data = _load_function(*plugin_table(config)["data"])(config, split)
+    load = _load_function(config.data, plugins.DATA, datasets.load_built_in)
+    data = load(config, split)
     has_samples = hasattr(data, "__getitem__") or hasattr(data, "batch")
     if not hasattr(data, "__len__") or not has_samples:
         raise _wrong_type(config.data, data, plugins.DATA)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate, get_worker_info
 
+from imgkit_entrypoints.apps.train import plugins
 from imgkit_entrypoints.apps.train.config import Config
 from imgkit_entrypoints.apps.train.datasets import TensorSamples
 from imgkit_entrypoints.apps.train.order import MicroBatchSlice, Order, Position, seed_of
@@ -85,14 +86,14 @@ class Batches:
         while position.step < steps:
             start_s = clock()
             micro_batches = []
-            for part in self._slices(self._order.samples_at(position)):
-                batch = self._make_batch(position, part, loaded)
-                micro_batches.append(MicroBatch(batch, part.weight, part.last))
+            for piece in self._slices(self._order.samples_at(position)):
+                batch = self._make_batch(position, piece, loaded)
+                micro_batches.append(MicroBatch(batch, piece.weight, piece.last))
             position = self._order.next_position(position)
             self.waited_s += clock() - start_s
             yield position, micro_batches
 
-    def _make_batch(self, position: Position, part: MicroBatchSlice, loaded: Iterator[Any] | None) -> Any:
+    def _make_batch(self, position: Position, piece: MicroBatchSlice, loaded: Iterator[Any] | None) -> Any:
         """Return the samples of a micro-batch on the device.
 
         Parameters
@@ -101,8 +102,8 @@ class Batches:
         """
         if loaded is not None:
             return self._move_to_device(next(loaded))
-        first = position.consumed + part.first
-        end = position.consumed + part.end
+        first = position.consumed + piece.first
+        end = position.consumed + piece.end
         if self._is_small:
             return tuple(tensor[first:end] for tensor in self._shuffled(position.epoch))
         indices = self._permutation(position.epoch)[first:end]
@@ -113,8 +114,8 @@ class Batches:
         position = start
         while position.step < steps:
             permutation = self._permutation(position.epoch)[position.consumed :]
-            for part in self._slices(self._order.samples_at(position)):
-                yield position.epoch, permutation[part.first : part.end]
+            for piece in self._slices(self._order.samples_at(position)):
+                yield position.epoch, permutation[piece.first : piece.end]
             position = self._order.next_position(position)
 
     def _draw_permutation(self, epoch: int) -> torch.Tensor:
@@ -133,9 +134,9 @@ class Batches:
         get the memory format of the model.
         """
         if isinstance(batch, dict):
-            return {key: self._move_to_device(part) for key, part in batch.items()}
+            return {key: self._move_to_device(value) for key, value in batch.items()}
         if not isinstance(batch, torch.Tensor):
-            return tuple(self._move_to_device(part) for part in batch)
+            return tuple(self._move_to_device(value) for value in batch)
         if self._ranks.device.type == "cuda" and not batch.is_pinned():
             batch = batch.pin_memory()
         dtype = self._dtype if batch.is_floating_point() else batch.dtype
@@ -170,10 +171,7 @@ def load_samples(
     try:
         for batch in loader:
             if isinstance(batch, _Failure):
-                text = batch.text
-                if batch.line and ":" in config.data:  # data of the user's own function
-                    text += f" ({batch.line})"
-                raise BadSample(text, where=where, trace=batch.trace)
+                raise _sample_error(batch, config, where)
             yield batch
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
@@ -183,6 +181,14 @@ def load_samples(
             where=where,
             hint="often memory or /dev/shm ran out; --workers 0 shows the error of a bad sample",
         ) from error
+
+
+def _sample_error(failure: _Failure, config: Config, where: str) -> BadSample:
+    """Return the error for a sample that cannot be loaded, with the line of the user's own data set."""
+    text = failure.text
+    if failure.line and plugins.is_plugin(config.data):
+        text += f" ({failure.line})"
+    return BadSample(text, where=where, trace=failure.trace)
 
 
 def _sample_keys(requests: Iterator[tuple[int, torch.Tensor]]) -> Iterator[list[tuple[int, int]]]:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from imgkit_entrypoints.apps.train import plugins
 from imgkit_entrypoints.arguments import (
@@ -29,13 +29,22 @@ from imgkit_entrypoints.arguments import (
 )
 from imgkit_entrypoints.errors import UsageError
 
-# The built-in models, each with its default optimizer, learning rate and steps of warm-up.
-MODELS: Mapping[str, tuple[str, float, int]] = {
-    "linear": ("sgd", 0.05, 0),
-    "mlp": ("sgd", 0.05, 0),
-    "resnet18": ("sgd", 0.05, 20),
-    "resnet50": ("sgd", 0.02, 20),
-    "gpt": ("adamw", 1e-3, 0),
+
+class ModelDefaults(NamedTuple):
+    """The options that depend on the model."""
+
+    optimizer: str
+    lr: float
+    warmup_steps: int = 0
+
+
+# The built-in models. A model of the user's own has the defaults of linear.
+MODELS: Mapping[str, ModelDefaults] = {
+    "linear": ModelDefaults("sgd", 0.05),
+    "mlp": ModelDefaults("sgd", 0.05),
+    "resnet18": ModelDefaults("sgd", 0.05, warmup_steps=20),
+    "resnet50": ModelDefaults("sgd", 0.02, warmup_steps=20),
+    "gpt": ModelDefaults("adamw", 1e-3),
 }
 # The built-in loggers; each is named after the package that it needs.
 LOGGERS = ("tensorboard", "wandb")
@@ -329,7 +338,7 @@ class Config:
         """Return the JSON form in the run's folder; ``--config`` reads it."""
         return json.dumps(self.values(), indent=2) + "\n"
 
-    def resumed(self, saved: Mapping[str, Any], where: Path) -> tuple[Config, list[str]]:
+    def merge_saved(self, saved: Mapping[str, Any], where: Path) -> tuple[Config, list[str]]:
         """Return these options with the saved global batch, and one line for each changed option.
 
         For example ``lr was 0.1, now 0.05``.
@@ -343,16 +352,23 @@ class Config:
         ------
         UsageError : an option in `SAME` differs, so this would be another run. All differences are named.
         """
-        options = self.values()
+        config = self
         if self.global_batch is None:
-            options["global_batch"] = saved["global_batch"]
-        contradictions = []
+            config = dataclasses.replace(self, global_batch=saved["global_batch"])
+        config._refuse_contradictions(saved, where)
+        options = config.values()
         changes = []
-        for name in (*SAME, *REPORTED):
-            if name not in saved or options[name] == saved[name]:
-                continue
-            changes.append(f"{name} was {saved[name]}, now {options[name]}")
-            if name in SAME:
+        for name in REPORTED:
+            if name in saved and options[name] != saved[name]:
+                changes.append(f"{name} was {saved[name]}, now {options[name]}")
+        return config, changes
+
+    def _refuse_contradictions(self, saved: Mapping[str, Any], where: Path) -> None:
+        """Raise UsageError if an option in `SAME` differs from the options in a checkpoint."""
+        options = self.values()
+        contradictions = []
+        for name in SAME:
+            if name in saved and options[name] != saved[name]:
                 contradictions.append(f"{name} is {options[name]!r}, the checkpoint has {saved[name]!r}")
         if contradictions:
             raise UsageError(
@@ -360,7 +376,6 @@ class Config:
                 where=str(where),
                 hint="give the same options to resume, or start a new run: --resume never --run-dir OTHER",
             )
-        return dataclasses.replace(self, global_batch=saved["global_batch"]), changes
 
 
 OPTIONS = (

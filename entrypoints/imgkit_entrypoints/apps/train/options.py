@@ -7,9 +7,8 @@ arguments, so that one set of rules checks both.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -35,16 +34,17 @@ def _flag(name: str) -> str:
 
 def _takes_momentum(options: argparse.Namespace) -> bool:
     """Return whether the optimizer has a momentum."""
-    default, *_ = MODELS.get(options.model, MODELS["linear"])
-    return (options.optimizer or default) == "sgd"
+    defaults = MODELS.get(options.model, MODELS["linear"])
+    return (options.optimizer or defaults.optimizer) == "sgd"
 
 
-def _reads_data(kind: Callable[[str], bool]) -> Callable[[argparse.Namespace], bool]:
-    """Return a function that returns whether options name data of a kind.
+def _may_have_built_in_data(options: argparse.Namespace) -> bool:
+    # The data of a function of the user may be of any kind.
+    return options.data == "builtin" or plugins.is_plugin(options.data)
 
-    Data that a function of the user makes may be of any kind.
-    """
-    return lambda options: kind(options.data) or plugins.is_plugin(options.data)
+
+def _may_have_images(options: argparse.Namespace) -> bool:
+    return Path(options.data).is_dir() or plugins.is_plugin(options.data)
 
 
 def _has_run_folder(options: argparse.Namespace) -> bool:
@@ -54,12 +54,8 @@ def _has_run_folder(options: argparse.Namespace) -> bool:
 _NO_FOLDER = "without a run folder (--run-dir DIR)"
 # Options that have no effect without others, or with others.
 NEEDS = (
-    Need(option="--samples", reason="without built-in data", met=_reads_data(lambda data: data == "builtin")),
-    Need(
-        option="--image-size",
-        reason="without a folder of images (--data DIR)",
-        met=_reads_data(os.path.isdir),
-    ),
+    Need(option="--samples", reason="without built-in data", met=_may_have_built_in_data),
+    Need(option="--image-size", reason="without a folder of images (--data DIR)", met=_may_have_images),
     Need(option="--momentum", reason="without --optimizer sgd", met=_takes_momentum),
     Need(option="--amp", reason="with --dtype fp64", met=lambda options: options.dtype == "fp32"),
     Need(
@@ -112,13 +108,13 @@ def read_config(argv: Sequence[str], env: Mapping[str, str]) -> Config:
     """
     options = check(argv, env)
     del options.config
-    optimizer, lr, warmup_steps = MODELS.get(options.model, MODELS["linear"])
+    defaults = MODELS.get(options.model, MODELS["linear"])
     if options.optimizer is None:
-        options.optimizer = optimizer
+        options.optimizer = defaults.optimizer
     if options.lr is None:
-        options.lr = lr
+        options.lr = defaults.lr
     if options.warmup_steps is None:
-        options.warmup_steps = warmup_steps
+        options.warmup_steps = defaults.warmup_steps
     if options.steps is None and options.epochs is None:
         options.steps = STEPS
     if options.compile:

@@ -77,14 +77,16 @@ def _refuse_missing_function(module: str, name: str, arguments: int) -> None:
         return
     source, tree = _parse_source(path)
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    if name in functions:
-        function = functions[name]
-        if not _accepts_arguments(function.args, arguments):
-            where = f"{path}:{function.lineno}"
-            raise ValueError(f"{where}: {name} does not take {arguments} positional arguments")
-    # Something else may have this name: an import, a class, the result of a call.
-    elif not re.search(rb"\b%s\b" % name.encode(), source):
-        raise ValueError(f"{path} has no function {name}; its functions: {', '.join(functions) or 'none'}")
+    if name not in functions:
+        # Something else may have this name: an import, a class, the result of a call.
+        if not re.search(rb"\b%s\b" % name.encode(), source):
+            names = ", ".join(functions) or "none"
+            raise ValueError(f"{path} has no function {name}; its functions: {names}")
+        return
+    function = functions[name]
+    if not _accepts_arguments(function.args, arguments):
+        where = f"{path}:{function.lineno}"
+        raise ValueError(f"{where}: {name} does not take {arguments} positional arguments")
 
 
 def _parse_source(path: Path) -> tuple[bytes, ast.Module]:

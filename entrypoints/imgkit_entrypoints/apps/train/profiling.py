@@ -66,12 +66,12 @@ class WorkClock:
 
         def before_copy(*_: object) -> None:
             if self._is_running:
-                self._work.append((self._start, self._mark()))
+                self._work.append((self._start, self._timestamp()))
                 self._start = None
 
         def after_copy(*_: object) -> None:
             if self._is_running and self._start is None:
-                self._start = self._mark()
+                self._start = self._timestamp()
 
         if compiled:
             after_copy = torch.compiler.disable(after_copy)
@@ -98,19 +98,19 @@ class WorkClock:
         self._is_running = self._is_on and len(self._timed) < MAX_STEPS
         if self._is_running:
             self._work = []
-            self._start = self._mark()
+            self._start = self._timestamp()
             self._ready = None
 
     def _on_last_gradient(self, _: Tensor) -> None:
         # Each micro-batch comes here; the last one counts.
         if self._is_running:
-            self._ready = self._mark()
+            self._ready = self._timestamp()
 
     def end_step(self) -> None:
         """Note that the gradients of all ranks are added up."""
         if self._is_running and self._ready is not None:
             work = [*self._work, (self._start, self._ready)]
-            self._timed.append((work, (self._ready, self._mark())))
+            self._timed.append((work, (self._ready, self._timestamp())))
         self._is_running = False
 
     def take_times(self) -> StepTimes:
@@ -134,7 +134,7 @@ class WorkClock:
             wait_s += self._seconds(wait)
         return StepTimes(own_s / len(steps), wait_s / len(steps))
 
-    def _mark(self) -> Any:
+    def _timestamp(self) -> Any:
         """Return the present time, as one end of an `Interval`."""
         if not self._is_cuda:
             return time.perf_counter()

@@ -94,7 +94,7 @@ class RunLog:
         self._eval_loss = math.nan
         self._skipped = 0
         self._usual_s = math.nan
-        self._since_line: list[LatestSteps] = []
+        self._unwritten: list[LatestSteps] = []
         self._training_s = 0.0
         self._evaluation_s = 0.0
         self._trained_steps = 0
@@ -109,12 +109,12 @@ class RunLog:
         if math.isnan(self._first_loss):
             self._first_loss = latest.loss
         self._skipped += latest.skipped
-        self._since_line.append(latest)
+        self._unwritten.append(latest)
         self._training_s += latest.seconds
         self._trained_steps += latest.steps
         self._usual_s = self._stragglers.judge(latest.step, latest.own_s)
         is_due = latest.step % self._config.log_every == 0
-        is_late = sum(part.seconds for part in self._since_line) >= LINE_EVERY_S
+        is_late = sum(entry.seconds for entry in self._unwritten) >= LINE_EVERY_S
         if is_due or is_late or latest.step in (self._workload.start + 1, self._workload.steps):
             self._write_line(latest.step)
 
@@ -135,12 +135,12 @@ class RunLog:
     def _write_line(self, step: int) -> None:
         """Write the means since the last line to the terminal, to ``metrics.jsonl`` and to the loggers."""
         workload = self._workload
-        parts = self._since_line
-        self._since_line = []
-        latest = parts[-1]
-        seconds = sum(part.seconds for part in parts)
-        steps = sum(part.steps for part in parts)
-        loss, numbers = self._average_steps(parts)
+        unwritten = self._unwritten
+        self._unwritten = []
+        latest = unwritten[-1]
+        seconds = sum(entry.seconds for entry in unwritten)
+        steps = sum(entry.steps for entry in unwritten)
+        loss, numbers = self._average_steps(unwritten)
         if loss is not None:
             self._last_loss = loss
         waited_s = workload.waited_s() - self._waited_s
@@ -171,17 +171,17 @@ class RunLog:
         left_s = step_s * (workload.steps - step)
         terminal.print_results(self._format_line(step, values, left_s))
 
-    def _average_steps(self, parts: Sequence[LatestSteps]) -> tuple[float | None, dict[str, float | None]]:
+    def _average_steps(self, entries: Sequence[LatestSteps]) -> tuple[float | None, dict[str, float | None]]:
         """Return the mean loss of some steps, and the means of the user's numbers by name.
 
         Skipped steps do not count. Where all steps were skipped, each mean is None.
         """
         names = self._workload.names
-        counted_steps = sum(part.steps - part.skipped for part in parts)
+        counted_steps = sum(entry.steps - entry.skipped for entry in entries)
         if counted_steps == 0:
             return None, dict.fromkeys(names)
-        # The loss and each number, over all parts.
-        columns = zip(*[part.sums for part in parts], strict=True)
+        # The loss and each number, over all entries.
+        columns = zip(*[entry.sums for entry in entries], strict=True)
         mean_loss, *number_means = [sum(column) / counted_steps for column in columns]
         finite_means = map(_finite, number_means)
         return mean_loss, dict(zip(names, finite_means, strict=True))
@@ -208,8 +208,8 @@ class RunLog:
 
     def close(self, *, step: int, reason: str, saved_step: int, saving_s: float, stall_s: float) -> None:
         """Write the last line, and the summary of this start."""
-        if self._since_line:
-            self._write_line(self._since_line[-1].step)
+        if self._unwritten:
+            self._write_line(self._unwritten[-1].step)
         self._loggers.close()
         rate = 0.0
         if self._trained_steps:

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 # Part of the usual time by which a straggler exceeds it, at least.
 SHARE = 0.2
@@ -65,7 +65,14 @@ class Straggler:
         )
 
 
-def find_usual_work(own_s: Sequence[float]) -> tuple[float, float]:
+class UsualWork(NamedTuple):
+    """The seconds of own work that are usual in a step, and those above which a rank is slow."""
+
+    usual_s: float
+    limit_s: float
+
+
+def find_usual_work(own_s: Sequence[float]) -> UsualWork:
     """Return the usual seconds of own work, and the seconds above which a rank is slow.
 
     Own work is what a rank computes in a step, without its wait for others. Usual is the median of all ranks,
@@ -78,17 +85,17 @@ def find_usual_work(own_s: Sequence[float]) -> tuple[float, float]:
     """
     measured = sorted(seconds for seconds in own_s if 0 < seconds < math.inf)
     if len(measured) < 2:
-        return math.nan, math.inf
+        return UsualWork(math.nan, math.inf)
     if len(measured) < FEW:
         fastest = measured[0]
-        return fastest, _least_limit(fastest)
+        return UsualWork(fastest, _least_limit(fastest))
     median = statistics.median(measured)
     limit = _least_limit(median)
     # If even the slowest rank is below this limit, nobody is slow. That saves sorting thousands of values.
     if measured[-1] > limit:
         deviation = statistics.median(abs(seconds - median) for seconds in measured)
         limit = max(limit, median + MADS * deviation)
-    return median, limit
+    return UsualWork(median, limit)
 
 
 def _least_limit(usual_s: float) -> float:

@@ -63,14 +63,29 @@ class Trainer:
         if config.amp != "off":
             self._autocast = torch.autocast(ranks.device.type, dtype=AMP_TYPES[config.amp])
         self._scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.amp == "fp16")
-        self.number_names: tuple[str, ...] = ()
-        """Names of the numbers that the user's step returns beside the loss."""
-        self.sums = torch.zeros(0, device=ranks.device)
+        self._device = ranks.device
+        self._open_sums(())
+        # From here on, ranks draw different numbers, for dropout.
+        random_state.seed_everything(seed_of(config.seed, "rank", ranks.rank))
+
+    def _open_sums(self, number_names: tuple[str, ...]) -> None:
+        """Open sums for the loss and for the numbers that the user's step returns beside it."""
+        self.number_names = number_names
+        """Names of the user's numbers."""
+        self.sums = torch.zeros(3 + len(number_names), dtype=torch.float64, device=self._device)
         """Sums since the last exchange: skipped steps, then this rank's share of the losses and of the user's
         numbers. The second value is the latest norm of the gradient. All stay on the device, so that no step
         waits."""
-        # From here on, ranks draw different numbers, for dropout.
-        random_state.seed_everything(seed_of(config.seed, "rank", ranks.rank))
+        # These show the memory of the sums.
+        self._skipped = self.sums[0]
+        self._norm = self.sums[1]
+        self._losses = self.sums[2:]
+        self.reset_sums()
+
+    def reset_sums(self) -> None:
+        """Begin new sums, without a norm of the gradient until one is measured."""
+        self.sums.zero_()
+        self._norm.fill_(math.nan)
 
     def warm_up(self, micro_batch: MicroBatch) -> None:
         """Run one forward and backward pass before the first step of every start, and discard the result.
@@ -90,12 +105,7 @@ class Trainer:
         with self._autocast:
             loss, numbers = _loss_and_numbers(self._loss(self.model, micro_batch.batch))
         self._refuse_no_numbers(loss, numbers)
-        self.number_names = tuple(numbers)
-        self.sums = torch.zeros(3 + len(numbers), dtype=torch.float64, device=self.sums.device)
-        # In this order: skipped steps, the norm of the gradient, the loss, the user's numbers. The norm is
-        # unknown until one is measured.
-        self.sums[1] = math.nan
-        self._losses = self.sums[2:]
+        self._open_sums(tuple(numbers))
         self._clock.run_first_backward(self._parameters, loss.backward)
         self._drop_gradients()
         for buffer, saved_buffer in zip(self.plain.buffers(), buffers, strict=True):
@@ -140,7 +150,8 @@ class Trainer:
             with NO_CONTEXT if micro_batch.last else self.model.no_sync():
                 losses.append(self._add_gradients(micro_batch))
         self._clock.end_step()
-        self._update_weights(sum(losses[1:], losses[0]), measured=measured)
+        loss = sum(losses[1:], start=losses[0])  # from 0, it would be one addition more
+        self._update_weights(loss, measured=measured)
         self._drop_gradients()
 
     def _add_gradients(self, micro_batch: MicroBatch) -> Tensor:
@@ -188,13 +199,13 @@ class Trainer:
         norm: Tensor | None = None  # to measure it costs time, so only where it is needed
         if self._config.clip is not None or measured or is_skippable:
             norm = self._clip_gradient()
-        if measured:
-            self.sums[1] = norm
+        if measured and norm is not None:
+            self._norm.copy_(norm)
         if not is_skippable:
             self._losses += loss
         elif norm is not None:
             is_skipped = ~torch.isfinite(norm)
-            self.sums[0] += is_skipped
+            self._skipped += is_skipped
             self._losses += torch.where(is_skipped, 0.0, loss)
             # An enabled scaler skips such a gradient itself.
             if not self._scaler.is_enabled() and is_skipped:
@@ -329,8 +340,7 @@ class StepSums:
         seconds[0] = step_times.wait_s
         seconds[1 + self.ranks.rank] = step_times.own_s
         numbers = torch.cat([sums, seconds.to(sums.device, non_blocking=True)])
-        sums.zero_()
-        sums[1] = math.nan  # no norm of the gradient until one is measured
+        self.trainer.reset_sums()
         return numbers
 
     def arrived(self, exchange: Agreed) -> None:
@@ -348,7 +358,8 @@ class StepSums:
         own_s = exchange.sums[-world_size:]
         if world_size == 1:
             own_s = ()
-        skipped, norm, *numbers, wait_s = (value / world_size for value in exchange.sums[:-world_size])
+        averages = [total / world_size for total in exchange.sums[:-world_size]]
+        skipped, norm, *numbers, wait_s = averages
         self.on_sums(
             LatestSteps(
                 step=exchange.step,

@@ -1,17 +1,17 @@
-"""Decisions of the apps without torch: parts, weights, texts, options."""
+"""Decisions of the apps without torch: shares, weights, texts, options, the program of a forked worker."""
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import math
+import subprocess
+import sys
 
 import pytest
 
 from imgkit_entrypoints.apps import hello, pi
 from imgkit_entrypoints.apps.share import share
-from imgkit_entrypoints.arguments import add_options
 
 WORLD_SIZES = range(1, 9)
 
@@ -42,27 +42,17 @@ def test_no_point_is_lost_or_doubled(total: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_end_points_count_half_once(world_size: int) -> None:
-    halves = [pi.excess_of_ends(*share(101, rank, world_size), 100) for rank in range(world_size)]
-    assert sum(halves) == 3.0  # half of f(0) = 4 and half of f(1) = 2
-    assert halves[0] >= 2.0
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("intervals", [1, 2, 3, 1000])
 def test_error_is_the_trapezoid_rules(intervals: int, world_size: int) -> None:
     value = plain_pi(intervals, world_size)
     assert abs(value - math.pi) <= pi.tolerance(intervals)
     # The error is not smaller either: a loose bound would hide a rule with wrong ends.
     assert value == pytest.approx(math.pi - 1 / (6 * intervals**2), abs=0.03 / intervals**4 + 1e-12)
+    assert pi.tolerance(100_000_000) < 1.1e-12  # tight at the default
 
 
-def test_tolerance_is_tight_at_the_default() -> None:
-    assert pi.tolerance(100_000_000) < 1.1e-12
-
-
-def work(rank: int, seconds: float) -> pi.Work:
-    return pi.Work(rank=rank, host=f"n{rank}", points=1000, seconds=seconds)
+def work(rank: int, seconds: float, points: int = 1000) -> pi.Work:
+    return pi.Work(rank=rank, host=f"n{rank}", points=points, seconds=seconds)
 
 
 def test_efficiency_compares_with_one_alone() -> None:
@@ -79,7 +69,7 @@ def test_many_ranks_are_summed_up() -> None:
 
 
 def test_rank_without_points_does_not_divide_by_zero() -> None:
-    idle = pi.Work(rank=0, host="n0", points=0, seconds=0.1)
+    idle = work(0, 0.1, points=0)
     assert "nan" in pi.format_report(3.0, 1, [idle, work(1, 1.0)], 1.0, idle)[-1]
 
 
@@ -95,10 +85,51 @@ def test_table_shows_every_rank() -> None:
     ]
 
 
-def test_bad_number_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    add_options(parser, pi.OPTIONS)
-    with pytest.raises(SystemExit) as caught:
-        parser.parse_args(["--intervals", "1e8"])
-    assert caught.value.code == 2
-    assert "--intervals" in capsys.readouterr().err
+# An interpreter whose torch is a stub, in which a program runs as in a forked worker.
+STUB = """
+import importlib.abc, importlib.machinery, importlib, sys, types
+from unittest.mock import MagicMock
+
+class Anything(types.ModuleType):
+    __path__ = []
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return MagicMock()
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] == "torch":
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+    def create_module(self, spec):
+        return Anything(spec.name)
+    def exec_module(self, module):
+        pass
+
+sys.meta_path.insert(0, Finder())
+from imgkit_entrypoints.apps import torchrun
+
+argv = (sys.executable, "-I", "-u", "-m", sys.argv[1], *sys.argv[2:])
+module = torchrun._find_own_module(argv)
+importlib.import_module(module)  # as run_with_forks does for all workers
+torchrun._run_own_module(module, argv)
+"""
+
+
+def forked(*args: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-W", "always::RuntimeWarning", "-c", STUB, *args]
+    return subprocess.run(argv, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("app", ["pi", "doctor"])
+def test_forked_worker_starts_without_a_warning(app: str) -> None:
+    result = forked(f"imgkit_entrypoints.apps.{app}", "--help")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "usage:" in result.stdout
+
+
+@pytest.mark.parametrize("args", [("--no-such-option",), ("--intervals", "1e8")], ids=" ".join)
+def test_wrong_argument_of_a_forked_worker_is_refused(args: tuple[str, ...]) -> None:
+    result = forked("imgkit_entrypoints.apps.pi", *args)
+    assert result.returncode == 2
+    assert args[0] in result.stderr

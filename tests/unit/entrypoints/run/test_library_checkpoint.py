@@ -65,19 +65,22 @@ def test_run_without_a_checkpoint_restores_none(tmp_path: Path) -> None:
     assert restored(tmp_path, checkpoint(tmp_path).state_dict()).path is None
 
 
-def test_removed_checkpoint_is_refused(tmp_path: Path) -> None:
-    saved = checkpoint(tmp_path)
-    saved.next_path()
-    with pytest.raises(ValueError, match=r"there is no .*/library-checkpoint-1"):
-        restored(tmp_path, saved.state_dict())
-
-
-@pytest.mark.parametrize("path", ["../elsewhere", "/etc", "link/inner"])
-def test_path_outside_of_the_folder_is_refused(tmp_path: Path, path: str) -> None:
-    # Libraries unpickle what they find there.
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("library-checkpoint-1", r"there is no .*/library-checkpoint-1"),
+        # Libraries unpickle what they find there.
+        ("../elsewhere", "is outside of"),
+        ("/etc", "is outside of"),
+        ("link/inner", "is outside of"),
+    ],
+)
+def test_checkpoint_that_is_gone_or_outside_of_the_folder_is_refused(
+    tmp_path: Path, path: str, problem: str
+) -> None:
     run = tmp_path / "run"
-    for folder in (run, tmp_path / "elsewhere", tmp_path / "elsewhere/inner"):
-        folder.mkdir()
+    run.mkdir()
+    (tmp_path / "elsewhere/inner").mkdir(parents=True)
     (run / "link").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="is outside of"):
+    with pytest.raises(ValueError, match=problem):
         restored(run, {"path": path, "step": 1, "count": 1})

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from imgkit_entrypoints.apps.bench import nccl_log
 
 # Lines as NCCL prints them (src/transport/net.cc, p2p.cc, src/init.cc), of two ranks on two nodes.
@@ -17,22 +19,30 @@ n1:7:9 [0] NCCL INFO Channel 00/0 : 4[0] -> 5[1] via P2P/CUMEM/read
 """
 
 
-def test_log_of_nccl_tells_the_way() -> None:
-    transports = nccl_log.find_transports(LOG.format("/GDRDMA").splitlines())
-    assert transports == {"network IB", "16 channels", "via NET/IB with GDRDMA", "via P2P"}
-    (text,) = nccl_log.describe_transports(transports)
-    assert text.startswith("NCCL's log: 16 channels, network IB")
-
-
-def test_way_through_host_memory_is_told() -> None:
-    transports = nccl_log.find_transports(LOG.format("").splitlines())
-    assert "without GPUDirect RDMA" in nccl_log.describe_transports(transports)[1]
-    assert nccl_log.describe_transports(nccl_log.find_transports(["unrelated"])) == ()
-
-
-def test_plugin_with_a_blank_in_its_name_is_read() -> None:
-    line = "n1:7:9 [0] NCCL INFO Channel 00/0 : 3[3] -> 4[0] [receive] via NET/AWS Libfabric/0/GDRDMA"
-    assert nccl_log.find_transports([line]) == {"via NET/AWS Libfabric with GDRDMA"}
+@pytest.mark.parametrize(
+    ("log", "sentences"),
+    [
+        (
+            LOG.format("/GDRDMA"),
+            ("NCCL's log: 16 channels, network IB, via NET/IB with GDRDMA, via P2P.",),
+        ),
+        (
+            LOG.format(""),
+            (
+                "NCCL's log: 16 channels, network IB, via NET/IB without GDRDMA, via P2P.",
+                "Some data passes through host memory, without GPUDirect RDMA. Run dist-doctor to see why.",
+            ),
+        ),
+        (
+            "n1:7:9 [0] NCCL INFO Channel 00/0 : 3[3] -> 4[0] [receive] via NET/AWS Libfabric/0/GDRDMA",
+            ("NCCL's log: via NET/AWS Libfabric with GDRDMA.",),
+        ),
+        ("unrelated", ()),
+    ],
+    ids=["direct", "through host memory", "plugin with a blank in its name", "other lines"],
+)
+def test_log_of_nccl_tells_the_way(log: str, sentences: tuple[str, ...]) -> None:
+    assert nccl_log.describe_transports(nccl_log.find_transports(log.splitlines())) == sentences
 
 
 def test_log_that_the_user_wants_is_left_alone() -> None:

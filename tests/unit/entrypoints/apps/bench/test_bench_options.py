@@ -1,13 +1,19 @@
-"""Sizes and options of dist-bench, read without torch."""
+"""What is measured, without torch: options, sizes, counts of batches and iterations, nodes of the ranks."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from imgkit_entrypoints.apps.bench import collectives, options, sizes
+from imgkit_entrypoints.apps.bench import collectives, machine, options, sizes
+from imgkit_entrypoints.apps.bench.machine import RankNode
 from imgkit_entrypoints.apps.bench.options import Requirement
+from imgkit_entrypoints.apps.bench.sizes import Counts
+from imgkit_entrypoints.errors import UsageError
 
 
 @pytest.mark.parametrize(
@@ -44,16 +50,14 @@ def test_sweep_ends_at_the_last_size() -> None:
     assert list(sizes.iterate_sizes(8, 60, 4)) == [8, 32]
 
 
-def test_defaults_are_all_reduce_from_8_bytes() -> None:
-    config = options.read_options([])
-    assert (config.collectives, config.min_bytes, config.max_bytes) == (("all_reduce",), 8, None)
-    assert config.verify
-    assert config.output_paths == {}
-
-
 @pytest.mark.parametrize(
     ("args", "field", "value"),
     [
+        ("", "collectives", ("all_reduce",)),
+        ("", "min_bytes", 8),
+        ("", "max_bytes", None),
+        ("", "verify", True),
+        ("", "output_paths", {}),
         ("all", "collectives", collectives.NAMES),
         ("--size 4GB", "min_bytes", 4_000_000_000),
         ("--size 4GB", "max_bytes", 4_000_000_000),
@@ -83,3 +87,65 @@ def test_percent_and_busbw_can_be_required(text: str, requirement: Requirement) 
 def test_other_requirements_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="neither a percentage of the expected busbw"):
         options.parse_requirement(text)
+
+
+def plan(
+    size: int = 8, *, fitting: float = 500.0, iters: int | None = None, previous: Counts | None = None
+) -> Counts:
+    return sizes.plan_counts(size, fitting=fitting, iters=iters, previous=previous)
+
+
+@given(st.floats(0.0, 1e9), st.none() | st.integers(1, 10**6))
+def test_every_size_has_five_batches(fitting: float, iters: int | None) -> None:
+    counts = plan(fitting=fitting, iters=iters)
+    assert counts.batches >= 5
+    assert counts.launches >= 1
+
+
+@given(st.lists(st.floats(0.0, 1e7), min_size=2, max_size=20))
+def test_wild_guesses_make_no_jumps(guesses: list[float]) -> None:
+    previous, totals = None, []
+    for power, fitting in enumerate(guesses):
+        previous = plan(8 << power, fitting=fitting, previous=previous)
+        totals.append(previous.total)
+    for before, after in itertools.pairwise(totals):
+        assert max(before, after) <= 2 * min(before, after) + 50  # batches are whole
+
+
+def test_larger_steps_of_the_size_may_lower_the_count() -> None:
+    previous = plan(8, fitting=1000.0)
+    assert plan(8 * 128, fitting=1.0, previous=previous).total < previous.total / 50
+
+
+@pytest.mark.parametrize(
+    ("iters", "total", "verified"), [(2, 5, 20), (50, 50, 50), (7, 10, 20), (2000, 2000, 200)]
+)
+def test_given_iterations_are_kept_in_whole_batches_and_twenty_verified(
+    iters: int, total: int, verified: int
+) -> None:
+    counts = plan(iters=iters)
+    assert (counts.total, counts.verified) == (total, verified)
+
+
+def test_slow_guess_does_not_starve_the_next_sizes() -> None:
+    previous = plan(8, fitting=5.0)
+    for power in range(1, 9):
+        previous = plan(8 << power, fitting=800.0, previous=previous)
+    assert previous.total >= 800
+
+
+def names(*rank_nodes: tuple[str, str]) -> tuple[str, ...]:
+    return machine.node_names([RankNode(number=number, host=host) for number, host in rank_nodes])
+
+
+def test_ranks_of_a_node_share_its_name_and_nodes_of_one_name_stay_apart() -> None:
+    even = names(("0", "a"), ("0", "a"), ("1", "b"), ("1", "b"))
+    assert even == ("a", "a", "b", "b")
+    assert machine.ranks_per_node(even) == 2
+    assert names(("0", "pod"), ("1", "pod")) == ("pod (node 0)", "pod (node 1)")
+
+
+def test_uneven_nodes_are_refused_with_the_option_that_helps() -> None:
+    with pytest.raises(UsageError, match="different numbers of ranks: 2 on a, 1 on b") as caught:
+        machine.ranks_per_node(["a", "a", "b"])
+    assert (caught.value.hint or "").startswith("--nproc 1 ")

@@ -1,18 +1,22 @@
-"""The results of a run: figures of the batches, the table, the files of JSON and CSV, and the verdict."""
+"""The results of a run: figures of the batches, the table, the files, the verdict, and the chart."""
 
 from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import re
+import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from imgkit_entrypoints.apps.bench import options, record, table, verdict
-from imgkit_entrypoints.apps.bench.collectives import find_collective
+from imgkit_entrypoints.apps.bench import chart, options, record, table, verdict
+from imgkit_entrypoints.apps.bench.collectives import NAMES, find_collective
 from imgkit_entrypoints.apps.bench.record import Result, RunRecord, World
 from imgkit_entrypoints.apps.bench.verify import dtype_named
 from imgkit_entrypoints.errors import UsageError
@@ -24,6 +28,7 @@ FOUR_NODES = World(
 ONE_NODE = World(ranks=4, nodes=1, ranks_per_node=4, hosts=("n1",), backend="nccl", device="cuda")
 ONE_RANK = World(ranks=1, nodes=1, ranks_per_node=1, hosts=("n1",), backend="gloo", device="cpu")
 RATE_Gbps = 200.0
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def result(
@@ -57,21 +62,15 @@ def run_record(*results: Result) -> RunRecord:
     )
 
 
-def test_time_is_the_median_of_the_batches() -> None:
-    measured = result(seconds=[1e-3, 1e-3, 1e-3, 1e-3, 11e-3])
-    assert measured.time_us == pytest.approx(1000.0)
-    assert measured.algbw_GBps == pytest.approx(1.048576)
-    assert measured.busbw_GBps == pytest.approx(1.5 * 1.048576)
-
-
-@pytest.mark.parametrize(("count", "low_us", "high_us"), [(3, 1e6, 3e6), (20, 3e6, 18e6)])
-def test_range_leaves_out_the_fastest_and_slowest_tenth(count: int, low_us: float, high_us: float) -> None:
-    measured = result(seconds=[float(number) for number in range(1, count + 1)])
-    assert (measured.low_us, measured.high_us) == (low_us, high_us)
-
-
-def test_wrong_elements_of_all_sizes_are_added_up() -> None:
-    assert run_record(result(wrong=2), result(wrong=None), result(wrong=3)).wrong == 5
+@pytest.mark.parametrize(
+    ("seconds", "time_us", "low_us", "high_us"),
+    [([1, 1, 1, 1, 11], 1e6, 1e6, 11e6), ([1, 2, 3], 2e6, 1e6, 3e6), (range(1, 21), 10.5e6, 3e6, 18e6)],
+)
+def test_time_is_the_median_and_range_leaves_out_a_tenth_at_both_ends(
+    seconds: Sequence[int], time_us: float, low_us: float, high_us: float
+) -> None:
+    measured = result(seconds=seconds)
+    assert (measured.time_us, measured.low_us, measured.high_us) == (time_us, low_us, high_us)
 
 
 def test_json_is_what_readers_of_nccl_tests_expect() -> None:
@@ -91,6 +90,8 @@ def test_json_is_what_readers_of_nccl_tests_expect() -> None:
     assert data["out_of_bounds"] == {"count": 0, "okay": "true"}
     assert data["average_bus_bandwidth"]["bandwidth"] == pytest.approx(1.048576 * (1.5 + 0.75) / 2)
     assert data["version"] == 1
+    wrong = run_record(result(wrong=2), result(wrong=None), result(wrong=3))
+    assert json.loads(wrong.to_json({}))["out_of_bounds"] == {"count": 5, "okay": "false"}
 
 
 def test_csv_has_a_row_for_each_result() -> None:
@@ -137,20 +138,16 @@ def test_columns_of_a_row_are_those_of_nccl_tests() -> None:
     values = table.format_row(result(dtype="bf16", ranks=2)).split()
     assert values[:9] == ["1048576", "524288", "bfloat16", "sum", "-1", "1000.00", "1.049", "1.049", "0"]
     assert len(values) == len(columns)
+    for name, redop in (("broadcast", "none"), ("reduce", "sum")):
+        assert table.format_row(result(name)).split()[3:5] == [redop, "0"]
 
 
 def test_columns_end_below_their_names() -> None:
     line = table.format_row(result("reduce"))
-    for head, cell in zip(
-        re.finditer(r"[^\s#]\S*|#wrong", table.HEADER[0]), re.finditer(r"\S+", line), strict=True
-    ):
+    heads = re.finditer(r"[^\s#]\S*|#wrong", table.HEADER[0])
+    for head, cell in zip(heads, re.finditer(r"\S+", line), strict=True):
         assert head.end() == cell.end()
     assert len(table.HEADER[1]) == len(line)
-
-
-@pytest.mark.parametrize(("name", "redop", "root"), [("broadcast", "none", "0"), ("reduce", "sum", "0")])
-def test_root_and_reduction_are_shown(name: str, redop: str, root: str) -> None:
-    assert table.format_row(result(name)).split()[3:5] == [redop, root]
 
 
 def test_summary_has_the_mean_busbw_and_the_wrong_values() -> None:
@@ -179,14 +176,6 @@ def test_percent_is_the_share_of_the_expected_busbw() -> None:
     assert (judged.expected_busbw_GBps, judged.percent) == pytest.approx((25.0, 75.0))
 
 
-@pytest.mark.parametrize(("world", "rate"), [(ONE_NODE, RATE_Gbps), (FOUR_NODES, None)])
-def test_nothing_is_expected_without_a_network_or_its_rate(world: World, rate: float | None) -> None:
-    (judged,) = verdict.judge_busbw([large()], world, rate)
-    assert judged.expected_busbw_GBps is None
-    assert judged.percent is None
-    assert "%" not in "".join(verdict.describe_verdicts([judged], world, rate))
-
-
 def sentences(*results: Result, world: World = FOUR_NODES, rate: float | None = RATE_Gbps) -> str:
     return "\n".join(verdict.describe_verdicts(verdict.judge_busbw(results, world, rate), world, rate))
 
@@ -204,42 +193,43 @@ def test_low_busbw_names_the_doctor_where_all_nodes_send_all_the_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "rate", "option"),
+    ("world", "rate", "text"),
     [
         (ONE_RANK, None, "--nproc"),
         (FOUR_NODES, None, "--line-rate"),
+        (ONE_NODE, RATE_Gbps, "this is one node, not the network"),
     ],
 )
-def test_missing_option_is_named(world: World, rate: float | None, option: str) -> None:
-    assert option in sentences(large(), world=world, rate=rate)
-
-
-def shortfalls(text: str, *results: Result) -> list[str]:
-    judged = verdict.judge_busbw(results, FOUR_NODES, RATE_Gbps)
-    return [*verdict.find_shortfalls(options.parse_requirement(text), judged)]
-
-
-@pytest.mark.parametrize("text", ["75%", "18.75", "1GBps"])
-def test_what_is_reached_is_no_failure(text: str) -> None:
-    assert shortfalls(text, large()) == []
+def test_nothing_is_expected_without_a_network_or_its_rate(
+    world: World, rate: float | None, text: str
+) -> None:
+    (judged,) = verdict.judge_busbw([large()], world, rate)
+    assert (judged.expected_busbw_GBps, judged.percent) == (None, None)
+    sentence = sentences(large(), world=world, rate=rate)
+    assert text in sentence
+    assert "%" not in sentence
 
 
 @pytest.mark.parametrize(
-    ("text", "reached"), [("20", "18.75 GBps of busbw"), ("76%", "75 % of the expected busbw")]
+    ("requirement", "results", "reasons"),
+    [
+        ("75%", [large()], []),
+        ("18.75", [large()], []),
+        ("1GBps", [large()], []),
+        ("20", [large()], ["all_reduce of 954MiB (1GB) reached 18.75 GBps of busbw"]),
+        ("76%", [large()], ["all_reduce of 954MiB (1GB) reached 75 % of the expected busbw"]),
+        ("10", [large(), large("broadcast", seconds=1.0)], ["broadcast of 954MiB"]),
+        ("5", [], ["nothing was measured"]),
+    ],
 )
-def test_what_is_missed_is_told_with_its_figures(text: str, reached: str) -> None:
-    (reason,) = shortfalls(text, large())
-    assert reason.startswith(f"all_reduce of 954MiB (1GB) reached {reached}")
-
-
-def test_each_collective_must_reach_it() -> None:
-    (reason,) = shortfalls("10", large(), large("broadcast", seconds=1.0))
-    assert reason.startswith("broadcast")
-
-
-def test_run_without_a_result_fails() -> None:
-    assert shortfalls("5")
-    assert [*verdict.find_shortfalls(None, [])] == []
+def test_what_is_missed_is_told_with_its_figures(
+    requirement: str, results: list[Result], reasons: list[str]
+) -> None:
+    judged = verdict.judge_busbw(results, FOUR_NODES, RATE_Gbps)
+    shortfalls = verdict.find_shortfalls(options.parse_requirement(requirement), judged)
+    for shortfall, reason in zip(shortfalls, reasons, strict=True):
+        assert shortfall.startswith(reason)
+    assert [*verdict.find_shortfalls(None, judged)] == []
 
 
 @pytest.mark.parametrize(("nodes", "rate", "hint"), [(1, 200.0, "--require GBPS"), (2, None, "--line-rate")])
@@ -248,3 +238,74 @@ def test_percentage_without_an_expectation_is_refused(nodes: int, rate: float | 
         verdict.refuse_requirement(options.parse_requirement("80%"), nodes, rate)
     assert hint in (caught.value.hint or "")
     verdict.refuse_requirement(options.parse_requirement("30"), nodes, rate)
+
+
+def point(size_bytes: int, busbw_GBps: float, name: str = "broadcast") -> Result:
+    seconds = find_collective(name).factor(4) * size_bytes / busbw_GBps / 1e9
+    return result(name, seconds=[seconds], size_bytes=size_bytes)
+
+
+def drawing(*results: Result, title: str = "busbw") -> ET.Element:
+    return ET.fromstring(chart.draw_chart(title, results))  # noqa: S314 - our own
+
+
+def texts(root: ET.Element) -> list[str]:
+    return ["".join(node.itertext()) for node in root.iter(f"{SVG}text")]
+
+
+def corners(root: ET.Element) -> list[list[tuple[float, float]]]:
+    lines = [line.get("points", "").split() for line in root.iter(f"{SVG}polyline")]
+    return [[(float(x), float(y)) for x, y in (point.split(",") for point in line)] for line in lines]
+
+
+def test_both_axes_are_logarithmic() -> None:
+    (line,) = corners(drawing(point(64, 1.0), point(128, 10.0), point(256, 100.0)))
+    (x1, y1), (x2, y2), (x3, y3) = line
+    assert x2 - x1 == pytest.approx(x3 - x2, abs=0.2)
+    assert y1 - y2 == pytest.approx(y2 - y3, abs=0.2)
+    assert x1 < x2
+    assert y1 > y2
+
+
+def test_each_collective_has_a_line_and_a_name() -> None:
+    root = drawing(*(point(size, 1.0, name) for name in NAMES for size in (1 << 10, 1 << 20)))
+    assert len(corners(root)) == len(NAMES)
+    assert set(NAMES) <= set(texts(root))
+
+
+def test_lines_stay_inside_the_plot() -> None:
+    (line,) = corners(drawing(point(8, 1e-6), point(1 << 20, 3.0), point(1 << 32, 400.0)))
+    for x, y in line:
+        assert chart.LEFT < x < chart.LEFT + chart.PLOT_WIDTH
+        assert chart.TOP < y < chart.TOP + chart.PLOT_HEIGHT
+
+
+def test_drawing_has_figures_in_its_tips_and_colours_for_dark_pages() -> None:
+    root = drawing(point(1 << 30, 12.5))
+    assert [tip.text for tip in root.iter(f"{SVG}title")] == ["broadcast: 12.5 GBps at 1GiB (1.07GB)"]
+    (style,) = root.iter(f"{SVG}style")
+    assert "prefers-color-scheme:dark" in (style.text or "")
+
+
+@pytest.mark.parametrize("results", [(), (result(ranks=1),)], ids=["nothing", "one rank"])
+def test_run_without_bandwidth_has_a_drawing_too(results: Sequence[Result]) -> None:
+    root = drawing(*results)
+    assert corners(root) == []
+    assert any("Nothing to draw" in text for text in texts(root))
+
+
+def test_title_cannot_break_the_file() -> None:
+    assert "<b>&\ufffd" in texts(drawing(point(64, 1.0), title="<b>&\x00"))
+
+
+@pytest.mark.parametrize(("low", "high"), [(8, 8.5), (8, 1 << 33), (1, 1e15)])
+def test_sizes_have_few_marks(low: float, high: float) -> None:
+    assert 1 <= len(chart.size_ticks(low / 1.6, high * 1.6)) <= chart.MAX_SIZE_TICKS + 1
+
+
+@given(st.lists(st.floats(60, 450), min_size=1, max_size=20))
+def test_labels_never_overlap(positions: list[float]) -> None:
+    moved = chart.spread_apart(sorted(positions), chart.LABEL_STEP, 50, 450)
+    assert all(lower - upper >= chart.LABEL_STEP - 1e-6 for upper, lower in itertools.pairwise(moved))
+    assert max(moved) <= 450
+    assert min(moved) >= 50

@@ -12,6 +12,7 @@ from imgkit_entrypoints.apps.train.stragglers import RankOnNode, Stragglers, fin
 
 USUAL = (0.100, 0.101, 0.099, 0.100)
 SLOW = (0.100, 0.101, 0.131, 0.100)
+NOTHING = (0.0,) * 4
 
 
 def make_tracker(ranks: int = 4) -> tuple[Stragglers, list[str]]:
@@ -26,11 +27,6 @@ def looks(tracker: Stragglers, *each: Sequence[float], after: int = 0) -> None:
         tracker.judge(after + 10 * number, own_s)
 
 
-def over(own_s: Sequence[float]) -> list[int]:
-    limit_s = find_usual_work(own_s)[1]
-    return [rank for rank, work_s in enumerate(own_s) if work_s > limit_s]
-
-
 @pytest.mark.parametrize(
     ("own_s", "slow"),
     [
@@ -42,29 +38,25 @@ def over(own_s: Sequence[float]) -> list[int]:
         ((0.0100, 0.0105, 0.0100, 0.0109), []),
         ((0.0004, 0.0004, 0.0004, 0.0012), []),  # a millisecond lost at most
         ((0.0004, 0.0004, 0.0004, 0.0015), [3]),
-    ],
-)
-def test_four_ranks_compare_with_their_median(own_s: Sequence[float], slow: list[int]) -> None:
-    assert over(own_s) == slow
-
-
-@pytest.mark.parametrize(
-    ("own_s", "slow"),
-    [
+        # Fewer than four compare with the fastest.
         ((0.1, 0.119), []),
         ((0.1, 0.121), [1]),
         ((0.2, 0.1, 0.2), [0, 2]),
         ((0.1, math.nan, 0.13), [2]),
         ((0.1, 0.1, 0.13, math.inf), [2]),  # three of the four are known
+        # Nothing is known.
+        ((), []),
+        ((0.1,), []),
+        ((0.0, 0.0), []),
+        ((0.1, math.nan), []),
+        ((-1.0, 0.0, math.nan, 0.1), []),
     ],
 )
-def test_fewer_ranks_compare_with_the_fastest(own_s: Sequence[float], slow: list[int]) -> None:
-    assert [rank for rank in over(own_s) if math.isfinite(own_s[rank])] == slow
-
-
-@pytest.mark.parametrize("own_s", [(), (0.1,), (0.0, 0.0), (0.1, math.nan), (-1.0, 0.0, math.nan, 0.1)])
-def test_nothing_known_accuses_nobody(own_s: Sequence[float]) -> None:
-    assert over(own_s) == []
+def test_ranks_compare_with_their_median_or_the_fastest_of_few(
+    own_s: Sequence[float], slow: list[int]
+) -> None:
+    limit_s = find_usual_work(own_s).limit_s
+    assert [rank for rank, work_s in enumerate(own_s) if limit_s < work_s < math.inf] == slow
 
 
 def test_third_look_names_the_rank_once() -> None:
@@ -81,46 +73,35 @@ def test_third_look_names_the_rank_once() -> None:
     ]
 
 
-def test_two_looks_and_a_usual_one_name_nobody() -> None:
+@pytest.mark.parametrize(
+    ("each", "reports", "rows"),
+    # Rows are the first and last step in which the rank was slow, and the times that it was named.
+    [
+        ((SLOW, SLOW, USUAL) * 5, 0, []),
+        ((SLOW, SLOW, NOTHING, SLOW), 1, [(10, 40, 1)]),
+        ((USUAL, USUAL, *[tuple(3 * value for value in USUAL)] * 5), 0, []),
+        ((SLOW, SLOW, SLOW, USUAL, USUAL, SLOW, USUAL, USUAL), 1, [(10, 60, 1)]),
+        ((SLOW, SLOW, SLOW, USUAL, USUAL, USUAL) * 2, 4, [(10, 90, 2)]),
+        ((SLOW, SLOW, SLOW, USUAL, USUAL, USUAL) * 9, 2 * stragglers.MAX_REPORTS, [(10, 510, 9)]),
+    ],
+    ids=["two in a row", "times unknown in between", "all slow", "slow again", "relapse", "many relapses"],
+)
+def test_three_looks_in_a_row_name_or_clear_a_rank(
+    each: Sequence[Sequence[float]], reports: int, rows: list[tuple[int, int, int]]
+) -> None:
     tracker, messages = make_tracker()
-    looks(tracker, *(SLOW, SLOW, USUAL) * 5)
-    assert (tracker.current_rows(), tracker.all_rows(), messages) == ([], [], [])
+    looks(tracker, *each)
+    assert len(messages) == reports
+    assert [(row["from_step"], row["to_step"], row["times"]) for row in tracker.all_rows()] == rows
+    assert {row["rank"] for row in tracker.all_rows()} <= {2}
+    assert len(tracker.current_rows()) == reports % 2
 
 
-def test_look_without_times_changes_nothing() -> None:
+def test_rank_that_recovers_is_reported() -> None:
     tracker, messages = make_tracker()
-    looks(tracker, SLOW, SLOW, (0.0,) * 4, SLOW)
-    assert len(messages) == 1
-
-
-def test_recovery_takes_three_looks_too() -> None:
-    tracker, messages = make_tracker()
-    looks(tracker, SLOW, SLOW, SLOW, USUAL, USUAL, SLOW, USUAL, USUAL)
-    assert len(tracker.current_rows()) == 1
-    looks(tracker, USUAL, after=80)
+    looks(tracker, *[SLOW] * 3, *[USUAL] * 3)
+    assert messages[1:] == ["rank 2 on node1 (local rank 0) is as fast as the others again (step 60)"]
     assert tracker.current_rows() == []
-    assert messages[1:] == ["rank 2 on node1 (local rank 0) is as fast as the others again (step 90)"]
-    assert [(row["from_step"], row["to_step"], row["times"]) for row in tracker.all_rows()] == [(10, 60, 1)]
-
-
-def test_rank_that_relapses_stays_one_row() -> None:
-    tracker, messages = make_tracker()
-    looks(tracker, *(SLOW, SLOW, SLOW, USUAL, USUAL, USUAL) * 2)
-    assert len(messages) == 4
-    assert [(row["rank"], row["times"], row["from_step"]) for row in tracker.all_rows()] == [(2, 2, 10)]
-
-
-def test_rank_that_relapses_again_and_again_is_not_printed() -> None:
-    tracker, messages = make_tracker()
-    looks(tracker, *(SLOW, SLOW, SLOW, USUAL, USUAL, USUAL) * 9)
-    assert len(messages) == 2 * stragglers.MAX_REPORTS
-    assert tracker.all_rows()[0]["times"] == 9
-
-
-def test_equally_slow_ranks_accuse_nobody() -> None:
-    tracker, messages = make_tracker()
-    looks(tracker, USUAL, USUAL, *[tuple(3 * value for value in USUAL)] * 5)
-    assert (tracker.current_rows(), messages) == ([], [])
 
 
 def test_line_of_few_ranks_names_the_fastest() -> None:

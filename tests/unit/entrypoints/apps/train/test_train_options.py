@@ -10,7 +10,7 @@ import pytest
 from imgkit_entrypoints import arguments
 from imgkit_entrypoints.apps.train import config as config_module
 from imgkit_entrypoints.apps.train import options, plugins
-from imgkit_entrypoints.apps.train.config import is_due, parse_interval, steps_per_line, total_steps
+from imgkit_entrypoints.apps.train.config import Config, is_due, parse_interval, steps_per_line, total_steps
 from imgkit_entrypoints.errors import UsageError
 
 OWN = """
@@ -24,6 +24,10 @@ class Net: ...
 """
 
 
+def read(args: str = "", **env: str) -> Config:
+    return options.read_config(args.split(), env)
+
+
 @pytest.fixture
 def plugin_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -33,64 +37,58 @@ def plugin_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_defaults_follow_the_model() -> None:
-    linear, gpt = options.read_config([], {}), options.read_config(["--model", "gpt"], {})
-    assert (linear.optimizer, linear.lr, linear.steps) == ("sgd", 0.05, 100)
+    linear, gpt = read(), read("--model gpt")
+    assert (linear.optimizer, linear.lr, linear.steps, linear.warmup_steps) == ("sgd", 0.05, 100, 0)
     assert (gpt.optimizer, gpt.lr) == ("adamw", 0.001)
-    assert options.read_config(["--model", "gpt", "--lr", "1"], {}).lr == 1.0
-    assert options.read_config(["--epochs", "2"], {}).steps is None
-    resnet = ["--model", "resnet50"]
-    assert (linear.warmup_steps, options.read_config(resnet, {}).warmup_steps) == (0, 20)
-    assert options.read_config([*resnet, "--warmup-steps", "0"], {}).warmup_steps == 0
+    assert read("--model gpt --lr 1").lr == 1.0
+    assert read("--epochs 2").steps is None
+    assert read("--model resnet50").warmup_steps == 20
+    assert read("--model resnet50 --warmup-steps 0").warmup_steps == 0
 
 
-def test_run_folder_comes_from_the_job() -> None:
-    assert options.read_config([], {}).run_dir is None
-    assert options.read_config([], {"IMGKIT_RUN_DIR": "/runs/7"}).run_dir == Path("/runs/7")
-    assert options.read_config(["--run-dir", "mine"], {"IMGKIT_RUN_DIR": "/runs/7"}).run_dir == Path("mine")
-    assert options.read_config(["--run-dir", "mine"], {"IMGKIT_JOB_DIR": "/job"}).run_dir == Path("/job/mine")
-
-
-def test_run_folder_is_not_created(tmp_path: Path) -> None:
-    assert options.read_config(["--run-dir", str(tmp_path / "new/run")], {}).run_dir == tmp_path / "new/run"
+def test_run_folder_comes_from_the_job_and_is_not_created(tmp_path: Path) -> None:
+    assert read().run_dir is None
+    assert read(IMGKIT_RUN_DIR="/runs/7").run_dir == Path("/runs/7")
+    assert read("--run-dir mine", IMGKIT_RUN_DIR="/runs/7").run_dir == Path("mine")
+    assert read("--run-dir mine", IMGKIT_JOB_DIR="/job").run_dir == Path("/job/mine")
+    assert read(f"--run-dir {tmp_path}/new/run").run_dir == tmp_path / "new/run"
     assert not any(tmp_path.iterdir())
 
 
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     file.write_text('{"lr": 0.5, "batch_size": 8, "clip": null, "deterministic": true}')
-    config = options.read_config(["--config", str(file), "--lr", "0.25"], {})
+    config = read(f"--config {file} --lr 0.25")
     assert (config.lr, config.batch_size, config.clip, config.deterministic) == (0.25, 8, None, True)
-    assert not options.read_config(["--config", str(file), "--no-deterministic"], {}).deterministic
+    assert not read(f"--config {file} --no-deterministic").deterministic
 
 
 def test_config_of_a_run_folder_can_be_given_again(tmp_path: Path) -> None:
-    argv = ["--steps", "7", "--stop-after", "1h30m", "--save-every", "2e", "--run-dir", str(tmp_path)]
-    config = options.read_config([*argv, "--clip", "1", "--model", "mlp"], {})
+    argv = f"--steps 7 --stop-after 1h30m --save-every 2e --run-dir {tmp_path} --clip 1 --model mlp"
     file = tmp_path / "config.json"
-    file.write_text(config.to_json())
-    assert options.read_config(["--config", str(file)], {}) == config
+    file.write_text(read(argv).to_json())
+    assert read(f"--config {file}") == read(argv)
 
 
 def test_profile_names_steps_from_one() -> None:
-    config = options.read_config(["--profile", "5:2", "--run-dir", "r"], {})
-    assert list(config.traced_steps()) == [6, 7]
+    assert list(read("--profile 5:2 --run-dir r").traced_steps()) == [6, 7]
 
 
 def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(options, "find_spec", lambda _: None)
     with pytest.raises(UsageError, match=r"a compiler \(g\+\+ or clang\+\+\), but PATH has none"):
-        options.read_config(["--compile"], {})
+        read("--compile")
     with pytest.raises(UsageError, match=r"Triton"):
-        options.read_config(["--compile"], {"IMGKIT_DEVICE": "cuda"})
+        read("--compile", IMGKIT_DEVICE="cuda")
     (tmp_path / "clang++").touch(mode=0o755)
-    assert options.read_config(["--compile"], {}).compile
+    assert read("--compile").compile
 
 
 def test_folder_of_images_needs_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_module, "find_spec", lambda _: None)
     with pytest.raises(UsageError, match="reading images needs Pillow"):
-        options.read_config(["--model", "resnet18", "--data", str(tmp_path)], {})
+        read(f"--model resnet18 --data {tmp_path}")
 
 
 @pytest.mark.parametrize(
@@ -104,10 +102,13 @@ def test_times_are_seconds(text: str, seconds: float) -> None:
 def test_functions_are_found_without_running(plugin_file: Path, module: str) -> None:
     (plugin_file.parent / "pkg").mkdir()
     (plugin_file.parent / "pkg/deep.py").write_text(OWN)
-    assert plugins.check(f"{module}:model", plugins.MODEL) == f"{module}:model"
-    plugins.check(f"{module}:data", plugins.DATA)
-    plugins.check(f"{module}:borrowed", plugins.DATA)
-    plugins.check(f"{module}:Net", plugins.MODEL)
+    for name, contract in {
+        "model": plugins.MODEL,
+        "data": plugins.DATA,
+        "borrowed": plugins.DATA,
+        "Net": plugins.MODEL,
+    }.items():
+        assert plugins.check(f"{module}:{name}", contract) == f"{module}:{name}"
 
 
 def test_failing_import_is_reported(plugin_file: Path) -> None:
@@ -125,24 +126,20 @@ def test_one_file_is_imported_once(plugin_file: Path) -> None:
     assert model(None) is data(None, "train")
 
 
-def test_contradicting_run_is_refused_key_by_key() -> None:
-    saved = json.loads(options.read_config(["--global-batch", "64"], {}).to_json())
+def test_resumed_run_keeps_its_options_or_is_refused_key_by_key() -> None:
+    saved = json.loads(read("--global-batch 64").to_json())
+    config, changes = read("--lr 0.5 --steps 9").merge_saved(saved, Path("s"))
+    assert config.global_batch == 64
+    assert changes == ["lr was 0.05, now 0.5"]
     with pytest.raises(UsageError) as caught:
-        options.read_config(["--seed", "1", "--global-batch", "32"], {}).resumed(saved, Path("s"))
-    assert "seed is 1, the checkpoint has 0" in str(caught.value)
-    assert "global_batch is 32, the checkpoint has 64" in str(caught.value)
+        read("--seed 1 --global-batch 32").merge_saved(saved, Path("s"))
+    assert "seed is 1, the checkpoint has 0" in caught.value.what
+    assert "global_batch is 32, the checkpoint has 64" in caught.value.what
     assert "lr" not in caught.value.what
 
 
-def test_resumed_run_keeps_the_global_batch_and_reports_changes() -> None:
-    saved = json.loads(options.read_config(["--global-batch", "64"], {}).to_json())
-    config, changes = options.read_config(["--lr", "0.5", "--steps", "9"], {}).resumed(saved, Path("s"))
-    assert config.global_batch == 64
-    assert changes == ["lr was 0.05, now 0.5"]
-
-
 def test_run_ends_at_what_comes_first() -> None:
-    both = options.read_config(["--steps", "100", "--epochs", "3"], {})
+    both = read("--steps 100 --epochs 3")
     assert (total_steps(both, 10), total_steps(both, 50)) == (30, 100)
     assert (parse_interval("25", 10), parse_interval("2e", 10), parse_interval("0", 10)) == (25, 20, 0)
     assert [step for step in range(1, 9) if is_due(step, 3, steps=8)] == [3, 6, 8]
@@ -154,6 +151,7 @@ def test_lines_come_at_a_round_tenth(steps: int, line: int) -> None:
     assert steps_per_line(steps) == line
 
 
+@pytest.mark.usefixtures("plugin_file")
 @pytest.mark.parametrize(
     "args",
     [
@@ -165,6 +163,6 @@ def test_lines_come_at_a_round_tenth(steps: int, line: int) -> None:
         "--save-every 0 --keep 2",
     ],
 )
-def test_options_that_belong_together_are_read(plugin_file: Path, args: str) -> None:
+def test_options_that_belong_together_are_read(args: str) -> None:
     assert options.check(args.split(), {})
     assert options.check(["--keep", "9"], {"IMGKIT_RUN_DIR": "r"})

@@ -78,16 +78,16 @@ def test_rank_without_samples_has_weight_zero() -> None:
     assert all(0 <= part.first < part.end <= count for (part,) in parts)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 12, 24])
-def test_accumulation_keeps_the_global_batch(ranks: int) -> None:
-    order = plan_order(1000, ranks, 5, 24)
-    assert order.global_batch == 24
-    assert max(part.end - part.first for part in order.micro_batches(24, 0)) <= 5
-
-
 @pytest.mark.parametrize(
     ("batch_size", "global_batch", "per_step", "parts"),
-    [(None, 64, 64, 1), (8, 64, 64, 4), (7, 64, 64, 5), (8, None, 16, 1), (None, None, 64, 1)],
+    [
+        (None, 64, 64, 1),
+        (8, 64, 64, 4),
+        (7, 64, 64, 5),
+        (5, 24, 24, 3),
+        (8, None, 16, 1),
+        (None, None, 64, 1),
+    ],
 )
 def test_batch_sizes_give_the_accumulation(
     batch_size: int | None, global_batch: int | None, per_step: int, parts: int
@@ -99,12 +99,10 @@ def test_batch_sizes_give_the_accumulation(
 
 
 def test_unshareable_global_batch_names_what_works() -> None:
-    with pytest.raises(
-        UsageError, match="3 ranks cannot share a global batch of 32 samples equally"
-    ) as caught:
+    with pytest.raises(UsageError) as caught:
         plan_order(1000, 3, 8, 32)
-    assert "2 or 4 ranks" in str(caught.value)
-    assert "--global-batch 30 or 33" in str(caught.value)
+    assert caught.value.what == "3 ranks cannot share a global batch of 32 samples equally"
+    assert caught.value.hint == "use 2 or 4 ranks, or a new run with --global-batch 30 or 33"
 
 
 def test_empty_data_is_refused() -> None:
@@ -119,18 +117,15 @@ def test_seed_of_is_the_same_everywhere() -> None:
     assert seed_of(1, 23) != seed_of(12, 3)
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_learning_rate_rises_first(schedule: str) -> None:
-    config = options.read_config(["--schedule", schedule, "--warmup-steps", "4", "--lr", "1"], {})
-    rates = [learning_rate(config, step, 100) for step in range(100)]
-    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert all(0 <= after <= before for before, after in itertools.pairwise(rates[4:]))
-
-
 @pytest.mark.parametrize(
     ("schedule", "middle", "end"), [("constant", 1, 1), ("linear", 0.5, 0), ("cosine", 0.5, 0)]
 )
-def test_schedules_end_where_they_should(schedule: str, middle: float, end: float) -> None:
-    config = options.read_config(["--schedule", schedule, "--lr", "1"], {})
+def test_learning_rate_rises_first_and_ends_where_it_should(schedule: str, middle: float, end: float) -> None:
+    argv = ["--schedule", schedule, "--lr", "1"]
+    config = options.read_config([*argv, "--warmup-steps", "4"], {})
+    rates = [learning_rate(config, step, 100) for step in range(100)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert all(0 <= after <= before for before, after in itertools.pairwise(rates[4:]))
+    config = options.read_config(argv, {})
     assert learning_rate(config, 50, 100) == pytest.approx(middle)
     assert learning_rate(config, 100, 100) == end
