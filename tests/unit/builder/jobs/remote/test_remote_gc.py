@@ -12,13 +12,14 @@ from remote_image import remote_image
 from imgkit_builder.jobs.remote import connection, gc
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.remote.connection import Connection
-from imgkit_builder.jobs.remote.gc import JobNote, StoredFolder, StoreListing
+from imgkit_builder.jobs.remote.gc import JobNote, StoredFolder, StoreListing, UnfinishedJobs
 from imgkit_builder.jobs.remote.store import RemoteImage
 from imgkit_entrypoints.errors import ToolFailed
 
 IMAGE = f"images/{'a' * 64}-{'b' * 12}"
 CODE = f"code/{'c' * 64}"
 OLD, LIMIT, NEW = 100.0, 500.0, 900.0
+UNFINISHED = UnfinishedJobs(ids=frozenset({"7"}))
 
 
 def folder(path: str, used_s: float = OLD) -> StoredFolder:
@@ -41,23 +42,25 @@ def test_old_image_without_a_job_is_unused() -> None:
 
 def test_image_and_code_of_a_waiting_job_stay() -> None:
     store = listing(folder(IMAGE), folder(CODE), notes=[note(IMAGE, CODE)])
-    unused = gc.select_unused(store, {"slurm": {"7"}}, LIMIT)
+    unused = gc.select_unused(store, {"slurm": UNFINISHED}, LIMIT)
     assert (unused.folders, unused.used, unused.ended_jobs) == ((), 2, ())
 
 
 def test_run_of_late_keeps_its_image() -> None:
     store = listing(folder(IMAGE), notes=[note(IMAGE, used_s=NEW)])
-    assert gc.select_unused(store, {"slurm": ()}, LIMIT).folders == ()
+    assert gc.select_unused(store, {"slurm": UnfinishedJobs()}, LIMIT).folders == ()
 
 
 def test_ended_job_keeps_nothing() -> None:
-    unused = gc.select_unused(listing(folder(IMAGE), notes=[note(IMAGE)]), {"slurm": {"77"}}, LIMIT)
+    other_jobs = UnfinishedJobs(ids=frozenset({"77"}))
+    unused = gc.select_unused(listing(folder(IMAGE), notes=[note(IMAGE)]), {"slurm": other_jobs}, LIMIT)
     assert [folder.path for folder in unused.folders] == [IMAGE]
     assert unused.ended_jobs == ("7",)
 
 
 def test_silent_scheduler_keeps_all_images_of_jobs() -> None:
-    unused = gc.select_unused(listing(folder(IMAGE), notes=[note(IMAGE)]), {"slurm": "squeue failed"}, LIMIT)
+    unknown = UnfinishedJobs(unknown_reason="squeue failed")
+    unused = gc.select_unused(listing(folder(IMAGE), notes=[note(IMAGE)]), {"slurm": unknown}, LIMIT)
     assert (unused.folders, unused.unknown) == ((), ("squeue failed",))
 
 
@@ -75,7 +78,7 @@ def test_packages_go_and_stay_with_their_image(tmp_path: Path, monkeypatch: pyte
         os.utime(image, (0, 0))
     (store / "jobs").mkdir()
     (store / "jobs/7").write_text(f"slurm\nx\n{needed_image.relative_to(store)}/image.sif\n")
-    monkeypatch.setattr(gc, "unfinished_jobs", lambda connection, name: {"7"})
+    monkeypatch.setattr(gc, "unfinished_jobs", lambda connection, name: UNFINISHED)
     far = connection.connect(Remote(name="far", address="far", folder=str(store), keep_s=0))
     removed = gc.remove_unused(far, gc.find_unused(far, 7))
     assert removed == (IMAGE,)
@@ -173,7 +176,7 @@ def superseded(
 ) -> list[str]:
     """Return the letters of the images that a run of the image ``f`` would remove."""
     monkeypatch.setattr(gc, "_list_store", lambda connection: store)
-    monkeypatch.setattr(gc, "unfinished_jobs", lambda connection, name: {"7"})
+    monkeypatch.setattr(gc, "unfinished_jobs", lambda connection, name: UNFINISHED)
     far: Connection = object()  # type: ignore[assignment]
     unused, by_path = gc.find_superseded(far, images, remote_image("f"))
     return [by_path[folder.path].root_sha256[0] for folder in unused.folders]
