@@ -59,7 +59,7 @@ def test_interrupt_leaves_the_jobs_and_names_them(
     def interrupt(_: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("imgkit_builder.jobs.history.time.sleep", interrupt)
+    monkeypatch.setattr("imgkit_builder.jobs.job_status.time.sleep", interrupt)
     argv = ("scaling", "mn5", *SITE, "--runtime", "host", "--nodes", "1,2,4", "--", "dist-train")
     goes_on = ("scaling", "--continue", "mn5-scaling-1")
     for command in (argv, goes_on):
