@@ -9,8 +9,18 @@ from imgkit_builder.jobs import systems
 from imgkit_builder.jobs.job import Job, Script
 from imgkit_builder.jobs.request import JobRequest, SystemFlags
 from imgkit_builder.jobs.resolve import resolve_job
+from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.recipe.targets import Target, load_target
 
+MANIFEST = Manifest(
+    imgkit="0.3.0",
+    recipe="cpu",
+    recipe_sha256="ab",
+    base=BaseImage(name="example.org/base:1"),
+    platform="linux/amd64",
+    wheel_sha256="cd",
+)
+"""The manifest of an image that imgkit has built."""
 Recipe = Target | Path | str
 REQUEST = JobRequest.of(command=("dist-hello",), directory=Path("/w"))
 NEEDED: dict[str, dict[str, Any]] = {

@@ -116,17 +116,6 @@ def test_error_of_a_job_without_an_id_is_json(call: Any) -> None:
     assert "slurm printed nothing" in json.loads(out)["error"]["what"]
 
 
-def test_cluster_of_the_id_goes_to_all_commands(call: Any) -> None:
-    submitted(call, "slurm", b"4711;two\n")
-    Path("answer").write_text("")
-    Path("calls").unlink()
-    call("status", "4711", "--json")
-    call("cancel", "4711", "--json")
-    calls = Path("calls").read_text().splitlines()
-    assert len(calls) == 2
-    assert all("--clusters=two" in line for line in calls)
-
-
 @pytest.mark.parametrize(
     "job_id", ["../x", "x/y", "-x", "a" * 300, "7@../x", "7@", "", "*", "7\x00", "7\n", "7;x", "a..b"]
 )

@@ -14,13 +14,13 @@ import pytest
 import stored_images
 import yaml
 from file_tree import FakeProgram, write_program
-from job_builder import make_job, make_script, write_recipe
+from job_builder import MANIFEST, make_job, make_script, write_recipe
 
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.systems.pods import PodFlags
 from imgkit_builder.oci import manifest
-from imgkit_builder.oci.manifest import MANIFEST_JSON, BaseImage, Manifest
+from imgkit_builder.oci.manifest import MANIFEST_JSON
 from imgkit_builder.sif import convert
 from imgkit_builder.sif.conversion import Options
 from imgkit_builder.sif.entries import Archive
@@ -96,12 +96,8 @@ def test_shell_of_a_job_gets_the_variables(tmp_path: Path) -> None:
 def test_shell_on_this_machine_can_have_them(
     call: Any, fake_program: FakeProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = BaseImage(name="b:1", platform="linux/amd64")
-    provenance = Manifest(
-        imgkit="1", recipe="r", recipe_sha256="0", base=base, platform="linux/amd64", wheel_sha256="0"
-    )
     facts = SystemFacts(env={"HF_HOME": "/recipe", "USERS": "recipe"})
-    texts = {MANIFEST_JSON: manifest.to_json(provenance), str(SYSTEM_JSON): system.to_json(facts)}
+    texts = {MANIFEST_JSON: manifest.to_json(MANIFEST), str(SYSTEM_JSON): system.to_json(facts)}
     files = []
     for name, text in texts.items():
         files.append((tarfile.TarInfo(name.lstrip("/")), text.encode()))

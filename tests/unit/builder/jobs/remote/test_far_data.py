@@ -82,12 +82,15 @@ def test_data_that_changes_on_its_way_is_refused(project: Path, tmp_path: Path, 
     assert [path.name for path in (tmp_path / "store/data").iterdir()] == [".incoming"]
 
 
-def test_full_disk_names_what_to_remove(project: Path, tmp_path: Path, ssh: Path) -> None:
-    message = 'rsync: [receiver] mkstemp "/x/.train.a1" failed: No space left on device (28)'
+@pytest.mark.parametrize("error", ["No space left on device (28)", "Disk quota exceeded (122)"])
+def test_full_disk_names_what_to_remove(project: Path, tmp_path: Path, ssh: Path, error: str) -> None:
+    """The disk is not full: a program with rsync's message takes its place on the remote."""
+    message = f'rsync: [receiver] mkstemp "/x/.train.a1" failed: {error}'
     rsync = write_program(tmp_path / "far-bin/rsync", f"echo '{message}' >&2; exit 23")
     ssh.write_text(ssh.read_text().replace("exec ", f"PATH={rsync.parent}:$PATH exec ", 1))
     with pytest.raises(CheckFailed, match="data: the disk of far is full\n") as caught:
         send(tmp_path)
+    assert message in str(caught.value.hint)
     assert "imgkit remote gc far --delete" in str(caught.value.hint)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from remote_image import remote_image
@@ -34,34 +36,29 @@ def listing(*folders: StoredFolder, notes: Sequence[JobNote] = ()) -> StoreListi
     return StoreListing(folders=folders, notes=tuple(notes), clock_s=1000)
 
 
-def test_old_image_without_a_job_is_unused() -> None:
-    unused = gc.select_unused(listing(folder(IMAGE), folder(CODE, NEW)), {}, LIMIT)
-    assert [folder.path for folder in unused.folders] == [IMAGE]
-    assert unused.used == 1
+NONE, OTHER = UnfinishedJobs(), UnfinishedJobs(ids=frozenset({"77"}))
+UNKNOWN = UnfinishedJobs(unknown_reason="squeue failed")
 
 
-def test_image_and_code_of_a_waiting_job_stay() -> None:
-    store = listing(folder(IMAGE), folder(CODE), notes=[note(IMAGE, CODE)])
-    unused = gc.select_unused(store, {"slurm": UNFINISHED}, LIMIT)
-    assert (unused.folders, unused.used, unused.ended_jobs) == ((), 2, ())
-
-
-def test_run_of_late_keeps_its_image() -> None:
-    store = listing(folder(IMAGE), notes=[note(IMAGE, used_s=NEW)])
-    assert gc.select_unused(store, {"slurm": UnfinishedJobs()}, LIMIT).folders == ()
-
-
-def test_ended_job_keeps_nothing() -> None:
-    other_jobs = UnfinishedJobs(ids=frozenset({"77"}))
-    unused = gc.select_unused(listing(folder(IMAGE), notes=[note(IMAGE)]), {"slurm": other_jobs}, LIMIT)
-    assert [folder.path for folder in unused.folders] == [IMAGE]
-    assert unused.ended_jobs == ("7",)
-
-
-def test_silent_scheduler_keeps_all_images_of_jobs() -> None:
-    unknown = UnfinishedJobs(unknown_reason="squeue failed")
-    unused = gc.select_unused(listing(folder(IMAGE), notes=[note(IMAGE)]), {"slurm": unknown}, LIMIT)
-    assert (unused.folders, unused.unknown) == ((), ("squeue failed",))
+@pytest.mark.parametrize(
+    ("notes", "unfinished", "unused", "ended_jobs"),
+    [
+        ([], NONE, [IMAGE], ()),
+        ([note(IMAGE)], OTHER, [IMAGE], ("7",)),
+        ([note(IMAGE, CODE)], UNFINISHED, [], ()),
+        ([note(IMAGE, used_s=NEW)], NONE, [], ()),
+        ([note(IMAGE)], UNKNOWN, [], ()),
+    ],
+    ids=["no job", "ended job", "waiting job", "run of late", "silent scheduler"],
+)
+def test_image_without_a_job_that_may_use_it_is_unused(
+    notes: list[JobNote], unfinished: UnfinishedJobs, unused: list[str], ended_jobs: tuple[str, ...]
+) -> None:
+    store = listing(folder(IMAGE), folder(CODE, NEW), notes=notes)
+    selected = gc.select_unused(store, {"slurm": unfinished}, LIMIT)
+    assert [folder.path for folder in selected.folders] == unused
+    assert (selected.used, selected.ended_jobs) == (2 - len(unused), ended_jobs)
+    assert selected.unknown == (("squeue failed",) if unfinished is UNKNOWN else ())
 
 
 @pytest.mark.usefixtures("ssh")
@@ -196,23 +193,13 @@ def test_images_of_other_projects_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "job",
-    [
-        JobNote(id="7", system="slurm", folders=(NEEDED,), used_s=OLD),
-        JobNote(
-            id="1",
-            system="slurm",
-            folders=(NEEDED,),
-            used_s=OLD,
-            is_resumable=True,
-        ),
-    ],
-    ids=["has not ended", "can be resumed"],
+    "values", [{}, {"id": "1", "is_resumable": True}], ids=["has not ended", "can be resumed"]
 )
-def test_image_that_a_job_needs_stays(monkeypatch: pytest.MonkeyPatch, job: JobNote) -> None:
+def test_image_that_a_job_needs_stays(monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]) -> None:
+    job = dataclasses.replace(note(NEEDED), **values)
     assert superseded(monkeypatch, listing(*folders("fedcb"), notes=[job])) == ["d", "b"]
 
 
 def test_image_with_another_name_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    linked = StoredFolder(path=f"images/{remote_image('c').name}", size_bytes=1, used_s=OLD, is_linked=True)
+    linked = dataclasses.replace(folder(NEEDED), is_linked=True)
     assert superseded(monkeypatch, listing(linked, *folders("db"))) == ["d", "b"]
