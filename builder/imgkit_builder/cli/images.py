@@ -22,7 +22,7 @@ from imgkit_builder.cli.common import (
 from imgkit_builder.cli.jobs import connect_to, scheduler_runner
 from imgkit_builder.cli.options import field_option
 from imgkit_builder.cli.progress import reporter
-from imgkit_builder.jobs import history, quoting, records, systems
+from imgkit_builder.jobs import job_status, quoting, records, systems
 from imgkit_builder.jobs.submitted import FINAL_STATES, SubmittedJob
 from imgkit_builder.sif.conversion import Options
 from imgkit_builder.workflow.images import shell_command, smoke_test
@@ -154,7 +154,7 @@ def _job_shell(job_id: str, node: str, *, must_run: bool) -> tuple[tuple[str, ..
 
 def _refuse_idle_job(record: SubmittedJob) -> None:
     """Raise UsageError if the scheduler says that the job waits or has ended."""
-    state = history.refresh_state(record, scheduler_runner(record)).state
+    state = job_status.refresh_state(record, scheduler_runner(record)).state
     if state not in (*FINAL_STATES, "waiting"):
         return
     verdict = "waits" if state == "waiting" else "has ended"

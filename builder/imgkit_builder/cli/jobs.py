@@ -18,8 +18,8 @@ from imgkit_builder.base import process
 from imgkit_builder.base.process import INTERRUPTED, Finished
 from imgkit_builder.cli.common import JOB_ID, JSON, LAST_JOB_ID, flag_option, print_message, print_result
 from imgkit_builder.cli.runs import has_known_id, job_data, jobs_table
-from imgkit_builder.jobs import history, quoting, records, systems
-from imgkit_builder.jobs.history import JobReport, WaitLog
+from imgkit_builder.jobs import job_status, quoting, records, systems
+from imgkit_builder.jobs.job_status import JobReport, WaitLog
 from imgkit_builder.jobs.remote import jobs as remote_jobs
 from imgkit_builder.jobs.remote.connection import Connection, Cut
 from imgkit_builder.jobs.submitted import FINAL_STATES, SubmittedJob
@@ -50,10 +50,10 @@ def verb_status(
         _show_own_jobs(as_json=as_json)
         return
     record = records.find_record(job_id)
-    run = history.status_runner(record, may_ask=may_ask())
-    report = history.report_job(record, run)
+    run = job_status.status_runner(record, may_ask=may_ask())
+    report = job_status.report_job(record, run)
     save_new_state(record, report.record)
-    use = history.read_gpu_use(record, run)
+    use = job_status.read_gpu_use(record, run)
     if as_json:
         data = _report_to_dict(report)
         if use:
@@ -64,9 +64,9 @@ def verb_status(
         print_message(f"{_remote_prefix(record)}{shlex.join(report.argv)}")
         terminal.output_copier()(report.text.encode())
     if report.has_ended:
-        terminal.print_results(history.ending_text(report))
+        terminal.print_results(job_status.ending_text(report))
     elif report.record.state == "waiting":
-        terminal.print_results(history.waiting_text(record.job, report.wait))
+        terminal.print_results(job_status.waiting_text(record.job, report.wait))
     if use:
         terminal.print_results(gpu_use.describe(use))
 
@@ -104,7 +104,7 @@ def _refresh_states(jobs: Iterable[SubmittedJob]) -> tuple[list[SubmittedJob], b
         current = record
         if record.job.remote not in unreachable_remotes:
             try:
-                current = history.refresh_state(record, scheduler_runner(record))
+                current = job_status.refresh_state(record, scheduler_runner(record))
             except ImgkitError as error:
                 print_message(f"{record.job.handle}: {error.what}")
                 is_complete = False
@@ -179,12 +179,12 @@ def may_ask() -> bool:
 
 def connect_to(name: str) -> Connection:
     """Return a connection to the remote `name`. No command has run over it yet."""
-    return history.connection_to(name, may_ask=may_ask())
+    return job_status.connection_to(name, may_ask=may_ask())
 
 
 def scheduler_runner(record: SubmittedJob) -> Callable[[Sequence[str]], Finished]:
     """Return a function that runs a command on the machine where the job was submitted."""
-    return history.scheduler_runner(record, may_ask=may_ask())
+    return job_status.scheduler_runner(record, may_ask=may_ask())
 
 
 def can_follow(record: SubmittedJob) -> bool:
@@ -217,25 +217,25 @@ def follow_job(record: SubmittedJob) -> int:
     except Cut as error:
         raise Cut(error.what, where=error.where, hint=f"{continue_hint}\n{error.hint}") from error
     save_new_state(record, report.record)
-    print_message(history.ending_text(report))
+    print_message(job_status.ending_text(report))
     state = report.record.state
     if state == "failed":
-        for hint in history.failure_hints(report, run):
+        for hint in job_status.failure_hints(report, run):
             print_message(hint)
     return 0 if state in ("succeeded", "ended") else 1
 
 
 def _follow_to_end(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> JobReport:
     """Show the job's output until the job ends, and return the report about its end."""
-    log = history.WaitLog(record.job, print_message)
+    log = job_status.WaitLog(record.job, print_message)
     if record.job.remote:
         connection = connect_to(record.job.remote)
         remote_jobs.follow_output(
             connection, record, terminal.output_copier(), on_status=log.update, log=print_message
         )
-        return history.report_job(record, run)
+        return job_status.report_job(record, run)
     _show_local_output(record, run, log)
-    return history.wait_for_job(record, run, log=log)
+    return job_status.wait_for_job(record, run, log=log)
 
 
 def _show_local_output(record: SubmittedJob, run: Callable[[Sequence[str]], Finished], log: WaitLog) -> None:
@@ -245,7 +245,7 @@ def _show_local_output(record: SubmittedJob, run: Callable[[Sequence[str]], Fini
     """
 
     def has_ended() -> bool:
-        report = history.report_job(record, run)
+        report = job_status.report_job(record, run)
         log.update(report.record.state, report.wait)
         return report.has_ended
 
@@ -253,7 +253,7 @@ def _show_local_output(record: SubmittedJob, run: Callable[[Sequence[str]], Fini
     # file.
     argv = systems.get_system(record.job.system).log_source(record.job)
     log_file = Path(argv[-1])
-    for pause_s in history.poll_pauses():
+    for pause_s in job_status.poll_pauses():
         if has_ended():
             # Without -f or -F, tail prints the whole output and ends.
             print_argv = [argument for argument in argv if argument not in ("-f", "-F")]
@@ -321,9 +321,9 @@ def verb_wait(
     record = records.find_record(job_id)
     handle = record.job.handle
     # With --json, standard error has nothing but JSON.
-    log = None if as_json else history.WaitLog(record.job, print_message)
+    log = None if as_json else job_status.WaitLog(record.job, print_message)
     try:
-        report = history.wait_for_job(record, scheduler_runner(record), limit_s=limit_s, log=log)
+        report = job_status.wait_for_job(record, scheduler_runner(record), limit_s=limit_s, log=log)
     except KeyboardInterrupt:
         print_message(f"{handle} continues; imgkit wait {handle}")
         raise typer.Exit(INTERRUPTED) from None
@@ -333,7 +333,7 @@ def verb_wait(
     if as_json:
         print_result(_report_to_dict(report), as_json=True)
     else:
-        terminal.print_results(history.ending_text(report))
+        terminal.print_results(job_status.ending_text(report))
     raise typer.Exit(0 if report.record.state == "succeeded" else 1)
 
 
@@ -351,7 +351,7 @@ def verb_cancel(
     argv = systems.get_system(record.job.system).cancel_command(record.job)
     if not as_json:
         print_message(f"{_remote_prefix(record)}{shlex.join(argv)}")
-    finished = history.cancel_job(record, scheduler_runner(record))
+    finished = job_status.cancel_job(record, scheduler_runner(record))
     if as_json:
         data = {"command": argv, "exit_code": finished.returncode, "output": finished.output}
         print_result(data, as_json=True)

@@ -219,7 +219,7 @@ def _run_job(
         if not script.foreground:
             record = submit.start_job(ready, transport, report)
     # A job on a list of hosts (--hosts), which imgkit starts over ssh itself.
-    if script.remote:
+    if script.host_commands:
         raise typer.Exit(_run_on_hosts(script))
     # The script runs in the foreground: it replaces this process.
     if record is None:
@@ -486,10 +486,10 @@ def _run_on_hosts(script: Script) -> int:
             terminal.output_copier(to_err=error)(f"{host}: ".encode() + part + b"\n")
 
     return fanout.run_on_hosts(
-        script.remote,
+        script.host_commands,
         show=show_line,
         say=print_message,
-        sent=script.sent,
+        host_input=script.host_input,
         head_decides=script.head_decides,
     )
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from imgkit_builder.cli.common import JSON, format_columns, print_result
-from imgkit_builder.jobs import history, records
+from imgkit_builder.jobs import job_status, records
 
 if TYPE_CHECKING:
     from imgkit_builder.jobs.submitted import SubmittedJob
@@ -31,7 +31,7 @@ def verb_runs(
       imgkit runs
       imgkit runs -n 100 --json
     """
-    jobs = [history.with_cancellation(record) for record in records.list_records()[:limit]]
+    jobs = [job_status.with_cancellation(record) for record in records.list_records()[:limit]]
     data = {"runs": [job_data(record) for record in jobs]}
     lines = jobs_table(jobs) if jobs else ("no runs yet; imgkit run starts one",)
     print_result(data, *lines, as_json=as_json)
@@ -45,7 +45,7 @@ def jobs_table(jobs: Sequence[SubmittedJob]) -> Iterator[str]:
 
 def _table_row(record: SubmittedJob) -> tuple[str, ...]:
     """Return the cells of a job's row in `jobs_table`. A missing value is shown as ``-``."""
-    numbers = history.last_numbers(record)
+    numbers = job_status.last_numbers(record)
     submitted_minute = record.submitted[:16]  # "2026-01-31T12:00"
     image_digest = record.image_id.removeprefix("sha256:")
     cells = (
@@ -64,7 +64,7 @@ def _table_row(record: SubmittedJob) -> tuple[str, ...]:
 
 def job_data(record: SubmittedJob) -> dict[str, Any]:
     """Return the data about a job for ``--json``, with the last step and loss of its run."""
-    folder = history.local_run_folder(record)
+    folder = job_status.local_run_folder(record)
     has_folder = folder is not None and folder.is_dir()
     return {
         "id": record.job.handle,
@@ -77,7 +77,7 @@ def job_data(record: SubmittedJob) -> dict[str, Any]:
         "folder": str(folder) if has_folder else None,
         "submitted": record.submitted or None,
         "state": _recorded_state(record),
-        **dataclasses.asdict(history.last_numbers(record)),
+        **dataclasses.asdict(job_status.last_numbers(record)),
     }
 
 

@@ -34,17 +34,19 @@ def with_packages(job: Job) -> Job:
     UsageError : the runtime cannot mount a squashfs or the path of a file, or a file does not fit the image.
     """
     requested = job.request.container
-    if requested.packages:
-        where, files = "--packages", requested.packages
-    elif requested.requirements:
-        where, files = "packages", (file_name(job.container.image, requested.requirements),)
-    else:
+    files = requested.packages
+    where = "--packages"
+    if not files and requested.requirements:
+        files = (file_name(job.container.image, requested.requirements),)
+        where = "packages"
+    if not files:
         return job
     paths = tuple(str(job.directory / file) for file in files)
     _refuse_unmountable(job, paths, where)
     job = job.with_container(packages=paths)
     # On a remote, the image and the files may be on that machine only: then they are checked there.
-    if requested.packages and all(Path(path).exists() for path in (*paths, job.container.image)):
+    is_all_here = all(Path(path).exists() for path in (*paths, job.container.image))
+    if requested.packages and is_all_here:
         _refuse_unfit(job)
     return job
 

@@ -18,7 +18,7 @@ import stat
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from imgkit_builder.base import process
 from imgkit_builder.base.progress import Reporter
@@ -124,16 +124,21 @@ def _find_python_projects(folder: Path, entries: Iterable[CodeFile]) -> Iterator
     project, such as its folder ``src``, with the pyproject.toml in a parent folder. Then that project is
     yielded as well, without a folder, because the job does not get all of it.
     """
-    files = {entry.name: entry.source for entry in entries if entry.kind == "file"}
-    for name, file in files.items():
-        if posixpath.basename(name) == PYPROJECT:
+    files = {PurePosixPath(entry.name): entry.source for entry in entries if entry.kind == "file"}
+    for path, file in files.items():
+        if path.name == PYPROJECT:
             # "libs/a/pyproject.toml" -> "/workspace/libs/a"
-            project_folder = posixpath.normpath(f"/{WORKSPACE}/{posixpath.dirname(name)}")
-            yield InstalledProject(name=project_name(file), folder=project_folder)
-    # Only a folder with packages, or a folder "src", can be what the project above installs.
-    has_package = any(posixpath.basename(name) == "__init__.py" for name in files)
-    if PYPROJECT in files or not (has_package or folder.resolve().name == "src"):
-        return
+            project_folder = PurePosixPath(f"/{WORKSPACE}", path.parent)
+            yield InstalledProject(name=project_name(file), folder=str(project_folder))
+    # Only a folder with packages, or a folder "src", can be a part of a project in a parent folder.
+    has_package = any(path.name == "__init__.py" for path in files)
+    may_be_part = has_package or folder.resolve().name == "src"
+    if may_be_part and PurePosixPath(PYPROJECT) not in files:
+        yield from _find_parent_project(folder)
+
+
+def _find_parent_project(folder: Path) -> Iterator[InstalledProject]:
+    """Yield the Python project of which `folder` is a part, if a parent folder has a pyproject.toml."""
     for parent in folder.resolve().parents:
         file = parent / PYPROJECT
         if file.is_file():
@@ -275,13 +280,15 @@ def _unused_project_error(
     """
     title = f"the project {project.name}" if project.name else "a project without a name"
     folder = project.folder or f"/{WORKSPACE}"
-    step = _pip_step(installed, recipe)
     hints = []
     if project.folder:
-        code_part = f"has {title} in {folder}"
+        message = f"the code has {title} in {folder}"
     else:
-        code_part = f"is only a part of {title}"
+        message = f"the code is only a part of {title}"
         hints.append("--code with the whole folder of the project")
+    image_copy = f"that in {installed.folder}" if installed.folder else "its copy in site-packages"
+    message += f", but the image runs {image_copy}"
+    step = _pip_step(installed, recipe)
     if installed.folder != folder:
         key = "a pip step" if step is None else f"image.pip[{step}]"
         hints.append(
@@ -290,8 +297,6 @@ def _unused_project_error(
     where = flag
     if recipe.positions:
         where = recipe.where("image", "pip", step or 0, "project")
-    image_part = f"that in {installed.folder}" if installed.folder else "its copy in site-packages"
-    message = f"the code {code_part}, but the image runs {image_part}"
     return UsageError(message, where=where, hint="; ".join(hints))
 
 
@@ -331,21 +336,19 @@ def left_out_notice(code: CodeFolder, image: Path | None) -> str:
     ----------
     image : the job's image if it is a .sif or .sqsh on this machine. With None, only the sizes are checked.
     """
-    image_names: frozenset[str] = frozenset()
+    image_names: Collection[str] = ()
     if image is not None and code.left_out:
         image_names = _names_in_image(image)
     names = []
-    folders: list[str] = []
     for name in code.left_out:
         path_in_image = f"{WORKSPACE}/{name.rstrip('/')}"
         if path_in_image in image_names or _looks_like_data(code.folder, name):
             names.append(name)
-            folder = posixpath.dirname(name) or name
-            if folder not in folders:
-                folders.append(folder)
     if not names:
         return ""
-    data = json.dumps(folders[:_MAX_NAMES], ensure_ascii=False)
+    folders = [posixpath.dirname(name) or name for name in names]
+    unique_folders = list(dict.fromkeys(folders))  # in order
+    data = json.dumps(unique_folders[:_MAX_NAMES], ensure_ascii=False)
     return f"not sent: {sources.describe_left_out(names)}; if the job reads it: data = {data} in imgkit.toml"
 
 
@@ -528,26 +531,17 @@ def _refuse_large(folder: Path, entries: Sequence[CodeFile]) -> None:
         if entry.kind == "file":
             counts[top_name] += 1
     if sizes.total() > LARGE_BYTES:
-        parts = sizes.most_common(_MAX_NAMES)
-        largest = [f"{name} {size_text(size)}" for name, size in parts if size > _DATA_BYTES]
-        raise _large_code_error(folder, size_text(sizes.total()), largest)
-    if counts.total() > MANY_FILES:
-        parts = counts.most_common(_MAX_NAMES)
-        fullest = [f"{name} {count:,}" for name, count in parts if count > _FEW_FILES]
-        raise _large_code_error(folder, f"{counts.total():,} files", fullest)
-
-
-def _large_code_error(folder: Path, total: str, parts: Sequence[str]) -> LargeContext:
-    """Return the error for code that is so large that it probably contains data by mistake.
-
-    Parameters
-    ----------
-    total : the size or the number of files: ``"1.2 GB"``.
-    parts : the largest files and folders at the top of the code, with their sizes or numbers of files:
-        ``["data 1.1 GB"]``.
-    """
-    return LargeContext(
-        f"the code has {total}: {', '.join(parts)}",
+        total = size_text(sizes.total())
+        largest = sizes.most_common(_MAX_NAMES)
+        top_entries = [f"{name} {size_text(size)}" for name, size in largest if size > _DATA_BYTES]
+    elif counts.total() > MANY_FILES:
+        total = f"{counts.total():,} files"
+        fullest = counts.most_common(_MAX_NAMES)
+        top_entries = [f"{name} {count:,}" for name, count in fullest if count > _FEW_FILES]
+    else:
+        return
+    raise LargeContext(
+        f"the code has {total}: {', '.join(top_entries)}",
         where=f"--code {folder}",
         hint="list data in .gitignore, and name its folder in imgkit.toml (data = [...]); to send all of it: "
         "--yes",

@@ -189,22 +189,12 @@ def refuse_missing(request: JobRequest, machine: str, run_script: RunScript) -> 
     if not paths:
         return
     output = run_script(_CHECK_PATHS, paths, ()).decode(errors="replace")
-    problems = output.splitlines()
-    if problems:
-        state, _, path = problems[0].partition(" ")
-        raise _path_error(path, state, machine)
-
-
-def _path_error(path: str, state: str, machine: str) -> UsageError:
-    """Return the error for data on `machine` that is missing or that this user cannot read.
-
-    Parameters
-    ----------
-    state : ``missing`` or ``closed``.
-    """
+    state, _, path = output.partition("\n")[0].partition(" ")  # the first problem: "missing /gpfs/letters"
+    if not path:
+        return
     if state == "missing":
-        return UsageError(f"{machine} has no {path}", where="data", hint="correct the path in imgkit.toml")
-    return UsageError(
+        raise UsageError(f"{machine} has no {path}", where="data", hint="correct the path in imgkit.toml")
+    raise UsageError(
         f"you may not read {path} on {machine}",
         where="data",
         hint=f"its owner lets your group in: chmod -R g+rX {path}; see its group: ls -ld {path}",

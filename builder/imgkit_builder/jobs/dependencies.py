@@ -31,27 +31,18 @@ def with_scheduler_ids(options: Iterable[str], remote: str) -> tuple[str, ...]:
     ------
     UsageError : a job is on another remote, whose scheduler is not the new job's.
     """
-
-    def scheduler_id(handle: re.Match[str]) -> str:
-        """Return the part of ``4711@mn5`` that the scheduler knows."""
-        if handle["remote"] != remote:
-            raise _other_scheduler_error(handle, remote)
-        return handle["id"]
-
     translated = []
     for option in options:
-        if _DEPENDENCY.match(option):
-            translated.append(_HANDLE.sub(scheduler_id, option))
-        else:
+        if not _DEPENDENCY.match(option):
             translated.append(option)
+            continue
+        for handle in _HANDLE.finditer(option):
+            if handle["remote"] != remote:
+                destination = f"to {remote}" if remote else "to the scheduler of this machine"
+                raise UsageError(
+                    f"{handle[0]} is a job on {handle['remote']}, but the new job goes {destination}",
+                    where="--option",
+                    hint=f"wait for it first: imgkit wait {handle[0]}",
+                )
+        translated.append(_HANDLE.sub(r"\g<id>", option))
     return tuple(translated)
-
-
-def _other_scheduler_error(handle: re.Match[str], remote: str) -> UsageError:
-    """Return the error for a dependency on a job that another scheduler has."""
-    destination = f"to {remote}" if remote else "to the scheduler of this machine"
-    return UsageError(
-        f"{handle[0]} is a job on {handle['remote']}, but the new job goes {destination}",
-        where="--option",
-        hint=f"wait for it first: imgkit wait {handle[0]}",
-    )

@@ -13,7 +13,7 @@ from pathlib import Path
 from imgkit_builder.base import process
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.jobs import code as code_folders
-from imgkit_builder.jobs import conversion, history, image_source, records, resume, submit, systems
+from imgkit_builder.jobs import conversion, image_source, job_status, records, resume, submit, systems
 from imgkit_builder.jobs.code import CodeFolder
 from imgkit_builder.jobs.job import Argv
 from imgkit_builder.jobs.prepared import PreparedJob
@@ -61,7 +61,7 @@ class JobHandle:
         ------
         ToolFailed : the scheduler did not answer. The job may still run.
         """
-        report = history.report_job(self.record, history.scheduler_runner(self.record))
+        report = job_status.report_job(self.record, job_status.scheduler_runner(self.record))
         return report.record.state
 
     def wait(self, timeout_s: float | None = None) -> JobState:
@@ -72,8 +72,8 @@ class JobHandle:
         UsageError : the system's commands do not report whether a job has ended.
         ToolFailed : the scheduler has not answered even once.
         """
-        run = history.scheduler_runner(self.record)
-        report = history.wait_for_job(self.record, run, limit_s=timeout_s)
+        run = job_status.scheduler_runner(self.record)
+        report = job_status.wait_for_job(self.record, run, limit_s=timeout_s)
         return report.record.state
 
     def logs(self) -> str:
@@ -92,7 +92,7 @@ class JobHandle:
             argv: Argv = ("sh", "-c", _PRINT_END, "sh", str(_MAX_LOG_BYTES), log_file)
         else:
             argv = tuple(argument for argument in follow_argv if argument != "--follow")
-        answer = history.scheduler_runner(self.record)(argv)
+        answer = job_status.scheduler_runner(self.record)(argv)
         if answer.returncode != 0:
             return ""
         return answer.output
@@ -111,7 +111,7 @@ class JobHandle:
         if not record.job.files_remote:
             return record.job.run_folder
         copy = Path(folder or Path("runs", record.job.run_folder.name))
-        remote = history.connection_to(record.job.files_remote)
+        remote = job_status.connection_to(record.job.files_remote)
         fetch.fetch_run(remote, record, copy, checkpoints=checkpoints, report=Silent())
         return copy
 
@@ -145,9 +145,9 @@ class JobHandle:
         ------
         ToolFailed : the scheduler refused to cancel it. The error quotes the scheduler's message.
         """
-        answer = history.cancel_job(self.record, history.scheduler_runner(self.record))
+        answer = job_status.cancel_job(self.record, job_status.scheduler_runner(self.record))
         if answer.returncode != 0:
-            raise history.command_failed(self.record, answer.argv, answer)
+            raise job_status.command_failed(self.record, answer.argv, answer)
 
 
 def run(
@@ -222,9 +222,9 @@ def prepare_resume(
     UsageError : the job cannot be resumed.
     """
     recorded = resume.load_request(record)
-    run = history.scheduler_runner(record, may_ask=may_ask)
-    run_on_files = history.runner_on(record.job.files_remote, may_ask=may_ask)
-    resume.refuse_unended(record, run, run_on_files, has_command=bool(changes.launch.command))
+    run = job_status.scheduler_runner(record, may_ask=may_ask)
+    run_on_files = job_status.runner_on(record.job.files_remote, may_ask=may_ask)
+    resume.save_end_of_run(record, run, run_on_files, has_command=bool(changes.launch.command))
     request = resume.with_flags(recorded.request, changes)
     code = None
     if not same_code:

@@ -125,7 +125,11 @@ def find_image_source(recipe: str, request: JobRequest, default: str) -> ImageSo
     if image.is_sif(file):
         return _find_local_sif(title, request, default)
     if sqsh.is_sqsh(file):
-        raise _sqsh_error(title)
+        raise UsageError(
+            "imgkit run sends a .sif, and this is a .sqsh",
+            where=title,
+            hint="name the recipe or the archive; or copy the file there (rsync -P), and: --image PATH",
+        )
     # The project's recipe has its .sif beside imgkit.toml, and any other recipe in the current folder.
     folder = Path()
     if not recipe and request.project and request.project.recipe:
@@ -169,15 +173,6 @@ def find_title(recipe: str, request: JobRequest, default: str) -> str:
             hint="imgkit run RECIPE --on NAME ...",
         )
     return title
-
-
-def _sqsh_error(title: str) -> UsageError:
-    """Return the error for a local .sqsh, which imgkit does not send to a remote."""
-    return UsageError(
-        "imgkit run sends a .sif, and this is a .sqsh",
-        where=title,
-        hint="name the recipe or the archive; or copy the file there (rsync -P), and: --image PATH",
-    )
 
 
 def _find_local_sif(title: str, request: JobRequest, default: str) -> ImageSource:

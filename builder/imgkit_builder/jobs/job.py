@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from imgkit_builder.base.process import Finished
 from imgkit_builder.jobs.memory import Memory
@@ -40,8 +40,8 @@ class DataMount:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BoundEntryPoints:
-    """imgkit's entry points for an image without them, and where they are bound in it."""
+class MountedEntryPoints:
+    """imgkit's entry points for an image without them, and where they are mounted in it."""
 
     version: str
     """Version of imgkit."""
@@ -112,8 +112,8 @@ class Container:
     """The folders of data, which are mounted read-only."""
     packages: tuple[str, ...] = ()
     """Paths on the nodes of the files of `imgkit add`, with packages for the image."""
-    bound: BoundEntryPoints | None = None
-    """The entry points that are bound into the image, or None if the image needs none or has its own."""
+    entry_points: MountedEntryPoints | None = None
+    """The entry points that are mounted into the image, or None if the image needs none or has its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,8 +201,8 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SentInput:
-    """Secret input that each command on another host reads first from its standard input.
+class HostInput:
+    """Secret values that each command on another host reads first from its standard input.
 
     A script must not contain these values, and neither must the arguments of a command, which all users see.
     """
@@ -211,6 +211,16 @@ class SentInput:
     """Whether a new secret is sent, by which the node agents of the run authenticate each other."""
     names: tuple[str, ...] = ()
     """Names of variables that are sent with the values that they have on this machine."""
+
+
+NO_INPUT = HostInput()
+
+
+class HostCommand(NamedTuple):
+    """A command line for the shell of a host."""
+
+    host: str
+    line: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,9 +237,9 @@ class Script:
     """
     foreground: bool = False
     """Whether `submit` is the run itself. Its output is then that of the run, and it prints no job id."""
-    remote: tuple[tuple[str, str], ...] = ()
-    """Pairs of a host and the command line for its shell. ssh starts all, and `submit` is not used."""
-    sent: SentInput = SentInput()
+    host_commands: tuple[HostCommand, ...] = ()
+    """The commands that ssh starts, one for each host. `submit` is then not used."""
+    host_input: HostInput = NO_INPUT
     """Input that the command line of each host reads first."""
     head_decides: bool = False
     """Whether the run ends with the command of the first host. If not, it ends when any command fails."""

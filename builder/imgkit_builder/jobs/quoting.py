@@ -16,7 +16,7 @@ from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rules import SITE_VARIABLE
 
 
-class Field(NamedTuple):
+class ValuePattern(NamedTuple):
     """The pattern of a value, and a description of it for messages."""
 
     pattern: str
@@ -24,18 +24,20 @@ class Field(NamedTuple):
 
 
 # "bsc98", "acc_debug@x": one word, which needs no quotes in a directive.
-_WORD = Field(
+_WORD = ValuePattern(
     pattern=r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,127}", allowed="letters, digits and . _ @ + -, no blanks"
 )
 # A path may have blanks, because a directive has it in double quotes. The excluded characters would end or
 # change the quoted text, and a colon or comma would end the path in a mount option.
-_PATH = Field(
+_PATH = ValuePattern(
     pattern=r"/[^\x00-\x1f\x7f\"'\\%`$:,]*", allowed="an absolute path without quotes and \\ % $ ` : ,"
 )
 
 # The patterns of the values that a job script contains unquoted, by the flags that set them.
 FLAG_PATTERNS = {
-    "--name": Field(pattern=r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", allowed="up to 63 letters, digits and . _ -"),
+    "--name": ValuePattern(
+        pattern=r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", allowed="up to 63 letters, digits and . _ -"
+    ),
     "--account": _WORD,
     "--queue": _WORD,
     "--qos": _WORD,
@@ -56,9 +58,9 @@ def check_flag_value(flag: str, value: str) -> str:
     ------
     UsageError : `value` does not match the pattern.
     """
-    field = FLAG_PATTERNS[flag]
-    if value and not re.fullmatch(field.pattern, value):
-        raise UsageError(f"{value!r} cannot be used in a job", where=flag, hint=f"allowed: {field.allowed}")
+    pattern, allowed = FLAG_PATTERNS[flag]
+    if value and not re.fullmatch(pattern, value):
+        raise UsageError(f"{value!r} cannot be used in a job", where=flag, hint=f"allowed: {allowed}")
     return value
 
 
@@ -113,16 +115,14 @@ def _options_without_blanks(option: str) -> list[str]:
     ``--time 10`` -> ``["--time=10"]``. PBS takes a short option and its value as two words: ``-l walltime=1``
     -> ``["-l", "walltime=1"]``. The result is empty if no form without blanks is known.
     """
-    name, *values = option.split(" ")
-    if not name.startswith("-") or not all(map(_OPTION.fullmatch, (name, *values))):
+    words = option.split(" ")
+    if not option.startswith("-") or not all(map(_OPTION.fullmatch, words)):
         return []
-    if "=" in name:  # "--comment=my job": the blanks are in the value
-        return [option.replace(" ", "_")]
-    if len(values) != 1:
+    if "=" in words[0]:  # "--comment=my job": the blanks are in the value
+        return ["_".join(words)]
+    if len(words) != 2:
         return []
-    if name.startswith("--"):
-        return [f"{name}={values[0]}"]
-    return [name, values[0]]
+    return ["=".join(words)] if option.startswith("--") else words
 
 
 def is_job_id(text: str) -> bool:
@@ -254,7 +254,10 @@ def quote(argument: str) -> str:
 
 def repeat_option(option: str, values: Iterable[str]) -> tuple[str, ...]:
     """Return argv with `option` before each of `values`: ``"-x"``, ``["A", "B"]`` -> ``-x A -x B``."""
-    return tuple(argument for value in values for argument in (option, value))
+    argv: list[str] = []
+    for value in values:
+        argv += (option, value)
+    return tuple(argv)
 
 
 def command_line(argv: Sequence[str]) -> str:
@@ -263,13 +266,12 @@ def command_line(argv: Sequence[str]) -> str:
     A command that is longer than `WIDTH` is broken between two arguments, into lines that end with a
     backslash. The lines after the first are indented.
     """
-    lines = [""]
+    lines = []
+    line = ""
     for argument in map(quote, argv):
-        longer_line = f"{lines[-1]} {argument}"
-        if not lines[-1]:
-            lines[-1] = argument
-        elif len(longer_line) <= WIDTH:
-            lines[-1] = longer_line
-        else:
-            lines.append(f"    {argument}")
-    return " \\\n".join(lines)
+        longer_line = f"{line} {argument}" if line else argument
+        if line and len(longer_line) > WIDTH:
+            lines.append(line)
+            longer_line = f"    {argument}"
+        line = longer_line
+    return " \\\n".join((*lines, line))

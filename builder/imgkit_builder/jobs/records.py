@@ -52,26 +52,21 @@ def find_record(job_id: str) -> SubmittedJob:
     UsageError : no record has the id.
     ToolFailed : the record has no id of the scheduler, so the scheduler cannot be asked about the job.
     """
-    try:
+    record = None
+    with contextlib.suppress(*_READ_ERRORS):
         record = _read_record(_record_path(job_id))
-    except _READ_ERRORS as error:
+    if record is None:
         # A task of an array has no file. Its record is made from the record of the array.
-        task_record = _find_task(job_id)
-        if task_record is None:
-            raise _unknown_job_error(job_id) from error
-        record = task_record
-    refuse_unknown_id(record)
-    return record
-
-
-def _unknown_job_error(job_id: str) -> UsageError:
-    """Return the error for an id without a record. Its hint lists the jobs that were submitted last."""
-    paths = sorted(_records_folder().glob("*.json"), key=lambda path: path.stat().st_mtime)
+        record = _find_task(job_id)
+    if record is not None:
+        refuse_unknown_id(record)
+        return record
     hint = "imgkit run prints the id"
+    paths = sorted(_records_folder().glob("*.json"), key=lambda path: path.stat().st_mtime)
     if paths:
         last_ids = [path.stem for path in paths[-_MAX_LISTED_JOBS:]]
         hint = f"the last jobs: {', '.join(last_ids)}"
-    return UsageError(f"imgkit has no record of a job {job_id!r}", where="ID", hint=hint)
+    raise UsageError(f"imgkit has no record of a job {job_id!r}", where="ID", hint=hint)
 
 
 def refuse_unknown_id(record: SubmittedJob) -> None:
@@ -83,13 +78,10 @@ def refuse_unknown_id(record: SubmittedJob) -> None:
     if record.answer is None:
         return
     job = record.job
-    printed = "nothing"
-    if record.answer.strip():
-        printed = repr(record.answer.strip())
-    command = f"the commands of {job.system}"
+    answer = record.answer.strip()
+    printed = repr(answer) if answer else "nothing"
     list_argv = systems.get_system(job.system).queue.own_jobs
-    if list_argv:
-        command = shlex.join(list_argv)
+    command = shlex.join(list_argv) or f"the commands of {job.system}"
     if job.remote:
         command += f" on {job.remote}"
     raise ToolFailed(
@@ -111,11 +103,12 @@ def list_records() -> tuple[SubmittedJob, ...]:
 
 def list_records_of_run(record: SubmittedJob) -> tuple[SubmittedJob, ...]:
     """Return the records of all jobs that wrote into the run folder of `record`, the newest first."""
-    same_run = []
+    job = record.job
+    records_of_run = []
     for saved in list_records():
-        if saved.job.remote == record.job.remote and saved.job.run_folder == record.job.run_folder:
-            same_run.append(saved)
-    return tuple(same_run)
+        if saved.job.remote == job.remote and saved.job.run_folder == job.run_folder:
+            records_of_run.append(saved)
+    return tuple(records_of_run)
 
 
 def has_record_file(record: SubmittedJob) -> bool:
@@ -145,12 +138,14 @@ def _find_task(handle: str) -> SubmittedJob | None:
     """
     job_id, _, remote = handle.partition("@")
     for record in list_records():
-        array = record.job
-        if not array.array or (remote and remote != array.remote):
+        job = record.job
+        if not job.array:
             continue
-        task_id = systems.task_id(array, job_id)
-        if task_id and quoting.is_job_id(task_id):
-            task = dataclasses.replace(array, id=task_id, array=False)
+        if remote and remote != job.remote:
+            continue
+        task_id = systems.task_id(job, job_id)
+        if quoting.is_job_id(task_id):
+            task = dataclasses.replace(job, id=task_id, array=False)
             # The array has the state and the fetched folder, and nothing is known about the task.
             return dataclasses.replace(record, job=task, state="", fetched="")
     return None

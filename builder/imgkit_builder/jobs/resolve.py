@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 
 from imgkit_builder.base.flags import declared_options, flags_in
-from imgkit_builder.jobs import contents, quoting, runtimes, systems
+from imgkit_builder.jobs import container_setup, quoting, runtimes, systems
 from imgkit_builder.jobs.job import Allocation, Container, Job
 from imgkit_builder.jobs.memory import Memory, parse_size, size_text
 from imgkit_builder.jobs.request import (
@@ -28,7 +28,7 @@ from imgkit_builder.jobs.runtimes.docker import Docker
 from imgkit_builder.jobs.runtimes.host import Host
 from imgkit_builder.jobs.systems import OPTIONAL, System
 from imgkit_builder.recipe import bases
-from imgkit_builder.recipe.problems import allowed_hint, shorten_path
+from imgkit_builder.recipe.problems import KeyPath, allowed_hint, shorten_path
 from imgkit_builder.recipe.systems import is_podman
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.cli.commands import COMMANDS
@@ -54,12 +54,12 @@ def resolve_job(recipe: Target, request: JobRequest) -> Job:
     scheduler = recipe.system.scheduler
     system = systems.get_system(scheduler)
     allocation = _queue_allocation(recipe, request, system)
-    contents.refuse_secrets(recipe, request)
+    container_setup.refuse_secrets(recipe, request)
     directory = request.directory.absolute()
     quoting.check_flag_value("--directory", str(directory))
     runtime = _select_runtime(recipe, request.container.runtime, system)
     command = _job_command(request)
-    image = runtime.image(contents.requested_image(request), recipe.name, directory)
+    image = runtime.image(container_setup.requested_image(request), recipe.name, directory)
     job = Job(
         recipe=recipe,
         request=request,
@@ -82,7 +82,7 @@ def resolve_job(recipe: Target, request: JobRequest) -> Job:
         )
     job = _with_nodes(job, system)
     job = dataclasses.replace(job, settings=_agent_settings(job, system))
-    job = contents.with_mounts_and_variables(job, passes_names=system.abilities.passes_names)
+    job = container_setup.with_mounts_and_variables(job, passes_names=system.abilities.passes_names)
     runtime.check(job)
     _refuse_amd(job)
     warnings = (*job.warnings, *system.check(job), *runtime.warnings(job))
@@ -107,7 +107,7 @@ def resolve_conversion(recipe: Target, request: JobRequest, image: Path) -> Job:
         *_unlisted_queue_warnings(recipe, request.allocation.queue),
     )
     recipe = _with_sif_queue(recipe, system)
-    contents.refuse_secrets(recipe, request)
+    container_setup.refuse_secrets(recipe, request)
     return Job(
         recipe=recipe,
         request=request,
@@ -128,58 +128,52 @@ def _with_sif_queue(recipe: Target, system: System) -> Target:
     The positions are changed as well, so that messages about an option name its line in ``queue.sif``.
     """
     queue = recipe.system.queue
-    names, option_indices = _parse_sif_options(queue.sif, system.queue.fields)
-    positions = dict(recipe.positions)
-    for new_index, sif_index in enumerate(option_indices):
-        position = recipe.positions.get(("system", "queue", "sif", sif_index))
-        if position is not None:
-            positions["system", "queue", "options", new_index] = position
-    options = tuple(queue.sif[index] for index in option_indices)
-    sif_queue = dataclasses.replace(
-        queue, name=names.get("name", ""), qos=names.get("qos", ""), options=options
-    )
+    fields = {"name": "", "qos": ""}
+    options: list[str] = []
+    new_keys: dict[KeyPath, KeyPath] = {}
+    next_field = ""
+    for index, argument in enumerate(queue.sif):
+        option, _, value = argument.partition("=")
+        if next_field:
+            fields[next_field] = argument
+            next_field = ""
+        elif option not in system.queue.fields:
+            new_keys["system", "queue", "sif", index] = ("system", "queue", "options", len(options))
+            options.append(argument)
+        elif value:
+            fields[system.queue.fields[option]] = value
+        else:  # PBS has the value in the next argument: "-q", "debug"
+            next_field = system.queue.fields[option]
+    sif_queue = dataclasses.replace(queue, name=fields["name"], qos=fields["qos"], options=tuple(options))
     system_facts = dataclasses.replace(recipe.system, queue=sif_queue)
-    return dataclasses.replace(recipe, system=system_facts, positions=positions)
+    return _with_positions(dataclasses.replace(recipe, system=system_facts), new_keys)
 
 
-def _parse_sif_options(
-    arguments: Sequence[str], fields: Mapping[str, str]
-) -> tuple[dict[str, str], list[int]]:
-    """Return the queue and the QoS that ``queue.sif`` names, and the indices of its other arguments.
-
-    ``["--qos=debug", "--exclusive"]`` -> ``{"qos": "debug"}`` and ``[1]``.
+def _with_positions(recipe: Target, new_keys: Mapping[KeyPath, KeyPath]) -> Target:
+    """Return `recipe` with the positions of some keys also under the keys to which their values were copied.
 
     Parameters
     ----------
-    fields : the scheduler's options for a queue or a QoS: ``{"--partition": "name", "--qos": "qos"}``.
+    new_keys : the new key by the old one, such as ``("system", "queue", "sif", 1)``.
     """
-    names = {}
-    other_indices = []
-    remaining = iter(enumerate(arguments))
-    for index, argument in remaining:
-        option, _, value = argument.partition("=")
-        if option not in fields:
-            other_indices.append(index)
-            continue
-        if not value:  # PBS has the value in the next argument: "-q", "debug"
-            _, value = next(remaining, (index, ""))
-        names[fields[option]] = value
-    return names, other_indices
+    positions = dict(recipe.positions)
+    for key, new_key in new_keys.items():
+        if key in recipe.positions:
+            positions[new_key] = recipe.positions[key]
+    return dataclasses.replace(recipe, positions=positions)
 
 
 # The smallest number that each field of a request may have. With 0 GPUs, a job runs on CPUs.
-_MINIMA = {"nproc": 1, "cpus": 1, "gpus": 0, "max_failures": 0, "stop_before_s": 0}
+_SMALLEST_NUMBERS = {"nproc": 1, "cpus": 1, "gpus": 0, "max_failures": 0, "stop_before_s": 0}
 
 
 def _refuse_small_numbers(request: JobRequest) -> None:
     """Raise UsageError for a number in the request that is below its minimum."""
     for flag in declared_options(JobRequest):
-        minimum = _MINIMA.get(flag.field)
+        minimum = _SMALLEST_NUMBERS.get(flag.field)
         value = flag.value(request)
-        if minimum is None or value is None or value >= minimum:
-            continue
-        name = flag.names[0]
-        raise UsageError(f"must be at least {minimum} (got {value})", where=name)
+        if minimum is not None and value is not None and value < minimum:
+            raise UsageError(f"must be at least {minimum} (got {value})", where=flag.names[0])
 
 
 def _select_partition(recipe: Target, name: str) -> Target:
@@ -193,18 +187,18 @@ def _select_partition(recipe: Target, name: str) -> Target:
     if partition is None:
         return recipe
     system = recipe.system.in_partition(name)
-    partition_path = ("system", "partitions", name)
-    positions = dict(recipe.positions)
-    for path, position in recipe.positions.items():
-        if path[:-1] == partition_path:  # "system.partitions.NAME.gpus" -> "system.node.gpus"
-            positions["system", "node", path[-1]] = position
+    partition_key = ("system", "partitions", name)
+    new_keys: dict[KeyPath, KeyPath] = {}
+    for key in recipe.positions:
+        *parent_key, field = key
+        if tuple(parent_key) == partition_key:  # "system.partitions.NAME.gpus" -> "system.node.gpus"
+            new_keys[key] = ("system", "node", field)
     # The options of the partition are the last ones of the queue.
     first_index = len(system.queue.options) - len(partition.options)
     for index in range(len(partition.options)):
-        option_position = recipe.positions.get((*partition_path, "options", index))
-        if option_position is not None:
-            positions["system", "queue", "options", first_index + index] = option_position
-    return dataclasses.replace(recipe, system=system, positions=positions)
+        old_key = (*partition_key, "options", index)
+        new_keys[old_key] = ("system", "queue", "options", first_index + index)
+    return _with_positions(dataclasses.replace(recipe, system=system), new_keys)
 
 
 def _unlisted_queue_warnings(recipe: Target, queue: str) -> Iterator[str]:
@@ -340,12 +334,12 @@ def _missing_fields_hint(recipe: Target, keys: Sequence[str], project: ProjectSo
     if project:
         file_name = shorten_path(project.file).name
         lines = [f'{key} = "..." in {project.lines.get(key, file_name)}' for key in keys]
-        parts = [f"set {', '.join(lines)}; or add {flags}"]
+        hint = f"set {', '.join(lines)}; or add {flags}"
     else:
-        parts = [f"add {flags}, or set it in a recipe that extends {recipe.name} (system.queue)"]
+        hint = f"add {flags}, or set it in a recipe that extends {recipe.name} (system.queue)"
     if "queue" in keys and recipe.system.partitions:
-        parts.append(f"queues: {', '.join(sorted(recipe.system.partitions))}")
-    return "; ".join(parts)
+        hint += f"; queues: {', '.join(sorted(recipe.system.partitions))}"
+    return hint
 
 
 def _job_command(request: JobRequest) -> tuple[str, ...]:
@@ -389,60 +383,45 @@ def _select_runtime(recipe: Target, requested: RuntimeName | None, system: Syste
     UsageError : jobs of this system cannot use the runtime.
     """
     runtime = runtimes.get_runtime(requested or recipe.system.runtime.kind)
-    # A Docker container is a child of Docker's daemon: the scheduler would neither count its CPUs and memory
-    # nor end it with the job. Podman's containers are processes of the job.
-    starts_docker = runtime.kind == Docker.kind and not is_podman(runtime.program(recipe))
-    needs_podman = system.registration.by_podman and starts_docker
-    if runtime.kind in system.registration.runtimes and not needs_podman:
+    program = runtime.program(recipe)
+    if system.registration.by_podman and runtime.kind == Docker.kind and not is_podman(program):
+        # A Docker container is a child of Docker's daemon: the scheduler would neither count its CPUs and
+        # memory nor end it with the job. Podman's containers are processes of the job.
+        raise _runtime_error(
+            recipe,
+            f"{runtime.kind} cannot be used on {recipe.title}: containers of {program} belong to its service "
+            f"on each node, and {recipe.system.scheduler} neither counts nor ends them",
+            key="command",
+            hint="system.runtime with kind: docker and command: podman (or podman-hpc) in the recipe",
+            is_requested=requested is not None,
+        )
+    if runtime.kind in system.registration.runtimes:
         return runtime
-    raise _unsupported_runtime_error(
-        recipe, runtime, system, needs_podman=needs_podman, is_requested=requested is not None
-    )
+    message = f"{runtime.kind} cannot be used on {recipe.title}"
+    starts_pods = Host.kind not in system.registration.runtimes  # Kubernetes sets the variables of pods
+    if runtime.environment_by_options and not starts_pods:
+        message += (
+            f": {program} does not pass {recipe.system.scheduler}'s variables into the container, so each "
+            "node would run alone"
+        )
+    hint = allowed_hint(runtime.kind, system.registration.runtimes)
+    raise _runtime_error(recipe, message, key="kind", hint=hint, is_requested=requested is not None)
 
 
-def _unsupported_runtime_error(
-    recipe: Target, runtime: Runtime, system: System, *, needs_podman: bool, is_requested: bool
-) -> UsageError:
+def _runtime_error(recipe: Target, message: str, *, key: str, hint: str, is_requested: bool) -> UsageError:
     """Return the error for a runtime, such as Docker, that the jobs of this system cannot use.
 
     Parameters
     ----------
-    needs_podman : whether Podman would work instead of Docker.
+    key : the key of ``system.runtime`` that must change.
     is_requested : whether the user named the runtime by ``--runtime``. If not, the recipe named it.
     """
-    if needs_podman:
-        key = "command"
-        hint = "system.runtime with kind: docker and command: podman (or podman-hpc) in the recipe"
-    else:
-        key = "kind"
-        hint = allowed_hint(runtime.kind, system.registration.runtimes)
-    reason = _runtime_problem(recipe, runtime, system, needs_podman=needs_podman)
-    message = f"{runtime.kind} cannot be used on {recipe.title}{reason}"
     if is_requested:
         return UsageError(message, where="--runtime", hint=hint)
     return UsageError(
         message,
         where=recipe.where("system", "runtime", key),
         hint=f"{hint}; change system.runtime in the recipe, or give --runtime",
-    )
-
-
-def _runtime_problem(recipe: Target, runtime: Runtime, system: System, *, needs_podman: bool) -> str:
-    """Return why the system's jobs cannot use the runtime, as the end of an error message.
-
-    The result is "" if there is no more to say than that the system does not support the runtime.
-    """
-    program, scheduler = runtime.program(recipe), recipe.system.scheduler
-    if needs_podman:
-        return (
-            f": containers of {program} belong to its service on each node, and {scheduler} neither counts "
-            "nor ends them"
-        )
-    starts_pods = Host.kind not in system.registration.runtimes  # Kubernetes sets the variables of pods
-    if starts_pods or not runtime.environment_by_options:
-        return ""
-    return (
-        f": {program} does not pass {scheduler}'s variables into the container, so each node would run alone"
     )
 
 
@@ -453,8 +432,9 @@ def chooses_cpus(request: JobRequest) -> bool:
     """
     if request.allocation.gpus == 0:
         return True
-    arguments = " ".join(request.launch.command).replace("=", " ").split(" ")
-    return ("--device", "cpu") in itertools.pairwise(arguments)
+    command_line = " ".join(request.launch.command)  # "bash -c 'dist-train --device cpu'" counts as well
+    words = command_line.replace("=", " ").split(" ")
+    return ("--device", "cpu") in itertools.pairwise(words)
 
 
 def _refuse_amd(job: Job) -> None:
@@ -465,44 +445,33 @@ def _refuse_amd(job: Job) -> None:
     """
     if chooses_cpus(job.request):
         return
-    evidence, where = _amd_evidence(job)
-    if evidence:
-        message, hint = bases.amd_warning(evidence)
-        raise UsageError(message, where=where, hint=hint)
-
-
-def _amd_evidence(job: Job) -> tuple[str, str]:
-    """Return the name that shows that a job is for AMD GPUs, and the flag or the recipe's line that has it.
-
-    The image is looked at first, for example ``rocm/pytorch``, and then the nodes' GPU model. Both texts are
-    empty if nothing points to AMD.
-    """
     if runtime_of(job).has_container:
-        evidence, where = _amd_image_evidence(job)
-        if evidence:
-            return evidence, where
-    if not job.allocation.gpus:
-        return "", ""
-    recipe = job.recipe
-    return bases.amd_node_evidence(recipe.system), recipe.where("system", "node", "gpu_model")
+        _refuse_amd_image(job)
+    if job.allocation.gpus:
+        evidence = bases.amd_node_evidence(job.recipe.system)
+        _refuse_amd_evidence(evidence, job.recipe.where("system", "node", "gpu_model"))
 
 
-def _amd_image_evidence(job: Job) -> tuple[str, str]:
-    """Return the evidence for AMD GPUs in the name of the job's image, or in the recipe's base image.
-
-    The result is the name that shows it, and the flag or the recipe's line with that name. Both texts are
-    empty if there is no evidence.
-    """
+def _refuse_amd_image(job: Job) -> None:
+    """Raise UsageError if the name of the job's image or the recipe's base shows that it is for AMD GPUs."""
     recipe = job.recipe
     image = job.request.container.image
     # A .sif can be its own recipe: then its base is known, and the name of the file tells less.
     if not image or Path(image) == recipe.file.absolute():
-        return bases.amd_image_evidence(recipe.base, recipe.base_env), recipe.where("image", "base")
-    name = image
+        evidence = bases.amd_image_evidence(recipe.base, recipe.base_env)
+        _refuse_amd_evidence(evidence, recipe.where("image", "base"))
+        return
     # The folders of a file say nothing about its content, but in a registry they do: rocm/pytorch.
-    if job.container.image.startswith("/"):
-        name = PurePath(image).name
-    return bases.amd_image_evidence(name), "--image"
+    is_file = job.container.image.startswith("/")
+    name = PurePath(image).name if is_file else image
+    _refuse_amd_evidence(bases.amd_image_evidence(name), "--image")
+
+
+def _refuse_amd_evidence(evidence: str, where: str) -> None:
+    """Raise UsageError if `evidence` for AMD GPUs is not empty. It is a text that names what shows them."""
+    if evidence:
+        message, hint = bases.amd_warning(evidence)
+        raise UsageError(message, where=where, hint=hint)
 
 
 def _agent_settings(job: Job, system: System) -> Mapping[str, str]:
@@ -518,9 +487,8 @@ def _agent_settings(job: Job, system: System) -> Mapping[str, str]:
     if allocation.size.spares:
         settings["IMGKIT_NNODES"] = str(allocation.size)
     settings.update(_library_settings(job))
-    # The node agent removes some variables that leak from the host, but none that the user has set.
+    # The node agent removes variables that leak from the host, except for those of the user, named here.
     user_names = [text.partition("=")[0] for text in job.request.container.env]
-    # The variable names those that it would remove otherwise.
     settings["IMGKIT_KEEP_ENV"] = ",".join(filter(host_leaks.may_remove, user_names))
     if launch.preflight:
         settings["IMGKIT_PREFLIGHT"] = "1"
@@ -536,17 +504,18 @@ def _worker_settings(job: Job, system: System) -> dict[str, str]:
 
     A worker is one process of the program, usually one per GPU.
     """
-    node, gpus = job.recipe.system.node, job.allocation.gpus
+    gpus = job.allocation.gpus
     requested_gpus = job.request.allocation.gpus
+    nodes_have_gpus = job.recipe.system.node.gpus > 0
     settings = {}
-    # The node agent refuses to start without the GPUs that its system.json states, unless it is told to use
-    # CPUs.
-    if gpus == 0 and (node.gpus > 0 or requested_gpus == 0):
+    if gpus:
+        # No system.json states the GPUs if there is no container, or if the recipe's nodes have none.
+        if not nodes_have_gpus or not runtime_of(job).has_container:
+            settings["IMGKIT_GPUS"] = str(gpus)
+    elif nodes_have_gpus or requested_gpus == 0:
+        # The node agent refuses to start without the GPUs that its system.json states, unless it is told to
+        # use CPUs.
         settings["IMGKIT_DEVICE"] = "cpu"
-    # No system.json states the GPUs if there is no container, or if the recipe's nodes have none.
-    is_gpu_count_stated = runtime_of(job).has_container and node.gpus > 0
-    if gpus and not is_gpu_count_stated:
-        settings["IMGKIT_GPUS"] = str(gpus)
     nproc = job.request.launch.nproc
     if not nproc and not system.abilities.hides_gpus:
         # Programs see all GPUs of a node, so the number of workers limits the GPUs that they use.
@@ -572,7 +541,7 @@ def _library_settings(job: Job) -> dict[str, str]:
 # the node agent's grace period of a minute: Slurm's signal can come up to a minute early.
 STOP_BEFORE_S = 120
 # Jobs of less than 10 minutes are not asked to save before their end unless "--stop-before" is given.
-SHORT_S = 600
+SHORT_JOB_S = 600
 
 
 def parse_nodes(text: str) -> Size:
@@ -708,14 +677,14 @@ def _requested_memory(requested: AllocationRequest, gpus: int) -> Memory | None:
     ------
     UsageError : a size is not valid, both flags are given, or a size per GPU for a job without GPUs.
     """
-    if not requested.mem_per_gpu:
-        if not requested.mem:
-            return None
-        return Memory(size_MiB=parse_size(requested.mem, where="--mem"))
-    if requested.mem:
+    if requested.mem and requested.mem_per_gpu:
         raise UsageError(
             "--mem cannot be combined with --mem-per-gpu", where="--mem-per-gpu", hint="use only one of them"
         )
+    if requested.mem:
+        return Memory(size_MiB=parse_size(requested.mem, where="--mem"))
+    if not requested.mem_per_gpu:
+        return None
     if not gpus:
         raise UsageError(
             f"--mem-per-gpu {requested.mem_per_gpu}, but the job has no GPUs",
@@ -825,7 +794,7 @@ def _stop_before(request: JobRequest, time_limit: str) -> int:
     if time_limit:
         limit_s = quoting.parse_time_limit(time_limit, where="--time")
     if requested_s is None:
-        return STOP_BEFORE_S if limit_s >= SHORT_S else 0
+        return STOP_BEFORE_S if limit_s >= SHORT_JOB_S else 0
     if requested_s >= limit_s:
         raise UsageError(
             f"{requested_s} s must be less than the job's time limit, {time_limit}",

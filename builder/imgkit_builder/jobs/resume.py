@@ -1,7 +1,7 @@
 """Find out from the record of a job how to submit it again in its run folder, or refuse to do so.
 
-`to_json` writes the request into the record of a job, and `load_request` reads it. `refuse_unended` refuses a
-run that has not ended.
+`to_json` writes the request into the record of a job, and `load_request` reads it. `save_end_of_run` refuses
+a run that has not ended.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import contextlib
 import dataclasses
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from imgkit_builder.base.flags import declared_options
-from imgkit_builder.jobs import history, records, systems
+from imgkit_builder.jobs import job_status, records, systems
 from imgkit_builder.jobs.job import Runner
 from imgkit_builder.jobs.request import CodeRecord, JobRequest, ResumedRun
 from imgkit_builder.jobs.submitted import SubmittedJob
@@ -50,24 +51,28 @@ def to_json(recipe: str | Path, request: JobRequest, base: str, *, remote: str) 
     recipe_text = str(recipe)
     if Path(recipe).is_file():
         recipe_text = str(Path(recipe).absolute())
-    changes: dict[str, Any] = {}
-    if request.container.code is not None:
-        changes["code"] = request.container.code.absolute()
-    if request.templates is not None:
-        changes["templates"] = request.templates.absolute()
+    container = request.container
+    changes: dict[str, Any] = {"code": _absolute(container.code), "templates": _absolute(request.templates)}
     if not remote:  # on a remote, imgkit chooses the folder, and the image is a path there
         changes["directory"] = request.directory.absolute()
-        image = Path(request.container.image)
-        if request.container.image and image.exists():
-            changes["image"] = str(image.absolute())
+        if container.image and Path(container.image).exists():
+            changes["image"] = str(Path(container.image).absolute())
     recorded = request.changed(**changes, system_flags=(), resumed=None)
+    system_flags = {type(flags).__name__: dataclasses.asdict(flags) for flags in request.system_flags}
     data = {
         "recipe": recipe_text,
         "base": base,
         "request": dataclasses.asdict(recorded),
-        "system_flags": {type(flags).__name__: dataclasses.asdict(flags) for flags in request.system_flags},
+        "system_flags": system_flags,
     }
     return json.dumps(data, default=str)
+
+
+def _absolute(path: Path | None) -> Path | None:
+    """Return `path` as an absolute path, or None for a flag that is not given."""
+    if path is None:
+        return None
+    return path.absolute()
 
 
 def load_request(record: SubmittedJob) -> RecordedRequest:
@@ -107,7 +112,7 @@ def _refuse_unresumable(record: SubmittedJob) -> None:
             where="ID",
             hint="submit the tasks again: imgkit run --option=--array=3,5 ... -- COMMAND",
         )
-    if not history.can_choose_folder(record):
+    if not job_status.can_choose_folder(record):
         raise UsageError(
             f"{handle} is a job of {record.job.system}, whose run folder imgkit cannot choose",
             where="ID",
@@ -127,12 +132,17 @@ def with_flags(recorded: JobRequest, flags: JobRequest) -> JobRequest:
         if value != flag.default:  # else the flag was not given
             changes[flag.field] = value
     if "env" in changes:
-        names = {text.partition("=")[0] for text in changes["env"]}
-        other_texts = [text for text in recorded.container.env if text.partition("=")[0] not in names]
-        changes["env"] = (*other_texts, *changes["env"])
+        changes["env"] = _merge_variables(recorded.container.env, changes["env"])
     if flags.launch.command:
         changes["command"] = flags.launch.command
     return recorded.changed(**changes)
+
+
+def _merge_variables(recorded: Sequence[str], new: Sequence[str]) -> tuple[str, ...]:
+    """Return the values of ``--env`` in `recorded` that `new` does not replace, and then those of `new`."""
+    new_names = {text.partition("=")[0] for text in new}
+    kept = [text for text in recorded if text.partition("=")[0] not in new_names]
+    return (*kept, *new)
 
 
 def find_run(record: SubmittedJob, run: Runner, *, same_code: bool) -> ResumedRun:
@@ -154,8 +164,8 @@ def find_run(record: SubmittedJob, run: Runner, *, same_code: bool) -> ResumedRu
     return ResumedRun(job=record.job.handle, folder=folder, code=code)
 
 
-def refuse_unended(record: SubmittedJob, run: Runner, run_on_files: Runner, *, has_command: bool) -> None:
-    """Refuse to resume a run that has not ended, or whose program has ended well by itself.
+def save_end_of_run(record: SubmittedJob, run: Runner, run_on_files: Runner, *, has_command: bool) -> None:
+    """Save how the jobs of a run have ended, and refuse to resume a run that goes on or has ended well.
 
     Two jobs in one run folder would overwrite each other's files. A program that has ended by itself has
     nothing left to do, unless a new command is given. A program that a person stopped with the file ``stop``
@@ -175,7 +185,7 @@ def refuse_unended(record: SubmittedJob, run: Runner, run_on_files: Runner, *, h
     """
     latest = None
     for job_record in records.list_records_of_run(record):
-        saved_record = _save_end(job_record, run)
+        saved_record = _save_end_of_job(job_record, run)
         latest = latest or saved_record  # the job that used the run folder last comes first
     if latest is None or latest.state != "succeeded":
         return
@@ -192,7 +202,7 @@ def refuse_unended(record: SubmittedJob, run: Runner, run_on_files: Runner, *, h
         )
 
 
-def _save_end(record: SubmittedJob, run: Runner) -> SubmittedJob | None:
+def _save_end_of_job(record: SubmittedJob, run: Runner) -> SubmittedJob | None:
     """Return the record of a job that has ended, with its final state, and save it.
 
     The state must be saved now, because the resumed run removes the file from which it follows. Return None
@@ -202,26 +212,26 @@ def _save_end(record: SubmittedJob, run: Runner) -> SubmittedJob | None:
     ------
     UsageError : the job has not ended, or nobody knows whether it has.
     """
-    if not systems.get_system(record.job.system).reports_state:
-        if not record.cancelled and not _is_deleted(record, run):
-            raise _unknown_end_error(record)
-        return None
-    report = history.report_job(record, run)
+    job = record.job
+    handle = job.handle
+    if not systems.get_system(job.system).reports_state:
+        if record.cancelled or _is_deleted(record, run):
+            return None
+        raise UsageError(
+            f"{handle} may go on: the commands of {job.system} do not report whether it has ended",
+            where="ID",
+            hint=f"delete it first: imgkit cancel {handle}, then imgkit resume {handle}",
+        )
+    report = job_status.report_job(record, run)
     if not report.has_ended:
-        raise _unended_error(report.record)
+        raise UsageError(
+            f"the run goes on: {handle} is {report.record.state or 'submitted'}",
+            where="ID",
+            hint=f"imgkit cancel {handle} or imgkit wait {handle}, then imgkit resume {handle}",
+        )
     if report.record != record:
         records.save_record(report.record)
     return report.record
-
-
-def _unended_error(record: SubmittedJob) -> UsageError:
-    """Return the error for a run of which the job of `record` has not ended."""
-    handle = record.job.handle
-    return UsageError(
-        f"the run goes on: {handle} is {record.state or 'submitted'}",
-        where="ID",
-        hint=f"imgkit cancel {handle} or imgkit wait {handle}, then imgkit resume {handle}",
-    )
 
 
 def _is_deleted(record: SubmittedJob, run: Runner) -> bool:
@@ -229,13 +239,3 @@ def _is_deleted(record: SubmittedJob, run: Runner) -> bool:
     status_argv = systems.get_system(record.job.system).status_commands(record.job)[0]
     answer = run(status_argv)
     return answer.returncode != 0 and bool(_NO_SUCH_JOB.search(answer.output))
-
-
-def _unknown_end_error(record: SubmittedJob) -> UsageError:
-    """Return the error for a job that may still run, on a system that does not report the end of jobs."""
-    handle = record.job.handle
-    return UsageError(
-        f"{handle} may go on: the commands of {record.job.system} do not report whether it has ended",
-        where="ID",
-        hint=f"delete it first: imgkit cancel {handle}, then imgkit resume {handle}",
-    )

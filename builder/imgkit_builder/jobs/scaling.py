@@ -14,7 +14,6 @@ The page has the form that computing centres ask for:
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import itertools
@@ -26,6 +25,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from imgkit_builder.base import files, process
 from imgkit_builder.base.progress import Reporter, Silent
@@ -51,22 +51,31 @@ DATA_FILE, PAGE_FILE = "scaling.json", "scaling.md"
 NEEDED_EFFICIENCY = 0.75
 # Smallest number of sizes that CSC asks for.
 NEEDED_SIZES = 3
-# Title and format of each figure that a size may have. "wall_s" does not contain the time in the queue.
-FIGURES = {
-    "ranks": ("ranks", ".0f"),
-    "samples_per_s": ("samples/s", ".4g"),
-    "wall_s": ("wall time (s)", ".1f"),
-    "speedup": ("speed-up", ".2f"),
-    "efficiency": ("efficiency", ".1%"),
-    "memory_MiB": ("memory (MiB)", ".0f"),
-    "gpu_percent": ("GPU use (%)", ".0f"),
-    "mfu": ("MFU", ".1%"),
+
+
+class Column(NamedTuple):
+    """The column of a figure in the table of results."""
+
+    title: str
+    number_format: str
+
+
+# The columns of the figures that a size may have. "wall_s" does not contain the time in the queue.
+COLUMNS = {
+    "ranks": Column("ranks", ".0f"),
+    "samples_per_s": Column("samples/s", ".4g"),
+    "wall_s": Column("wall time (s)", ".1f"),
+    "speedup": Column("speed-up", ".2f"),
+    "efficiency": Column("efficiency", ".1%"),
+    "memory_MiB": Column("memory (MiB)", ".0f"),
+    "gpu_percent": Column("GPU use (%)", ".0f"),
+    "mfu": Column("MFU", ".1%"),
 }
 # The same for the figures of each collective of dist-bench, such as "all_reduce busbw_GBps".
-_BANDWIDTH_FIGURES = {
-    "busbw_GBps": ("busbw (GB/s)", ".4g"),
-    "algbw_GBps": ("algbw (GB/s)", ".4g"),
-    "size_bytes": ("size (B)", ".0f"),
+_BANDWIDTH_COLUMNS = {
+    "busbw_GBps": Column("busbw (GB/s)", ".4g"),
+    "algbw_GBps": Column("algbw (GB/s)", ".4g"),
+    "size_bytes": Column("size (B)", ".0f"),
 }
 
 
@@ -82,13 +91,18 @@ class ScalingSize:
     figures: Mapping[str, float] = field(default_factory=dict)
     """Measured values by their names: ``{"wall_s": 61.5, "all_reduce busbw_GBps": 92.1}``.
 
-    `FIGURES` has the names, and `_BANDWIDTH_FIGURES` has those that follow the name of a collective.
+    `COLUMNS` has the names, and `_BANDWIDTH_COLUMNS` has those that follow the name of a collective.
     """
 
     @property
     def is_complete(self) -> bool:
         """Whether the job has run to its end. A job of unknown outcome (``ended``) counts as well."""
         return self.state in ("succeeded", "ended")
+
+    @property
+    def has_bandwidths(self) -> bool:
+        """Whether the job has run dist-bench."""
+        return any(name.endswith(" busbw_GBps") for name in self.figures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,19 +361,14 @@ def _metrics_figures(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]
     They are the mean rate, the means of GPU use and MFU (the part of the GPU's peak performance that is
     used), and the largest memory, because the step that needs most decides whether the run fits.
     """
-    values = collections.defaultdict[str, list[float]](list)
-    for line in metrics:
-        for name, value in line.items():
-            values[name].append(value)
     figures = {}
     rate = mean_rate(metrics)
     if rate:
         figures["samples_per_s"] = rate
-    if values["memory_MiB"]:
-        figures["memory_MiB"] = max(values["memory_MiB"])
-    for name in ("gpu_percent", "mfu"):
-        if values[name]:
-            figures[name] = statistics.fmean(values[name])
+    for name in ("memory_MiB", "gpu_percent", "mfu"):
+        values = [line[name] for line in metrics if name in line]
+        if values:
+            figures[name] = max(values) if name == "memory_MiB" else statistics.fmean(values)
     return figures
 
 
@@ -370,13 +379,16 @@ def _launch_figures(run_folder: Path, nodes: int) -> dict[str, float]:
     """
     figures: dict[str, float] = {}
     plan_file = run_folder / PLAN_FILE
-    with contextlib.suppress(OSError):
-        # "nproc   4  ...": the number of processes on each node.
-        nproc = re.search(r"^nproc +([0-9]+) ", files.read_text(plan_file, errors="replace"), re.MULTILINE)
-        if nproc:
-            figures["ranks"] = int(nproc[1]) * nodes
+    try:
+        plan = files.read_text(plan_file, errors="replace")
         # The plan is written when the node agents start, and the result at the end of the run.
         start_s = plan_file.stat().st_mtime
+    except OSError:
+        return figures
+    nproc = re.search(r"^nproc +([0-9]+) ", plan, re.MULTILINE)  # "nproc   4  ...": the processes of a node
+    if nproc:
+        figures["ranks"] = int(nproc[1]) * nodes
+    with contextlib.suppress(OSError):
         end_s = (run_folder / RESULT).stat().st_mtime
         if end_s > start_s:  # some file systems store whole seconds
             figures["wall_s"] = end_s - start_s
@@ -418,16 +430,18 @@ def add_speedups(run: ScalingRun) -> ScalingRun:
     no samples per second, all are compared by wall time. Runs of dist-bench are returned unchanged, because
     dist-bench takes as long on any number of nodes.
     """
-    if any(name.endswith(" busbw_GBps") for size in run.sizes for name in size.figures):
+    if any(size.has_bandwidths for size in run.sizes):
         return run
-    complete_sizes = [size for size in run.sizes if size.is_complete]
-    has_rates = all("samples_per_s" in size.figures for size in complete_sizes)
+    has_rates = all("samples_per_s" in size.figures for size in run.sizes if size.is_complete)
     compared_by = "samples_per_s" if has_rates else "wall_s"
-    comparable = [size for size in complete_sizes if compared_by in size.figures]
-    sizes = list(run.sizes)
-    for index, size in enumerate(sizes):
-        if size in comparable:
-            sizes[index] = _compare_size(size, comparable[0], compared_by)
+    smallest = None  # the smallest size that can be compared
+    sizes = []
+    for size in run.sizes:
+        if not size.is_complete or compared_by not in size.figures:
+            sizes.append(size)
+            continue
+        smallest = smallest or size
+        sizes.append(_compare_size(size, smallest, compared_by))
     return dataclasses.replace(run, sizes=tuple(sizes), compared_by=compared_by)
 
 
@@ -452,32 +466,33 @@ def table_rows(run: ScalingRun) -> list[list[str]]:
     single missing one.
     """
     columns = _figure_columns(run)
-    rows = [["nodes", "job", *(title for title, _ in columns.values()), "state"]]
+    titles = [column.title for column in columns.values()]
+    rows = [["nodes", "job", *titles, "state"]]
     for size in run.sizes:
         row = [str(size.nodes), size.job or "-"]
-        for name, (_, number_format) in columns.items():
+        for name, column in columns.items():
             value = size.figures.get(name)
-            row.append("-" if value is None else format(value, number_format))
+            row.append("-" if value is None else format(value, column.number_format))
         rows.append([*row, size.state])
     return rows
 
 
-def _figure_columns(run: ScalingRun) -> dict[str, tuple[str, str]]:
-    """Return the title and the format of each figure in the table: ``{"mfu": ("MFU", ".1%")}``.
+def _figure_columns(run: ScalingRun) -> dict[str, Column]:
+    """Return the column of each figure in the table: ``{"mfu": Column("MFU", ".1%")}``.
 
     The figures of the collectives of dist-bench come last.
     """
     names: list[str] = []
     for size in run.sizes:
         names += size.figures
-    columns = {name: column for name, column in FIGURES.items() if name in names}
+    columns = {name: column for name, column in COLUMNS.items() if name in names}
     if not run.compared_by:
         columns.pop("wall_s", None)  # dist-bench chooses itself how long it runs
     for name in names:
-        collective, _, figure = name.partition(" ")
-        if figure in _BANDWIDTH_FIGURES:
-            title, number_format = _BANDWIDTH_FIGURES[figure]
-            columns[name] = (f"{collective} {title}", number_format)
+        collective, _, figure = name.partition(" ")  # "all_reduce busbw_GBps"
+        if figure in _BANDWIDTH_COLUMNS:
+            column = _BANDWIDTH_COLUMNS[figure]
+            columns[name] = column._replace(title=f"{collective} {column.title}")
     return columns
 
 

@@ -281,17 +281,12 @@ def start_job(ready: PreparedJob, transport: Transport, report: Reporter) -> Sub
     try:
         records.save_record(record)
     except OSError as error:
-        report.note(_unsaved_record_warning(record, error))
+        report.note(
+            f"the job {record.job.handle} is submitted, but its record cannot be saved "
+            f"({error.filename}: {error.strerror}): imgkit status, logs and cancel will not know it; "
+            "next time: export XDG_STATE_HOME=FOLDER"
+        )
     return record
-
-
-def _unsaved_record_warning(record: SubmittedJob, error: OSError) -> str:
-    """Return the warning about a job whose record cannot be saved."""
-    return (
-        f"the job {record.job.handle} is submitted, but its record cannot be saved "
-        f"({error.filename}: {error.strerror}): imgkit status, logs and cancel will not know it; "
-        "next time: export XDG_STATE_HOME=FOLDER"
-    )
 
 
 def make_ready(prepared: PreparedJob, transport: Transport, report: Reporter) -> PreparedJob:
@@ -314,7 +309,7 @@ def make_ready(prepared: PreparedJob, transport: Transport, report: Reporter) ->
     if code is not None and not job.run_folder:
         transport.put_code(code, transport.home_of(job), report)
     job = transport.with_entry_points(dataclasses.replace(with_image, job=job))
-    if job.container.bound is not None:
+    if job.container.entry_points is not None:
         transport.put_entry_points(job, report)
     if job.run_folder:
         transport.make_run_folder(job, code, report)
@@ -409,13 +404,13 @@ def _submit_script(ready: PreparedJob, transport: Transport) -> SubmittedJob:
         run_name=resumed.folder.name if resumed else "",
     )
     memory = job.allocation.memory
-    bound = job.container.bound
+    entry_points = job.container.entry_points
     record = SubmittedJob(
         job=queued,
         recipe=job.recipe.name,
         answer=None if job_id else answer[:_MAX_ANSWER_CHARS],
         code=job.container.code,
-        bound_entry_points=bound.version if bound else "",
+        bound_entry_points=entry_points.version if entry_points else "",
         submitted=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         command=job.command,
         memory=memory.option if memory else "",
@@ -440,16 +435,13 @@ def _submission_answer(ready: PreparedJob, transport: Transport) -> str:
         answer = error.start
     except ToolFailed as error:
         # kubectl and runai refuse a second job of the same name, because the name is the id of a job in pods.
-        if re.search("already ?exists", f"{error.what}\n{error.hint}", re.IGNORECASE):
-            raise _existing_job_error(ready.job, error) from error
-        raise
+        if not re.search("already ?exists", f"{error.what}\n{error.hint}", re.IGNORECASE):
+            raise
+        name = ready.job.name
+        hint = f"nothing was started: a job named {name} exists; choose --name OTHER, or delete that job"
+        hint = f"{hint}\n{error.hint or ''}".strip()
+        raise ToolFailed(error.what, where=error.where, hint=hint) from error
     return answer.decode(errors="replace")
-
-
-def _existing_job_error(job: Job, error: ToolFailed) -> ToolFailed:
-    """Return `error` with a hint about the job that has the same name already."""
-    hint = f"nothing was started: a job named {job.name} exists; choose --name OTHER, or delete that job"
-    return ToolFailed(error.what, where=error.where, hint=f"{hint}\n{error.hint or ''}".strip())
 
 
 def _parse_job_id(answer: str, job: Job) -> tuple[str, str]:

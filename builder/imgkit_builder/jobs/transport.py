@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import shutil
 import tempfile
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 
 from imgkit_builder.base import files, process
@@ -17,7 +19,7 @@ from imgkit_builder.base.process import Finished
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.base.sizes import size_text
 from imgkit_builder.data.folder import DataFolder
-from imgkit_builder.jobs import added_packages, bound, checks, code, data_mounts, delivery, volume
+from imgkit_builder.jobs import added_packages, checks, code, data_mounts, delivery, entry_points, volume
 from imgkit_builder.jobs.code import CodeFolder
 from imgkit_builder.jobs.delivery import Delivery
 from imgkit_builder.jobs.job import Argv, Job, Script
@@ -120,15 +122,15 @@ class Transport:
         ----------
         home : the folder with the store, as `home_of` returns it.
         """
-        bound.write_folder(home / self.code_folder / code_folder.record.sha256, code_folder.tree.write)
+        write_folder(home / self.code_folder / code_folder.record.sha256, code_folder.tree.write)
 
     def put_entry_points(self, job: Job, report: Reporter) -> None:
         """Write the entry points that are bound into the job's image, unless their folder exists already.
 
         The folder is named by a digest of the files, so the same holds as for `put_code`.
         """
-        write = functools.partial(bound.write_bound_files, job)
-        bound.write_folder(bound.entry_points_folder(job), write)
+        write = functools.partial(entry_points.write_mounted_files, job)
+        write_folder(entry_points.mounted_folder(job), write)
 
     def make_run_folder(self, job: Job, code_folder: CodeFolder | None, report: Reporter) -> None:
         """Make the run folder of a job whose script does not make it, because the job starts at once.
@@ -145,7 +147,7 @@ class Transport:
         folder.mkdir(mode=0o700)  # closed to other users, as the run folders of job scripts
         files.write_file(folder / "code.json", f"{code_folder.record.text}\n")
         workspace = folder / WORKSPACE
-        bound.write_folder(workspace, code_folder.tree.write_copy)
+        write_folder(workspace, code_folder.tree.write_copy)
         for link_name, data_path in runtime_of(job).data_links(job).items():
             # The code has an empty folder there, over which a container would mount the data.
             mount_point = workspace / link_name
@@ -169,7 +171,7 @@ class Transport:
         if runtime_of(job).arch_error(job) is not None:
             # The image is not for the processors of the nodes. The checks of the submission refuse it.
             return job
-        return bound.bind_entry_points(job)
+        return entry_points.bind_entry_points(job)
 
     def start(self, job: Job, script: Script) -> Generator[bytes, None, None]:
         """Submit the script in the job's folder, and yield the output of the scheduler's command.
@@ -328,7 +330,7 @@ class Ssh(Transport):
 
     def put_entry_points(self, job: Job, report: Reporter) -> None:
         """Send the entry points, which are bound into the job's image, unless the remote has them already."""
-        folder = bound.entry_points_folder(job)
+        folder = entry_points.mounted_folder(job)
         # `self.store` does not list this folder.
         output = self.connection.run('if [ -d "$folder" ]; then echo exists; fi\n', {"folder": str(folder)})
         if output == b"exists\n":
@@ -336,12 +338,12 @@ class Ssh(Transport):
         home = self.store.home
         with tempfile.TemporaryDirectory(prefix="imgkit-") as work:
             copy = Path(work, folder.name)
-            bound.write_bound_files(job, copy)
+            entry_points.write_mounted_files(job, copy)
             transfer.send_folder(
                 self.connection,
                 copy,
                 label="entry points",
-                size_bytes=sum(len(data) for _, data in bound.bound_files(job)),
+                size_bytes=sum(len(data) for _, data in entry_points.mounted_files(job)),
                 home=home,
                 target=str(folder.relative_to(home)),
                 report=report,
@@ -355,7 +357,7 @@ class Ssh(Transport):
         assert prepared.source is not None  # noqa: S101 - `prepare` has been told the remote
         if not prepared.source.has_unknown_entry_points:
             return prepared.job
-        return bound.bind_entry_points(prepared.job, self.run)
+        return entry_points.bind_entry_points(prepared.job, self.run)
 
     def start(self, job: Job, script: Script) -> Generator[bytes, None, None]:
         """Submit the script in the job's folder. See `Transport`."""
@@ -425,6 +427,36 @@ class VolumeStore(Transport):
             run_name=Path(job.run_folder).name,
         )
         return dataclasses.replace(record, job=queued)
+
+
+def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
+    """Create the folder `target`, unless it exists. No other process sees it half written.
+
+    The content is written under a temporary name beside `target`, and one rename gives it its name.
+
+    Parameters
+    ----------
+    fill : writes the content to the folder that it gets, which `write_folder` then moves to `target`.
+
+    Raises
+    ------
+    UsageError : `target` is a link or belongs to another user, who could change what the job executes.
+    """
+    if os.path.lexists(target):
+        if target.is_symlink() or files.is_foreign_folder(target):
+            message = "it is a link or belongs to another user, and the job would execute what is in it"
+            raise UsageError(message, where=str(target), hint="remove it, or choose another --directory")
+        return
+    target.parent.mkdir(exist_ok=True)
+    temporary = files.temporary_name(target)
+    try:
+        fill(temporary)
+        files.publish_file(temporary, target)
+    except OSError:
+        if not target.is_dir():  # else another submission has created it in the meantime
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _sent_text(label: str, transferred: Transferred | None) -> str:

@@ -15,7 +15,7 @@ from imgkit_builder.jobs.image_source import UNKNOWN_HOME, find_title
 from imgkit_builder.jobs.job import Job
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.remote.connection import Connection
-from imgkit_builder.jobs.remote.store import Store, note_lines, pod_folder
+from imgkit_builder.jobs.remote.store import Store, UsedPaths, pod_folder
 from imgkit_builder.jobs.request import JobRequest, SystemFlags
 from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.runtimes.pod import Pod
@@ -108,11 +108,12 @@ def make_run_folder(connection: Connection, store: Store, job: Job) -> None:
     Cut, ScriptFailed : the remote cannot be reached, or cannot make the folder.
     """
     name = PurePosixPath(job.run_folder).name
+    used = UsedPaths.of_job(job, run=name)
     values = {
         "folder": store.home,
         "id": name.removeprefix(f"{job.name}-"),  # "20261128-224000-3f2a"
         "name": name,
-        "note": "\n".join(note_lines(job, name)),
+        "note": f"{used.system}\n{used.lines_after_system()}",
         "resumed": "yes" if job.request.resumed else "",
         "record": "",
     }

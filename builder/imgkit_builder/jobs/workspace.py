@@ -110,10 +110,11 @@ def parse_listing(output: bytes) -> Listing:
     texts = [os.fsdecode(text) for text in output.split(b"\0")]
     if texts[-3:] != ["end", "", ""]:
         raise ToolFailed("the list of the run's files is cut short", hint="run the command again")
+    texts = texts[:-3]
     folders: dict[str, dict[str, Version]] = {"sent": {}, "today": {}, "current": {}}
     title = ""
     # Each file has two texts. The title of a list has an empty second one.
-    for path, fields in zip(texts[:-3:2], texts[1:-3:2], strict=True):
+    for path, fields in zip(texts[::2], texts[1::2], strict=True):
         if fields:
             folders[title][path.removeprefix("./")] = _parse_version(fields)
         else:
@@ -154,12 +155,11 @@ def plan_update(listing: Listing) -> Update:
         if today in (sent, current):  # the user has not changed the file, or the copy has the change already
             continue
         is_changed_by_run = current != sent
-        if is_changed_by_run:
-            if today is not None:
-                conflicts.append(name)
-        elif today is None:
+        if today is None and not is_changed_by_run:
             removed.append(name)
-        else:
+        elif today is not None and is_changed_by_run:
+            conflicts.append(name)
+        elif today is not None:
             copied.append(name)
     return Update(copied=tuple(copied), removed=tuple(removed), conflicts=tuple(conflicts))
 
@@ -194,7 +194,14 @@ def update_workspace(resumed: ResumedRun, store: Path, today: CodeRecord, run_sc
         )
     update = plan_update(listing)
     if update.conflicts:
-        raise _conflict_error(resumed.folder, update.conflicts, hint)
+        shown_names = ", ".join(update.conflicts[:_MAX_NAMES])
+        if len(update.conflicts) > _MAX_NAMES:
+            shown_names += f" and {len(update.conflicts) - _MAX_NAMES} more"
+        raise UsageError(
+            f"the run has changed what today's code has in another version: {shown_names}",
+            where=str(resumed.folder / WORKSPACE),
+            hint=hint,
+        )
     copied = _null_separated(update.copied)
     args = (run_folder, str(store / today.sha256), str(len(copied)), today.text)
     run_script(_UPDATE, args, (copied, _null_separated(update.removed)))
@@ -206,15 +213,3 @@ def _null_separated(names: Iterable[str]) -> bytes:
     ``./`` keeps a name that begins with "-" from being read as an option.
     """
     return b"".join(os.fsencode(f"./{name}\0") for name in names)
-
-
-def _conflict_error(run_folder: Path, names: tuple[str, ...], hint: str) -> UsageError:
-    """Return the error for files that both the run and the user have changed: one change would be lost."""
-    shown_names = ", ".join(names[:_MAX_NAMES])
-    if len(names) > _MAX_NAMES:
-        shown_names += f" and {len(names) - _MAX_NAMES} more"
-    return UsageError(
-        f"the run has changed what today's code has in another version: {shown_names}",
-        where=str(run_folder / WORKSPACE),
-        hint=hint,
-    )

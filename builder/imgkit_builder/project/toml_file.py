@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from imgkit_builder.data import spec
-from imgkit_builder.jobs import contents, memory, quoting, resolve
+from imgkit_builder.jobs import container_setup, memory, quoting, resolve
 from imgkit_builder.packages import add
 from imgkit_builder.recipe.model import KEYS, Flag, Short
 from imgkit_builder.recipe.problems import Collector, Position, RecipeErrors, parse_toml_file
@@ -58,7 +58,7 @@ class ProjectValues:
     ] = ()
     """Options for the scheduler, which follow those of the recipe. Each is one argument."""
     binds: tuple[Bind, ...] = ()
-    env: tuple[Annotated[EnvValue, rule_of(contents.split_variable)], ...] = ()
+    env: tuple[Annotated[EnvValue, rule_of(container_setup.split_variable)], ...] = ()
     """Variables: ``NAME=VALUE``, or ``NAME`` for the value that the variable has on this machine."""
     code: Line = ""
     """The folder of code to mount over /workspace, relative to the file's folder."""

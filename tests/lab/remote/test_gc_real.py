@@ -150,7 +150,7 @@ def test_new_image_of_a_project_replaces_older_ones(
     put_file(store / "jobs/7", f"standalone\nx\n{images[3].path}\n")
     put_file(store / "runs/x-7/result", "7 85\n")
     (store / "runs/x-7/checkpoints/step-0000000005").mkdir(parents=True)
-    monkeypatch.setattr(gc, "unfinished_jobs", lambda connection, system: frozenset())
+    monkeypatch.setattr(gc, "unfinished_jobs", lambda connection, system: gc.UnfinishedJobs())
     os.link(store / images[2].path, store / "mine.sif")
     connected = reach(far, store, monkeypatch)
     unused, by_path = gc.find_superseded(connected, images, remote_image("f"))

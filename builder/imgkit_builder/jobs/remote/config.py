@@ -24,7 +24,7 @@ from imgkit_builder.jobs.systems import fanout, pods
 from imgkit_builder.recipe import problems
 from imgkit_builder.recipe.model import KEYS
 from imgkit_builder.recipe.problems import allowed_hint
-from imgkit_builder.recipe.validation import Mistake, rule_of, validate
+from imgkit_builder.recipe.validation import rule_of, validate
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rules import Fault, Rule, pattern_rule
 
@@ -342,19 +342,14 @@ def _parse_file(text: str) -> dict[str, Remote]:
         raise UsageError(error.what, where=where, hint="correct the file") from error
     content, mistakes = validate(_RemoteFile, {"remotes": tables})
     if content is None:
-        raise _value_error(mistakes[0])
+        mistake = mistakes[0]
+        keys = mistake.path[1:]  # the first key is "remotes", which is not in the file
+        message = f"{'.'.join(map(str, keys))}: {mistake.message}"
+        raise UsageError(message, where=str(remotes_file()), hint=mistake.hint or "correct the value")
     remotes = {}
     for name, table in content.remotes.items():
         remotes[name] = Remote(name=name, **dataclasses.asdict(table))
     return remotes
-
-
-def _value_error(mistake: Mistake) -> UsageError:
-    """Return the error for a wrong value in the file."""
-    _, *keys = mistake.path  # the first key is "remotes", which is not in the file
-    dotted_key = ".".join(str(key) for key in keys)
-    message = f"{dotted_key}: {mistake.message}"
-    return UsageError(message, where=str(remotes_file()), hint=mistake.hint or "correct the value")
 
 
 def _remove_table(text: str, name: str) -> str:

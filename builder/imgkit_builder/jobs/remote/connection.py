@@ -352,17 +352,12 @@ def _skip_banner(output: Iterable[bytes], token_line: bytes, host: str) -> Gener
             break
     banner, separator, script_output = start.partition(token_line)
     if not separator:
-        raise _no_command_error(banner, host)
+        message = f"the login shell of {host} runs no command"
+        banner_end = banner[-_SHOWN_BANNER_BYTES:].decode(errors="replace").strip()
+        if banner_end:
+            message += "; it printed"
+        quoted_message, hint = process.quote_output(message, banner_end, _startup_hint(host))
+        raise ToolFailed(quoted_message, hint=hint)
     if script_output:
         yield script_output
     yield from chunks
-
-
-def _no_command_error(banner: bytes, host: str) -> ToolFailed:
-    """Return the error for a login shell on `host` that printed `banner` and did not run the script."""
-    message = f"the login shell of {host} runs no command"
-    banner_end = banner[-_SHOWN_BANNER_BYTES:].decode(errors="replace").strip()
-    if banner_end:
-        message += "; it printed"
-    quoted_message, hint = process.quote_output(message, banner_end, _startup_hint(host))
-    return ToolFailed(quoted_message, hint=hint)

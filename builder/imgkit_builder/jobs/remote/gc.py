@@ -8,15 +8,16 @@ folders whose names imgkit does not give are never removed.
 
 from __future__ import annotations
 
+import collections
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from imgkit_builder.jobs import systems
 from imgkit_builder.jobs.quoting import is_job_id
-from imgkit_builder.jobs.remote import jobs
+from imgkit_builder.jobs.remote import jobs as remote_jobs
 from imgkit_builder.jobs.remote.connection import Connection, unreadable_answer
-from imgkit_builder.jobs.remote.store import IMAGE_NAME, SIF, RemoteImage
+from imgkit_builder.jobs.remote.store import IMAGE_NAME, SIF, RemoteImage, UsedPaths
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 DAY_S = 86400
@@ -39,11 +40,6 @@ _SUCCESS = re.compile(r"result \S+ 0 runs/(?P<run>.+)/result")
 _CHECKPOINT = re.compile(r"checkpoint runs/(?P<run>.+)/checkpoints/step-\d+")
 _NOTE_LINE = re.compile(r"note jobs/(?P<id>[^:]+):(?P<text>.*)")
 
-WaitingJobs = Mapping[str, Collection[str] | str]
-"""The ids of the jobs that have not ended, by system.
-
-A text in place of the ids says why they are unknown; then each job of that system may still be waiting.
-"""
 
 # The script that lists the store. The time of a folder is the newer one of the folder and its .sif, because a
 # submission renews only that of the .sif. The size is that on disk, and `links` counts the hard links of the
@@ -125,6 +121,22 @@ class JobNote:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnfinishedJobs:
+    """The jobs of a system that wait or run."""
+
+    ids: frozenset[str] = frozenset()
+    unknown_reason: str = ""
+    """Why the ids are unknown, or "" if they are known. With a reason, any job may still wait or run."""
+
+    def may_contain(self, job_id: str) -> bool:
+        """Return whether the job waits or runs, or may do so."""
+        return self.unknown_reason != "" or job_id in self.ids
+
+
+UnfinishedBySystem = Mapping[str, UnfinishedJobs]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreListing:
     """All folders and job notes of a store."""
 
@@ -147,7 +159,7 @@ class Unused:
     before_s: float = 0
     """Unix time on the remote: a folder that was used at this time or later counts as in use."""
     unknown: tuple[str, ...] = ()
-    """For each system whose waiting jobs are unknown, the reason. All folders of its jobs count as in use."""
+    """For each system whose unfinished jobs are unknown, the reason. All folders of its jobs are in use."""
 
 
 def find_unused(connection: Connection, days: int) -> Unused:
@@ -159,9 +171,9 @@ def find_unused(connection: Connection, days: int) -> Unused:
     ToolFailed : the remote's answer is cut short.
     """
     listing = _list_store(connection)
-    waiting = _waiting_jobs(connection, listing)
+    unfinished = _unfinished_by_system(connection, listing)
     before_s = listing.clock_s - days * DAY_S
-    return select_unused(listing, waiting, before_s)
+    return select_unused(listing, unfinished, before_s)
 
 
 def find_superseded(
@@ -192,8 +204,8 @@ def find_superseded(
     if not by_path:
         return Unused(folders=()), {}
     listing = _list_store(connection)
-    waiting = _waiting_jobs(connection, listing)
-    needed_paths = _paths_of_jobs_to_run(listing, waiting)
+    unfinished = _unfinished_by_system(connection, listing)
+    needed_paths = _paths_of_jobs_to_run(listing, unfinished)
     folders = []
     for folder in listing.folders:
         is_needed = folder.is_linked or folder.path in needed_paths
@@ -203,16 +215,16 @@ def find_superseded(
         folders=tuple(folders),
         used=len(by_path) - len(folders),
         before_s=listing.clock_s,  # a folder that a job uses from now on stays
-        unknown=_unknown_reasons(waiting),
+        unknown=_unknown_reasons(unfinished),
     )
     return unused, by_path
 
 
-def _paths_of_jobs_to_run(listing: StoreListing, waiting: WaitingJobs) -> Collection[str]:
+def _paths_of_jobs_to_run(listing: StoreListing, unfinished: UnfinishedBySystem) -> Collection[str]:
     """Return the paths of the folders that jobs use which may still run or can be resumed."""
     paths: set[str] = set()
     for note in listing.notes:
-        if note.is_resumable or _may_run(note, waiting):
+        if note.is_resumable or unfinished[note.system].may_contain(note.id):
             paths.update(note.folders)
     return paths
 
@@ -307,43 +319,31 @@ def _parse_job_notes(lines: Sequence[str]) -> tuple[JobNote, ...]:
     The lines about the files in ``jobs`` and about the folders in ``runs`` are put together. Files in
     ``jobs`` whose name is not a job id are left out.
     """
-    note_lines: dict[str, list[str]] = {}  # the lines of each file in jobs, by the job's id
+    note_lines = collections.defaultdict[str, list[str]](list)  # of each file in jobs, by the job's id
     for match in _matches(_NOTE_LINE, lines):
-        note_lines.setdefault(match["id"], []).append(match["text"])
+        note_lines[match["id"]].append(match["text"])
     run_times_s = _change_times_s("run", lines)
-    runs_with_checkpoint = {match["run"] for match in _matches(_CHECKPOINT, lines)}
-    successful_runs = {match["run"] for match in _matches(_SUCCESS, lines)}
+    resumable_runs = _matching_runs(_CHECKPOINT, lines) - _matching_runs(_SUCCESS, lines)
     notes = []
     for job_id, submitted_s in _change_times_s("job", lines).items():
         if not is_job_id(job_id):
             continue
-        system, run, folders = _parse_note_lines(job_id, note_lines.get(job_id, []))
+        used = UsedPaths.parse(note_lines[job_id])
+        run = used.run_name(job_id)
         note = JobNote(
             id=job_id,
-            system=system,
-            folders=folders,
+            system=used.system,
+            folders=used.folders,
             used_s=max(submitted_s, run_times_s.get(run, 0)),
-            is_resumable=run in runs_with_checkpoint and run not in successful_runs,
+            is_resumable=run in resumable_runs,
         )
         notes.append(note)
     return tuple(notes)
 
 
-def _parse_note_lines(job_id: str, lines: Sequence[str]) -> tuple[str, str, tuple[str, ...]]:
-    """Return the system, the name of the run folder and the used folders from the lines of ``jobs/ID``.
-
-    `store.note_lines` made the lines. A file that is cut short has fewer lines; the missing ones count as
-    empty.
-    """
-    system, job_name, *paths = [*lines, "", ""]  # at least two values, also from an empty file
-    run = f"{job_name}-{job_id}"
-    folders = []
-    for path in paths:
-        if path.startswith("runs/"):
-            run = path.removeprefix("runs/")
-        elif path:
-            folders.append(path.removesuffix(f"/{SIF}"))
-    return system, run, tuple(folders)
+def _matching_runs(pattern: re.Pattern[str], lines: Sequence[str]) -> set[str]:
+    """Return the names of the run folders in the lines that match `_CHECKPOINT` or `_SUCCESS`."""
+    return {match["run"] for match in _matches(pattern, lines)}
 
 
 def _change_times_s(kind: str, lines: Sequence[str]) -> dict[str, int]:
@@ -360,7 +360,7 @@ def _change_times_s(kind: str, lines: Sequence[str]) -> dict[str, int]:
     return times_s
 
 
-def select_unused(listing: StoreListing, waiting: WaitingJobs, before_s: float) -> Unused:
+def select_unused(listing: StoreListing, unfinished: UnfinishedBySystem, before_s: float) -> Unused:
     """Return the folders and job notes of `listing` that are not in use.
 
     A job note is in use if its job may still run or has changed files lately. A folder is in use if such a
@@ -368,13 +368,13 @@ def select_unused(listing: StoreListing, waiting: WaitingJobs, before_s: float) 
 
     Parameters
     ----------
-    waiting : the jobs that have not ended, for each system in `listing`.
+    unfinished : the jobs that have not ended, for each system in `listing`.
     before_s : Unix time on the remote. Folders that were used at this time or later count as in use.
     """
     used_paths: set[str] = set()
     ended_jobs = []
     for note in listing.notes:
-        if _may_run(note, waiting) or note.used_s >= before_s:
+        if unfinished[note.system].may_contain(note.id) or note.used_s >= before_s:
             used_paths.update(note.folders)
         else:
             ended_jobs.append(note.id)
@@ -388,36 +388,26 @@ def select_unused(listing: StoreListing, waiting: WaitingJobs, before_s: float) 
         used=len(listing.folders) - len(folders),
         ended_jobs=tuple(ended_jobs),
         before_s=before_s,
-        unknown=_unknown_reasons(waiting),
+        unknown=_unknown_reasons(unfinished),
     )
 
 
-def _may_run(note: JobNote, waiting: WaitingJobs) -> bool:
-    """Return whether the job waits or runs, or may do so because its scheduler has not listed its jobs."""
-    waiting_ids = waiting[note.system]
-    if isinstance(waiting_ids, str):
-        return True
-    return note.id in waiting_ids
+def _unknown_reasons(unfinished: UnfinishedBySystem) -> tuple[str, ...]:
+    """Return, for each system whose unfinished jobs are unknown, the reason."""
+    return tuple(jobs.unknown_reason for jobs in unfinished.values() if jobs.unknown_reason)
 
 
-def _unknown_reasons(waiting: WaitingJobs) -> tuple[str, ...]:
-    """Return, for each system whose waiting jobs are unknown, the reason."""
-    return tuple(reason for reason in waiting.values() if isinstance(reason, str))
-
-
-def _waiting_jobs(connection: Connection, listing: StoreListing) -> WaitingJobs:
+def _unfinished_by_system(connection: Connection, listing: StoreListing) -> UnfinishedBySystem:
     """Return the jobs that have not ended of each system that a job note of the listing names."""
-    waiting: dict[str, Collection[str] | str] = {}
+    unfinished: dict[str, UnfinishedJobs] = {}
     for note in listing.notes:
-        if note.system not in waiting:
-            waiting[note.system] = unfinished_jobs(connection, note.system)
-    return waiting
+        if note.system not in unfinished:
+            unfinished[note.system] = unfinished_jobs(connection, note.system)
+    return unfinished
 
 
-def unfinished_jobs(connection: Connection, name: str) -> Collection[str] | str:
-    """Return the ids of all jobs of a system that have not ended, or a text that says why they are unknown.
-
-    A text, such as ``"squeue failed with exit code 1: ..."``, must be taken as "any job may still run".
+def unfinished_jobs(connection: Connection, name: str) -> UnfinishedJobs:
+    """Return the jobs of a system that have not ended, or why they are unknown.
 
     Parameters
     ----------
@@ -431,15 +421,16 @@ def unfinished_jobs(connection: Connection, name: str) -> Collection[str] | str:
     try:
         system = systems.get_system(system_name)
     except (UsageError, ToolFailed) as error:
-        return error.what
+        return UnfinishedJobs(unknown_reason=error.what)
     if not system.queue.unfinished_ids:
-        return f"{system_name} lists no jobs"
+        return UnfinishedJobs(unknown_reason=f"{system_name} lists no jobs")
     argv = []
     for argument in system.queue.unfinished_ids:
         is_for_cluster = "{cluster}" in argument  # the option that a scheduler of several clusters needs
         if cluster or not is_for_cluster:
             argv.append(argument.format(cluster=cluster))
-    result = jobs.run_scheduler_command(connection, argv)
+    result = remote_jobs.run_scheduler_command(connection, argv)
     if result.returncode != 0:
-        return f"{argv[0]} failed with exit code {result.returncode}: {result.tail()}"
-    return frozenset(result.output.split())
+        reason = f"{argv[0]} failed with exit code {result.returncode}: {result.tail()}"
+        return UnfinishedJobs(unknown_reason=reason)
+    return UnfinishedJobs(ids=frozenset(result.output.split()))

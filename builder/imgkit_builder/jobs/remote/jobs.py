@@ -13,8 +13,8 @@ from imgkit_builder.base import process
 from imgkit_builder.base.process import Finished
 from imgkit_builder.jobs import systems
 from imgkit_builder.jobs.job import Argv, Job, Script
-from imgkit_builder.jobs.remote import store
 from imgkit_builder.jobs.remote.connection import FIND_PROGRAM, Connection, Cut, ScriptFailed
+from imgkit_builder.jobs.remote.store import UsedPaths
 from imgkit_builder.jobs.submitted import JobState, SubmittedJob, WaitInfo
 from imgkit_entrypoints.errors import ToolFailed
 
@@ -116,7 +116,7 @@ def submit_script(connection: Connection, job: Job, script: Script) -> Generator
     """Submit `script` in the job's folder on the remote, and yield what the scheduler prints.
 
     The script on the remote also writes the file ``jobs/ID``, which says what the job uses
-    (`store.note_lines`).
+    (`store.UsedPaths`).
 
     Raises
     ------
@@ -154,12 +154,9 @@ def _note_args(job: Job) -> Argv:
     They are the system, the other lines of the file, and the paths of the image, code and data. These must
     still exist: `imgkit remote gc` may have removed them meanwhile. The run folder need not exist yet.
     """
-    resumed_folder = ""
-    if job.request.resumed is not None:
-        resumed_folder = str(job.request.resumed.folder)
-    system, name, *paths = store.note_lines(job, resumed_folder)
-    used_paths = [path for path in paths if not path.startswith("runs/")]
-    return (system, "\n".join((name, *paths)), "\n".join(used_paths))
+    resumed = job.request.resumed
+    used = UsedPaths.of_job(job, run=resumed.folder.name if resumed else "")
+    return (used.system, used.lines_after_system(), "\n".join(used.stored_paths))
 
 
 def run_scheduler_command(connection: Connection, argv: Sequence[str], *, file: str = "") -> Finished:

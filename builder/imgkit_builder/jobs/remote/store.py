@@ -247,30 +247,64 @@ def describe_sif(path: Path, *, input_sha256: str = "", project: str = "") -> Re
     )
 
 
-def note_lines(job: Job, run_folder: str = "") -> tuple[str, ...]:
-    """Return the lines of the file ``jobs/ID`` in the store, by which `gc` knows what the job uses.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsedPaths:
+    """What a job uses in the store. The file ``jobs/ID`` has it for `gc`, with one value per line."""
 
-    The lines are the system, the job's name, the paths of its image, code and data below imgkit's folder, and
-    the run folder: ``("slurm", "train", "images/.../image.sif", "code/3f2a...")``.
+    system: str
+    """The system that took the job."""
+    job_name: str
+    stored_paths: tuple[str, ...]
+    """Paths of the image, code and data below imgkit's folder: ``("images/.../image.sif", "code/...")``."""
+    run: str = ""
+    """Name of the run folder, or "" for ``NAME-ID``. A resumed job has the folder of an earlier job."""
 
-    Parameters
-    ----------
-    run_folder : the path of the run folder of a resumed job, which has the name of an earlier job. It is
-        empty for all other jobs, whose run folder is ``runs/NAME-ID``.
-    """
-    store_prefix = f"{job.directory}/"
-    container = job.container
-    lines = [job.system, job.name]
-    if container.image.startswith("/"):  # pods pull their image
-        lines.append(container.image.removeprefix(store_prefix))
-    data_folders = [mount.source for mount in container.data]
-    for path in (container.code_folder, *data_folders):
-        # Folders of data outside of the store are left out, because `gc` never removes them.
-        if path.startswith(store_prefix):
-            lines.append(path.removeprefix(store_prefix))
-    if run_folder:
-        lines.append(f"runs/{PurePosixPath(run_folder).name}")
-    return tuple(lines)
+    @classmethod
+    def of_job(cls, job: Job, run: str = "") -> UsedPaths:
+        """Return what `job` uses. `run` is the name of its run folder, or "" for ``NAME-ID``."""
+        store_prefix = f"{job.directory}/"
+        container = job.container
+        paths = []
+        if container.image.startswith("/"):  # pods pull their image
+            paths.append(container.image.removeprefix(store_prefix))
+        data_folders = [mount.source for mount in container.data]
+        for path in (container.code_folder, *data_folders):
+            # Folders of data outside of the store are left out, because `gc` never removes them.
+            if path.startswith(store_prefix):
+                paths.append(path.removeprefix(store_prefix))
+        return cls(system=job.system, job_name=job.name, stored_paths=tuple(paths), run=run)
+
+    @classmethod
+    def parse(cls, lines: Sequence[str]) -> UsedPaths:
+        """Return what the lines of a file ``jobs/ID`` say.
+
+        A file that is cut short has fewer lines; the missing ones count as empty.
+        """
+        system, job_name, *paths = [*lines, "", ""]  # at least two values, also from an empty file
+        run = ""
+        stored_paths = []
+        for path in paths:
+            if path.startswith("runs/"):
+                run = path.removeprefix("runs/")
+            elif path:
+                stored_paths.append(path)
+        return cls(system=system, job_name=job_name, stored_paths=tuple(stored_paths), run=run)
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders with the image, code and data: ``images/NAME`` instead of ``images/NAME/image.sif``."""
+        return tuple(path.removesuffix(f"/{SIF}") for path in self.stored_paths)
+
+    def run_name(self, job_id: str) -> str:
+        """Return the name of the job's run folder in ``runs``."""
+        return self.run or f"{self.job_name}-{job_id}"
+
+    def lines_after_system(self) -> str:
+        """Return the text of the file without its first line, which is the system."""
+        lines = [self.job_name, *self.stored_paths]
+        if self.run:
+            lines.append(f"runs/{self.run}")
+        return "\n".join(lines)
 
 
 def open_store(connection: Connection, *, program: str, code: str = "") -> Store:

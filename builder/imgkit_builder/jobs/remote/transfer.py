@@ -252,22 +252,6 @@ def send_image(
         return _send_and_publish(connection, source, home=home, target=f"images/{image.name}", report=report)
 
 
-@dataclass(slots=True)
-class _Progress:
-    """How far a transfer has come, over all its attempts."""
-
-    failures: int = 0
-    """Number of connections that were lost in a row without progress in between."""
-    arrived_bytes: int = -1
-    """Bytes that had arrived when the best attempt began. -1 until an attempt has reached the remote."""
-
-    def start_attempt(self, arrived_bytes: int) -> None:
-        """Record how much has arrived. If it is more than before, the failures count from 0 again."""
-        if arrived_bytes > self.arrived_bytes:
-            self.failures = 0
-            self.arrived_bytes = arrived_bytes
-
-
 def _send_and_publish(
     connection: Connection, source: Source, *, home: str, target: str, report: Reporter
 ) -> Transferred | None:
@@ -278,45 +262,44 @@ def _send_and_publish(
     """
     folder, _, name = target.rpartition("/")
     values = {"home": home, "folder": folder, "name": name, "partial": rsync.PARTIAL}
-    progress = _Progress()
+    failures = 0  # connections that were lost in a row without progress in between
+    most_arrived_bytes = -1  # at the start of an attempt; -1 until an attempt has reached the remote
     while True:
         try:
-            return _attempt_transfer(connection, values, source, progress, report)
+            arrived_bytes = 0
+            if failures or not source.is_prepared:
+                arrived_bytes = _prepare_incoming(connection, values, source, is_retry=failures > 0)
+            if arrived_bytes > most_arrived_bytes:
+                failures = 0
+                most_arrived_bytes = arrived_bytes
+            return _send_rest(connection, values, source, arrived_bytes, report)
         except Cut as error:
-            progress.failures += 1
+            failures += 1
             # Without a first connection, the address is probably wrong, and further attempts would not help.
-            has_reached_remote = progress.arrived_bytes >= 0
-            if not has_reached_remote or progress.failures >= ATTEMPTS:
+            if most_arrived_bytes < 0 or failures >= ATTEMPTS:
                 hint = str(error.hint)
-                if progress.arrived_bytes > 0:
+                if most_arrived_bytes > 0:
                     hint += "; the same command resumes the transfer"
                 raise Cut(error.what, where=error.where, hint=hint) from error
             report.note(f"the connection was lost, and imgkit connects again: {error.what}")
-        time.sleep(progress.failures - 1)  # at once after the first failure
+        time.sleep(failures - 1)  # at once after the first failure
 
 
-def _attempt_transfer(
-    connection: Connection, values: Mapping[str, str], source: Source, progress: _Progress, report: Reporter
+def _send_rest(
+    connection: Connection, values: Mapping[str, str], source: Source, arrived_bytes: int, report: Reporter
 ) -> Transferred | None:
-    """Make one attempt to send what the remote does not have yet, and publish the folder.
-
-    To publish means to check what has arrived and to give it its name in the store.
+    """Send what the remote does not have yet, and publish the folder.
 
     Parameters
     ----------
     values : the variables of the scripts on the remote: ``home``, ``folder``, ``name`` and ``partial``.
-    progress : is updated when the remote has said how many bytes have arrived in earlier attempts.
+    arrived_bytes : how much has arrived in earlier attempts.
 
     Raises
     ------
     Cut : the connection was lost.
     """
     remote = connection.remote.name
-    is_retry = progress.failures > 0
-    arrived_bytes = 0
-    if is_retry or not source.is_prepared:
-        arrived_bytes = _prepare_incoming(connection, values, source, is_retry=is_retry)
-    progress.start_attempt(arrived_bytes)
     if arrived_bytes:
         report.note(f"{size_text(arrived_bytes)} of {size_text(source.size_bytes)} were sent before")
     report.stage(f"send the {source.label} to {remote}")
@@ -389,15 +372,15 @@ def _prepare_incoming(
     answer = _PREPARED.fullmatch(output)
     if answer is None:
         raise unreadable_answer(connection.remote.name, output)
-    arrived_bytes = min(int(answer["arrived_bytes"]), source.size_bytes)
     free = free_bytes(answer["df_row"].decode(errors="replace"))
+    # rsync writes a new file beside the partial one, so the bytes that have arrived do not count.
     if free is not None and free < source.size_bytes and not source.may_be_linked:
-        # rsync writes a new file beside the partial one, so the bytes that have arrived do not count.
         raise CheckFailed(
             f"{size_text(source.size_bytes)} to send to {connection.remote.name}, but {size_text(free)} free",
             where=values["home"],
             hint=_space_hint(connection),
         )
+    arrived_bytes = min(int(answer["arrived_bytes"]), source.size_bytes)
     # `_JOIN` lets the partial image grow by the size of the basis, and rsync may write a new image beside it.
     has_space_to_join = free is None or free > 2 * source.size_bytes
     if arrived_bytes and source.basis and has_space_to_join:

@@ -150,7 +150,11 @@ class Runtime(abc.ABC):
         if image.is_sif(path):
             sif = image.read(path)
             if sif.encrypted:
-                raise _encrypted_sif_error(path)
+                raise UsageError(
+                    "the .sif is encrypted: each node would need its key",
+                    where=str(path),
+                    hint="ask its owner for one that is not, or for the archive: imgkit sif ARCHIVE",
+                )
             if sif.record is None:
                 return True
         return job.request.container.python_flag != "" or self._lacks_manifest(path)
@@ -268,8 +272,8 @@ class Runtime(abc.ABC):
         This is for images that imgkit did not build: imgkit binds only the package of the entry points into
         them, and no programs. The result is empty for an image of imgkit, which has the programs.
         """
-        bound = job.container.bound
-        return bound.python if bound else ""
+        entry_points = job.container.entry_points
+        return entry_points.python if entry_points else ""
 
     def _env_argv(self, job: Job) -> Argv:
         """Return the start of a command, ``env NAME=VALUE ...``, that sets variables inside the container.
@@ -385,8 +389,8 @@ class Runtime(abc.ABC):
         lines += quoting.export_lines(job.settings)
         if container.env_file:
             lines.append(_EXPORT_ENV_FILE.format(file=shlex.quote(container.env_file)))
-        if container.bound is not None and container.bound.digest:
-            lines.append(self._refuse_changed_image(job, container.bound.digest))
+        if container.entry_points is not None and container.entry_points.digest:
+            lines.append(self._refuse_changed_image(job, container.entry_points.digest))
         # A value of system.env can begin with the job's folder, which only imgkit knows.
         if JOB_FOLDER in site_variables(*variables.values()):
             lines += quoting.export_lines({JOB_FOLDER: str(job.directory)})
@@ -471,9 +475,10 @@ fi"""
             mounts.append(f"{file}:{record.target(number)}:{self.squashfs_options}")
         mounts += self._library_mounts(job)
         mounts += container.binds
-        if container.bound:
-            folder = container.bound.folder
-            mounts.append(f"{folder}/{PACKAGE}:{container.bound.site}/{PACKAGE}:ro")
+        entry_points = container.entry_points
+        if entry_points:
+            folder = entry_points.folder
+            mounts.append(f"{folder}/{PACKAGE}:{entry_points.site}/{PACKAGE}:ro")
             mounts.append(f"{folder}/{SYSTEM_JSON.name}:{SYSTEM_JSON}:ro")
         mounts.append(str(job.directory))
         return tuple(mounts)
@@ -537,15 +542,6 @@ fi"""
     def typed_shell(self, job: Job) -> str:
         """Return the command that people type for a shell in the image."""
         return f"{self.program(job.recipe)} exec {job.container.image} bash"
-
-
-def _encrypted_sif_error(path: Path) -> UsageError:
-    """Return the error for an encrypted .sif, into which imgkit cannot look."""
-    return UsageError(
-        "the .sif is encrypted: each node would need its key",
-        where=str(path),
-        hint="ask its owner for one that is not, or for the archive: imgkit sif ARCHIVE",
-    )
 
 
 def check_reference(text: str) -> str:

@@ -109,11 +109,23 @@ class Pyxis(Runtime):
         UsageError : the job must go on when a node is lost, or the path of a mount has characters that pyxis
             cannot mount.
         """
+        size = job.allocation.size
         if job.outlives_nodes:
-            raise _lost_nodes_error(job)
-        for mount in (*job.container.binds, str(job.directory)):
-            if not self.can_mount(mount):
-                raise _mount_error(job, mount)
+            raise UsageError(
+                f"--nodes {size}: with pyxis the whole step is in the container, where no "
+                "node can ask Slurm which nodes are left",
+                where="--nodes",
+                hint=f"--nodes {size.training}",
+            )
+        for mount in job.container.binds:
+            self._refuse_unmountable(mount, where="--bind, or system.runtime.binds")
+        self._refuse_unmountable(str(job.directory), where="--directory")
+
+    def _refuse_unmountable(self, mount: str, *, where: str) -> None:
+        """Raise UsageError for a mount that pyxis cannot write into fstab."""
+        if not self.can_mount(mount):
+            hint = "a path without blanks, quotes and \\ $ # ,"
+            raise UsageError(f"pyxis cannot mount {mount!r}", where=where, hint=hint)
 
     def check_submission(self, job: Job) -> None:
         """Check the image and the variables of this machine before the job waits in a queue.
@@ -233,22 +245,27 @@ class Pyxis(Runtime):
         ------
         ToolMissing : no program on this machine starts a .sqsh.
         """
-        installed = [program for program in _STARTERS if shutil.which(program)]
-        if not installed:
-            raise _no_starter_error(job)
+        programs = [program for program in _STARTERS if shutil.which(program)]
+        if not programs:
+            raise ToolMissing(
+                "imgkit has to look into this image, which it did not build, and nothing here starts a .sqsh",
+                where=job.container.image,
+                hint=f"one of {', '.join(_STARTERS)} on PATH; or submit where there is one",
+            )
+        program = programs[0]
         # The options in the recipe are those of pyxis: Singularity starts the image with its usual ones.
         singularity = Singularity()
-        _, *arguments = singularity.argv(job, probe)
-        if installed[0] != "enroot":
-            return (installed[0], *arguments)
+        singularity_argv = singularity.argv(job, probe)
+        if program != "enroot":
+            return (program, *singularity_argv[1:])
         mounts = []
         for mount in with_targets(singularity.mounts(job)):
             source, target = mount.split(":")[:2]
             mounts.append(f"{source}:{target}:x-create=auto,bind")
         # enroot's hook for GPUs ends the container on a machine without GPUs.
         options = ("--env", "NVIDIA_VISIBLE_DEVICES=void", *quoting.repeat_option("--mount", mounts))
-        image_and_probe = arguments[arguments.index(job.container.image) :]
-        return ("enroot", "start", *options, *image_and_probe)
+        image_index = singularity_argv.index(job.container.image)  # the probe follows the image
+        return (program, "start", *options, *singularity_argv[image_index:])
 
     def probe_program(self, job: Job) -> str:
         """Return an empty text, because `probe_argv` itself finds a program on PATH."""
@@ -293,35 +310,6 @@ def _refuse_pyxis_variables() -> None:
         if name in os.environ:
             message = f"{name} is set here: pyxis would start the job's script itself in a container"
             raise UsageError(message, where=name, hint=f"unset {name}; the image is --image PATH")
-
-
-def _lost_nodes_error(job: Job) -> UsageError:
-    """Return the error for a job that must go on when a node is lost, which pyxis does not allow."""
-    size = job.allocation.size
-    return UsageError(
-        f"--nodes {size}: with pyxis the whole step is in the container, where no "
-        "node can ask Slurm which nodes are left",
-        where="--nodes",
-        hint=f"--nodes {size.training}",
-    )
-
-
-def _mount_error(job: Job, mount: str) -> UsageError:
-    """Return the error for a mount that pyxis cannot write into fstab."""
-    where = "--bind, or system.runtime.binds"
-    if mount == str(job.directory):
-        where = "--directory"
-    hint = "a path without blanks, quotes and \\ $ # ,"
-    return UsageError(f"pyxis cannot mount {mount!r}", where=where, hint=hint)
-
-
-def _no_starter_error(job: Job) -> ToolMissing:
-    """Return the error for a .sqsh that imgkit must inspect on a machine with none of `_STARTERS`."""
-    return ToolMissing(
-        "imgkit has to look into this image, which it did not build, and nothing here starts a .sqsh",
-        where=job.container.image,
-        hint=f"one of {', '.join(_STARTERS)} on PATH; or submit where there is one",
-    )
 
 
 def _is_file(text: str) -> bool:

@@ -73,7 +73,13 @@ class Singularity(Runtime):
             return  # without a scheduler, the node sets none either
         for option in self.options(job):
             if _CLEAN_ENVIRONMENT.fullmatch(option):
-                raise _clean_option_error(job, option)
+                raise UsageError(
+                    f"with {option}, the container receives no variable of the node and the job: the node "
+                    "agent would find neither the other nodes nor the job's settings",
+                    where=job.recipe.where("system", "runtime", "options"),
+                    hint=f"remove {option} from system.runtime.options; --contain and --no-home keep the "
+                    "variables",
+                )
 
     def check_submission(self, job: Job) -> None:
         """Raise UsageError if the image does not exist, or is for other nodes."""
@@ -140,13 +146,3 @@ class Singularity(Runtime):
 def _is_sqsh(job: Job) -> bool:
     """Return whether the image is a plain squashfs. The suffix decides if the file is not on this machine."""
     return job.container.image.endswith(SQSH_SUFFIXES) or sqsh.is_sqsh(Path(job.container.image))
-
-
-def _clean_option_error(job: Job, option: str) -> UsageError:
-    """Return the error for an option that keeps variables out of the container."""
-    return UsageError(
-        f"with {option}, the container receives no variable of the node and the job: the node "
-        "agent would find neither the other nodes nor the job's settings",
-        where=job.recipe.where("system", "runtime", "options"),
-        hint=f"remove {option} from system.runtime.options; --contain and --no-home keep the variables",
-    )

@@ -147,7 +147,13 @@ class System(abc.ABC):
         ------
         UsageError : the system has no queue for such a job, or no use for such a file.
         """
-        raise _no_conversion_error(job)
+        if runtimes.get_runtime(job.recipe.system.runtime.kind).is_isolated:
+            message = "pods pull their image from a registry; a .sif is of no use to them"
+            hint = f"imgkit push {job.recipe.name} REGISTRY/{job.recipe.name}:1"
+        else:
+            message = "there is no scheduler to submit this to"
+            hint = f"here: {shlex.join(job.command)}"
+        raise UsageError(message, where="--submit", hint=hint)
 
     def check(self, job: Job, *, is_submitted: bool = False) -> Iterable[str]:
         """Return warnings about requests that the user may not have meant.
@@ -216,17 +222,6 @@ class System(abc.ABC):
         if record.shell_line:
             hint = f"on a node of the job: bash -lc {shlex.quote(line)}"
         raise UsageError(f"{record.system} starts no shell in a running job", where="--job", hint=hint)
-
-
-def _no_conversion_error(job: Job) -> UsageError:
-    """Return the error for a job that makes an image file, on a system that has no queue for it."""
-    if runtimes.get_runtime(job.recipe.system.runtime.kind).is_isolated:
-        message = "pods pull their image from a registry; a .sif is of no use to them"
-        hint = f"imgkit push {job.recipe.name} REGISTRY/{job.recipe.name}:1"
-    else:
-        message = "there is no scheduler to submit this to"
-        hint = f"here: {shlex.join(job.command)}"
-    return UsageError(message, where="--submit", hint=hint)
 
 
 def array_state(states: Iterable[JobState]) -> JobState:

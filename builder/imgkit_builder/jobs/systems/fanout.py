@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from imgkit_builder.jobs.job import Argv, SentInput
+from imgkit_builder.jobs.job import NO_INPUT, Argv, HostCommand, HostInput
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rollcall.secret import VARIABLE
@@ -78,16 +78,16 @@ exit "$code"
 """
 
 
-def _input_lines(sent: SentInput) -> bytes:
+def _input_lines(host_input: HostInput) -> bytes:
     """Return the lines that each guard, the shell script on a host, reads first from its standard input.
 
     They are the secret, one ``NAME=VALUE`` line for each variable, and an empty line. The line of the
     secret is empty if only variables are sent. Without either, there are no lines.
     """
-    if sent == SentInput():
+    if host_input == NO_INPUT:
         return b""
-    secret = secrets.token_hex(32) if sent.secret else ""
-    variables = [f"{name}={os.environ[name]}" for name in sent.names]
+    secret = secrets.token_hex(32) if host_input.secret else ""
+    variables = [f"{name}={os.environ[name]}" for name in host_input.names]
     return os.fsencode("\n".join((secret, *variables, "", "")))
 
 
@@ -108,7 +108,7 @@ $imgkit_secret
 END"""
 
 
-def guard_command(command: Argv, sent: SentInput = SentInput()) -> Argv:
+def guard_command(command: Argv, host_input: HostInput = NO_INPUT) -> Argv:
     """Return an argv that runs `command` under a guard: a shell script that ends it when its input ends.
 
     The input also ends when imgkit is killed, so no command is left behind on a host. The host needs a POSIX
@@ -116,11 +116,14 @@ def guard_command(command: Argv, sent: SentInput = SentInput()) -> Argv:
 
     Parameters
     ----------
-    sent : what the guard reads first, and passes on to the command.
+    host_input : what the guard reads first, and passes on to the command.
     """
-    read_input = "" if sent == SentInput() else _READ_INPUT_LINES
-    start = _START_WITH_INPUT.format(variable=VARIABLE) if sent.secret else _START_COMMAND
-    script = _GUARD.format(kill_s=KILL_S, start=read_input + start)
+    start = _START_COMMAND
+    if host_input.secret:
+        start = _START_WITH_INPUT.format(variable=VARIABLE)
+    if host_input != NO_INPUT:
+        start = _READ_INPUT_LINES + start
+    script = _GUARD.format(kill_s=KILL_S, start=start)
     return ("sh", "-c", script, "imgkit", *command)
 
 
@@ -189,11 +192,11 @@ class _Host:
 
 
 def run_on_hosts(
-    remote: Sequence[tuple[str, str]],
+    commands: Sequence[HostCommand],
     *,
     show: Show,
     say: Callable[[str], None],
-    sent: SentInput = SentInput(),
+    host_input: HostInput = NO_INPUT,
     head_decides: bool = False,
 ) -> int:
     """Run a command line on each host, and return the first exit code that was not 0, or 0.
@@ -204,11 +207,11 @@ def run_on_hosts(
 
     Parameters
     ----------
-    remote : the name of each host, and the command line for its shell, which starts a guard: a script that
-        ends the command when imgkit asks or ends.
+    commands : the command line for the shell of each host. It starts a guard: a script that ends the
+        command when imgkit asks or ends.
     show : gets the output. Several threads call it, but only one at a time.
     say : gets messages for the user.
-    sent : what the guards read first from their input, such as the values of variables.
+    host_input : what the guards read first from their input, such as the values of variables.
     head_decides : whether only the exit code of the first host, the head, counts. Then the other hosts go on
         after one of them has failed.
     """
@@ -218,10 +221,10 @@ def run_on_hosts(
         with lock:
             show(host, text, is_error)
 
-    data = _input_lines(sent)
-    with _collect_stop_signals() as signals, _close_at_exit([]) as hosts:
-        # One by one: if a later ssh cannot start, `_close_at_exit` ends the hosts before it.
-        hosts += (_Host(name, line, data, show_line) for name, line in remote)
+    data = _input_lines(host_input)
+    with _collect_stop_signals() as signals, _close_at_exit() as hosts:
+        for command in commands:  # if a later ssh cannot start, `_close_at_exit` ends the hosts before it
+            hosts.append(_Host(command.host, command.line, data, show_line))
         return _wait_for_hosts(hosts, signals, say, head_decides=head_decides)
 
 
@@ -296,11 +299,12 @@ def _force_to_end(hosts: Sequence[_Host]) -> None:
 
 
 @contextlib.contextmanager
-def _close_at_exit(hosts: list[_Host]) -> Iterator[list[_Host]]:
-    """Yield the list `hosts`, to which the caller appends. On exit, end all commands, and then each ssh.
+def _close_at_exit() -> Iterator[list[_Host]]:
+    """Yield an empty list, to which the caller appends hosts. On exit, end their commands, and then each ssh.
 
     The hosts have `END_S` seconds for their commands to end. After that, their ssh is killed.
     """
+    hosts: list[_Host] = []
     try:
         yield hosts
     finally:

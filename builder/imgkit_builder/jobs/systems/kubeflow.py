@@ -47,9 +47,13 @@ class Kubeflow(pods.Pods):
 
     def script(self, job: Job) -> Script:
         """Return the document for ``kubectl create``. That of an interactive job begins with comments."""
-        if job.recipe.system.queue.node_pools:
-            raise _node_pools_error(job)
         kind = pods.output_format(job)
+        if job.recipe.system.queue.node_pools:
+            raise UsageError(
+                f"node_pools cannot be part of a {kind}",
+                where=job.recipe.where("system", "queue", "node_pools"),
+                hint="use --format runai, or a recipe without queue.node_pools",
+            )
         document = _pytorchjob(job) if kind == "pytorchjob" else _trainjob(job)
         comments = _interactive_comments(job, kind) if job.is_interactive else ()
         text = "\n".join((*comments, _to_yaml(_without_empty_values(document))))
@@ -201,15 +205,6 @@ def _unsupported_option_error(job: Job, flag: str) -> UsageError:
     )
 
 
-def _node_pools_error(job: Job) -> UsageError:
-    """Return the error for node pools in the recipe, which only RunAI's client can name."""
-    return UsageError(
-        f"node_pools cannot be part of a {pods.output_format(job)}",
-        where=job.recipe.where("system", "queue", "node_pools"),
-        hint="use --format runai, or a recipe without queue.node_pools",
-    )
-
-
 def _pytorchjob(job: Job) -> dict[str, Any]:
     """Return a PyTorchJob with a master pod for the first node and a worker pod for each other node.
 
@@ -261,8 +256,13 @@ def _trainjob(job: Job) -> dict[str, Any]:
     ------
     UsageError : the job has spare nodes, which a TrainJob cannot use.
     """
-    if job.allocation.size.spares:
-        raise _spares_of_trainjob_error(job)
+    size = job.allocation.size
+    if size.spares:
+        raise UsageError(
+            f"--nodes {size}, but a TrainJob ends on all nodes when one pod has failed a few times",
+            where="--format",
+            hint=f"--format pytorchjob, or --nodes {size.training}",
+        )
     # command, not args: the runtime may have a command, for example torchrun, which this one replaces. A
     # trainer has no field for the working directory, so env changes to it.
     command = list(pods.pod_command(job))
@@ -283,16 +283,6 @@ def _trainjob(job: Job) -> dict[str, Any]:
     patch = {"manager": "imgkit/job", "trainingRuntimeSpec": job_set}
     spec = {"runtimeRef": {"name": RUNTIME}, "trainer": trainer, "runtimePatches": [patch]}
     return _kubernetes_document(job, "trainer.kubeflow.org/v1alpha1", "TrainJob", spec)
-
-
-def _spares_of_trainjob_error(job: Job) -> UsageError:
-    """Return the error for a TrainJob with spare nodes."""
-    size = job.allocation.size
-    return UsageError(
-        f"--nodes {size}, but a TrainJob ends on all nodes when one pod has failed a few times",
-        where="--format",
-        hint=f"--format pytorchjob, or --nodes {size.training}",
-    )
 
 
 def _kubernetes_document(job: Job, version: str, kind: str, spec: Mapping[str, Any]) -> dict[str, Any]:

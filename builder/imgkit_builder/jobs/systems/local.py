@@ -104,14 +104,23 @@ def _with_settings(job: Job, argv: Argv) -> Argv:
         return ("sh", "-c", "; ".join((*export_lines, f"exec {command}")))
     if runtime.environment_by_options:
         return argv
-    # Folders of libraries are put before the node's own value, and a default of system.env applies only if
-    # the node has none.
-    has_defaults = not runtime.has_container and runtime.system_variables(job)
-    if job.recipe.system.runtime.host_libs or job.container.env_file or has_defaults:
+    if _has_node_values(job):
         return ("sh", "-c", "; ".join((*export_lines, 'exec "$@"')), "sh", *argv)
     if not job.settings:
         return argv
     return ("env", *quoting.assignments(job.settings), *argv)
+
+
+def _has_node_values(job: Job) -> bool:
+    """Return whether a variable of the job depends on the node, so that only a shell there can set it.
+
+    Folders of libraries are put before the node's own value, and a default of ``system.env`` applies only if
+    the node has none.
+    """
+    if job.recipe.system.runtime.host_libs or job.container.env_file:
+        return True
+    runtime = runtime_of(job)
+    return not runtime.has_container and len(runtime.system_variables(job)) > 0
 
 
 def _check_gpus(job: Job) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from imgkit_builder.base.flags import option_field
-from imgkit_builder.jobs.job import Argv, Job, Script, SentInput
+from imgkit_builder.jobs.job import Argv, HostCommand, HostInput, Job, Script
 from imgkit_builder.jobs.quoting import assignments, command_line, repeat_option
 from imgkit_builder.jobs.request import SystemFlags
 from imgkit_builder.jobs.runtimes import runtime_of
@@ -91,7 +91,7 @@ class Mpi(local.ForegroundSystem):
         """
         flags = job.flags(MpiFlags)
         if is_submitted and flags.mpi_start != "ssh":
-            _check_order(flags.names)
+            _refuse_other_head(flags.names)
         if flags.mpi_start != "ranks":
             yield from single_process_warnings(job.command)
         yield from partial_node_warnings(job)
@@ -129,10 +129,9 @@ def _check_hosts(job: Job) -> None:
     needs_hosts = bool(flags.names) or nodes > 1 or by_ssh  # mpirun starts one node without hosts
     if needs_hosts and len(flags.names) != nodes:
         raise _host_count_error(flags.names, nodes)
-    if by_ssh:
-        return
     for host in flags.names:
-        if "@" in host or ":" in host:  # USER@HOST, or an IPv6 address
+        is_plain_name = "@" not in host and ":" not in host  # no USER@HOST, and no IPv6 address
+        if not by_ssh and not is_plain_name:
             raise UsageError(
                 f"mpirun cannot use {host!r}: it reads slots after a colon, and has no syntax for a user",
                 where="--hosts",
@@ -155,13 +154,13 @@ def _host_count_error(hosts: Sequence[str], nodes: int) -> UsageError:
     )
 
 
-def _check_order(hosts: Sequence[str]) -> None:
+def _refuse_other_head(hosts: Sequence[str]) -> None:
     """Raise UsageError if this machine is one of the hosts, but not the first.
 
     All ranks connect to the first host, where they expect rank 0. But Open MPI 4.1 starts rank 0 on the
     machine where mpirun runs, wherever that machine stands in the list of hosts.
     """
-    local_host = next(filter(fanout.is_this_machine, hosts), "")
+    local_host = _find_local_host(hosts)
     if not local_host or local_host == hosts[0]:
         return
     other_hosts = [host for host in hosts if host != local_host]
@@ -170,6 +169,14 @@ def _check_order(hosts: Sequence[str]) -> None:
         where="--hosts",
         hint=f"--hosts {','.join((local_host, *other_hosts))}, or start it on {hosts[0]}",
     )
+
+
+def _find_local_host(hosts: Sequence[str]) -> str:
+    """Return the first of `hosts` that is this machine, or "" if none is."""
+    for host in hosts:
+        if fanout.is_this_machine(host):
+            return host
+    return ""
 
 
 def _mpirun_script(job: Job) -> Script:
@@ -241,26 +248,27 @@ def _ssh_script(job: Job) -> Script:
     """Return a script with one command for each host.
 
     The text of the script shows the commands as ``ssh`` lines, which a user can type in several terminals.
-    ``imgkit run`` starts the commands of `Script.remote` instead. There, a guard runs around the command: a
-    shell script on the host that ends the command when imgkit ends (`fanout`).
+    ``imgkit run`` starts the commands of `Script.host_commands` instead. There, a guard runs around the
+    command: a shell script on the host that ends the command when imgkit ends (`fanout`).
     """
     # A run by hand has no job id from which a port could be computed. With a fixed port, two runs on one head
     # would meet, and a stranger would know the port. So the port is random.
     port = job.container.env.get("IMGKIT_PORT") or str(FIRST_PORT + secrets.randbelow(PORTS - 1))
     ssh_lines = []
-    guarded_lines = []
+    guarded_commands = []
     for rank, host in enumerate(_hosts(job)):
         command = _node_command(job, rank, port)
         ssh_argv = ("ssh", "-t", host, _remote_line(job, _node_argv(job, command)))
         ssh_lines.append(command_line(ssh_argv))
-        guarded_lines.append((host, _remote_line(job, _guarded_node_argv(job, command))))
+        guarded_line = _remote_line(job, _guarded_node_argv(job, command))
+        guarded_commands.append(HostCommand(host, guarded_line))
     lines = (*_ssh_comments(job), *ssh_lines, *_torch_comments(job))
     return Script(
         text="\n".join(lines) + "\n",
         submit=(),
         foreground=True,
-        remote=tuple(guarded_lines),
-        sent=_ssh_input(job),
+        host_commands=tuple(guarded_commands),
+        host_input=_ssh_input(job),
         head_decides=job.outlives_nodes,
     )
 
@@ -345,20 +353,20 @@ def _guarded_node_argv(job: Job, command: Argv) -> Argv:
     The guard is a shell script that reads its standard input, and ends `command` at the end of the input. It
     must run in the container, because a container need not end with the program that has started it.
     """
-    sent = _ssh_input(job)
+    host_input = _ssh_input(job)
     runtime = runtime_of(job)
     if not runtime.has_container:
-        return fanout.guard_command(_node_argv(job, command), sent)
-    container_argv = runtime.argv(job, fanout.guard_command(command, sent))
+        return fanout.guard_command(_node_argv(job, command), host_input)
+    container_argv = runtime.argv(job, fanout.guard_command(command, host_input))
     return local.host_argv(job, runtime.with_input(container_argv, is_terminal=False))
 
 
-def _ssh_input(job: Job) -> SentInput:
+def _ssh_input(job: Job) -> HostInput:
     """Return what imgkit sends to each host through the input of ssh.
 
     The secret is sent only to node agents, which expect it on their standard input.
     """
-    return SentInput(secret=job.makes_secret and _starts_node_agent(job), names=job.container.names)
+    return HostInput(secret=job.makes_secret and _starts_node_agent(job), names=job.container.names)
 
 
 def _remote_line(job: Job, argv: Argv) -> str:
@@ -379,15 +387,14 @@ def _torch_program(command: Argv) -> Argv:
     imgkit, asks for its help, or has options of ``dist-run``, which mean nothing to torch.
     """
     name, *arguments = command
-    entry_points = {entry_point.name: entry_point for entry_point in COMMANDS}
-    entry_point = entry_points.get(name)
-    if entry_point is None or {"-h", "--help", "--version"} & set(arguments):
+    if {"-h", "--help", "--version"} & set(arguments):
         return ()
-    if entry_point.app is not None:
-        return _torch_app(entry_point, arguments)
-    if name != "dist-run" or not arguments or arguments[0].startswith("-"):
-        return ()
-    return tuple(arguments)
+    if name == "dist-run" and arguments and not arguments[0].startswith("-"):
+        return tuple(arguments)
+    for entry_point in COMMANDS:
+        if entry_point.name == name and entry_point.app is not None:
+            return _torch_app(entry_point, arguments)
+    return ()
 
 
 def _torch_app(entry_point: Command, arguments: Sequence[str]) -> Argv:

@@ -138,7 +138,13 @@ class Pbs(System):
         UsageError : the recipe does not say which nodes make a .sif.
         """
         if not job.recipe.system.queue.sif:
-            raise _no_sif_options_error(job)
+            name = job.recipe.name
+            raise UsageError(
+                f"the recipe {name} does not name the nodes that make a .sif",
+                where=job.recipe.where("system", "queue"),
+                hint=f"{command_line(job.command)} on a node; or queue.sif: [-l, select=1:ncpus=8] in a "
+                f"recipe that extends {name}",
+            )
         directives = _directive_texts(
             ("-S", "/bin/bash", "-j", "oe", *_common_options(job), *scheduler_options(job))
         )
@@ -238,17 +244,6 @@ def _wait_info(output: str) -> WaitInfo:
         start = datetime.strptime(estimate, "%a %b %d %H:%M:%S %Y")
         expected_start = start.isoformat(timespec="minutes")
     return WaitInfo(reason=_find_attribute(output, "comment", ".*"), expected_start=expected_start)
-
-
-def _no_sif_options_error(job: Job) -> UsageError:
-    """Return the error for a recipe without ``queue.sif``, the options for a node that makes a .sif."""
-    name = job.recipe.name
-    return UsageError(
-        f"the recipe {name} does not name the nodes that make a .sif",
-        where=job.recipe.where("system", "queue"),
-        hint=f"{command_line(job.command)} on a node; or queue.sif: [-l, select=1:ncpus=8] in a "
-        f"recipe that extends {name}",
-    )
 
 
 def _resource_options(job: Job) -> Argv:

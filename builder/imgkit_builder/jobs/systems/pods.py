@@ -196,19 +196,11 @@ def pod_name(job: Job) -> str:
     UsageError : Kubernetes does not accept the job's name.
     """
     name = job.name
-    if not re.fullmatch(_LABEL, name) or len(name) > NAME_LIMIT:
-        raise _pod_name_error(name)
-    return name
-
-
-def _pod_name_error(name: str) -> UsageError:
-    """Return the error for a job's name that Kubernetes does not accept. The hint suggests a similar name.
-
-    ``My_Run.2`` becomes ``my-run-2``.
-    """
-    label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    if re.fullmatch(_LABEL, name) and len(name) <= NAME_LIMIT:
+        return name
+    label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")  # "My_Run.2" -> "my-run-2"
     similar_name = label[:NAME_LIMIT].rstrip("-")
-    return UsageError(
+    raise UsageError(
         f"{name!r} cannot name pods: up to {NAME_LIMIT} of a-z, 0-9, and - inside; no _, no capitals",
         where="--name",
         hint=f"--name {similar_name or 'run1'}",

@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from imgkit_builder.base import files
 from imgkit_builder.jobs import added_packages
 from imgkit_builder.packages import record
@@ -60,26 +58,6 @@ def test_flag_replaces_the_key(call: Any, home: Path) -> None:
     assert "/run/imgkit/packages/2" not in document["script"]
     rows = [row for row in document["values"] if row["name"] == "packages"]
     assert [(row["value"], row["source"]) for row in rows] == [("/a/x.sqsh", "--packages")]
-
-
-def test_item_of_the_key_that_pip_cannot_read_is_refused(call: Any, home: Path) -> None:
-    (home / "imgkit.toml").write_text('recipe = "mn5"\npackages = ["my package"]\n')
-    status, _, err = call("run", *SITE, "--", "dist-hello")
-    assert status == 2
-    assert "imgkit.toml:2" in err
-    assert "'my package' is not a requirement" in err
-
-
-@pytest.mark.parametrize("runtime", ["docker", "pyxis", "host"])
-def test_runtime_without_squashfs_is_refused_by_name(call: Any, home: Path, runtime: str) -> None:
-    recipe, site = ("lambda", ()) if runtime == "docker" else ("mn5", SITE[:-1])
-    args = ("--runtime", runtime, "--packages", "x.sqsh", "--dry-run", "--", "dist-hello")
-    status, _, err = call("run", recipe, *site, *args)
-    assert (status, err) == (
-        2,
-        f"imgkit: --packages: {runtime} mounts no squashfs, and packages are in one\n"
-        "  -> --runtime singularity; or build them into the image: image.pip of the recipe\n",
-    )
 
 
 def test_file_for_another_image_is_refused(call: Any, home: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import os
@@ -10,22 +9,22 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import small_sif
+from job_builder import make_job, make_script, write_recipe
 
 from imgkit_builder.base.process import Finished
+from imgkit_builder.base.progress import Silent
 from imgkit_builder.image import inside
-from imgkit_builder.jobs import bound, checks, submit, systems
+from imgkit_builder.jobs import checks, entry_points, submit, systems
 from imgkit_builder.jobs.job import Job
-from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve_job
+from imgkit_builder.jobs.prepared import PreparedJob
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.jobs.transport import Transport
-from imgkit_builder.recipe.targets import load_target
 from imgkit_entrypoints import __version__, system
 from imgkit_entrypoints.errors import ToolMissing, UsageError
 
@@ -41,14 +40,9 @@ SEEN = {
     "entry_points": "",
     "built": False,
 }
-HELLO = JobRequest.of(command=("dist-hello",), image="/site.sif", account="a", qos="acc_debug", time="5m")
 
 
-def job(folder: Path, **options: Any) -> Job:
-    return resolve_job(load_target("mn5"), HELLO.changed(directory=folder, **options))
-
-
-def fake(text: str = "", code: int = 0, *, digest: str = DIGEST, **seen: Any) -> bound.Runner:
+def fake(text: str = "", code: int = 0, *, digest: str = DIGEST, **seen: Any) -> entry_points.Runner:
     """A fake of the shell and the runtime: the image has `digest`, and its Python sees `seen`."""
 
     def run(argv: Sequence[str]) -> Finished:
@@ -60,33 +54,32 @@ def fake(text: str = "", code: int = 0, *, digest: str = DIGEST, **seen: Any) ->
     return run
 
 
-def bind(folder: Path, run: bound.Runner, **options: Any) -> Job:
-    return bound.bind_entry_points(job(folder, **options), run)
+def bind(folder: Path, run: entry_points.Runner, recipe: Path | str = "mn5", **options: Any) -> Job:
+    job = make_job(recipe, directory=folder, **{"image": "/site.sif", **options})
+    return entry_points.bind_entry_points(job, run)
 
 
 def test_entry_points_are_bound_and_started_by_the_image_s_python(tmp_path: Path) -> None:
     bound_job = bind(tmp_path, fake(), env=("A=b",))
-    folder = f"{tmp_path}/imgkit-entrypoints/{bound.folder_name(bound_job)}"
+    folder = f"{tmp_path}/imgkit-entrypoints/{entry_points.folder_name(bound_job)}"
     argv = runtime_of(bound_job).argv(bound_job, bound_job.command)
     assert f"{folder}/imgkit_entrypoints:{SEEN['site']}/imgkit_entrypoints:ro" in argv
     assert f"{folder}/system.json:/opt/imgkit/system.json:ro" in argv
     assert argv[-8:] == (
         *("/site.sif", "env", "A=b", SEEN["path"], "-I", "-m", "imgkit_entrypoints", "dist-hello"),
     )
-    assert bound_job.container.bound
-    assert bound_job.container.bound.version == __version__
+    assert bound_job.container.entry_points
+    assert bound_job.container.entry_points.version == __version__
 
 
 def put(job: Job) -> None:
     """Write the folder that is bound where the job looks for it."""
-    assert job.container.bound
-    bound.write_folder(Path(job.container.bound.folder), functools.partial(bound.write_bound_files, job))
+    Transport().put_entry_points(job, Silent())
 
 
 def test_folder_holds_the_package_and_the_system(tmp_path: Path) -> None:
     bound_job = bind(tmp_path, fake())
-    assert bound_job.container.bound
-    folder = Path(bound_job.container.bound.folder)
+    folder = entry_points.mounted_folder(bound_job)
     put(bound_job)
     assert system.from_json((folder / "system.json").read_text()) == bound_job.recipe.system
     assert (folder / "imgkit_entrypoints/__main__.py").is_file()
@@ -99,15 +92,14 @@ def test_folder_holds_the_package_and_the_system(tmp_path: Path) -> None:
 
 def test_any_other_command_runs_in_any_image(tmp_path: Path) -> None:
     bound_job = bind(tmp_path, fake(torch=""), command=("sh", "-c", "date"), activate="A=1")
-    assert bound_job.container.bound is None
+    assert bound_job.container.entry_points is None
     argv = runtime_of(bound_job).argv(bound_job, bound_job.command)
     assert argv[-5:] == ("bash", "A=1", "sh", "-c", "date")
 
 
 def test_folder_that_another_could_change_is_refused(tmp_path: Path) -> None:
     bound_job = bind(tmp_path, fake())
-    assert bound_job.container.bound
-    folder = Path(bound_job.container.bound.folder)
+    folder = entry_points.mounted_folder(bound_job)
     folder.parent.mkdir()
     folder.symlink_to(tmp_path)
     with pytest.raises(UsageError, match="the job would execute what is in it"):
@@ -116,22 +108,20 @@ def test_folder_that_another_could_change_is_refused(tmp_path: Path) -> None:
 
 def test_image_is_looked_at_once(tmp_path: Path) -> None:
     bind(tmp_path, fake())
-    assert bind(tmp_path, fake("no answer any more")).container.bound
+    assert bind(tmp_path, fake("no answer any more")).container.entry_points
     with pytest.raises(UsageError, match="no answer any more"):
         bind(tmp_path, fake("no answer any more", digest="f" * 64))
 
 
 def test_image_that_has_entry_points_is_left_alone(tmp_path: Path) -> None:
-    assert (
-        bind(tmp_path, fake(built=True, entry_points="/usr/lib/python3/dist-packages")).container.bound
-        is None
-    )
+    has_them = fake(built=True, entry_points="/usr/lib/python3/dist-packages")
+    assert bind(tmp_path, has_them).container.entry_points is None
 
 
 def test_chosen_python_of_imgkit_s_own_image_is_bound_over_it(tmp_path: Path) -> None:
     bound_job = bind(tmp_path, fake(built=True, entry_points="/opt/x"), python="/opt/x/bin/python")
-    assert bound_job.container.bound
-    assert bound_job.container.bound.site == "/opt/x"
+    assert bound_job.container.entry_points
+    assert bound_job.container.entry_points.site == "/opt/x"
 
 
 @pytest.mark.parametrize(
@@ -160,7 +150,7 @@ def test_chosen_python_of_imgkit_s_own_image_is_bound_over_it(tmp_path: Path) ->
     ],
 )
 def test_image_that_cannot_run_the_entry_points_is_refused(
-    tmp_path: Path, run: bound.Runner, options: dict[str, Any], message: str
+    tmp_path: Path, run: entry_points.Runner, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         bind(tmp_path, run, **options)
@@ -178,21 +168,20 @@ def test_encrypted_sif_is_refused(tmp_path: Path) -> None:
     assert data.count(plain + b"02") == 1
     path.write_bytes(data.replace(plain + b"02", encrypted + b"02"))
     with pytest.raises(UsageError, match="the \\.sif is encrypted"):
-        bound.bind_entry_points(job(tmp_path, image=str(path)))
+        entry_points.bind_entry_points(make_job(image=str(path)))
 
 
 def test_foreign_architecture_is_named_before_a_look(tmp_path: Path) -> None:
     path = small_sif.write(tmp_path / "arm.sif", recorded=False, arch="arm64")
-    prepared = submit.prepare("mn5", HELLO.changed(image=str(path), directory=tmp_path))
-    assert submit.bind_entry_points(prepared, Transport()).job is prepared.job
-    assert isinstance(prepared.job, Job)
+    job = make_job(image=str(path), directory=tmp_path)
+    prepared = PreparedJob(job=job, script=make_script())
+    assert submit.bind_entry_points(prepared, Transport()).job is job
     with pytest.raises(UsageError, match="the image is for arm64, but the nodes are amd64"):
-        checks.before_submission(prepared.job)
+        checks.before_submission(job)
 
 
 def test_look_on_a_remote_mounts_what_the_remote_has(tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text("extends: mn5\nsystem: {runtime: {host_libs: [/far/lib, /none/lib]}}\n")
+    libs = "extends: mn5\nsystem: {runtime: {host_libs: [/far/lib, /none/lib]}}\n"
     probes: list[Sequence[str]] = []
 
     def run(argv: Sequence[str]) -> Finished:
@@ -202,8 +191,7 @@ def test_look_on_a_remote_mounts_what_the_remote_has(tmp_path: Path) -> None:
             probes.append(argv)
         return fake()(argv)
 
-    request = HELLO.changed(directory=tmp_path, binds=("/far/data:/data", "/none/data"))
-    bound.bind_entry_points(resolve_job(load_target(file), request), run)
+    bind(tmp_path, run, write_recipe(tmp_path, libs), binds=("/far/data:/data", "/none/data"))
     [probe] = probes
     binds = [value for option, value in itertools.pairwise(probe) if option == "--bind"]
     assert binds == ["/far/lib:/far/lib:ro", "/far/data:/data", str(tmp_path)]
@@ -211,8 +199,8 @@ def test_look_on_a_remote_mounts_what_the_remote_has(tmp_path: Path) -> None:
 
 def test_sif_of_imgkit_is_not_looked_at(tmp_path: Path) -> None:
     for name, is_recorded in (("own.sif", True), ("b.sif", False)):
-        foreign_job = job(tmp_path, image=str(small_sif.write(tmp_path / name, recorded=is_recorded)))
-        assert runtime_of(foreign_job).is_foreign(foreign_job) is not is_recorded
+        job = make_job(image=str(small_sif.write(tmp_path / name, recorded=is_recorded)))
+        assert runtime_of(job).is_foreign(job) is not is_recorded
 
 
 def test_digest_of_the_job_is_the_one_that_was_looked_at(tmp_path: Path) -> None:
@@ -271,16 +259,13 @@ system: {runtime: {kind: docker, command: podman, options: [--gpu]}}
 
 @pytest.mark.parametrize("text", ["", "WARN: no network\n"])
 def test_image_of_podman_is_known_by_its_id(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "pod.yaml"
-    file.write_text(PODMAN)
-
     def run(argv: Sequence[str]) -> Finished:
         if argv[1:3] == ("image", "inspect"):
             return Finished(argv=tuple(argv), returncode=0, output=f"{text}sha256:{DIGEST}\n")
         return fake()(argv)
 
-    request = HELLO.changed(image="docker.io/site/torch:1", directory=tmp_path, nodes="2")
-    bound_job = bound.bind_entry_points(resolve_job(load_target(file), request), run)
+    recipe = write_recipe(tmp_path, PODMAN)
+    bound_job = bind(tmp_path, run, recipe, image="docker.io/site/torch:1", nodes="2")
     lines = systems.get_system("slurm").script(bound_job).text
     assert f"""podman image inspect --format '{{{{.Id}}}}' "$image")" != "sha256:{DIGEST}" ]""" in lines
     assert f"--volume {tmp_path}/imgkit-entrypoints/" in lines.replace(" \\\n    ", " ")
@@ -297,24 +282,14 @@ def checked(script: str) -> None:
 
 
 @pytest.mark.parametrize("noise", ["", "print('welcome')", "import sys; sys.stdout.write('no line end')"])
-def test_python_that_prints_at_its_start_is_understood(
-    tmp_path: Path, noise: str, run_python: Callable[[str], str]
-) -> None:
-    seen = inside.parse_python_probe(run_python(noise))
+def test_python_that_prints_at_its_start_is_understood(noise: str) -> None:
+    argv = inside.python_probe_argv()
+    argv[4] = f"{noise}\n{argv[4]}"
+    seen = inside.parse_python_probe(subprocess.check_output(argv, text=True))
     assert seen
     assert seen.path.startswith("/")
     assert tuple(map(int, seen.version.split(".")[:2])) >= (3, 10)
     assert not seen.built
-
-
-@pytest.fixture
-def run_python(tmp_path: Path) -> Callable[[str], str]:
-    def run(noise: str) -> str:
-        argv = inside.python_probe_argv()
-        argv[4] = f"{noise}\n{argv[4]}"
-        return subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True).stdout
-
-    return run
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"version": 3}', "[" * 100, "null"])

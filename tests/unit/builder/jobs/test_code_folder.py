@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 from file_tree import write_files, write_program
+from job_builder import make_job
 from stored_images import archive
 
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.image.context import LargeContext
-from imgkit_builder.jobs import code
+from imgkit_builder.jobs import code, transport
 from imgkit_builder.jobs.code_tree import CodeTree
 from imgkit_builder.jobs.request import CodeRecord, JobRequest
-from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.oci.manifest import InstalledProject
 from imgkit_builder.recipe.targets import load_target
@@ -33,10 +33,7 @@ from imgkit_entrypoints.errors import UsageError
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    folder = tmp_path / "it's my code"
-    (folder / "a b").mkdir(parents=True)
-    (folder / "train.py").write_text("print(1)\n")
-    (folder / "a b/run").write_text("#!/bin/sh\n")
+    folder = write_files(tmp_path / "it's my code", {"train.py": "print(1)", "a b/run": "#!/bin/sh"})
     (folder / "a b/run").chmod(0o700)
     return folder
 
@@ -99,10 +96,8 @@ def test_links_are_stored_and_never_followed(folder: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("with_git", [True, False], ids=["git", "no git"])
 def test_ignored_files_stay_here(folder: Path, with_git: bool) -> None:
-    for name, text in ((".gitignore", "*.log\n"), (".dockerignore", "data\n"), ("x.log", ""), ("new.py", "")):
-        (folder / name).write_text(text)
-    (folder / "data").mkdir()
-    (folder / "data/big").touch()
+    ignored = {".gitignore": "*.log", ".dockerignore": "data", "x.log": "", "data/big": ""}
+    write_files(folder, {**ignored, "new.py": ""})
     if with_git:
         git(folder, "init", "--quiet")
     assert names(read(folder).tree) == [".dockerignore", ".gitignore", "a b", "a b/run", "new.py", "train.py"]
@@ -131,13 +126,9 @@ def test_ignored_files_that_the_image_has_are_named(call: Any, folder: Path, tmp
 
 
 def test_ignored_data_is_named_in_one_line(folder: Path) -> None:
-    names = ("data/set/train.bin", "data/set/val.bin", "many/0", "runs/x/w", ".venv/b", "x.sif", "small")
-    (folder / ".gitignore").write_text("*.bin\nmany/\nruns/\n.venv/\nsmall\n")
-    (folder / "data/set").mkdir(parents=True)
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(bytes(10 if name == "small" else 1_100_000))
-    (folder / ".venv/pyvenv.cfg").touch()
+    names = ("data/set/train.bin", "data/set/val.bin", "many/0", "runs/x/w", ".venv/b", "x.sif")
+    write_files(folder, {".gitignore": "*.bin\nmany/\nruns/\n.venv/\nsmall", ".venv/pyvenv.cfg": ""})
+    write_files(folder, {**dict.fromkeys(names, bytes(1_100_000)), "small": bytes(10)})
     assert code.left_out_notice(read(folder), None) == (
         "not sent: data/set/train.bin, data/set/val.bin, many/ (git, Docker or imgkit ignores it); if the "
         'job reads it: data = ["data/set", "many"] in imgkit.toml'
@@ -145,25 +136,17 @@ def test_ignored_data_is_named_in_one_line(folder: Path) -> None:
 
 
 def test_folder_of_a_run_is_no_code(folder: Path) -> None:
-    for name in ("runs/x-1/workspace/train.py", "runs/x-1/code.json", "other/code.json"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).touch()
+    write_files(folder, {"runs/x-1/workspace/train.py": "", "runs/x-1/code.json": "", "other/code.json": ""})
     assert names(read(folder).tree) == ["a b", "a b/run", "other", "other/code.json", "train.py"]
 
 
 def test_git_itself_says_what_it_ignores(folder: Path) -> None:
     git(folder, "init", "--quiet")
-    (folder / ".git/info/exclude").write_text("*.tmp\n")
-    (folder / ".gitignore").write_text("kept.log\n")
-    for name in ("x.tmp", "kept.log"):
-        (folder / name).touch()
+    write_files(folder, {".git/info/exclude": "*.tmp", ".gitignore": "kept.log", "x.tmp": "", "kept.log": ""})
     git(folder, "add", "--force", "kept.log")
-    inside = folder / "a b/inside"
-    inside.mkdir()
-    for name in ("one", "two.o"):
-        (inside / name).touch()
+    inside = write_files(folder / "a b/inside", {"one": "", "two.o": ""})
     git(inside, "init", "--quiet")
-    (inside / ".git/info/exclude").write_text("*.o\n")
+    write_files(inside, {".git/info/exclude": "*.o"})
     expected = [".gitignore", "a b", "a b/inside", "a b/inside/one", "a b/run", "kept.log", "train.py"]
     assert names(read(folder).tree) == expected
 
@@ -266,12 +249,12 @@ def test_change_while_it_is_read_is_refused(folder: Path, tmp_path: Path, text: 
     else:
         (folder / "train.py").write_text(text)
     with pytest.raises(UsageError, match="changed while imgkit read it"):
-        write(source, tmp_path / "x")
+        transport.write_folder(tmp_path / "store/x", source.tree.write)
+    assert not list((tmp_path / "store").iterdir())
 
 
 def test_container_gets_the_copy_of_its_run(folder: Path) -> None:
-    request = JobRequest.of(command=("dist-hello",), runtime="singularity", code=folder)
-    job = resolve_job(load_target("cpu"), request)
+    job = make_job("cpu", runtime="singularity", code=folder)
     record = CodeRecord(sha256="ab", git="", uncommitted=True)
     argv = runtime_of(job).argv(code.with_code(job, record, Path("/d/code")), ("true",))
     binds = [argument for before, argument in itertools.pairwise(argv) if before == "--bind"]
@@ -366,10 +349,8 @@ def test_project_that_any_command_installed_is_found(tmp_path: Path, direct_url:
 
 def test_folder_bound_over_the_code_is_refused(project: Path) -> None:
     for target, fine in (("/workspace", False), ("/workspace/p", False), ("/data", True)):
-        request = JobRequest.of(command=("true",), binds=(f"{project}:{target}:ro",), runtime="singularity")
-        job = replace(
-            resolve_job(load_target("cpu"), request), recipe=replace(load_target("cpu"), projects=(MINE,))
-        )
+        recipe = replace(load_target("cpu"), projects=(MINE,))
+        job = make_job(recipe, binds=(f"{project}:{target}:ro",), runtime="singularity")
         if fine:
             code.refuse_shadowed_bind(job, None)
             continue

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from fake_schedulers import SLURM_FORGOT
 from file_tree import FakeProgram
+from job_builder import MANIFEST
 
 import imgkit_builder as imgkit
 from imgkit_builder.archive import sidecar
 from imgkit_builder.archive.sidecar import SavedArchive, SavedImage, Sidecar
 from imgkit_builder.jobs import conversion, records
 from imgkit_builder.jobs.request import SubmitRequest
-from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.recipe import targets
 from imgkit_builder.sif.conversion import Options
 from imgkit_builder.workflow.build_request import SifBuildRequest
@@ -42,14 +42,7 @@ def archive(home: Path, fake_program: FakeProgram) -> Path:
     file.touch()
     image = SavedImage(id="sha256:1", tag="mine:1", platform="linux/amd64", diff_ids=(), labels={})
     saved = SavedArchive(name=file.name, size_bytes=0, sha256="0" * 64, compress="none")
-    manifest = Manifest(
-        imgkit="0.3.0",
-        recipe="mine",
-        recipe_sha256="4" * 64,
-        base=BaseImage(name="base:1"),
-        platform="linux/amd64",
-        wheel_sha256="5" * 64,
-    )
+    manifest = dataclasses.replace(MANIFEST, recipe="mine")
     system = targets.load_target("mn5").system
     with sidecar.replace_around(Sidecar(image=image, archive=saved, system=system, manifest=manifest), file):
         pass

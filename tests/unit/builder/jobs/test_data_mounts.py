@@ -1,4 +1,7 @@
-"""Folders of data in jobs of this machine: mounted from where they lie, and no part of the code."""
+"""Folders of data in jobs of this machine: mounted from where they lie, and no part of the code.
+
+Refusals are in cli/refusals/job_data.yaml.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,6 @@ from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.templates import render_template
 from imgkit_builder.jobs.transport import Transport
-from imgkit_entrypoints.errors import UsageError
 
 SITE = ("-A", "bsc98", "--qos", "acc_debug", "--time", "10m", "--dry-run")
 
@@ -52,15 +54,6 @@ def test_code_has_an_empty_folder_in_place_of_the_data(project: Path) -> None:
     assert read(project, "data/x", "/gpfs/y:/workspace/big/y", "/gpfs/z:/z") == [
         *("data", "data/prepare.py", "train.py", "data/x", "big", "big/y")
     ]
-
-
-def test_data_in_place_of_a_file_of_the_code_is_refused(project: Path) -> None:
-    with pytest.raises(UsageError) as caught:
-        read(project, "/gpfs/y:/workspace/train.py/y")
-    assert str(caught.value) == (
-        "data: the code has a file train.py, and data is mounted at /workspace/train.py/y\n"
-        "  -> choose another place: /SRC:/DEST"
-    )
 
 
 def dry_run(call: Any, project: Path, recipe: str, *options: str) -> str:
@@ -97,40 +90,6 @@ def test_code_has_the_places_of_the_hub_and_no_lock(project: Path) -> None:
         "hf/hub/datasets--me--letters",
     ]
     assert tree.files["hf/hub/datasets--me--letters"].link == "../data/me/letters/.hub"
-
-
-def test_item_of_the_hub_without_code_is_refused(call: Any, project: Path) -> None:
-    (project / "imgkit.toml").write_text('recipe = "mn5"\ndata = ["hf://me/tiny"]\n')
-    status, _, err = call("run", *SITE, "--", "python3", "train.py")
-    assert status == 2
-    assert err.endswith(
-        "data: hf://me/tiny is seen in the run's copy of the code, and there is none\n"
-        '  -> --code ., or in imgkit.toml: code = "."\n'
-    )
-
-
-@pytest.mark.parametrize(
-    ("recipe", "options", "message"),
-    [
-        (
-            "rcp",
-            ("--image", "r.example/x:1"),
-            "pods see no folder of this machine or its cluster, such as data/x",
-        ),
-        (
-            "mn5",
-            ("--runtime", "host", *SITE),
-            "--runtime host has no container that could show /gpfs/y as /data",
-        ),
-    ],
-)
-def test_job_without_mounts_refuses_data(
-    call: Any, project: Path, recipe: str, options: tuple[str, ...], message: str
-) -> None:
-    data = '["data/x"]' if recipe == "rcp" else '["/gpfs/y:/data"]'
-    (project / "imgkit.toml").write_text(f'recipe = "{recipe}"\ndata = {data}\n')
-    status, _, err = call("run", *options, "--dry-run", "--", "dist-hello")
-    assert (status, message in err) == (2, True), err
 
 
 def test_path_of_the_cluster_that_is_missing_is_named(call: Any, project: Path, fake_program: Any) -> None:
@@ -175,13 +134,3 @@ def test_script_links_the_data_into_the_copy_of_the_code(project: Path, tmp_path
     for _ in range(2):  # a requeue keeps the copy
         subprocess.run(["bash", "-c", script], check=True)
     assert (run_folder / "workspace/data/x/train").read_text() == "1\n"
-
-
-def test_data_without_container_and_code_is_refused(project: Path) -> None:
-    request = JobRequest.of(command=("true",), data=("data/x",), runtime="host")
-    with pytest.raises(UsageError) as caught:
-        submit.prepare("cpu", request)
-    assert str(caught.value) == (
-        f"data: without a container, {project}/data/x is seen by a link in the run's copy of the code\n"
-        "  -> --code ., and a path without variables"
-    )

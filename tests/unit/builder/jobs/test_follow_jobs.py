@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from fake_schedulers import SLURM_FORGOT, pbs_ended
-from file_tree import FakeProgram
+from file_tree import FakeProgram, write_files
 from job_records import keep_job, queued_job
 
 from imgkit_builder.jobs import records, submit, systems
@@ -21,6 +21,8 @@ from imgkit_builder.jobs.transport import Transport
 from imgkit_entrypoints.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("home")
+RUN_FOLDER = Path("runs/mn5-1")
+RUNNING = "echo '1  gpu RUNNING, 1 nodes'"
 
 
 @pytest.fixture(autouse=True)
@@ -49,27 +51,25 @@ def test_forgotten_job_is_shown_by_its_run_folder(call: Any, program: FakeProgra
         program(name, SLURM_FORGOT)
     program("sacct", "echo Slurm accounting storage is disabled >&2; exit 1")
     assert "1 has ended; neither the scheduler nor the run folder knows how" in call("status", "1")[1]
-    Path("runs/mn5-1").mkdir(parents=True)
-    Path("runs/mn5-1/result").write_text("1.0 3\n")
+    write_files(RUN_FOLDER, {"result": "1.0 3"})
     assert "1 failed with exit code 3, by its run folder" in call("status", "1")[1]
     assert json.loads(call("status", "1", "--json")[1])["state"] == "failed"
 
 
 @pytest.mark.parametrize(
-    ("is_cancelled", "state", "text"),
+    ("state", "text"),
     [
-        (True, "cancelled", "was cancelled"),
-        (False, "failed", "ended with its state saved (exit code 85), by its run folder"),
+        ("cancelled", "was cancelled"),
+        ("failed", "ended with its state saved (exit code 85), by its run folder"),
     ],
 )
 def test_forgotten_job_that_was_cancelled_has_not_failed(
-    call: Any, is_cancelled: bool, state: str, text: str, program: FakeProgram
+    call: Any, state: str, text: str, program: FakeProgram
 ) -> None:
     keep_job()
-    Path("runs/mn5-1").mkdir(parents=True)
-    Path("runs/mn5-1/result").write_text("1 85\n")
+    write_files(RUN_FOLDER, {"result": "1 85"})
     program("scancel", "exit 0")
-    if is_cancelled:
+    if state == "cancelled":
         assert call("cancel", "1")[0] == 0
     for name in ("squeue", "sacct", "scontrol"):
         program(name, SLURM_FORGOT)
@@ -109,12 +109,11 @@ def test_ended_job_of_pbs_is_shown_by_its_history(
 
 def test_status_shows_how_much_the_gpus_are_used(call: Any, program: FakeProgram) -> None:
     keep_job()
-    program("squeue", "echo '1  gpu RUNNING, 1 nodes'")
+    program("squeue", RUNNING)
     assert "GPUs" not in call("status", "1")[1]
     assert "gpu_use" not in json.loads(call("status", "1", "--json")[1])
     use = {"readings": 480, "gpu_percent": 87.4, "memory_MiB": 61240.0}
-    Path("runs/mn5-1").mkdir(parents=True)
-    Path("runs/mn5-1/gpu-use.json").write_text(json.dumps(use))
+    write_files(RUN_FOLDER, {"gpu-use.json": json.dumps(use)})
     out = call("status", "1")[1]
     assert out.splitlines()[-1] == "GPUs 87 % in use on average, at most 59.8 GiB of memory"
     assert json.loads(call("status", "1", "--json")[1])["gpu_use"] == use
@@ -125,7 +124,7 @@ def test_status_lists_the_jobs_that_have_not_ended(call: Any, program: FakeProgr
     keep_job(2, state="succeeded")
     keep_job(3, system="pbs", id="3.s")
     keep_job(4, remote="far")
-    program("squeue", "echo '1  gpu RUNNING, 1 nodes'")
+    program("squeue", RUNNING)
     program("qstat", pbs_ended(0))
     code, out, err = call("status")
     rows = [line.split() for line in out.splitlines()]
@@ -142,12 +141,11 @@ def test_status_lists_the_jobs_that_have_not_ended(call: Any, program: FakeProgr
 
 
 def test_jobs_that_nobody_can_ask_about_are_listed_for_a_week(call: Any) -> None:
+    now = {"submitted": datetime.now(timezone.utc).isoformat(timespec="seconds")}
     keep_job(1, system="runai", id="old")
     keep_job(2, answer="Thank you", id="unknown-1")
-    for name in ("new", "unknown-2"):
-        answer = "Thank you" if name == "unknown-2" else None
-        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        keep_job(3, system="runai", id=name, answer=answer, submitted=now)
+    keep_job(3, system="runai", id="new", **now)
+    keep_job(4, answer="Thank you", id="unknown-2", **now)
     rows = json.loads(call("status", "--json")[1])["jobs"]
     assert {row["id"]: row["state"] for row in rows} == {"new": "submitted", "unknown-2": "unknown"}
 
@@ -267,6 +265,11 @@ def test_shell_that_cannot_be_opened_says_why(
         assert "exec singularity shell a.sif" in err
 
 
+@pytest.fixture
+def polls_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("imgkit_builder.jobs.job_status.POLL_S", (0.01,))
+
+
 @pytest.mark.parametrize(
     ("history", "code", "data"),
     [
@@ -275,17 +278,12 @@ def test_shell_that_cannot_be_opened_says_why(
         ("CANCELLED by 1000 0:15", 1, {"state": "cancelled", "exit_code": 0}),
     ],
 )
+@pytest.mark.usefixtures("polls_at_once")
 def test_wait_ends_with_the_job(
-    call: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    history: str,
-    code: int,
-    data: dict[str, object],
-    program: FakeProgram,
+    call: Any, history: str, code: int, data: dict[str, object], program: FakeProgram
 ) -> None:
-    monkeypatch.setattr("imgkit_builder.jobs.history.POLL_S", (0.01,))
     keep_job()
-    running = "echo '1  gpu RUNNING, 1 nodes'; mv asked asked-twice 2> /dev/null || touch asked"
+    running = f"{RUNNING}; mv asked asked-twice 2> /dev/null || touch asked"
     program("squeue", f"[ -e asked-twice ] && {{ {SLURM_FORGOT}; }}; {running}")
     program("sacct", f"echo 'JobID State ExitCode'; echo '1     {history}'")
     actual, out, _ = call("wait", "1", "--json")
@@ -300,26 +298,22 @@ HOSTILE = r"printf '1  gpu PENDING, 1 nodes, elapsed 0:00, start N/A  (\033[2Jok
 
 
 @pytest.mark.parametrize("verb", ["wait", "logs"])
-def test_following_says_what_is_waited_for(
-    call: Any, monkeypatch: pytest.MonkeyPatch, program: FakeProgram, verb: str
-) -> None:
-    monkeypatch.setattr("imgkit_builder.jobs.history.POLL_S", (0.01,))
+@pytest.mark.usefixtures("polls_at_once")
+def test_following_says_what_is_waited_for(call: Any, program: FakeProgram, verb: str) -> None:
     keep_job()
-    answers = (WAITS, WAITS, HOSTILE, STUCK, "echo '1  gpu RUNNING, 1 nodes'", SLURM_FORGOT)
+    answers = (WAITS, WAITS, HOSTILE, STUCK, RUNNING, SLURM_FORGOT)
     cases = "".join(f"{number}) {answer} ;; " for number, answer in enumerate(answers, 1))
     program("squeue", f"echo >> calls; case $(wc -l < calls) in {cases} *) {SLURM_FORGOT} ;; esac")
     program("sacct", "echo 'JobID State ExitCode'; echo '1     COMPLETED 0:0'")
     code, _, err = call(verb, "1")
     assert code == 0, err
-    lines = [
-        line.removeprefix("imgkit: ") for line in err.splitlines() if "waiting" in line or "running" in line
-    ]
+    lines = [line for line in err.splitlines() if "waiting" in line or "running" in line]
     assert lines == [
-        "waiting: Priority; expected start 2026-11-28T22:40",
-        r"waiting: \x1b[2Jok\rx",
-        "waiting: PartitionTimeLimit; the job will not start: imgkit cancel 1, and submit it with "
+        "imgkit: waiting: Priority; expected start 2026-11-28T22:40",
+        r"imgkit: waiting: \x1b[2Jok\rx",
+        "imgkit: waiting: PartitionTimeLimit; the job will not start: imgkit cancel 1, and submit it with "
         "a shorter --time or another --queue",
-        "running",
+        "imgkit: running",
     ]
 
 
@@ -330,15 +324,9 @@ def test_status_says_why_a_job_waits(call: Any, program: FakeProgram) -> None:
     answer = json.loads(call("status", "1", "--json")[1])
     fields = [answer[name] for name in ("state", "reason", "expected_start")]
     assert fields == ["waiting", "Priority", "2026-11-28T22:40"]
-    program("squeue", "echo '1  gpu RUNNING, 1 nodes'")
+    program("squeue", RUNNING)
     answer = json.loads(call("status", "1", "--json")[1])
     assert (answer["reason"], answer["expected_start"]) == (None, None)
-
-
-def test_wait_prints_only_json_on_request(call: Any, program: FakeProgram) -> None:
-    keep_job()
-    program("squeue", WAITS)
-    assert "waiting" not in call("wait", "1", "--timeout", "1s", "--json")[2]
 
 
 @pytest.mark.parametrize("system", ["slurm", "runai"])
@@ -357,19 +345,16 @@ def test_cancelled_job_is_listed_as_cancelled_at_once(call: Any, program: FakePr
 
 def test_wait_gives_up_with_another_exit_code(call: Any, program: FakeProgram) -> None:
     keep_job()
-    program("squeue", "echo '1  gpu PENDING, 1 nodes'")
+    program("squeue", WAITS)
     code, out, err = call("wait", "1", "--timeout", "1s", "--json")
-    assert (code, "1 has not ended after 1s" in err) == (4, True)
+    assert (code, "1 has not ended after 1s" in err, "waiting" in err) == (4, True, False)
     assert json.loads(out)["error"]["exit_code"] == 4  # one object, as of any other error
 
 
-def test_wait_for_a_system_without_states_is_refused(call: Any) -> None:
-    keep_job(system="runai")
+def test_job_of_which_nobody_can_see_the_end_is_not_waited_for(call: Any, program: FakeProgram) -> None:
+    keep_job(1, system="runai")
+    keep_job(2)
+    program("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
     code, _, err = call("wait", "1")
     assert (code, "cannot ask runai whether a job has ended" in err) == (2, True)
-
-
-def test_scheduler_that_does_not_answer_is_no_end(call: Any, program: FakeProgram) -> None:
-    keep_job()
-    program("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
-    assert call("wait", "1")[0] == 4
+    assert call("wait", "2")[0] == 4

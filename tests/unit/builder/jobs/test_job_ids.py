@@ -13,6 +13,8 @@ import pytest
 from file_tree import FakeProgram
 
 from imgkit_builder.jobs import quoting, records
+from imgkit_builder.jobs.dependencies import with_scheduler_ids
+from imgkit_entrypoints.errors import UsageError
 
 PROGRAMS = ("sbatch", "squeue", "scancel", "qsub", "qstat", "runai", "kubectl")
 FAKE = """\
@@ -114,17 +116,6 @@ def test_error_of_a_job_without_an_id_is_json(call: Any) -> None:
     assert "slurm printed nothing" in json.loads(out)["error"]["what"]
 
 
-def test_cluster_of_the_id_goes_to_all_commands(call: Any) -> None:
-    submitted(call, "slurm", b"4711;two\n")
-    Path("answer").write_text("")
-    Path("calls").unlink()
-    call("status", "4711", "--json")
-    call("cancel", "4711", "--json")
-    calls = Path("calls").read_text().splitlines()
-    assert len(calls) == 2
-    assert all("--clusters=two" in line for line in calls)
-
-
 @pytest.mark.parametrize(
     "job_id", ["../x", "x/y", "-x", "a" * 300, "7@../x", "7@", "", "*", "7\x00", "7\n", "7;x", "a..b"]
 )
@@ -153,3 +144,30 @@ def test_record_with_odd_values_is_refused(call: Any, change: dict[str, object])
     code, _, err = call("cancel", "4711")
     assert (code, "no record of a job" in err) == (2, True)
     assert json.loads(call("runs", "--json")[1])["runs"] == []
+
+
+@pytest.mark.parametrize(
+    ("option", "result"),
+    [
+        ("--dependency=afterok:4711@mn5", "--dependency=afterok:4711"),
+        ("--dependency=afterok:1@mn5:2_3@mn5,after:4@mn5+5", "--dependency=afterok:1:2_3,after:4+5"),
+        ("-dafterany:4711@mn5", "-dafterany:4711"),
+        ("depend=afterok:12[].pbs-1@mn5", "depend=afterok:12[].pbs-1"),
+        ("--dependency=singleton", "--dependency=singleton"),
+        ("--mail-user=1@mn5", "--mail-user=1@mn5"),
+    ],
+)
+def test_ids_of_the_remote_become_those_of_its_scheduler(option: str, result: str) -> None:
+    assert with_scheduler_ids((option, "--nice"), "mn5") == (result, "--nice")
+
+
+@pytest.mark.parametrize(
+    ("remote", "destination"), [("olivia", "olivia"), ("", "the scheduler of this machine")]
+)
+def test_id_of_another_remote_is_refused(remote: str, destination: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        with_scheduler_ids(("--dependency=afterok:4711@mn5",), remote)
+    assert str(caught.value) == (
+        f"--option: 4711@mn5 is a job on mn5, but the new job goes to {destination}\n"
+        "  -> wait for it first: imgkit wait 4711@mn5"
+    )

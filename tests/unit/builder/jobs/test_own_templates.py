@@ -5,19 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from job_builder import make_job
 
-from imgkit_builder.jobs import resolve, templates
+from imgkit_builder.jobs import templates
 from imgkit_builder.jobs.job import Job
-from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.recipe import targets
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.schedulers.placement import Size
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
-    request = JobRequest.of(command=("dist-env",), directory=tmp_path, templates=tmp_path)
-    return resolve.resolve_job(targets.load_target("cpu"), request)
+    return make_job("cpu", directory=tmp_path, templates=tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -15,43 +15,37 @@ from typing import Any
 import pytest
 import small_sif
 from file_tree import write_program
+from job_builder import MANIFEST, REQUEST, make_job
 
-from imgkit_builder.base.progress import Silent
-from imgkit_builder.jobs import bound, checks, code, submit
+from imgkit_builder.jobs import checks, entry_points, submit
 from imgkit_builder.jobs.job import Job
-from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.oci import manifest as manifest_of
-from imgkit_builder.oci.manifest import MANIFEST_JSON, BaseImage, Manifest
+from imgkit_builder.oci.manifest import MANIFEST_JSON
 from imgkit_builder.recipe.targets import Target, load_target
 from imgkit_builder.sif import sqsh
 from imgkit_entrypoints import system
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 from imgkit_entrypoints.system import Fabric, Runtime
 
-MANIFEST = Manifest(
-    imgkit="0.3.0",
-    recipe="cpu",
-    recipe_sha256="ab",
-    base=BaseImage(name="example.org/base:1"),
-    platform="linux/amd64",
-    wheel_sha256="cd",
-)
 needs_squasher = pytest.mark.programs("mksquashfs", "unsquashfs")
-HELLO = JobRequest.of(command=("dist-hello",), nodes="2", time="1h", directory=Path("/home/me/run"))
+HELLO = REQUEST.changed(nodes="2", time="1h")
 
 
-def recipe(**runtime: Any) -> Target:
+def recipe(scheduler: str = "slurm", gpus: int = 0, **runtime: Any) -> Target:
     target = load_target("cpu")
     facts = dataclasses.replace(
-        target.system, scheduler="slurm", runtime=Runtime(kind="pyxis", **runtime), fabric=Fabric()
+        target.system,
+        scheduler=scheduler,
+        node=dataclasses.replace(target.system.node, gpus=gpus),
+        runtime=Runtime(kind="pyxis", **runtime),
+        fabric=Fabric(),
     )
     return dataclasses.replace(target, system=facts)
 
 
 def job(of: Target | None = None, **options: Any) -> Job:
-    return resolve_job(of or recipe(), HELLO.changed(**options))
+    return make_job(of or recipe(), nodes="2", **options)
 
 
 def command_of(of: Job) -> tuple[str, ...]:
@@ -98,10 +92,10 @@ def squashed(path: Path, *, manifest: bool = True, arch: str = "amd64", compress
 @pytest.mark.parametrize(
     ("typed", "image"),
     [
-        ("", "/home/me/run/cpu.sqsh"),
+        ("", "/w/cpu.sqsh"),
         ("/images/a.sqsh", "/images/a.sqsh"),
-        ("images/a.sqsh", "/home/me/run/images/a.sqsh"),
-        ("./a", "/home/me/run/a"),
+        ("images/a.sqsh", "/w/images/a.sqsh"),
+        ("./a", "/w/a"),
         ("nvcr.io#nvidia/pytorch:24.03-py3", "nvcr.io#nvidia/pytorch:24.03-py3"),
         ("me@nvcr.io#nvidia/pytorch", "me@nvcr.io#nvidia/pytorch"),
         ("pytorch/pytorch:2.5.1", "pytorch/pytorch:2.5.1"),
@@ -112,19 +106,8 @@ def test_image_is_a_file_or_a_name(typed: str, image: str) -> None:
     assert option("image", job(image=typed)) == image
 
 
-def test_mounts_and_folder_are_options_of_srun() -> None:
-    pyxis_job = job(
-        recipe(binds=("/scratch",)), binds=("/data/v1:/data:ro",), secret_file=Path("/home/me/secret")
-    )
-    assert option("mounts", pyxis_job) == (
-        "/scratch:/scratch,/data/v1:/data:ro,/home/me/secret:/home/me/secret:ro,/home/me/run:/home/me/run"
-    )
-    assert option("workdir", pyxis_job) == "/home/me/run"
-    assert "--no-container-mount-home" in command_of(pyxis_job)
+def test_folder_and_home_are_those_that_are_stated() -> None:
     assert option("workdir", job(workdir="/opt/a")) == "/opt/a"
-
-
-def test_home_is_mounted_where_the_recipe_says_so() -> None:
     argv = command_of(job(recipe(options=("--container-mount-home",))))
     assert "--container-mount-home" in argv
     assert "--no-container-mount-home" not in argv
@@ -161,14 +144,8 @@ def test_variables_of_the_shell_do_not_reach_pyxis() -> None:
     result = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, check=True)
     lines = [line for line in result.stdout.splitlines() if line.startswith(("PYXIS", "ENROOT", "NVIDIA"))]
     assert sorted(lines) == ["ENROOT_CACHE_PATH=/cache", "NVIDIA_VISIBLE_DEVICES=void"]
-    with_gpus = job(of_gpus())
+    with_gpus = job(recipe(gpus=4))
     assert not any("NVIDIA" in line for line in runtime_of(with_gpus).exports(with_gpus))
-
-
-def of_gpus() -> Target:
-    target = recipe()
-    facts = dataclasses.replace(target.system, node=dataclasses.replace(target.system.node, gpus=4))
-    return dataclasses.replace(target, system=facts)
 
 
 @pytest.mark.parametrize("name", ["PYXIS_CONTAINER_IMAGE", "PYXIS_CONTAINER_NAME"])
@@ -236,7 +213,7 @@ def test_image_of_a_registry_is_not_looked_into(flag: str) -> None:
     with pytest.raises(
         UsageError, match="imgkit does not look into me/x:1, an image of a registry"
     ) as caught:
-        bound.bind_entry_points(job(image="me/x:1", **{flag: "/opt/venv/bin/python"}))
+        entry_points.bind_entry_points(job(image="me/x:1", **{flag: "/opt/venv/bin/python"}))
     assert caught.value.where == f"--{flag}"
     assert str(caught.value.hint).endswith("then --image NAME.sqsh")
 
@@ -257,9 +234,8 @@ def test_image_of_a_registry_without_entry_points_ends_with_the_way(tmp_path: Pa
 
 @pytest.mark.parametrize("scheduler", ["pbs", "mpi", "standalone"])
 def test_only_slurm_has_pyxis(scheduler: str) -> None:
-    target = dataclasses.replace(recipe(), system=dataclasses.replace(recipe().system, scheduler=scheduler))
     with pytest.raises(UsageError, match=r"^\S*:?.*pyxis cannot be used on"):
-        job(target)
+        job(recipe(scheduler))
 
 
 @needs_squasher
@@ -363,18 +339,18 @@ def test_sqsh_of_another_program_is_looked_into_by(
     arguments_file = starter(program)
     pyxis_job = job(image=str(image), directory=tmp_path, binds=(f"{tmp_path}:/data:ro",), activate="A=1")
     checks.before_submission(pyxis_job)
-    bound_job = bound.bind_entry_points(pyxis_job)
+    bound_job = entry_points.bind_entry_points(pyxis_job)
     arguments = arguments_file.read_text().splitlines()
     assert {str(image), "A=1"} <= {*arguments}
     assert f"{tmp_path}:/data" in " ".join(arguments)
     mounts = option("mounts", bound_job)
-    folder = f"{tmp_path}/imgkit-entrypoints/{bound.folder_name(bound_job)}"
+    folder = f"{tmp_path}/imgkit-entrypoints/{entry_points.folder_name(bound_job)}"
     assert f"{folder}/imgkit_entrypoints:/opt/x/site-packages/imgkit_entrypoints:ro" in mounts
     assert f"{folder}/system.json:/opt/imgkit/system.json:ro" in mounts
     started = ("bash", "A=1", "/opt/x/bin/python", "-I", "-m", "imgkit_entrypoints", "dist-hello")
     assert command_of(bound_job)[-7:] == started
     before = arguments_file.read_text()
-    assert bound.bind_entry_points(pyxis_job) == bound_job
+    assert entry_points.bind_entry_points(pyxis_job) == bound_job
     assert arguments_file.read_text() == before  # the second job does not look
 
 
@@ -383,7 +359,6 @@ def test_sqsh_of_another_program_is_looked_into_by(
     ("fake", "options", "message"),
     [
         ({}, {}, "nothing here starts a .sqsh"),
-        ({"version": "3.9.1"}, {}, "is 3.9.1; the entry points need Python 3.10"),
         ({"site": "/opt/a b"}, {}, "has no folder of packages"),
         ({"code": 255}, {}, "found no Python in it: FATAL: it is broken"),
         ({"code": 3}, {"activate": "x"}, "the command fails in"),
@@ -396,7 +371,7 @@ def test_sqsh_that_cannot_run_the_entry_points_is_refused(
     if fake:
         starter("apptainer", **fake)
     with pytest.raises((ToolMissing, UsageError), match=message) as caught:
-        bound.bind_entry_points(job(image=str(image), directory=tmp_path, **options))
+        entry_points.bind_entry_points(job(image=str(image), directory=tmp_path, **options))
     if not fake:
         assert all(name in str(caught.value.hint) for name in STARTERS)
 
@@ -443,15 +418,3 @@ def test_architecture_of_another_program_s_sqsh_is_that_of_its_shell(
         return
     with pytest.raises(UsageError, match="the image is for arm64, but the nodes are amd64"):
         checks.before_submission(pyxis_job)
-
-
-def test_changed_code_leaves_no_folder(tmp_path: Path) -> None:
-    (tmp_path / "code").mkdir()
-    (tmp_path / "code/a.py").write_text("1")
-    request = HELLO.changed(code=tmp_path / "code")
-    read = code.read_code_folder(request, large=False, report=Silent())
-    (tmp_path / "code/a.py").write_text("22")
-    target = tmp_path / "imgkit-entrypoints/x"
-    with pytest.raises(UsageError, match="it changed while imgkit read it"):
-        bound.write_folder(target, read.tree.write)
-    assert not list(target.parent.iterdir())

@@ -6,6 +6,7 @@ bash runs the script that is submitted, with STUBS of the programs around it.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 from collections.abc import Callable
@@ -49,8 +50,8 @@ def end_job(home: Path, code: Path, fake_program: FakeProgram, call: Any) -> End
 
     def start(program: str) -> None:
         fake_program("srun", f'cd "$IMGKIT_RUN_DIR/workspace"; {program}')
-        env = {"SLURM_JOB_ID": "4711", "SLURM_CPUS_PER_TASK": "1"}
-        subprocess.run(["/usr/bin/env", *(f"{k}={v}" for k, v in env.items()), "bash", "script"], check=False)
+        env = {**os.environ, "SLURM_JOB_ID": "4711", "SLURM_CPUS_PER_TASK": "1"}
+        subprocess.run(["bash", "script"], env=env, check=False)
 
     return end
 

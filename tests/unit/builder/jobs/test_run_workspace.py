@@ -14,9 +14,11 @@ from file_tree import write_files
 
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.jobs import code
+from imgkit_builder.jobs.code_tree import CodeTree
 from imgkit_builder.jobs.request import JobRequest
 
 SITE = ("mn5", "-A", "a", "--qos", "q", "--time", "10m")
+SALLOC = 'exec bash -c "${@: -1}"'
 PROGRAM = """\
 cd "$IMGKIT_RUN_DIR/workspace"
 echo more >> "it's a/b c.txt"
@@ -24,7 +26,11 @@ echo edited > train.py
 mkdir -p out
 echo 1 >> out/result
 """
-Result = tuple[int, str]
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+def read(folder: Path) -> CodeTree:
+    return code.read_code_folder(JobRequest.of(code=folder), large=False, report=Silent()).tree
 
 
 @pytest.fixture
@@ -39,16 +45,14 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def store(tmp_path: Path, folder: Path) -> Path:
     """The folder of the code in the store of the job's folder."""
-    tree = code.read_code_folder(JobRequest.of(code=folder), large=False, report=Silent()).tree
+    tree = read(folder)
     target = tmp_path / ".imgkit-code" / tree.sha256
     tree.write(target)
     return target
 
 
 @pytest.fixture
-def start(
-    folder: Path, start_script: Callable[..., subprocess.Popen[str]]
-) -> Callable[..., subprocess.Popen[str]]:
+def start(folder: Path, start_script: Start) -> Start:
     """``start(PROGRAM, STUBS, OPTIONS)``: start the job whose program is a script of bash."""
 
     def run(
@@ -60,22 +64,18 @@ def start(
     return run
 
 
-def end(script: subprocess.Popen[str]) -> Result:
+def end(script: subprocess.Popen[str]) -> tuple[int, str]:
     _, stderr = script.communicate(timeout=60)
     return script.returncode, stderr
 
 
 def digest(store: Path) -> str:
     """Return the digest of what the store has now."""
-    return code.read_code_folder(
-        JobRequest.of(code=store / "workspace"), large=False, report=Silent()
-    ).tree.sha256
+    return read(store / "workspace").sha256
 
 
 @pytest.mark.usefixtures("store")
-def test_program_writes_into_a_copy_of_its_own(
-    start: Callable[..., subprocess.Popen[str]], store: Path, tmp_path: Path
-) -> None:
+def test_program_writes_into_a_copy_of_its_own(start: Start, store: Path, tmp_path: Path) -> None:
     assert end(start(PROGRAM)) == (0, "")
     workspace = tmp_path / "runs/mn5-7/workspace"
     assert (workspace / "train.py").read_text() == "edited\n"
@@ -92,9 +92,7 @@ def test_program_writes_into_a_copy_of_its_own(
     assert (workspace / "run").stat().st_mtime_ns == (store / "workspace/run").stat().st_mtime_ns
 
 
-def test_requeue_goes_on_in_the_copy(
-    start: Callable[..., subprocess.Popen[str]], store: Path, tmp_path: Path
-) -> None:
+def test_requeue_goes_on_in_the_copy(start: Start, store: Path, tmp_path: Path) -> None:
     assert end(start(f"{PROGRAM}rm run\n")) == (0, "")
     shutil.rmtree(store)  # a run needs it for its first start alone
     assert end(start(f"{PROGRAM}test ! -e run\n")) == (0, "")
@@ -102,9 +100,7 @@ def test_requeue_goes_on_in_the_copy(
 
 
 @pytest.mark.usefixtures("store")
-def test_each_task_of_an_array_has_a_copy(
-    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
+def test_each_task_of_an_array_has_a_copy(start: Start, tmp_path: Path) -> None:
     for task in ("0", "1"):
         env = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": task}
         assert end(start(PROGRAM, options=["--option=--array=0-1"], **env)) == (0, "")
@@ -113,18 +109,9 @@ def test_each_task_of_an_array_has_a_copy(
 
 
 @pytest.mark.usefixtures("store")
-def test_interactive_job_works_in_a_copy(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
-    salloc = 'exec bash -c "${@: -1}"'
-    assert end(start(PROGRAM, {"salloc": salloc}, ["--interactive"])) == (0, "")
+def test_interactive_job_works_in_a_copy(start: Start, tmp_path: Path) -> None:
+    assert end(start(PROGRAM, {"salloc": SALLOC}, ["--interactive"])) == (0, "")
     assert (tmp_path / "runs/mn5-7/workspace/out/result").read_text() == "1\n"
-
-
-def test_interactive_job_whose_code_is_gone_does_not_start(
-    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
-    salloc = 'exec bash -c "${@: -1}"'
-    status, _ = end(start("touch $IMGKIT_RUN_DIR/started\n", {"salloc": salloc}, ["--interactive"]))
-    assert (status, (tmp_path / "runs/mn5-7/started").exists()) == (1, False)
 
 
 WAIT_FOR_OTHER = """\
@@ -137,9 +124,7 @@ exec {program} "$@"
 
 
 @pytest.mark.usefixtures("store")
-def test_two_starts_at_once_work_in_one_copy(
-    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
+def test_two_starts_at_once_work_in_one_copy(start: Start, tmp_path: Path) -> None:
     append = 'cd "$IMGKIT_RUN_DIR/workspace"; cat train.py; echo "$BASHPID" >> starts\n'
     stubs = {name: WAIT_FOR_OTHER.format(program=shutil.which(name)) for name in ("mkdir", "cp")}
     scripts = [start(append, stubs) for _ in range(2)]
@@ -151,9 +136,7 @@ def test_two_starts_at_once_work_in_one_copy(
 
 
 @pytest.mark.usefixtures("store")
-def test_start_that_was_killed_while_it_copied_is_repeated(
-    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
+def test_start_that_was_killed_while_it_copied_is_repeated(start: Start, tmp_path: Path) -> None:
     half = 'echo half > "${@: -1}/train.py"; kill -9 $PPID'
     assert end(start(PROGRAM, {"cp": half}))[0] == -9
     (tmp_path / "cp").unlink()
@@ -161,10 +144,9 @@ def test_start_that_was_killed_while_it_copied_is_repeated(
     assert list((tmp_path / "runs/mn5-7").glob(".imgkit-workspace.*")) == []
 
 
-def test_job_whose_code_is_gone_does_not_start(
-    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
-    status, stderr = end(start("touch $IMGKIT_RUN_DIR/started\n"))
+@pytest.mark.parametrize("options", [(), ("--interactive",)])
+def test_job_whose_code_is_gone_does_not_start(start: Start, tmp_path: Path, options: Sequence[str]) -> None:
+    status, stderr = end(start("touch $IMGKIT_RUN_DIR/started\n", {"salloc": SALLOC}, options))
     assert (status, (tmp_path / "runs/mn5-7/started").exists()) == (1, False)
     assert "/.imgkit-code/" in stderr
     assert "No such file or directory" in stderr

@@ -59,7 +59,7 @@ def test_interrupt_leaves_the_jobs_and_names_them(
     def interrupt(_: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("imgkit_builder.jobs.history.time.sleep", interrupt)
+    monkeypatch.setattr("imgkit_builder.jobs.job_status.time.sleep", interrupt)
     argv = ("scaling", "mn5", *SITE, "--runtime", "host", "--nodes", "1,2,4", "--", "dist-train")
     goes_on = ("scaling", "--continue", "mn5-scaling-1")
     for command in (argv, goes_on):
@@ -126,9 +126,19 @@ def test_report_has_the_use_of_gpus_that_was_recorded(tmp_path: Path) -> None:
     assert "If GPU utilization is asked for" not in scaling.render_page(run)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"readings": 0, "gpu_percent": 1.0, "memory_MiB": 1.0}', "\xff"])
-def test_damaged_file_of_gpu_use_has_no_figures(tmp_path: Path, text: str) -> None:
-    (tmp_path / "gpu-use.json").write_text(text, encoding="latin-1")
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *[
+            ("gpu-use.json", text)
+            for text in ("", "[]", '{"readings": 0, "gpu_percent": 1.0, "memory_MiB": 1.0}', "\xff")
+        ],
+        *[("bench.json", text) for text in ("", "[]", '{"verdict": {"busbw": [{"size_bytes": 1}]}}')],
+        ("other.json", ""),
+    ],
+)
+def test_run_without_intact_files_has_no_figures(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text, encoding="latin-1")
     assert scaling.measure_run(tmp_path, 2) == {}
 
 
@@ -151,12 +161,6 @@ def test_table_of_dist_bench_has_its_bandwidths(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"verdict": {"busbw": [{"size_bytes": 1}]}}'])
-def test_damaged_file_of_dist_bench_has_no_figures(tmp_path: Path, text: str) -> None:
-    (tmp_path / "bench.json").write_text(text)
-    assert scaling.measure_run(tmp_path, 2) == {}
-
-
 def test_measured_figures_are_read_again(tmp_path: Path) -> None:
     (tmp_path / "launch.txt").write_text("nproc               4    x\n")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "samples_per_s": 10, "memory_MiB": 90}\n')
@@ -171,10 +175,6 @@ def test_run_that_took_no_time_is_not_compared(tmp_path: Path) -> None:
         os.utime(tmp_path / name, (100, 100))
     run = report(size(1, **scaling.measure_run(tmp_path, 1)), size(2, wall_s=8), size(4, wall_s=5))
     assert [row.figures.get("efficiency") for row in run.sizes] == [None, 1.0, pytest.approx(0.8)]
-
-
-def test_run_without_files_has_no_figures(tmp_path: Path) -> None:
-    assert scaling.measure_run(tmp_path, 2) == {}
 
 
 def test_one_line_is_better_than_no_rate() -> None:

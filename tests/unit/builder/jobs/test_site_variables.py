@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from file_tree import write_program
+from job_builder import make_job, make_script, write_recipe
 
-from imgkit_builder.jobs import systems
 from imgkit_builder.jobs.quoting import quote, quote_with_site_variables
-from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.recipe import targets
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.system import SystemFacts
@@ -33,18 +32,12 @@ DOCUMENTED_ENV = {
     "TORCH_HOME": "{folder}/hf_cache/torch",
 }
 """Variables of the container in Sigma2's script for Olivia, without those of its own torchrun command."""
-TOOL = """\
-#!{python}
-import json, os, sys
-argv = sys.argv[1:]
-if os.path.basename(sys.argv[0]) == "srun":
-    while argv[0].startswith("-"):
-        del argv[0]
-    os.execvp(argv[0], argv)
-with open({record!r}, "w") as file:
-    json.dump([argv, dict(os.environ)], file)
-"""
-"""A stand-in for srun, which starts the command on one node, and for apptainer, which records its own."""
+RECORD = "import json, os, sys; json.dump([sys.argv[2:], dict(os.environ)], open(sys.argv[1], 'w'))"
+TOOLS = {
+    "srun": 'while [ "${1#-}" != "$1" ]; do shift; done; exec "$@"',
+    "apptainer": f'exec {sys.executable} -c "{RECORD}" "${{0%/*}}/record.json" "$@"',
+}
+"""Stand-ins: srun starts the command on one node, and apptainer records its own."""
 
 
 @dataclass(frozen=True)
@@ -57,20 +50,12 @@ class Node:
         self, system: str, loaded: Mapping[str, Mapping[str, str]], *binds: str, gpus: int | None = None
     ) -> tuple[int, str]:
         """Run a batch script, where each module of `loaded` sets its variables; return code and errors."""
-        recipe = self.folder / "site.yaml"
-        recipe.write_text(f"image: {{base: 'ubuntu:24.04', platform: arm64}}\nsystem: {system}\n")
-        request = JobRequest.of(
-            directory=self.folder,
-            command=("dist-run", "train.py"),
-            account="nn1",
-            time="1h",
-            binds=binds,
-            gpus=gpus,
-        )
-        job = resolve_job(targets.load_target(recipe), request)
-        for name in ("srun", "apptainer"):
-            (self.folder / name).write_text(TOOL.format(python=sys.executable, record=str(self.record)))
-            (self.folder / name).chmod(0o755)
+        text = f"image: {{base: 'ubuntu:24.04', platform: arm64}}\nsystem: {system}\n"
+        command = ("dist-run", "train.py")
+        recipe = write_recipe(self.folder, text)
+        script = make_script(recipe, directory=self.folder, command=command, binds=binds, gpus=gpus).text
+        for name, tool in TOOLS.items():
+            write_program(self.folder / name, tool)
         cases = ""
         for name, variables in loaded.items():
             exports = "".join(f" export {key}={quote(value)};" for key, value in variables.items())
@@ -81,7 +66,6 @@ class Node:
             "SLURM_CPUS_PER_TASK": "1",
             "BASH_FUNC_module%%": f'() {{ case $2 in {cases} *) echo "no module $2" >&2; return 1;; esac\n}}',
         }
-        script = systems.get_system(job.recipe.system.scheduler).script(job).text
         result = subprocess.run(
             ["bash"], input=script, env=env, cwd=self.folder, capture_output=True, text=True, timeout=60
         )
@@ -122,14 +106,14 @@ def test_olivia_starts_what_sigma2_documents(node: Node) -> None:
     argv, env = node.started()
     libfabric, nccl, plugin = (variables[name] for name in ROOTS)
     assert argv[:3] == ["--quiet", "exec", "--nv"]
-    assert argv[-3:] == [str(node.folder / "site.sif"), "dist-run", "train.py"]
+    assert argv[-3:] == [str(node.folder / "mine.sif"), "dist-run", "train.py"]
     mounted = {mount.partition(":")[0] for mount in mounts(argv)}
     documented = {f"{libfabric}/lib", f"{libfabric}/include", nccl, f"{plugin}/lib", "/usr/lib64"}
     assert documented <= mounted
     first = [f"{libfabric}/lib", f"{nccl}/lib", f"{plugin}/lib", "/usr/lib64"]
     inherited = "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"  # replaced in the container
     assert env["APPTAINERENV_LD_LIBRARY_PATH"] == ":".join(first) + inherited
-    facts = targets.load_target(node.folder / "site.yaml").system.on_node({**env, "PWD": str(node.folder)})
+    facts = targets.load_target(node.folder / "mine.yaml").system.on_node({**env, "PWD": str(node.folder)})
     expected = {name: value.format(folder=node.folder) for name, value in DOCUMENTED_ENV.items()}
     assert {name: facts.env.get(name) for name in expected} == expected
 
@@ -165,15 +149,9 @@ def test_value_of_a_module_is_one_word_and_no_command(node: Node) -> None:
     assert not (node.folder / "stolen").exists()
 
 
-def test_variables_that_the_user_names_are_none_of_the_host(tmp_path: Path) -> None:
+def test_variables_that_the_user_names_are_none_of_the_host() -> None:
     env = ("PYTHONPATH=/pkgs/site-packages", "PMIX_MCA_gds=hash", "EPOCHS=3")
-    request = JobRequest.of(
-        directory=tmp_path, command=("dist-run", "train.py"), account="n", time="1h", env=env
-    )
-    assert (
-        resolve_job(targets.load_target("olivia"), request).settings["IMGKIT_KEEP_ENV"]
-        == "PYTHONPATH,PMIX_MCA_gds"
-    )
+    assert make_job("olivia", env=env).settings["IMGKIT_KEEP_ENV"] == "PYTHONPATH,PMIX_MCA_gds"
 
 
 @pytest.mark.parametrize("text", ["$5", "$(id)", "`id`", "${X:-y}", '"; id; "', "\\"])
@@ -201,9 +179,8 @@ def test_text_around_a_variable_stays_text(text: str) -> None:
     ],
 )
 def test_only_names_of_variables_are_allowed(tmp_path: Path, section: str) -> None:
-    recipe = tmp_path / "site.yaml"
-    recipe.write_text(f"image: {{base: 'ubuntu:24.04'}}\nsystem: {{{section}}}\n")
-    with pytest.raises(UsageError, match=r"site\.yaml:2"):
+    recipe = write_recipe(tmp_path, f"image: {{base: 'ubuntu:24.04'}}\nsystem: {{{section}}}\n")
+    with pytest.raises(UsageError, match=r"mine\.yaml:2"):
         targets.load_target(recipe)
 
 

@@ -21,6 +21,7 @@ from imgkit_entrypoints.errors import ToolFailed, UsageError
 REQUEST = JobRequest.of(command=("dist-hello",), account="a", qos="acc_debug", time="10m", nodes="2")
 SITE = ("-A", "a", "--qos", "acc_debug", "--time", "10m")
 EndedJob = Callable[[str], None]
+OUT_OF_MEMORY = "the job ran out of memory"
 
 
 @pytest.fixture
@@ -78,18 +79,18 @@ def test_warnings_and_a_full_disk_are_notes(folder: Path) -> None:
     assert "the job 4711 is submitted, but its record cannot be saved" in report.texts[1]
 
 
-def test_job_without_a_scheduler_is_refused(folder: Path) -> None:
-    with pytest.raises(UsageError, match="cpu has no scheduler") as caught:
-        submit.submit_job(submit.prepare("cpu", JobRequest.of(command=("dist-hello",))), Transport())
-    assert caught.value.where == "system.scheduler"
-
-
-def test_interactive_job_is_refused() -> None:
-    prepared = submit.prepare("mn5", REQUEST.changed(command=(), interactive=True))
+@pytest.mark.parametrize(
+    ("recipe", "request_", "reason", "where"),
+    [
+        ("cpu", JobRequest.of(command=("dist-hello",)), "cpu has no scheduler", "system.scheduler"),
+        ("mn5", REQUEST.changed(command=(), interactive=True), "the job is interactive", "interactive"),
+    ],
+)
+def test_job_in_this_process_is_refused(recipe: str, request_: JobRequest, reason: str, where: str) -> None:
     with pytest.raises(UsageError) as caught:
-        submit.submit_job(prepared, Transport())
-    assert caught.value.what == "the job is interactive: the run would take place in this process"
-    assert caught.value.where == "interactive"
+        submit.submit_job(submit.prepare(recipe, request_), Transport())
+    assert caught.value.what == f"{reason}: the run would take place in this process"
+    assert caught.value.where == where
 
 
 def test_job_without_its_image_is_refused(folder: Path) -> None:
@@ -128,17 +129,9 @@ def test_hint_at_the_start_is_repeated_where_it_explains_the_end(
 @pytest.mark.parametrize(
     ("state", "output", "cause"),
     [
-        ("OUT_OF_MEMORY  0:125", "", "the job ran out of memory"),
-        (
-            "FAILED  1:0",
-            "slurmstepd: error: Detected 1 oom_kill event in StepId=4711.0.",
-            "the job ran out of memory",
-        ),
-        (
-            "FAILED  1:0",
-            "=>> PBS: job killed: mem 2097200kb exceeded limit 2097152kb",
-            "the job ran out of memory",
-        ),
+        ("OUT_OF_MEMORY  0:125", "", OUT_OF_MEMORY),
+        ("FAILED  1:0", "slurmstepd: error: Detected 1 oom_kill event in StepId=4711.0.", OUT_OF_MEMORY),
+        ("FAILED  1:0", "=>> PBS: job killed: mem 2097200kb exceeded limit 2097152kb", OUT_OF_MEMORY),
         ("FAILED  137:0", "", "exit code 137: a process was killed, most often because memory ran out"),
         ("FAILED  1:0", "imgkit: no oom here", ""),
     ],
@@ -186,7 +179,7 @@ def test_help_lists_the_usual_options_first(call: Any) -> None:
 def test_api_runs_a_job_and_follows_it(
     folder: Path, ended_job: EndedJob, fake_program: FakeProgram, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("imgkit_builder.jobs.history.POLL_S", (0.01,))
+    monkeypatch.setattr("imgkit_builder.jobs.job_status.POLL_S", (0.01,))
     fake_program("squeue", "echo '4711  gpu RUNNING, 1 nodes'")
     fake_program("scancel", 'echo "$*" > cancelled')
     job = imgkit.run("mn5", REQUEST)

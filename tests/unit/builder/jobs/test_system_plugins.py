@@ -53,17 +53,9 @@ def example_installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         '[project]\nname = "imgkit-fakeq"\nversion = "1.2"\n'
         '[tool.hatch.build.targets.wheel]\ninclude = ["imgkit_fakeq.py"]\n' + example("toml")
     )
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--no-build-isolation",
-    ]
-    result = subprocess.run([*pip, "--target", target, source], capture_output=True, text=True, timeout=120)
+    options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--target"]
+    pip = [sys.executable, "-m", "pip", "install", *options, target, source]
+    result = subprocess.run(pip, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     return target
 
@@ -77,11 +69,8 @@ def work(tmp_path: Path) -> Path:
 
 
 def imgkit(work: Path, plugins: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    env = {
-        "PATH": f"{work / 'bin'}:{os.environ['PATH']}",
-        "HOME": str(work),
-        "PYTHONPATH": str(plugins),
-    }
+    path = f"{work / 'bin'}:{os.environ['PATH']}"
+    env = {"PATH": path, "HOME": str(work), "PYTHONPATH": str(plugins)}
     argv = [sys.executable, "-m", "imgkit_builder", *args]
     return subprocess.run(argv, cwd=work, env=env, capture_output=True, text=True, timeout=60)
 
@@ -102,10 +91,8 @@ def test_job_of_a_plugin_is_submitted_and_followed(work: Path, example_installed
 
 
 def test_flags_of_a_plugin_are_in_the_help(work: Path, example_installed: Path) -> None:
-    assert re.search(
-        r"--lane NAME +fakeq: lane of the queue",
-        imgkit(work, example_installed, "run", "--dry-run", "-h").stdout,
-    )
+    text = imgkit(work, example_installed, "run", "--dry-run", "-h").stdout
+    assert re.search(r"--lane NAME +fakeq: lane of the queue", text)
     assert "--lane" not in imgkit(work, work, "run", "--dry-run", "-h").stdout
 
 

@@ -14,16 +14,13 @@ import pytest
 import stored_images
 import yaml
 from file_tree import FakeProgram, write_program
+from job_builder import MANIFEST, make_job, make_script, write_recipe
 
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.jobs import systems
-from imgkit_builder.jobs.job import Job
-from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.runtimes import runtime_of
+from imgkit_builder.jobs.systems.pods import PodFlags
 from imgkit_builder.oci import manifest
-from imgkit_builder.oci.manifest import MANIFEST_JSON, BaseImage, Manifest
-from imgkit_builder.recipe import targets
+from imgkit_builder.oci.manifest import MANIFEST_JSON
 from imgkit_builder.sif import convert
 from imgkit_builder.sif.conversion import Options
 from imgkit_builder.sif.entries import Archive
@@ -42,27 +39,25 @@ TEXT='of the image' exec "$@"
 """
 
 
-def make_job(folder: Path, scheduler: str, **fields: Any) -> Job:
-    """Return a job on a site with variables; an item of `fields` is a field of the request."""
+def on_site(folder: Path, scheduler: str = "slurm", **fields: Any) -> dict[str, Any]:
+    """Return the arguments of a job on a site with variables. `fields` are values of its request."""
     values = {"TEXT": TEXT, "FLAG": "recipe", "USERS": "recipe", "HF_HOME": "$IMGKIT_JOB_DIR/hf"}
     values["NCCL_SOCKET_IFNAME"] = "hsn0"
     site: dict[str, Any] = {"scheduler": scheduler, "env": values}
     if scheduler == "slurm":
         site["partitions"] = {"other": {"interfaces": ["eth1"]}}
-    recipe = folder / "site.yaml"
-    recipe.write_text(json.dumps({"image": {"base": "ubuntu:24.04", "platform": "amd64"}, "system": site}))
+    text = json.dumps({"image": {"base": "ubuntu:24.04", "platform": "amd64"}, "system": site})
     request = {"directory": folder, "command": SHOW, "env": ("FLAG=flag",), **fields}
-    return resolve_job(targets.load_target(recipe), JobRequest.of(**request))
+    return {"recipe": write_recipe(folder, text), **request}
 
 
 @pytest.mark.parametrize("runtime", ["singularity", "pyxis", "host"])
 def test_script_sets_what_the_user_does_not(tmp_path: Path, runtime: str) -> None:
-    job = make_job(tmp_path, "slurm", runtime=runtime)
+    script = make_script(**on_site(tmp_path, runtime=runtime)).text
     write_program(tmp_path / "srun", SRUN)
     write_program(tmp_path / "singularity", SINGULARITY)
-    (tmp_path / "site.sqsh").touch()
+    (tmp_path / "mine.sqsh").touch()
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "USERS": "mine"}
-    script = systems.get_system("slurm").script(job).text
     result = subprocess.run(
         ["bash"], input=script, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
@@ -72,26 +67,25 @@ def test_script_sets_what_the_user_does_not(tmp_path: Path, runtime: str) -> Non
 def test_docker_gets_what_the_user_does_not_set(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.write_text("USERS=mine\n")
-    job = make_job(tmp_path, "standalone", runtime="docker", image="a:1", env_file=file)
+    site = on_site(tmp_path, "standalone", runtime="docker", image="a:1", env_file=file)
     write_program(tmp_path / "docker", 'printf "%s\\n" "$@"')
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    argv = systems.get_system("standalone").script(job).submit
-    output = subprocess.run(argv, env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout
+    output = subprocess.run(
+        make_script(**site).submit, env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=60
+    ).stdout
     rows = output.splitlines()
     values = {rows[number + 1] for number, row in enumerate(rows) if row == "--env"}
     assert values == {f"TEXT={TEXT}", "FLAG=flag", f"HF_HOME={tmp_path}/hf", "NCCL_SOCKET_IFNAME=hsn0"}
 
 
 def test_dist_commands_read_the_variables_in_the_image(tmp_path: Path) -> None:
-    script = (
-        systems.get_system("slurm").script(make_job(tmp_path, "slurm", command=("dist-run", "a.py"))).text
-    )
+    script = make_script(**on_site(tmp_path, command=("dist-run", "a.py"))).text
     assert "TEXT" not in script
     assert "HF_HOME" not in script
 
 
 def test_shell_of_a_job_gets_the_variables(tmp_path: Path) -> None:
-    job = make_job(tmp_path, "slurm", command=("dist-run", "a.py"))
+    job = make_job(**on_site(tmp_path, command=("dist-run", "a.py")))
     line = runtime_of(job).shell_line(job)
     assert f"export IMGKIT_JOB_DIR={shlex.quote(str(tmp_path))} && " in line
     assert 'then export HF_HOME="$IMGKIT_JOB_DIR/hf"; fi && ' in line
@@ -102,12 +96,8 @@ def test_shell_of_a_job_gets_the_variables(tmp_path: Path) -> None:
 def test_shell_on_this_machine_can_have_them(
     call: Any, fake_program: FakeProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = BaseImage(name="b:1", platform="linux/amd64")
-    provenance = Manifest(
-        imgkit="1", recipe="r", recipe_sha256="0", base=base, platform="linux/amd64", wheel_sha256="0"
-    )
     facts = SystemFacts(env={"HF_HOME": "/recipe", "USERS": "recipe"})
-    texts = {MANIFEST_JSON: manifest.to_json(provenance), str(SYSTEM_JSON): system.to_json(facts)}
+    texts = {MANIFEST_JSON: manifest.to_json(MANIFEST), str(SYSTEM_JSON): system.to_json(facts)}
     files = []
     for name, text in texts.items():
         files.append((tarfile.TarInfo(name.lstrip("/")), text.encode()))
@@ -123,36 +113,30 @@ def test_shell_on_this_machine_can_have_them(
 
 
 def test_interfaces_of_other_nodes_are_left_out(tmp_path: Path) -> None:
-    job, in_other_queue = make_job(tmp_path, "slurm"), make_job(tmp_path, "slurm", queue="other")
-    assert "NCCL_SOCKET_IFNAME" in runtime_of(job).system_variables(job)
-    assert "NCCL_SOCKET_IFNAME" not in runtime_of(in_other_queue).system_variables(in_other_queue)
+    for queue in ("", "other"):
+        job = make_job(**on_site(tmp_path, queue=queue))
+        assert ("NCCL_SOCKET_IFNAME" in runtime_of(job).system_variables(job)) == (queue == "")
 
 
 @pytest.fixture
 def rcp(tmp_path: Path) -> Path:
     """A recipe whose pods have a variable that names another one."""
-    file = tmp_path / "pods.yaml"
-    file.write_text("extends: rcp\nsystem:\n  env:\n    HF_HOME: $SCRATCH/hf\n")
-    return file
+    return write_recipe(tmp_path, "extends: rcp\nsystem:\n  env:\n    HF_HOME: $SCRATCH/hf\n")
 
 
 def test_pods_get_the_variables_of_their_system(rcp: Path) -> None:
-    request = JobRequest.of(command=("python", "a.py"), image="r/i:1", queue="q", env=("HF_HOME=/mine",))
-    job = resolve_job(targets.load_target(rcp), request)
-    assert "-e NCCL_NSOCKS_PERTHREAD=8 " in systems.get_system("runai").script(job).text
-    document = yaml.safe_load(systems.get_system("kubeflow").script(job).text)
-    text = json.dumps(document)
+    program: dict[str, Any] = {"command": ("python", "a.py"), "image": "r/i:1", "env": ("HF_HOME=/mine",)}
+    assert "-e NCCL_NSOCKS_PERTHREAD=8 " in make_script(rcp, **program).text
+    kubeflow = make_script(rcp, PodFlags(format="pytorchjob"), **program).text
+    text = json.dumps(yaml.safe_load(kubeflow))
     assert '{"name": "NCCL_NSOCKS_PERTHREAD", "value": "8"}' in text
     assert '{"name": "HF_HOME", "value": "/mine"}' in text
 
 
 def test_pods_refuse_a_value_that_only_a_shell_replaces(rcp: Path) -> None:
-    job = resolve_job(
-        targets.load_target(rcp), JobRequest.of(command=("python", "a.py"), image="r/i:1", queue="q")
-    )
     with pytest.raises(UsageError) as caught:
-        systems.get_system("runai").script(job)
+        make_script(rcp, command=("python", "a.py"), image="r/i:1")
     assert str(caught.value) == (
-        "pods.yaml:4: system.env sets HF_HOME=$SCRATCH/hf, and a pod replaces no variable in it\n"
+        "mine.yaml:4: system.env sets HF_HOME=$SCRATCH/hf, and a pod replaces no variable in it\n"
         "  -> --env HF_HOME=VALUE"
     )

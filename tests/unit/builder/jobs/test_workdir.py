@@ -1,86 +1,66 @@
-"""Where the command of a job starts: --workdir, the code, the recipe's image.workdir, the job's folder."""
+"""Where the command of a job starts, and that what a job mounts is looked for on each node before that."""
 
 from __future__ import annotations
 
-import dataclasses
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from job_builder import make_job, make_script, write_recipe
 
 from imgkit_builder.jobs import systems
-from imgkit_builder.jobs.job import Job
-from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve_job
+from imgkit_builder.jobs.systems.mpi import MpiFlags
 from imgkit_builder.jobs.systems.pods import PodFlags
-from imgkit_builder.recipe.targets import Target, load_target
 from imgkit_entrypoints.errors import UsageError
-
-RUN = JobRequest.of(
-    command=("dist-run", "train.py"), directory=Path("/w"), time="10m", account="a", qos="acc_debug"
-)
 
 
 @pytest.fixture
 def extend(tmp_path: Path) -> Any:
     """``extend("cpu")``: a recipe that extends it and states a workdir."""
-
-    def write(parent: str) -> Target:
-        file = tmp_path / "mine.yaml"
-        file.write_text(f"extends: {parent}\nimage:\n  workdir: /workspace/mine\n")
-        return load_target(file)
-
-    return write
-
-
-def job(target: Target, **options: Any) -> Job:
-    return resolve_job(target, RUN.changed(**options))
-
-
-def argv(job: Job) -> tuple[str, ...]:
-    return systems.get_system(job.system).script(job).submit
+    text = "extends: {}\nimage:\n  workdir: /workspace/mine\n"
+    return lambda parent: write_recipe(tmp_path, text.format(parent))
 
 
 def test_workdir_of_a_recipe_holds_under_docker_and_singularity(extend: Any) -> None:
     target = extend("cpu")
-    docker = argv(job(target))
+    docker = make_script(target).submit
     assert docker[docker.index("--workdir") + 1] == "/workspace/mine"
     assert "IMGKIT_JOB_DIR=/w" in docker
-    singularity = argv(job(target, runtime="singularity"))
+    singularity = make_script(target, runtime="singularity").submit
     at = singularity.index("--pwd")
     assert singularity[at + 1 : at + 3] == ("/workspace/mine", "/w/mine.sif")
     assert "IMGKIT_JOB_DIR=/w" in singularity
-    shell = argv(job(target, runtime="singularity", command=(), interactive=True))
-    assert "--pwd" in shell
-    script = systems.get_system("slurm").script(job(extend("mn5"))).text
+    shell = make_script(target, runtime="singularity", command=(), interactive=True)
+    assert "--pwd" in shell.submit
+    script = make_script(extend("mn5")).text
     assert "--pwd /workspace/mine" in script.replace("\\\n    ", "")
     assert "export IMGKIT_JOB_DIR=/w\n" in script
 
 
 def test_flag_wins_over_recipe_and_code(extend: Any, tmp_path: Path) -> None:
-    assert job(extend("cpu"), workdir="/srv").container.workdir == "/srv"
-    code = {"runtime": "singularity", "code": tmp_path}
-    assert job(load_target("cpu"), **code).container.workdir == "/workspace"
-    assert job(extend("cpu"), **code).container.workdir == "/workspace"
-    assert job(load_target("cpu"), **code, workdir=".").container.workdir == ""
+    assert make_job(extend("cpu"), workdir="/srv").container.workdir == "/srv"
+    code: dict[str, Any] = {"runtime": "singularity", "code": tmp_path}
+    for recipe in ("cpu", extend("cpu")):
+        assert make_job(recipe, **code).container.workdir == "/workspace"
+        assert make_job(recipe, **code, workdir=".").container.workdir == ""
 
 
 def test_run_without_container_has_no_workdir(extend: Any) -> None:
-    host_job = job(extend("cpu"), runtime="host")
+    host_job = make_job(extend("cpu"), runtime="host")
     assert (host_job.container.workdir, "IMGKIT_JOB_DIR" in host_job.settings) == ("", False)
     with pytest.raises(UsageError, match="has no container") as caught:
-        job(load_target("cpu"), runtime="host", workdir="/x")
+        make_job("cpu", runtime="host", workdir="/x")
     assert "--directory" in (caught.value.hint or "")
 
 
 def test_docker_warns_that_files_in_the_image_are_lost(extend: Any) -> None:
-    def warnings(**options: Any) -> tuple[str, ...]:
-        return job(extend("cpu"), account="", qos="", time="", **options).warnings
-
-    (warning,) = warnings()
+    recipe = extend("cpu")
+    (warning,) = make_job(recipe).warnings
     assert "are lost with the container" in warning
-    assert warnings(workdir="/workspace/mine") == ()  # the user has chosen
-    assert warnings(runtime="singularity") == ()  # the write fails there
+    assert make_job(recipe, workdir="/workspace/mine").warnings == ()  # the user has chosen
+    assert make_job(recipe, runtime="singularity").warnings == ()  # the write fails there
 
 
 @pytest.mark.parametrize(
@@ -88,14 +68,77 @@ def test_docker_warns_that_files_in_the_image_are_lost(extend: Any) -> None:
     [({}, "/workspace/mine"), ({"workdir": "."}, "/data/me"), ({"workdir": "/srv"}, "/srv")],
 )
 def test_pods_start_there_too(extend: Any, options: dict[str, str], start: str) -> None:
-    pods = {"image": "r/x:1", "directory": Path("/data/me"), "nodes": "2"}
-    flags = PodFlags(pvcs=("c:/data",))
-    command = argv(job(extend("rcp"), **pods, **options, system_flags=(flags,)))
-    assert command[command.index("--working-dir") + 1] == start
-    for form, text in (("pytorchjob", f"workingDir: {start}\n"), ("trainjob", f"--chdir={start}\n")):
-        kubernetes = dataclasses.replace(flags, format=form)
-        script = systems.get_system("kubeflow").script(
-            job(extend("rcp"), **pods, **options, system_flags=(kubernetes,))
-        )
-        assert text in script.text
-        assert "IMGKIT_RUN_DIR" in script.text
+    texts = {"runai": f"--working-dir {start} ", "pytorchjob": f"workingDir: {start}\n"}
+    texts["trainjob"] = f"--chdir={start}\n"
+    pods = {"image": "r/x:1", "directory": Path("/data/me"), "nodes": "2", **options}
+    for form, text in texts.items():
+        script = make_script(extend("rcp"), PodFlags(pvcs=("c:/data",), format=form), **pods).text  # type: ignore[arg-type]
+        assert text in script
+        assert "IMGKIT_RUN_DIR" in script
+
+
+def run_on_node(options: dict[str, Any], *command: str) -> subprocess.CompletedProcess[str]:
+    argv = systems.with_folder_check(make_job(**options), command)
+    return subprocess.run(argv, capture_output=True, text=True, check=False)
+
+
+def test_node_without_a_folder_is_named(tmp_path: Path) -> None:
+    missing = tmp_path / "it's $(not) here"
+    result = run_on_node({"binds": (f"{tmp_path}:/in", f"{missing}:/b:ro")}, "echo", "started")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        f"imgkit: node {os.uname().nodename} has no {missing}, which the job mounts "
+        "(--bind, data, --secret-file or system.runtime.binds)\n"
+    )
+
+
+def test_secret_that_a_node_lacks_is_named(tmp_path: Path) -> None:
+    result = run_on_node({"secret_file": tmp_path / "secret"}, "echo", "started")
+    assert f"has no {tmp_path}/secret," in result.stderr
+
+
+def test_command_starts_with_its_arguments(tmp_path: Path) -> None:
+    result = run_on_node({"binds": (str(tmp_path),)}, "printf", "%s|", "--", "a b", "$c", "")
+    assert (result.returncode, result.stdout) == (0, "--|a b|$c||")
+
+
+SHELL: dict[str, Any] = {"interactive": True, "command": ()}
+
+
+def hosts(names: str = "a,b", start: Any = "agents") -> dict[str, Any]:
+    return {"flags": MpiFlags(hosts=names, mpi_start=start)}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "looks"),
+    [
+        ("mn5", SHELL, 1),
+        ("mn5", {"interactive": True}, 1),
+        ("olivia-eap", SHELL, 1),
+        ("lambda", hosts(), 1),
+        ("lambda", hosts(start="ranks"), 1),
+        ("lambda", hosts(start="ssh"), 2),
+        ("lambda", {**hosts("a"), **SHELL}, 1),
+        ("lambda", {**hosts(start="ssh"), "runtime": "singularity"}, 2),
+        ("cpu", {}, 1),
+        ("cpu", SHELL, 1),
+    ],
+)
+def test_each_start_looks_before_the_container(recipe: str, options: dict[str, Any], looks: int) -> None:
+    script = make_script(recipe, binds=("/data/v1:/in:ro",), **options)
+    lines = [line for line in script.text.splitlines() if "torch.distributed.launch" not in line]
+    assert "\n".join(lines).count("/data/v1 -- ") == looks
+    for _, line in script.host_commands:
+        assert line.index("/data/v1 -- ") < line.index("/data/v1:/in:ro")
+
+
+def test_job_that_mounts_nothing_has_no_look() -> None:
+    assert systems.with_folder_check(make_job(), ("x",)) == ("x",)
+
+
+def test_pyxis_looks_in_a_step_of_its_own() -> None:
+    script = make_script(binds=("/data:/in:ro",), runtime="pyxis", image="ubuntu").text
+    text = " ".join(script.replace("\\\n", " ").split())
+    look, _, start = text.partition(" sh /data -- sh -c ")
+    assert "srun --overlap --input=none --ntasks-per-node=1 sh -c" in look
+    assert "--container-image=ubuntu" in start

@@ -11,7 +11,7 @@ import pytest
 from job_records import keep_job
 
 from imgkit_builder.base.process import Finished
-from imgkit_builder.jobs import history, measured
+from imgkit_builder.jobs import job_status, measured
 from imgkit_builder.jobs.measured import LastNumbers
 from imgkit_builder.jobs.request import CodeRecord
 from imgkit_builder.jobs.submitted import FINAL_STATES
@@ -92,10 +92,10 @@ def test_damaged_record_is_left_out(home: Path, call: Any) -> None:
 def test_scheduler_says_the_state(answers: Sequence[tuple[int, str]], state: str) -> None:
     remaining_answers = list(answers)
     run = fake_scheduler(remaining_answers)
-    record = history.refresh_state(keep_job(1), run)
+    record = job_status.refresh_state(keep_job(1), run)
     assert (record.state, remaining_answers) == (state, [])
     if state in FINAL_STATES:
-        assert history.refresh_state(record, run) == record  # nobody is asked again
+        assert job_status.refresh_state(record, run) == record  # nobody is asked again
 
 
 @pytest.mark.parametrize(("result", "code"), [((0, "1.0 7\n"), 7), ((1, "no such file"), 143)])
@@ -108,14 +108,14 @@ def test_exit_code_of_the_program_counts_before_that_of_ended_tasks(
         (0, "JobId=1 JobState=FAILED ExitCode=143:0"),
         result,
     ]
-    report = history.report_job(keep_job(1), fake_scheduler(remaining_answers))
+    report = job_status.report_job(keep_job(1), fake_scheduler(remaining_answers))
     assert (report.record.state, report.code, remaining_answers) == ("failed", code, [])
 
 
 def test_scheduler_without_an_answer_ends_no_job(call: Any) -> None:
     run = fake_scheduler([(1, "Unable to contact slurm controller")])
     with pytest.raises(ToolFailed, match="squeue failed with exit code 1"):
-        history.refresh_state(keep_job(1), run)
+        job_status.refresh_state(keep_job(1), run)
 
 
 def test_repeated_steps_count_once() -> None:

@@ -9,19 +9,17 @@ import os
 from pathlib import Path
 
 import pytest
-from file_tree import write_program
+from file_tree import write_files
+from job_records import submitted_job
 from notes import Notes
 
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.jobs import code
-from imgkit_builder.jobs.remote import connection, store
+from imgkit_builder.jobs.remote import connection, fetch, store
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.remote.connection import ScriptFailed
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.transport import Ssh
-from imgkit_entrypoints.errors import CheckFailed
-
-pytestmark = pytest.mark.programs("rsync")
 
 
 @pytest.fixture
@@ -131,16 +129,6 @@ def test_file_that_cannot_be_written_is_no_full_disk(folder: Path, tmp_path: Pat
     assert "could not make way for new regular file: workspace/table" in caught.value.output
 
 
-def test_exceeded_quota_is_a_full_disk(folder: Path, tmp_path: Path, ssh: Path) -> None:
-    """No quota is set on this machine: a program with rsync's message takes its place there."""
-    message = 'rsync: [receiver] mkstemp "/x/.table.a1" failed: Disk quota exceeded (122)'
-    rsync = write_program(tmp_path / "far-bin/rsync", f"echo '{message}' >&2; exit 23")
-    ssh.write_text(ssh.read_text().replace("exec ", f"PATH={rsync.parent}:$PATH exec ", 1))
-    with pytest.raises(CheckFailed, match="code: the disk of far is full\n") as caught:
-        send(folder, tmp_path / "far")
-    assert message in str(caught.value.hint)
-
-
 def test_missing_rsync_here_names_what_installs_it(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,3 +140,29 @@ def test_missing_rsync_here_names_what_installs_it(
     with pytest.raises(ToolMissing, match="rsync") as caught:
         rsync.run_rsync(far, "/x", (), Notes())
     assert "apt-get install rsync" in str(caught.value.hint)
+
+
+pytestmark = [pytest.mark.programs("rsync"), pytest.mark.usefixtures("ssh")]
+
+
+def test_unchanged_code_stays_on_the_remote(tmp_path: Path) -> None:
+    folder = write_files(
+        tmp_path / "here", {"train.py": "1", "a[b] *.py": "2", "lib/same.py": "3", "x.csv": "4"}
+    )
+    read = code.read_code_folder(JobRequest.of(code=folder), large=False, report=Silent())
+    store = tmp_path / "my store"
+    read.tree.write(store / "code" / read.record.sha256)
+    run_folder = store / "runs/mn5-7"
+    run_folder.mkdir(parents=True)
+    workspace = run_folder / "workspace"
+    read.tree.write_copy(workspace)
+    write_files(run_folder, {"code.json": read.record.text, "metrics.jsonl": "{}"})
+    write_files(workspace, {"out/model": "weights", "x.csv": "5"})
+    far = connection.connect(Remote(name="far", address="far", folder=str(store), keep_s=0))
+    record = submitted_job(directory=store, remote="far", code=read.record)
+    target = tmp_path / "fetched"
+    fetch.fetch_run(far, record, target, checkpoints=False, report=Silent())
+    names = {
+        str(path.relative_to(target)) for path in target.rglob("*") if path.is_file() or path.name == "lib"
+    }
+    assert names == {"code.json", "metrics.jsonl", "workspace/out/model", "workspace/x.csv"}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from file_tree import write_files, write_program
+from job_builder import make_job, make_script
 from notes import Notes
 
 from imgkit_builder.jobs import data_mounts, systems
@@ -18,10 +19,7 @@ from imgkit_builder.jobs.prepared import PreparedJob
 from imgkit_builder.jobs.remote import connection, gc, store
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.remote.connection import Connection, ScriptFailed
-from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.transport import Ssh
-from imgkit_builder.recipe.targets import load_target
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, UsageError
 
 pytestmark = pytest.mark.programs("rsync")
@@ -41,10 +39,8 @@ def far(tmp_path: Path) -> Connection:
 
 def send(tmp_path: Path, *data: str) -> tuple[Job, list[str]]:
     """Bring the data to the remote, which is this machine. Return the job, and what the user saw."""
-    request = JobRequest.of(command=("dist-hello",), directory=tmp_path / "store", data=data or ("data/x",))
-    job = resolve_job(load_target("mn5"), request.changed(account="a", qos="acc_debug", time="5m"))
-    script = systems.get_system(job.system).script(job)
-    prepared = PreparedJob(job=job, script=script, data=data_mounts.list_folders(request))
+    job = make_job(directory=tmp_path / "store", data=data or ("data/x",))
+    prepared = PreparedJob(job=job, script=make_script(), data=data_mounts.list_folders(job.request))
     transport, notes = Ssh(far(tmp_path)), Notes()
     transport.store = store.open_store(transport.connection, program="sh")
     return transport.bring_data(prepared, notes), notes.texts
@@ -86,12 +82,15 @@ def test_data_that_changes_on_its_way_is_refused(project: Path, tmp_path: Path, 
     assert [path.name for path in (tmp_path / "store/data").iterdir()] == [".incoming"]
 
 
-def test_full_disk_names_what_to_remove(project: Path, tmp_path: Path, ssh: Path) -> None:
-    message = 'rsync: [receiver] mkstemp "/x/.train.a1" failed: No space left on device (28)'
+@pytest.mark.parametrize("error", ["No space left on device (28)", "Disk quota exceeded (122)"])
+def test_full_disk_names_what_to_remove(project: Path, tmp_path: Path, ssh: Path, error: str) -> None:
+    """The disk is not full: a program with rsync's message takes its place on the remote."""
+    message = f'rsync: [receiver] mkstemp "/x/.train.a1" failed: {error}'
     rsync = write_program(tmp_path / "far-bin/rsync", f"echo '{message}' >&2; exit 23")
     ssh.write_text(ssh.read_text().replace("exec ", f"PATH={rsync.parent}:$PATH exec ", 1))
     with pytest.raises(CheckFailed, match="data: the disk of far is full\n") as caught:
         send(tmp_path)
+    assert message in str(caught.value.hint)
     assert "imgkit remote gc far --delete" in str(caught.value.hint)
 
 

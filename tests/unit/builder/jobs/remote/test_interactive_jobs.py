@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 from file_tree import FakeProgram
+from job_builder import make_job
 from terminals import Terminal
 
 from imgkit_builder.jobs.remote import connection
 from imgkit_builder.jobs.remote.config import Remote
-from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.systems import get_system
 from imgkit_builder.jobs.transport import Ssh
-from imgkit_builder.recipe import targets
 
 TOKEN = "a 'token' $(date)"  # noqa: S105
 SALLOC = 'pwd; echo "$TOKEN"; ls -A . images/x; exit 7'
@@ -50,9 +48,13 @@ def shell_argv(folder: Path, fake_program: FakeProgram, monkeypatch: pytest.Monk
     """What opens a shell of Slurm on the remote."""
     fake_program("salloc", SALLOC)
     monkeypatch.setenv("TOKEN", TOKEN)
-    request = JobRequest.of(interactive=True, env=("TOKEN",), account="a", qos="acc_debug", time="10m")
-    request = request.changed(directory=folder, image=f"{folder}/images/x/image.sif")
-    job = resolve_job(targets.load_target("mn5"), request)
+    job = make_job(
+        interactive=True,
+        command=(),
+        env=("TOKEN",),
+        directory=folder,
+        image=f"{folder}/images/x/image.sif",
+    )
     transport = Ssh(connection.connect(Remote(name="far", address="me@far", folder=str(folder), keep_s=0)))
     return transport.foreground_argv(job, get_system("slurm").script(job))
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 from file_tree import FakeProgram, write_program
+from job_builder import make_job, make_script
+from job_records import submitted_job
 
 from imgkit_builder.base.process import MOST_BYTES, TooLong
 from imgkit_builder.base.progress import SILENT, Silent
@@ -24,10 +26,6 @@ from imgkit_builder.jobs.prepared import PreparedJob
 from imgkit_builder.jobs.remote import check, connection, gc, jobs, rsync, store, transfer
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.remote.connection import Connection
-from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve_job
-from imgkit_builder.jobs.submitted import QueuedJob, SubmittedJob
-from imgkit_builder.jobs.systems import get_system
 from imgkit_builder.jobs.transport import Ssh
 from imgkit_builder.recipe import targets
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
@@ -54,17 +52,9 @@ def far(local: Connection) -> Connection:
     return local
 
 
-def look(far: Connection) -> object:
-    return store.open_store(far, program="sbatch")
-
-
-def prepare(far: Connection) -> object:
-    return transfer._prepare_incoming(far, {}, SOURCE, is_retry=False)
-
-
 READERS: dict[str, tuple[Callable[[Connection], object], tuple[str, ...]]] = {
     "look": (
-        look,
+        lambda far: store.open_store(far, program="sbatch"),
         (
             "",
             "end\n",
@@ -78,7 +68,7 @@ READERS: dict[str, tuple[Callable[[Connection], object], tuple[str, ...]]] = {
         ),
     ),
     "prepare": (
-        prepare,
+        lambda far: transfer._prepare_incoming(far, {}, SOURCE, is_retry=False),
         ("", "arrived 5\n", "disk x\narrived x\n", "disk x\narrived -5\n", f"disk x\narrived {DIGITS}\n"),
     ),
     "gc": (
@@ -86,10 +76,11 @@ READERS: dict[str, tuple[Callable[[Connection], object], tuple[str, ...]]] = {
         ("", "clock 5\n", f"clock {DIGITS}\nend\n", "Welcome\nend\n"),
     ),
     "check": (lambda far: check.check_remote(far, None), ("", "clock 5\nhome /x\n")),
+    "scheduler": (lambda far: jobs.run_scheduler_command(far, ("squeue",)), ()),  # any answer is its output
 }
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", sorted(READERS.keys() - {"scheduler"}))
 def test_answer_that_is_cut_short_or_strange_is_named(far: Connection, name: str) -> None:
     read, answers = READERS[name]
     for answer in (*answers, "\n", "\xff\xfe", "x" * 1_000_000):
@@ -106,40 +97,31 @@ def test_answer_that_is_cut_short_or_strange_is_named(far: Connection, name: str
 def test_home_that_no_job_can_have_is_refused(far: Connection, home: str) -> None:
     Path("answer").write_bytes(f"home {home}\nend\n".encode("latin-1"))
     with pytest.raises((UsageError, ToolFailed)):
-        look(far)
+        READERS["look"][0](far)
 
 
 def test_odd_values_of_a_check_are_verdicts(far: Connection) -> None:
-    rows = (
-        f"disk x 1 2 {DIGITS} 4% /",
-        "quota 1 2 3",
-        "sbatch",
-        "python",
-        "modules",
-        "owner",
-    )
+    rows = (f"disk x 1 2 {DIGITS} 4% /", "quota 1 2 3", "sbatch", "python", "modules", "owner")
     Path("answer").write_bytes("\n".join((*rows, "\xff", "end", "")).encode("latin-1"))
     verdicts = {row.name: row.verdict for row in check.check_remote(far, targets.load_target("mn5"))}
     assert (verdicts["runtime"], verdicts["folder"]) == ("fail", "fail")
 
 
-@pytest.mark.parametrize("name", [*READERS, "scheduler"])
+@pytest.mark.parametrize("name", READERS)
 def test_answer_without_end_is_refused(far: Connection, name: str) -> None:
     write_program(SSH, ANSWERS.replace("cat answer", "yes"))
-    read = READERS[name][0] if name in READERS else lambda far: jobs.run_scheduler_command(far, ("squeue",))
     with pytest.raises(TooLong, match=r"a command on far printed more than 8 MB.*first line: y$"):
-        read(far)
+        READERS[name][0](far)
 
 
 @pytest.mark.parametrize("floods", ["before", "behind"])
-@pytest.mark.parametrize("name", [*READERS, "scheduler"])
+@pytest.mark.parametrize("name", READERS)
 def test_errors_without_end_are_refused(far: Connection, name: str, floods: str) -> None:
     endless = "yes 'no space left' >&2"
     write_program(SSH, endless if floods == "before" else HANDSHAKE + endless)
-    read = READERS[name][0] if name in READERS else lambda far: jobs.run_scheduler_command(far, ("squeue",))
     message = "a command on me@far printed more than 8 MB of error messages; their first line: no space left"
     with pytest.raises(ToolFailed) as caught:
-        read(far)
+        READERS[name][0](far)
     assert (caught.value.what, caught.value.where) == (message, "far")
     assert "ssh me@far echo works" in (caught.value.hint or "")
 
@@ -252,16 +234,8 @@ def test_submission_there_notes_what_the_job_uses(
     for folder in ("jobs", "images"):
         Path(folder).mkdir()
     Path("images/x.sif").touch()
-    request = JobRequest.of(
-        command=("dist-run",),
-        account="a",
-        qos="q",
-        time="10m",
-        directory=tmp_path,
-        image=f"{tmp_path}/images/x.sif",
-    )
-    job = resolve_job(targets.load_target("mn5"), request)
-    prepared = PreparedJob(job=job, script=get_system("slurm").script(job))
+    values = {"directory": tmp_path, "image": f"{tmp_path}/images/x.sif"}
+    prepared = PreparedJob(job=make_job(**values), script=make_script(**values))
     record = submit.start_job(prepared, Ssh(local), Silent())
     assert (record.answer is None, record.job.cluster, record.job.remote) == (bool(job_id), cluster, "far")
     if note is None:
@@ -278,9 +252,8 @@ def test_submission_there_notes_what_the_job_uses(
 def test_output_beyond_the_limit_is_cut_visibly(
     local: Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("imgkit_builder.jobs.history.connection_to", lambda *_, **__: local)
-    job = QueuedJob(id="4711", system="slurm", name="mn5", directory=tmp_path, remote="far")
-    handle = JobHandle(record=SubmittedJob(job=job, recipe="mn5"))
+    monkeypatch.setattr("imgkit_builder.jobs.job_status.connection_to", lambda *_, **__: local)
+    handle = JobHandle(record=submitted_job(id="4711", directory=tmp_path, remote="far"))
     (tmp_path / "mn5-4711.out").write_text("step\n" * (MOST_BYTES // 5) + "last step\n")
     first_line, *_, last_line = handle.logs().splitlines()
     assert first_line == "imgkit: the output has 8388615 bytes, of which these are the last 8387584"
@@ -296,5 +269,5 @@ def test_note_of_a_file_that_is_no_id_is_left_out() -> None:
 
 def test_waiting_jobs_of_a_cluster_are_asked_for_there(local: Connection, fake_program: FakeProgram) -> None:
     fake_program("squeue", 'echo "$*" > arguments; echo 4711')
-    assert gc.unfinished_jobs(local, "slurm;two") == {"4711"}
+    assert gc.unfinished_jobs(local, "slurm;two").ids == {"4711"}
     assert Path("arguments").read_text() == "--noheader --format=%A --clusters=two\n"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from remote_image import remote_image
@@ -12,13 +14,14 @@ from remote_image import remote_image
 from imgkit_builder.jobs.remote import connection, gc
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.remote.connection import Connection
-from imgkit_builder.jobs.remote.gc import JobNote, StoredFolder, StoreListing
+from imgkit_builder.jobs.remote.gc import JobNote, StoredFolder, StoreListing, UnfinishedJobs
 from imgkit_builder.jobs.remote.store import RemoteImage
 from imgkit_entrypoints.errors import ToolFailed
 
 IMAGE = f"images/{'a' * 64}-{'b' * 12}"
 CODE = f"code/{'c' * 64}"
 OLD, LIMIT, NEW = 100.0, 500.0, 900.0
+UNFINISHED = UnfinishedJobs(ids=frozenset({"7"}))
 
 
 def folder(path: str, used_s: float = OLD) -> StoredFolder:
@@ -33,32 +36,29 @@ def listing(*folders: StoredFolder, notes: Sequence[JobNote] = ()) -> StoreListi
     return StoreListing(folders=folders, notes=tuple(notes), clock_s=1000)
 
 
-def test_old_image_without_a_job_is_unused() -> None:
-    unused = gc.select_unused(listing(folder(IMAGE), folder(CODE, NEW)), {}, LIMIT)
-    assert [folder.path for folder in unused.folders] == [IMAGE]
-    assert unused.used == 1
+NONE, OTHER = UnfinishedJobs(), UnfinishedJobs(ids=frozenset({"77"}))
+UNKNOWN = UnfinishedJobs(unknown_reason="squeue failed")
 
 
-def test_image_and_code_of_a_waiting_job_stay() -> None:
-    store = listing(folder(IMAGE), folder(CODE), notes=[note(IMAGE, CODE)])
-    unused = gc.select_unused(store, {"slurm": {"7"}}, LIMIT)
-    assert (unused.folders, unused.used, unused.ended_jobs) == ((), 2, ())
-
-
-def test_run_of_late_keeps_its_image() -> None:
-    store = listing(folder(IMAGE), notes=[note(IMAGE, used_s=NEW)])
-    assert gc.select_unused(store, {"slurm": ()}, LIMIT).folders == ()
-
-
-def test_ended_job_keeps_nothing() -> None:
-    unused = gc.select_unused(listing(folder(IMAGE), notes=[note(IMAGE)]), {"slurm": {"77"}}, LIMIT)
-    assert [folder.path for folder in unused.folders] == [IMAGE]
-    assert unused.ended_jobs == ("7",)
-
-
-def test_silent_scheduler_keeps_all_images_of_jobs() -> None:
-    unused = gc.select_unused(listing(folder(IMAGE), notes=[note(IMAGE)]), {"slurm": "squeue failed"}, LIMIT)
-    assert (unused.folders, unused.unknown) == ((), ("squeue failed",))
+@pytest.mark.parametrize(
+    ("notes", "unfinished", "unused", "ended_jobs"),
+    [
+        ([], NONE, [IMAGE], ()),
+        ([note(IMAGE)], OTHER, [IMAGE], ("7",)),
+        ([note(IMAGE, CODE)], UNFINISHED, [], ()),
+        ([note(IMAGE, used_s=NEW)], NONE, [], ()),
+        ([note(IMAGE)], UNKNOWN, [], ()),
+    ],
+    ids=["no job", "ended job", "waiting job", "run of late", "silent scheduler"],
+)
+def test_image_without_a_job_that_may_use_it_is_unused(
+    notes: list[JobNote], unfinished: UnfinishedJobs, unused: list[str], ended_jobs: tuple[str, ...]
+) -> None:
+    store = listing(folder(IMAGE), folder(CODE, NEW), notes=notes)
+    selected = gc.select_unused(store, {"slurm": unfinished}, LIMIT)
+    assert [folder.path for folder in selected.folders] == unused
+    assert (selected.used, selected.ended_jobs) == (2 - len(unused), ended_jobs)
+    assert selected.unknown == (("squeue failed",) if unfinished is UNKNOWN else ())
 
 
 @pytest.mark.usefixtures("ssh")
@@ -75,7 +75,7 @@ def test_packages_go_and_stay_with_their_image(tmp_path: Path, monkeypatch: pyte
         os.utime(image, (0, 0))
     (store / "jobs").mkdir()
     (store / "jobs/7").write_text(f"slurm\nx\n{needed_image.relative_to(store)}/image.sif\n")
-    monkeypatch.setattr(gc, "unfinished_jobs", lambda connection, name: {"7"})
+    monkeypatch.setattr(gc, "unfinished_jobs", lambda connection, name: UNFINISHED)
     far = connection.connect(Remote(name="far", address="far", folder=str(store), keep_s=0))
     removed = gc.remove_unused(far, gc.find_unused(far, 7))
     assert removed == (IMAGE,)
@@ -173,7 +173,7 @@ def superseded(
 ) -> list[str]:
     """Return the letters of the images that a run of the image ``f`` would remove."""
     monkeypatch.setattr(gc, "_list_store", lambda connection: store)
-    monkeypatch.setattr(gc, "unfinished_jobs", lambda connection, name: {"7"})
+    monkeypatch.setattr(gc, "unfinished_jobs", lambda connection, name: UNFINISHED)
     far: Connection = object()  # type: ignore[assignment]
     unused, by_path = gc.find_superseded(far, images, remote_image("f"))
     return [by_path[folder.path].root_sha256[0] for folder in unused.folders]
@@ -193,23 +193,13 @@ def test_images_of_other_projects_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "job",
-    [
-        JobNote(id="7", system="slurm", folders=(NEEDED,), used_s=OLD),
-        JobNote(
-            id="1",
-            system="slurm",
-            folders=(NEEDED,),
-            used_s=OLD,
-            is_resumable=True,
-        ),
-    ],
-    ids=["has not ended", "can be resumed"],
+    "values", [{}, {"id": "1", "is_resumable": True}], ids=["has not ended", "can be resumed"]
 )
-def test_image_that_a_job_needs_stays(monkeypatch: pytest.MonkeyPatch, job: JobNote) -> None:
+def test_image_that_a_job_needs_stays(monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]) -> None:
+    job = dataclasses.replace(note(NEEDED), **values)
     assert superseded(monkeypatch, listing(*folders("fedcb"), notes=[job])) == ["d", "b"]
 
 
 def test_image_with_another_name_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    linked = StoredFolder(path=f"images/{remote_image('c').name}", size_bytes=1, used_s=OLD, is_linked=True)
+    linked = dataclasses.replace(folder(NEEDED), is_linked=True)
     assert superseded(monkeypatch, listing(linked, *folders("db"))) == ["d", "b"]

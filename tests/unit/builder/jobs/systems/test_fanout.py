@@ -17,17 +17,20 @@ from typing import Any
 import pytest
 from file_tree import FakeProgram
 
-from imgkit_builder.jobs.job import SentInput
+from imgkit_builder.jobs.job import HostCommand, HostInput
 from imgkit_builder.jobs.systems import fanout
+from imgkit_entrypoints.errors import UsageError
 
 MAIN = """
 import json, sys
+from imgkit_builder.jobs.job import HostCommand
 from imgkit_builder.jobs.systems import fanout
 def show(host, text, error):
     print(host, "error" if error else "output", text.decode(), flush=True)
 fanout.END_S = float(sys.argv[2])
 say = lambda text: print("said", text, flush=True)
-sys.exit(fanout.run_on_hosts(json.loads(sys.argv[1]), show=show, say=say))
+commands = [HostCommand(*command) for command in json.loads(sys.argv[1])]
+sys.exit(fanout.run_on_hosts(commands, show=show, say=say))
 """
 
 
@@ -54,7 +57,8 @@ def run(*remote: tuple[str, str], **options: Any) -> tuple[int, list[str]]:
     def say(text: str) -> None:
         output.append(f"said {text}")
 
-    return fanout.run_on_hosts(remote, show=show, say=say, **options), output
+    commands = [HostCommand(*command) for command in remote]
+    return fanout.run_on_hosts(commands, show=show, say=say, **options), output
 
 
 @pytest.mark.parametrize("code", [0, 3])
@@ -235,9 +239,9 @@ def test_secret_and_variables_come_by_standard_input_alone(
     program.write_text(
         'read -r secret; echo "$secret"; printf "%s\\n" "$IMGKIT_SECRET_FILE$TOKEN"; env; ps -eo args\n'
     )
-    sent = SentInput(secret=True, names=("TOKEN",))
+    sent = HostInput(secret=True, names=("TOKEN",))
     command = shlex.join(fanout.guard_command(("sh", str(program)), sent))
-    code, output = run(("a", command), ("b", command), sent=sent)
+    code, output = run(("a", command), ("b", command), host_input=sent)
     assert code == 0, output
     secrets = [text.split() for text in output if re.fullmatch("[ab] output [0-9a-f]{64}", text)]
     assert sorted(host for host, _, _ in secrets) == ["a", "b"]
@@ -248,3 +252,51 @@ def test_secret_and_variables_come_by_standard_input_alone(
         *(f"a output -{token}", f"a output TOKEN={token}"),
         *(f"b output -{token}", f"b output TOKEN={token}"),
     ]
+
+
+def test_flag_keeps_its_order() -> None:
+    assert fanout.parse_hosts("node10, node2,me@10.0.0.1") == ("node10", "node2", "me@10.0.0.1")
+
+
+def test_no_text_is_no_host() -> None:
+    assert fanout.parse_hosts("") == ()
+
+
+def test_file_of_open_mpi_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("# head\nnode2 slots=2\n\nnode1 slots=2 max_slots=4 # second\nfd00::7\n")
+    assert fanout.parse_hosts(str(file)) == ("node2", "node1", "fd00::7")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "-oProxyCommand=reboot",
+        "-l@node1",
+        "a;reboot",
+        "a b",
+        "a,,b",
+        "node1:2",
+        "$(reboot)",
+        "a\nb",
+        "@a",
+        "é",
+    ],
+)
+def test_what_is_no_host_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="is not a host"):
+        fanout.parse_hosts(text)
+
+
+def test_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match="cannot be read") as caught:
+        fanout.parse_hosts(str(file))
+    assert caught.value.where == str(file)
+
+
+def test_this_machine_is_known() -> None:
+    assert fanout.is_this_machine("127.0.0.1")
+    assert fanout.is_this_machine("me@localhost")
+    assert not fanout.is_this_machine("192.0.2.1")  # of a network that is nobody's: RFC 5737

@@ -11,37 +11,25 @@ from typing import Any
 import pytest
 import yaml
 from file_tree import FakeProgram
+from job_builder import make_job, make_script
 from job_records import queued_job
 
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.jobs import submit
-from imgkit_builder.jobs.job import Job, Script
+from imgkit_builder.jobs.job import Script
 from imgkit_builder.jobs.prepared import PreparedJob
-from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.systems.kubeflow import SYSTEM as kubeflow
 from imgkit_builder.jobs.systems.pods import KubernetesFormat, PodFlags
 from imgkit_builder.jobs.transport import Transport
-from imgkit_builder.recipe.targets import load_target
 from imgkit_entrypoints.errors import ToolFailed
 
-RECIPE = load_target("rcp")
-RCP = JobRequest.of(command=("dist-train", "--steps", "1000"), nodes="3", image="r.example/me/rcp:1")
+RCP = {"command": ("dist-train", "--steps", "1000"), "nodes": "3", "image": "r.example/me/rcp:1"}
 HOME = ("data:/data:ro", "home:/home/me")
 FORMATS: tuple[KubernetesFormat, ...] = ("pytorchjob", "trainjob")
 
 
-def job(
-    kind: KubernetesFormat, *, pvcs: tuple[str, ...] = (), recipe: str = "", run_as: str = "", **options: Any
-) -> Job:
-    flags = PodFlags(format=kind, pvcs=pvcs, run_as=run_as)
-    return resolve_job(
-        load_target(recipe) if recipe else RECIPE, RCP.changed(system_flags=(flags,), **options)
-    )
-
-
-def script(kind: KubernetesFormat, **options: Any) -> Script:
-    return kubeflow.script(job(kind, **options))
+def script(kind: KubernetesFormat, *, pvcs: tuple[str, ...] = (), run_as: str = "", **options: Any) -> Script:
+    return make_script("rcp", PodFlags(format=kind, pvcs=pvcs, run_as=run_as), **{**RCP, **options})
 
 
 def document(kind: KubernetesFormat, **options: Any) -> dict[str, Any]:
@@ -126,14 +114,6 @@ def test_text_like_a_number_is_quoted(argument: str) -> None:
     assert f"- '{argument}'\n" in script("pytorchjob", command=("dist-run", argument)).text
 
 
-def test_directory_is_where_the_program_starts() -> None:
-    options = {"pvcs": HOME, "directory": Path("/home/me/my run")}
-    folders = {container["workingDir"] for container in containers(document("pytorchjob", **options))}
-    assert folders == {"/home/me/my run"}
-    trainer = document("trainjob", **options)["spec"]["trainer"]
-    assert trainer["command"][:3] == ["env", "--chdir=/home/me/my run", "dist-train"]
-
-
 def test_project_is_a_namespace_and_its_scheduler() -> None:
     manifest = document("pytorchjob", queue="mlo-me")
     assert manifest["metadata"]["namespace"] == "runai-mlo-me"
@@ -155,50 +135,11 @@ def test_name_that_exists_starts_nothing(fake_program: FakeProgram) -> None:
     """The client's message, from a fake kubectl."""
     message = 'Error from server (AlreadyExists): pytorchjobs.kubeflow.org "rcp" already exists'
     fake_program("kubectl", f"echo '{message}' >&2; exit 1")
-    existing = job("pytorchjob")
+    existing = make_job("rcp", PodFlags(format="pytorchjob"), image="r.example/me/rcp:1")
     prepared = PreparedJob(job=existing, script=kubeflow.script(existing))
     with pytest.raises(ToolFailed) as caught:
         submit.start_job(prepared, Transport(), Silent())
     assert str(caught.value.hint).startswith("nothing was started: a job named rcp exists")
-
-
-@pytest.mark.parametrize(
-    ("output", "job_id"),
-    [
-        ("pytorchjob.kubeflow.org/rcp created\n", "pytorchjob.rcp"),
-        ("Warning: x/y\ntrainjob.trainer.kubeflow.org/run-7 created\n", "trainjob.run-7"),
-        ("nothing\n", ""),
-        ("pytorchjob.kubeflow.org/rcp unchanged\n", ""),  # of apply: nothing starts
-    ],
-)
-def test_id_is_kind_and_name(output: str, job_id: str) -> None:
-    assert kubeflow.parse_job_id(output, "rcp") == job_id
-
-
-CONDITION = """\
-    Last Update Time:      2026-01-01T00:00:00Z
-    Reason:                PyTorchJob{type}
-    Status:                {status}
-    Type:                  {type}
-"""
-"""A condition as ``kubectl describe`` prints it; no cluster ran here."""
-
-
-@pytest.mark.parametrize(
-    ("conditions", "state"),
-    [
-        ((("Created", "True"),), "waiting"),
-        ((("Created", "True"), ("Running", "True")), "running"),
-        ((("Created", "True"), ("Running", "False"), ("Succeeded", "True")), "succeeded"),
-        ((("Created", "True"), ("Failed", "True")), "failed"),
-        ((("Complete", "True"),), "succeeded"),
-        ((("Other", "True"),), ""),
-        ((), ""),
-    ],
-)
-def test_newest_condition_is_the_state(conditions: tuple[tuple[str, str], ...], state: str) -> None:
-    text = "".join(CONDITION.format(type=kind, status=status) for kind, status in conditions)
-    assert kubeflow.parse_status(f"Status:\n  Conditions:\n{text}Events: <none>\n").state == state
 
 
 def test_submitted_job_is_found_again() -> None:

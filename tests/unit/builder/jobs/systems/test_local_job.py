@@ -4,56 +4,45 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-
-from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve_job
-from imgkit_builder.jobs.systems.local import SYSTEM as local
-from imgkit_builder.recipe.targets import load_target
+from job_builder import make_script, write_recipe
 
 IMGKIT = (sys.executable, "-m", "imgkit_builder", "run", "cpu")
-TRAIN = JobRequest.of(command=("dist-train",), directory=Path("/home/me"))
+OPTIONS = "extends: cpu\nsystem:\n  runtime:\n    options: [{}]\n"
 
 
-def command(request: JobRequest, recipe: str | Path = "cpu") -> tuple[str, ...]:
-    return local.script(resolve_job(load_target(recipe), request)).submit
+def argv(recipe: str | Path = "cpu", **options: Any) -> tuple[str, ...]:
+    return make_script(recipe, **options).submit
 
 
-def test_terminal_only_where_asked_for() -> None:
-    assert "--tty" not in command(TRAIN)
-    assert command(TRAIN.changed(interactive=True))[2:4] == ("--interactive", "--tty")
-    assert command(TRAIN.changed(command=(), interactive=True))[-2:] == ("cpu:latest", "bash")
+def test_interactive_program_has_a_terminal() -> None:
+    assert argv(interactive=True)[2:4] == ("--interactive", "--tty")
 
 
 def test_options_go_to_the_runtime() -> None:
-    assert command(TRAIN.changed(options=("--memory=4g",)))[:3] == ("docker", "run", "--memory=4g")
-    inside = command(TRAIN.changed(options=("--cleanenv",), runtime="singularity"))
+    inside = argv(options=("--cleanenv",), runtime="singularity")
     assert inside[:4] == ("singularity", "--quiet", "exec", "--cleanenv")
 
 
 def test_limit_of_open_files_can_be_chosen(tmp_path: Path) -> None:
-    assert "--ulimit=nofile=16384" in command(TRAIN)
-    typed = command(TRAIN.changed(options=("--ulimit=nofile=1048576",)))
-    file = tmp_path / "mine.yaml"
-    file.write_text("extends: cpu\nsystem:\n  runtime:\n    options: [--ulimit, nofile=4096]\n")
-    for argv in (typed, command(TRAIN, file), command(TRAIN.changed(runtime="singularity"))):
-        assert "--ulimit=nofile=16384" not in argv
+    assert "--ulimit=nofile=16384" in argv()
+    recipe = write_recipe(tmp_path, OPTIONS.format("--ulimit, nofile=4096"))
+    for chosen in (argv(options=("--ulimit=nofile=1048576",)), argv(recipe), argv(runtime="singularity")):
+        assert "--ulimit=nofile=16384" not in chosen
 
 
 def test_recipe_with_gpus_gets_them(tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text("extends: cpu\nsystem:\n  runtime:\n    options: [--gpus=all]\n")
-    argv = command(TRAIN.changed(gpus=1), file)
-    assert "--gpus=all" in argv
-    assert "IMGKIT_NPROC=1" in argv
+    recipe = write_recipe(tmp_path, OPTIONS.format("--gpus=all"))
+    assert {"--gpus=all", "IMGKIT_NPROC=1"} <= {*argv(recipe, gpus=1)}
 
 
 @pytest.mark.parametrize(("program", "code"), [("exit 3", 3), ("kill -TERM $$", -15)])
 def test_exit_code_is_the_program_s(program: str, code: int, tmp_path: Path) -> None:
-    argv = [*IMGKIT, "--runtime", "host", "--directory", str(tmp_path)]
+    shell = ("sh", "-c", f'pwd; echo "$1"; {program}', "sh", "a  'b' $c")
     result = subprocess.run(
-        [*argv, "--", "sh", "-c", f'pwd; echo "$1"; {program}', "sh", "a  'b' $c"],
+        [*IMGKIT, "--runtime", "host", "--directory", str(tmp_path), "--", *shell],
         capture_output=True,
         text=True,
         env={**os.environ, "HOME": str(tmp_path)},

@@ -10,38 +10,34 @@ from typing import Any
 
 import pytest
 from file_tree import write_program
+from job_builder import make_job, make_script, write_recipe
 from job_records import queued_job
 
 from imgkit_builder.jobs import checks, conversion
 from imgkit_builder.jobs.job import Job
-from imgkit_builder.jobs.request import JobRequest, SubmitRequest
-from imgkit_builder.jobs.resolve import resolve_job
+from imgkit_builder.jobs.request import SubmitRequest
 from imgkit_builder.jobs.systems.pbs import SYSTEM as pbs
 from imgkit_builder.jobs.systems.pbs import PbsFlags
-from imgkit_builder.jobs.systems.slurm import SYSTEM as slurm
 from imgkit_builder.recipe.targets import load_target
-from imgkit_builder.workflow.build_request import SifBuildRequest
 from imgkit_entrypoints.errors import UsageError
 
 RECIPE = load_target("olivia-eap")
-REQUEST = JobRequest.of(command=("dist-run",), time="10m", directory=Path("/my work"), nodes="2")
+REQUEST = {"command": ("dist-run",), "time": "10m", "directory": Path("/my work"), "nodes": "2"}
 STARTS = ("pals", "pbsdsh", "ssh")
 
 
 def job(recipe: Any = RECIPE, *, pbs_start: Any = "pals", **options: Any) -> Job:
-    flags = PbsFlags(pbs_start=pbs_start)
-    return resolve_job(recipe, REQUEST.changed(system_flags=(flags,), **options))
+    return make_job(recipe, PbsFlags(pbs_start=pbs_start), **{**REQUEST, **options})
 
 
-def text(recipe: Any = RECIPE, **options: Any) -> str:
-    return pbs.script(job(recipe, **options)).text
+def text(recipe: Any = RECIPE, *, pbs_start: Any = "pals", **options: Any) -> str:
+    return make_script(recipe, PbsFlags(pbs_start=pbs_start), **{**REQUEST, **options}).text
 
 
 def extended_recipe(tmp_path: Path, *lines: str) -> Any:
     """A recipe that extends olivia-eap by lines below ``system``."""
-    file = tmp_path / "mine.yaml"
-    file.write_text("\n".join(("extends: olivia-eap", "system:", *(f"  {line}" for line in lines), "")))
-    return load_target(file)
+    rows = ("extends: olivia-eap", "system:", *(f"  {line}" for line in lines), "")
+    return load_target(write_recipe(tmp_path, "\n".join(rows)))
 
 
 def submit_request(tmp_path: Path, line: str) -> SubmitRequest:
@@ -146,7 +142,7 @@ def test_own_libraries_are_bound_and_searched_first(tmp_path: Path) -> None:
     assert f'export LD_LIBRARY_PATH="/opt/nccl/lib:/opt/ofi/lib{inherited}"\n' in host
     libs = "runtime: {host_libs: [/opt/nccl/lib, /opt/ofi/lib]}"
     recipe = extended_recipe(tmp_path, "scheduler: slurm", libs)
-    assert lines in slurm.script(job(recipe)).text
+    assert lines in text(recipe)
 
 
 def test_libraries_by_rule_are_bound_out_of_the_way(tmp_path: Path) -> None:
@@ -170,15 +166,9 @@ def test_libraries_by_rule_are_bound_out_of_the_way(tmp_path: Path) -> None:
     assert 'export LD_LIBRARY_PATH="/cluster/nccl/lib:/opt/ofi/lib' in host
 
 
-def test_environment_stands_in_for_the_image(tmp_path: Path) -> None:
-    request = {"runtime": "host", "image": "my env"}
-    script = text(**request)
-    assert "\nmpiexec" in script
-    assert "'/my work/my env/bin/python3' -I -m \\\n    imgkit_entrypoints dist-run" in script
-    assert "module load cuda/12.6\n" in script
-    assert "export FI_CXI_RDZV_EAGER_SIZE=0; fi\n" in script
+def test_missing_environment_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no virtual environment"):
-        checks.before_submission(job(directory=tmp_path, **request))
+        checks.before_submission(job(directory=tmp_path, runtime="host", image="my env"))
 
 
 def test_conversion_runs_where_the_recipe_says(tmp_path: Path) -> None:
@@ -191,15 +181,6 @@ def test_conversion_runs_where_the_recipe_says(tmp_path: Path) -> None:
     ]
     assert "\ncd '/my work'\n" in script
     assert script.endswith("exec imgkit sif '/a b.tar' -o '/my work/a b.sif'\n")
-
-
-def test_recipe_is_built_where_the_recipe_of_the_system_says(tmp_path: Path) -> None:
-    request = submit_request(tmp_path, "queue: {sif: [-l, 'select=1:ncpus=8']}")
-    build = SifBuildRequest(base_from="/base.sif")
-    script = conversion.prepare_build("/a b.yaml", request, build).script.text
-    assert "#PBS -l select=1:ncpus=8\n" in script
-    argv = "build '/a b.yaml' --with apptainer --base-from /base.sif -o '/my work/a b.sif'"
-    assert script.endswith(f"exec imgkit {argv}\n")
 
 
 def test_conversion_without_a_place_is_refused() -> None:
@@ -226,9 +207,7 @@ def test_library_folder_that_no_bind_takes_is_refused(tmp_path: Path, folder: st
         extended_recipe(tmp_path, f"runtime: {{host_libs: ['{folder}']}}")
 
 
-def test_id_and_output_are_those_of_pbs() -> None:
-    assert pbs.parse_job_id("a notice\n15422.redoak-login2\n", "ddp") == "15422.redoak-login2"
-    assert pbs.parse_job_id("12[].redoak-login2\n", "ddp") == "12[].redoak-login2"
+def test_output_and_end_are_those_of_pbs() -> None:
     record = queued_job(id="15422.redoak-login2", system="pbs", name="ddp")
     assert pbs.log_source(record)[-1] == "/w/ddp.o15422"
     assert pbs.cancel_command(record) == ("qdel", "15422.redoak-login2")

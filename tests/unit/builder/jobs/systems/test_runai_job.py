@@ -1,33 +1,36 @@
-"""The command that the first client of RunAI is given, and how a submitted job is followed."""
+"""What RunAI's clients are given, of which version, and how a job is followed. The clients are fakes."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from job_builder import Recipe, make_job, make_script, write_recipe
+from job_records import queued_job
 
+from imgkit_builder.jobs import checks, records
 from imgkit_builder.jobs.job import Job, Script
-from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.systems import pods
 from imgkit_builder.jobs.systems.runai import SYSTEM as runai
-from imgkit_builder.recipe.targets import load_target
 from imgkit_entrypoints.errors import UsageError
 
-RECIPE = load_target("rcp")
-RCP = JobRequest.of(command=("dist-pi",), nodes="2", image="r.example/me/rcp:1")
+RCP = {"command": ("dist-pi",), "nodes": "2", "image": "r.example/me/rcp:1"}
+HOME = ("home:/home/me",)
 
 
-def job(*, pvcs: tuple[str, ...] = ("home:/home/me",), **options: Any) -> Job:
-    flags = pods.PodFlags(pvcs=pvcs, format="runai-v1")
-    return resolve_job(RECIPE, RCP.changed(system_flags=(flags,), **options))
+def job(
+    recipe: Recipe = "rcp", *, form: Any = "runai-v1", pvcs: tuple[str, ...] = HOME, **options: Any
+) -> Job:
+    return make_job(recipe, pods.PodFlags(pvcs=pvcs, format=form), **{**RCP, **options})
 
 
-def script(**options: Any) -> Script:
-    return runai.script(job(**options))
+def script(*, pvcs: tuple[str, ...] = HOME, **options: Any) -> Script:
+    return make_script("rcp", pods.PodFlags(pvcs=pvcs, format="runai-v1"), **{**RCP, **options})
 
 
 def variables(job_script: Script) -> dict[str, str]:
@@ -71,12 +74,6 @@ def test_user_s_own_variables_win(name: str) -> None:
     assert variables(script(env=(f"{name}=7",), nproc=20))[name] == "7"
 
 
-def test_directory_is_one_of_the_pods() -> None:
-    job_script = script(directory=Path("/home/me/project"))
-    assert value(job_script, "--working-dir") == "/home/me/project"
-    assert variables(job_script)["IMGKIT_RUN_DIR"] == "/home/me/project/runs/rcp"
-
-
 def test_nothing_is_kept_where_nothing_can_be_written() -> None:
     job_script = script(pvcs=("code:/code:ro", "home:/home/me"), directory=Path("/code/project"))
     assert value(job_script, "--working-dir") == "/code/project"
@@ -105,11 +102,9 @@ def test_doubt_is_a_warning(options: dict[str, Any], doubt: str) -> None:
 @pytest.mark.parametrize(
     ("name", "better"),
     [
-        ("my_first_distributed_app", "my-first-distributed-app"),
         ("Run1", "run1"),
         ("run.1", "run-1"),
         ("run-", "run"),
-        ("r" * 51, "r" * 50),
     ],
 )
 def test_name_that_no_pod_can_have_is_refused(name: str, better: str) -> None:
@@ -136,3 +131,121 @@ def test_interactive_submission_says_how_to_get_in(call: Any) -> None:
     code, out, err = call("run", "rcp", "--nodes", "2", "--image", "r/x:1", "--interactive")
     assert (code, out) == (0, "rcp\n")
     assert "runai bash rcp --pod rcp-worker-0" in err
+
+
+SHARED = (
+    "--project --image --gpu-devices-request --cpu-core-request --existing-pvc --working-dir -e --annotation "
+    "--extended-resource --large-shm"
+)
+EARLY = {"training submit": SHARED, "training pytorch submit": f"{SHARED} --workers --min-replicas"}
+LATE = {
+    "training submit": f"{SHARED} --env-secret",
+    "training pytorch submit": f"{SHARED} --env-secret --workers",
+}
+FakeRunAI = Callable[[Mapping[str, str]], Path]
+
+
+@pytest.fixture(autouse=True)
+def no_client(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No ``runai`` of this machine."""
+    if program := shutil.which("runai"):
+        monkeypatch.setenv("PATH", "/usr/bin:/bin")
+        assert not shutil.which("runai"), f"{program} is a runai of this machine"
+
+
+@pytest.mark.parametrize("commands", [EARLY, LATE])
+def test_client_on_path_decides(fake_runai: FakeRunAI, commands: Mapping[str, str]) -> None:
+    fake_runai(commands)
+    assert pods.client_version(job(form="runai")) == "v2"
+    assert job(form="runai").warnings == ()
+
+
+def test_first_client_on_path_decides(first_runai: Path) -> None:
+    assert pods.client_version(job(form="runai")) == "v1"
+    assert runai.script(job(form="runai")).submit[:3] == ("runai", "submit-dist", "pytorch")
+    assert not first_runai.exists(), "only its help was asked for"
+
+
+def test_flag_wins_over_recipe_and_recipe_over_path(fake_runai: FakeRunAI, tmp_path: Path) -> None:
+    fake_runai(EARLY)
+    file = write_recipe(tmp_path, "extends: rcp\nsystem:\n  queue:\n    client: v1\n")
+    assert pods.client_version(job(file, form="runai")) == "v1"
+    assert pods.client_version(job(file, form="runai-v2")) == "v2"
+
+
+def test_without_a_client_the_later_one_is_assumed_with_a_warning() -> None:
+    pod_job = job(form="runai")
+    assert pods.client_version(pod_job) == "v2"
+    (warning,) = pod_job.warnings
+    assert (
+        warning
+        == "no runai on PATH: the command is for the later client; --format runai-v1 names the first one"
+    )
+
+
+def test_unknown_client_on_path_is_refused_by_name(fake_runai: FakeRunAI) -> None:
+    fake_runai({"submit-mpi": "--name"})
+    with pytest.raises(UsageError, match=r"bin/runai is no runai client that imgkit knows"):
+        job(form="runai")
+    assert pods.client_version(job(form="runai-v2")) == "v2"
+
+
+def test_key_of_a_secret_is_refused_where_the_client_on_path_has_no_option(fake_runai: FakeRunAI) -> None:
+    fake_runai(EARLY)
+    with pytest.raises(UsageError) as caught:
+        checks.before_submission(job(form="runai", env=("WANDB_API_KEY",)))
+    assert caught.value.what.endswith("training pytorch submit has no option --env-secret")
+
+
+def test_later_clients_do_not_split_arguments() -> None:
+    assert job(form="runai-v2", command=("dist-run", "$HOME", "a b")).warnings == ()
+
+
+def test_option_that_the_client_on_path_lacks_is_refused_before_submission(fake_runai: FakeRunAI) -> None:
+    fake_runai(
+        {**LATE, "training pytorch submit": LATE["training pytorch submit"].replace("--large-shm", "")}
+    )
+    with pytest.raises(UsageError) as caught:
+        checks.before_submission(job(form="runai"))
+    assert caught.value.what.endswith("runai: training pytorch submit has no option --large-shm")
+    checks.before_submission(job(form="runai", nodes="1"))
+    checks.before_submission(job(form="runai-v1"))
+
+
+def test_command_that_the_client_on_path_lacks_is_refused_before_submission(first_runai: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        checks.before_submission(job(form="runai-v2"))
+    assert "has no command training pytorch submit" in caught.value.what
+    assert caught.value.hint == "--format runai-v1, the one that is on PATH"
+
+
+def test_options_of_the_user_reach_the_client(fake_runai: FakeRunAI) -> None:
+    """The client refuses them itself, by name, and may have hidden ones."""
+    fake_runai(LATE)
+    checks.before_submission(job(form="runai", options=("--hidden=1",)))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "commands"), [("1", ["training"]), ("2", ["training", "pytorch"])], ids=["one pod", "two pods"]
+)
+def test_submitted_job_is_followed_by_its_commands(
+    call: Any, fake_runai: FakeRunAI, nodes: str, commands: list[str]
+) -> None:
+    called = fake_runai(LATE)
+    argv = f"run --detach rcp --nodes {nodes} --image r/x:1 --pvc home:/w -q me -- dist-pi".split()
+    code, out, err = call(*argv)
+    assert (code, out) == (0, "rcp\n"), err
+    assert called.read_text().split()[: len(commands) + 2] == [*commands, "submit", "rcp"]
+    assert records.find_record("rcp").job.kind == " ".join(commands)
+    answer = json.loads(call("status", "rcp", "--json")[1])
+    assert answer["output"].split() == [*commands, "describe", "rcp", "--project", "me"]
+    call("cancel", "rcp")
+    assert called.read_text().split() == [*commands, "delete", "rcp", "--project", "me"]
+    answer = json.loads(call("logs", "rcp", "--json")[1])
+    assert answer["command"] == ["runai", *commands, "logs", "rcp", "--follow", "--project", "me"]
+
+
+def test_record_with_another_kind_starts_nothing() -> None:
+    record = queued_job(id="rcp", system="runai", name="rcp", kind="upgrade --force")
+    with pytest.raises(UsageError, match="upgrade --force"):
+        runai.cancel_command(record)

@@ -10,23 +10,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from job_builder import make_script
 from job_records import queued_job
 
 from imgkit_builder.jobs import systems
-from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.resolve import resolve_job
 from imgkit_builder.jobs.systems.slurm import SYSTEM as slurm
-from imgkit_builder.recipe.targets import load_target
 from imgkit_entrypoints.errors import UsageError
-
-RECIPE = load_target("mn5")
-REQUEST = JobRequest.of(
-    command=("dist-run",), account="a1", qos="q", time="10m", directory=Path("/w"), nodes="2"
-)
 
 
 def text(**options: Any) -> str:
-    return slurm.script(resolve_job(RECIPE, REQUEST.changed(**options))).text
+    return make_script(**{"nodes": "2", **options}).text
 
 
 def srun(script: str) -> list[str]:
@@ -43,9 +36,7 @@ WORDS = st.text(st.characters(exclude_characters="\n\0\r", exclude_categories=("
 @given(st.lists(WORDS, max_size=4))
 def test_arguments_reach_the_program_unchanged(arguments: list[str]) -> None:
     command = srun(text(command=("dist-run", *arguments)))
-    at = command.index("dist-run")
-    assert command[at : at + 1 + len(arguments)] == ["dist-run", *arguments]
-    assert command[at + 1 + len(arguments) :] == ["&"]
+    assert command[command.index("dist-run") :] == ["dist-run", *arguments, "&"]
 
 
 def test_job_that_survives_no_failure_is_a_plain_one() -> None:
@@ -96,32 +87,6 @@ def test_task_of_an_array_has_its_own_folder_and_output() -> None:
     task = dataclasses.replace(record, id="7_3", array=False)
     assert slurm.log_source(task)[-1] == "/w/mn5-7_3.out"
     assert "squeue --noheader --jobs=7_3 --format=%A" in slurm.shell_command(task, "", "").argv[2]
-
-
-SACCT = """\
-JobID                State                ExitCode    Elapsed               Start                 End NodeList
--------------------- -------------------- -------- ---------- ------------------- ------------------- --------
-7_0                  COMPLETED                 0:0   00:00:05 2026-11-24T17:16:39 2026-11-24T17:16:44 node1
-7_1                  {} 1:0   00:00:05 2026-11-24T17:16:39 2026-11-24T17:16:44 node2
-"""
-"""Written after the manual of sacct: no accounting ran here."""
-
-
-@pytest.mark.parametrize(
-    ("output", "state"),
-    [
-        (SACCT.format("COMPLETED"), "succeeded"),
-        (SACCT.format("CANCELLED by 1000"), "cancelled"),
-        (SACCT.format("RUNNING"), "running"),
-        ("\n".join(SACCT.splitlines()[:2]), ""),
-        ("Slurm accounting storage is disabled\n", ""),
-        ("JobId=8 JobState=COMPLETED x\nJobId=9 JobState=FAILED x\n", "failed"),
-        ("JobId=8 JobState=COMPLETING x\n", "running"),
-        ("slurm_load_jobs error: Invalid job id specified\n", ""),
-    ],
-)
-def test_state_of_a_job_is_read(output: str, state: str) -> None:
-    assert slurm.parse_status(output).state == state
 
 
 def test_logs_are_where_the_script_writes_them() -> None:

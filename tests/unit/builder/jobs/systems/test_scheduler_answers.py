@@ -1,13 +1,92 @@
-"""Why a job waits: the reasons in the answers of Slurm and PBS, and what imgkit says about them."""
+"""What the schedulers' answers say about a job: its state, why it waits, and what imgkit says about that."""
 
 from __future__ import annotations
 
 import pytest
 from job_records import queued_job
 
-from imgkit_builder.jobs import history, systems
+from imgkit_builder.base.flags import declared_options
+from imgkit_builder.jobs import job_status, systems
+from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.submitted import JobState, WaitInfo
 from imgkit_builder.jobs.systems.slurm import REASON_CHANGES
+
+SACCT = """\
+JobID                State                ExitCode    Elapsed               Start                 End NodeList
+-------------------- -------------------- -------- ---------- ------------------- ------------------- --------
+7_0                  COMPLETED                 0:0   00:00:05 2026-11-24T17:16:39 2026-11-24T17:16:44 node1
+7_1                  {} 1:0   00:00:05 2026-11-24T17:16:39 2026-11-24T17:16:44 node2
+"""
+"""Written after the manual of sacct: no accounting ran here."""
+
+CONDITION = """\
+    Last Update Time:      2026-01-01T00:00:00Z
+    Reason:                PyTorchJob{type}
+    Status:                {status}
+    Type:                  {type}
+"""
+"""A condition as ``kubectl describe`` prints it; no cluster ran here."""
+
+
+def conditions(**types: bool) -> str:
+    texts = [CONDITION.format(type=name, status=status) for name, status in types.items()]
+    return f"Status:\n  Conditions:\n{''.join(texts)}Events: <none>\n"
+
+
+@pytest.mark.parametrize(
+    ("system", "output", "state"),
+    [
+        ("slurm", "JobId=7 JobName=x JobState=COMPLETED Reason=None", "succeeded"),
+        ("slurm", "JobId=7 JobName=x JobState=FAILED Reason=NonZeroExitCode", "failed"),
+        ("slurm", "7  gpu PENDING, 2 nodes, elapsed 0:00, start N/A  (Resources)", "waiting"),
+        ("slurm", "7  GPU,LONG RUNNING, 2 nodes, elapsed 0:09, start 2026-01-01T00:00:00  n[1-2]", "running"),
+        ("slurm", "7_1  gpu RUNNING, 1 nodes\n7_[2-9]  gpu PENDING, 1 nodes\n", "running"),
+        ("slurm", "7_1  gpu RUNNING_AROUND, 1 nodes\n", ""),
+        ("slurm", "slurm_load_jobs error: Invalid job id specified\n", ""),
+        ("slurm", "Slurm accounting storage is disabled\n", ""),
+        ("slurm", "JobId=8 JobState=COMPLETED x\nJobId=9 JobState=FAILED x\n", "failed"),
+        ("slurm", "JobId=8 JobState=COMPLETING x\n", "running"),
+        ("slurm", SACCT.format("COMPLETED"), "succeeded"),
+        ("slurm", SACCT.format("CANCELLED by 1000"), "cancelled"),
+        ("slurm", SACCT.format("RUNNING"), "running"),
+        ("slurm", "\n".join(SACCT.splitlines()[:2]), ""),
+        ("pbs", "Job Id: 7.s\n    job_state = F\n    Exit_status = 0\n", "succeeded"),
+        ("pbs", "Job Id: 7.s\n    job_state = F\n    Exit_status = 271\n", "failed"),
+        ("pbs", "Job Id: 7.s\n    job_state = F\n    Exit_status = -1\n", "failed"),
+        ("pbs", "Job Id: 7.s\n    job_state = Q\n    comment = Not Running: no resources\n", "waiting"),
+        ("pbs", "Job Id: 7[].s\n    job_state = B\n    array_state_count = Queued:1 Running:1\n", "running"),
+        ("pbs", "Job Id: 7[1].s\n    job_state = X\n    Exit_status = 0\n", "succeeded"),
+        ("pbs", "Job Id: 7.s\n    comment = Exit_status = 0 is good\n", ""),
+        ("pbs", f"    Exit_status = {'0' * 5000}\n", ""),
+        ("pbs", "qstat: PBS is not configured to maintain job history 7.s", ""),
+        ("kubeflow", conditions(Created=True), "waiting"),
+        ("kubeflow", conditions(Created=True, Running=True), "running"),
+        ("kubeflow", conditions(Created=True, Running=False, Succeeded=True), "succeeded"),
+        ("kubeflow", conditions(Created=True, Failed=True), "failed"),
+        ("kubeflow", conditions(Complete=True), "succeeded"),
+        ("kubeflow", conditions(Other=True), ""),
+        ("kubeflow", conditions(), ""),
+    ],
+)
+def test_answer_says_the_state(system: str, output: str, state: str) -> None:
+    assert systems.get_system(system).parse_status(output).state == state
+
+
+@pytest.mark.parametrize("system", ["slurm", "pbs"])
+def test_system_with_a_queue_lists_its_jobs(system: str) -> None:
+    assert systems.get_system(system).queue.unfinished_ids
+
+
+@pytest.mark.parametrize(
+    ("output", "job_id"),
+    [
+        ("Warning: x/y\ntrainjob.trainer.kubeflow.org/run-7 created\n", "trainjob.run-7"),
+        ("pytorchjob.kubeflow.org/rcp unchanged\n", ""),  # of apply: nothing starts
+    ],
+)
+def test_id_of_kubeflow_is_kind_and_name(output: str, job_id: str) -> None:
+    assert systems.get_system("kubeflow").parse_job_id(output, "rcp") == job_id
+
 
 ROW = "7  gpu PENDING, 2 nodes, elapsed 0:00, start {}  ({})\n"
 
@@ -16,7 +95,7 @@ def slurm_text(reason: str, start: str = "N/A", **fields: str) -> str:
     """Return what imgkit prints about a job that waits for this reason."""
     status = systems.get_system("slurm").parse_status(ROW.format(start, reason))
     assert status.state == "waiting"
-    return history.waiting_text(queued_job(**fields), status.wait)
+    return job_status.waiting_text(queued_job(**fields), status.wait)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +189,7 @@ PRIORITY = WaitInfo(reason="Priority")
 )
 def test_change_is_logged_once(readings: tuple[WaitInfo | JobState, ...], lines: tuple[str, ...]) -> None:
     logged: list[str] = []
-    log = history.WaitLog(queued_job(), logged.append)
+    log = job_status.WaitLog(queued_job(), logged.append)
     for reading in readings:
         if isinstance(reading, WaitInfo):
             log.update("waiting", reading)
@@ -120,9 +199,6 @@ def test_change_is_logged_once(readings: tuple[WaitInfo | JobState, ...], lines:
 
 
 def test_every_change_names_an_option_of_run() -> None:
-    from imgkit_builder.base.flags import declared_options
-    from imgkit_builder.jobs.request import JobRequest
-
     names = {name for flag in declared_options(JobRequest) for name in flag.names}
     for text in REASON_CHANGES.values():
         options = [word.partition("=")[0] for word in text.split() if word.startswith("-")]

@@ -11,11 +11,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import platform
 import re
-import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from imgkit_builder.base import files, process
@@ -23,7 +21,7 @@ from imgkit_builder.base.process import Finished
 from imgkit_builder.image import inside, wheel
 from imgkit_builder.image.inside import PythonReport
 from imgkit_builder.jobs import quoting
-from imgkit_builder.jobs.job import Argv, BoundEntryPoints, Job, Runner
+from imgkit_builder.jobs.job import Argv, Job, MountedEntryPoints, Runner
 from imgkit_builder.jobs.resolve import chooses_cpus
 from imgkit_builder.jobs.runtimes import runtime_of
 from imgkit_builder.oci.platform import kernel_names
@@ -76,12 +74,12 @@ def bind_entry_points(job: Job, remote_run: Runner | None = None) -> Job:
     _refuse_python_flags(job)
     if not job.runs_entry_point:
         return job
+    chooses_python = job.request.container.python_flag != ""
     is_remote = remote_run is not None
     # Whether imgkit built an image on a remote is known only after the probe.
     if not is_remote and not runtime_of(job).is_foreign(job):
         return job
     run = remote_run or _run_here
-    chooses_python = job.request.container.python_flag != ""
     digest = runtime_of(job).image_digest(job, run)
     if not digest:  # the image does not exist on that machine, or cannot be read
         if is_remote or chooses_python:
@@ -92,15 +90,16 @@ def bind_entry_points(job: Job, remote_run: Runner | None = None) -> Job:
     if has_entry_points and not chooses_python:
         return job
     _refuse_unusable_python(job, python)
-    return job.with_container(bound=_bound_entry_points(job, python, digest))
+    return job.with_container(entry_points=_mounted_entry_points(job, python, digest))
 
 
 def _unreadable_image_error(job: Job, *, is_remote: bool) -> UsageError:
     """Return the error for an image that is not on this machine, or not on the remote."""
+    machine = "here"
+    hint = "submit where the image is"
     if is_remote:
-        machine, hint = "on the remote", "the absolute path of an image there"
-    else:
-        machine, hint = "here", "submit where the image is"
+        machine = "on the remote"
+        hint = "the absolute path of an image there"
     return UsageError(
         f"{job.container.image} does not exist or cannot be read {machine}, so imgkit cannot look into it",
         where="--image",
@@ -130,7 +129,7 @@ def _list_existing(paths: Collection[str], run: Runner) -> Collection[str]:
     return run(("sh", "-c", _PRINT_EXISTING, "sh", *sorted(paths))).output.splitlines()
 
 
-def _bound_entry_points(job: Job, python: PythonReport, digest: str) -> BoundEntryPoints:
+def _mounted_entry_points(job: Job, python: PythonReport, digest: str) -> MountedEntryPoints:
     """Return the record of which entry points are bound into the image, and to which folder of its `python`.
 
     If the image has entry points, the bound ones replace them. Otherwise they are bound into the first folder
@@ -141,7 +140,7 @@ def _bound_entry_points(job: Job, python: PythonReport, digest: str) -> BoundEnt
     digest : the digest of the image that the probe has inspected.
     """
     folder = f"{job.directory}/{FOLDER}/{folder_name(job)}"
-    return BoundEntryPoints(
+    return MountedEntryPoints(
         version=__version__,
         folder=quoting.check_flag_value("--directory", folder),
         python=python.path,
@@ -150,14 +149,14 @@ def _bound_entry_points(job: Job, python: PythonReport, digest: str) -> BoundEnt
     )
 
 
-def entry_points_folder(job: Job) -> Path:
-    """Return the folder on the nodes with the entry points that are bound into the job's image."""
-    assert job.container.bound is not None  # noqa: S101 - only such a job has the folder
-    return Path(job.container.bound.folder)
+def mounted_folder(job: Job) -> Path:
+    """Return the folder on the nodes with the entry points that are mounted into the job's image."""
+    assert job.container.entry_points is not None  # noqa: S101 - only such a job has the folder
+    return Path(job.container.entry_points.folder)
 
 
-def bound_files(job: Job) -> tuple[tuple[str, bytes], ...]:
-    """Return the names and contents of the files that are bound into the image.
+def mounted_files(job: Job) -> tuple[tuple[str, bytes], ...]:
+    """Return the names and contents of the files that are mounted into the image.
 
     These are the files of the package, ``system.json`` with the job's system, and a ``.gitignore``.
     """
@@ -171,53 +170,23 @@ def bound_files(job: Job) -> tuple[tuple[str, bytes], ...]:
 
 
 def folder_name(job: Job) -> str:
-    """Return the name of the folder with `bound_files`, such as ``0.5.0-3f2a91c04b7d``.
+    """Return the name of the folder with `mounted_files`, such as ``0.5.0-3f2a91c04b7d``.
 
     It is imgkit's version and a digest of the files, so other files are in another folder.
     """
     digest = hashlib.sha256()
-    for name, data in bound_files(job):
+    for name, data in mounted_files(job):
         digest.update(f"{name} {len(data)}\n".encode() + data)
     return f"{__version__}-{digest.hexdigest()[:12]}"
 
 
-def write_bound_files(job: Job, folder: Path) -> None:
-    """Write `bound_files` to `folder`, which must not exist."""
-    for name, data in bound_files(job):
+def write_mounted_files(job: Job, folder: Path) -> None:
+    """Write `mounted_files` to `folder`, which must not exist."""
+    for name, data in mounted_files(job):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.create_file(path) as stream:
             stream.write(data)
-
-
-def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
-    """Create the folder `target`, unless it exists. No other process sees it half written.
-
-    The content is written under a temporary name beside `target`, and one rename gives it its name.
-
-    Parameters
-    ----------
-    fill : writes the content to the folder that it gets, which `write_folder` then moves to `target`.
-
-    Raises
-    ------
-    UsageError : `target` is a link or belongs to another user, who could change what the job executes.
-    """
-    if os.path.lexists(target):
-        if target.is_symlink() or files.is_foreign_folder(target):
-            message = "it is a link or belongs to another user, and the job would execute what is in it"
-            raise UsageError(message, where=str(target), hint="remove it, or choose another --directory")
-        return
-    target.parent.mkdir(exist_ok=True)
-    temporary = files.temporary_name(target)
-    try:
-        fill(temporary)
-        files.publish_file(temporary, target)
-    except OSError:
-        if not target.is_dir():  # else another submission has created it in the meantime
-            raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _refuse_python_flags(job: Job) -> None:
@@ -231,7 +200,8 @@ def _refuse_python_flags(job: Job) -> None:
     if container.python and not job.runs_entry_point:
         message = "--python chooses the Python of the dist-* commands, and the job runs none"
         raise UsageError(message, where="--python", hint="-- dist-run SCRIPT, or --activate")
-    for flag, value in (("--python", container.python), ("--activate", container.activate)):
+    values = {"--python": container.python, "--activate": container.activate}
+    for flag, value in values.items():
         if re.search(r"[\x00-\x1f]", value):
             raise UsageError("it holds a control character", where=flag)
     if container.python and not re.fullmatch(r"[A-Za-z0-9._+-]+|/[^:,]*", container.python):

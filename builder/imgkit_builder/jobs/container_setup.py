@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import posixpath
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from imgkit_builder.base.flags import declared_options
@@ -51,24 +51,12 @@ def with_mounts_and_variables(job: Job, *, passes_names: bool) -> Job:
     ------
     UsageError : a flag has a value that no runtime can use, or that cannot be kept secret.
     """
-    requested, launch = job.request.container, job.request.launch
-    runtime = runtime_of(job)
-    _refuse_code(requested)
-    # Without a container, a command with code starts in the run's copy of it.
-    starts_elsewhere = requested.code is not None
+    requested = job.request.container
+    _refuse_code_flags(requested)
     workdir = ""
-    if runtime.has_container:
+    if runtime_of(job).has_container:
         workdir = _select_workdir(job.recipe, requested)
-        starts_elsewhere = workdir != ""
-    settings = {}
-    secret_file = _path_on_nodes(job, "--secret-file", launch.secret_file)
-    if secret_file:
-        settings[SECRET_FILE] = secret_file
-    if launch.require_secret:
-        settings["IMGKIT_REQUIRE_SECRET"] = "1"  # noqa: S105 - a switch
-    if starts_elsewhere and not runtime.is_isolated:
-        # In another working directory, the node agent cannot take its current folder for that of the job.
-        settings[JOB_FOLDER] = str(job.directory)
+    secret_file = _path_on_nodes(job, "--secret-file", job.request.launch.secret_file)
     # `env` has the variables whose values the script may show. `names` has the variables of --env NAME.
     job = job.with_container(
         binds=_all_mounts(job, secret_file),
@@ -77,10 +65,29 @@ def with_mounts_and_variables(job: Job, *, passes_names: bool) -> Job:
         names=_secret_variable_names(requested, passes_names),
         env_file=_path_on_nodes(job, "--env-file", requested.env_file),
     )
-    return dataclasses.replace(job, settings={**job.settings, **settings})
+    return dataclasses.replace(
+        job, settings={**job.settings, **_secret_and_folder_settings(job, secret_file)}
+    )
 
 
-def _refuse_code(requested: ContainerRequest) -> None:
+def _secret_and_folder_settings(job: Job, secret_file: str) -> dict[str, str]:
+    """Return the variables that tell the node agent about the run's secret and the job's folder."""
+    settings = {}
+    if secret_file:
+        settings[SECRET_FILE] = secret_file
+    if job.request.launch.require_secret:
+        settings["IMGKIT_REQUIRE_SECRET"] = "1"  # noqa: S105 - a switch
+    runtime = runtime_of(job)
+    starts_in_job_folder = not job.container.workdir
+    if not runtime.has_container:  # then a command with code starts in the run's copy of it
+        starts_in_job_folder = job.request.container.code is None
+    if not starts_in_job_folder and not runtime.is_isolated:
+        # In another working directory, the node agent cannot take its current folder for that of the job.
+        settings[JOB_FOLDER] = str(job.directory)
+    return settings
+
+
+def _refuse_code_flags(requested: ContainerRequest) -> None:
     """Raise UsageError for ``--allow`` without ``--code``, and for ``--code`` with ``--no-code``."""
     has_code = requested.code is not None
     if requested.allow and not has_code:
@@ -102,13 +109,12 @@ def _select_workdir(recipe: Target, requested: ContainerRequest) -> str:
     """
     if requested.workdir == ".":  # overrides the folder that the recipe states
         return ""
-    if requested.workdir:
-        for message, hint in rules.image_path(requested.workdir):  # the first problem is raised
-            raise UsageError(message, where="--workdir", hint=f"{hint}; .: the job's folder")
-        return requested.workdir
-    if requested.code is not None:
-        return f"/{WORKSPACE}"
-    return recipe.workdir
+    faults = list(rules.image_path(requested.workdir)) if requested.workdir else []
+    if faults:
+        message, hint = faults[0]
+        raise UsageError(message, where="--workdir", hint=f"{hint}; .: the job's folder")
+    default = recipe.workdir if requested.code is None else f"/{WORKSPACE}"
+    return requested.workdir or default
 
 
 def refuse_secrets(recipe: Target, request: JobRequest) -> None:
@@ -118,35 +124,28 @@ def refuse_secrets(recipe: Target, request: JobRequest) -> None:
     ``--env`` is not checked here, but by `split_variable`.
     """
     system = recipe.system
-    arguments_by_origin = [
-        ("COMMAND", request.launch.command),
-        (recipe.where("system", "runtime", "options"), system.runtime.options),
-        (recipe.where("system", "queue", "options"), system.queue.options),
-        *_flag_values(request),
-    ]
-    for origin, arguments in arguments_by_origin:
-        kind = secret_patterns.in_arguments(arguments)
-        if kind:
-            raise UsageError(
-                f"it holds {kind}: others could read it in the job script, in records and argument lists",
-                where=origin,
-                hint="let the program read a variable: export NAME=..., then --env NAME alone; or "
-                "--env-file FILE, a file of mode 600",
-            )
-
-
-def _flag_values(request: JobRequest) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield each flag of the request with its values as text, for example ``("--bind", ("/data:/mnt",))``.
-
-    The flag ``--env`` is left out, because `split_variable` checks its value.
-    """
+    _refuse_secret(request.launch.command, where="COMMAND")
+    _refuse_secret(system.runtime.options, where=recipe.where("system", "runtime", "options"))
+    _refuse_secret(system.queue.options, where=recipe.where("system", "queue", "options"))
     for flags in (request, *request.system_flags):
         for flag in declared_options(type(flags)):
             if flag.field == "env":
                 continue
             value = flag.value(flags)
             values = value if isinstance(value, tuple) else (value,)
-            yield flag.names[0], tuple(map(str, values))
+            _refuse_secret(tuple(map(str, values)), where=flag.names[0])
+
+
+def _refuse_secret(arguments: Sequence[str], *, where: str) -> None:
+    """Raise UsageError if one of `arguments` is a secret, such as a token. `where` says who sets them."""
+    kind = secret_patterns.in_arguments(arguments)
+    if kind:
+        raise UsageError(
+            f"it holds {kind}: others could read it in the job script, in records and argument lists",
+            where=where,
+            hint="let the program read a variable: export NAME=..., then --env NAME alone; or "
+            "--env-file FILE, a file of mode 600",
+        )
 
 
 def _secret_variable_names(requested: ContainerRequest, passes_names: bool) -> tuple[str, ...]:
@@ -237,7 +236,9 @@ def _all_mounts(job: Job, secret_file: str) -> tuple[str, ...]:
     """
     requested = job.request.container.binds
     for bind in requested:
-        for message, hint in (*rules.printable_text(bind), *rules.bind_mount(bind)):  # the first is raised
+        faults = [*rules.printable_text(bind), *rules.bind_mount(bind)]
+        if faults:
+            message, hint = faults[0]
             raise UsageError(message, where="--bind", hint=hint)
     binds = (*job.recipe.system.runtime.binds, *requested)
     if job.request.container.code is not None:

@@ -182,18 +182,26 @@ def _ask_queue(record: SubmittedJob, argv: Argv, run: Runner) -> JobReport | Non
     try:
         answer = run(argv)
     except ToolMissing:
-        if has_ended:
-            return None
-        raise
-    has_succeeded = answer.returncode == 0
-    is_in_queue = has_succeeded and bool(answer.output.strip())
+        if not has_ended:
+            raise
+        return None
+    has_failed = answer.returncode != 0
+    is_in_queue = not has_failed and answer.output.strip() != ""
     report = _read_answer(record, argv, answer, run, is_in_queue=is_in_queue)
-    if report is None and not has_succeeded and not has_ended:
-        # Schedulers forget a job some time after its end, and their command then fails with `unknown_job`.
-        system = systems.get_system(record.job.system)
-        if not system.reports_state or not re.search(system.queue.unknown_job, answer.output):
-            raise command_failed(record, argv, answer)
-    return report
+    if report is not None or has_ended:
+        return report
+    if has_failed and not _is_forgotten(record, answer):
+        raise command_failed(record, argv, answer)
+    return None
+
+
+def _is_forgotten(record: SubmittedJob, answer: Finished) -> bool:
+    """Return whether the queue command of a scheduler has failed because the scheduler has no such job.
+
+    Schedulers forget a job some time after its end.
+    """
+    system = systems.get_system(record.job.system)
+    return system.reports_state and re.search(system.queue.unknown_job, answer.output) is not None
 
 
 def _read_answer(
@@ -236,13 +244,9 @@ def _report_without_scheduler(record: SubmittedJob, run: Runner) -> JobReport:
     if record.state in FINAL_STATES and record.state != "ended":
         return JobReport(record=record)
     code = _code_in_run_folder(record, run)
-    state: JobState
-    if code is None:
-        state = "ended"
-    elif code == 0:
-        state = "succeeded"
-    else:
-        state = "failed"
+    state: JobState = "ended"
+    if code is not None:
+        state = "succeeded" if code == 0 else "failed"
     return JobReport(record=dataclasses.replace(record, state=state), code=code)
 
 
@@ -369,20 +373,19 @@ def ending_text(report: JobReport) -> str:
     """
     record = report.record
     job = record.job
-    outcome = f"{job.handle} {_outcome_text(report)}"
+    text = f"{job.handle} {_outcome_text(report)}"
     is_from_run_folder = not report.argv and report.code is not None
     if is_from_run_folder and record.state != "cancelled":
-        outcome += ", by its run folder"
+        text += ", by its run folder"
     if job.array:
-        return outcome  # each task has another run folder
-    parts = [outcome]
+        return text  # each task has another run folder
     if record.state != "succeeded" and can_resume(record):
-        parts.append(f"imgkit resume {job.handle}")
+        text += f"; imgkit resume {job.handle}"
     if job.files_remote:
-        parts.append(f"imgkit fetch {job.handle}")
+        text += f"; imgkit fetch {job.handle}"
     elif record.has_run_folder:
-        parts.append(f"run folder: {job.run_folder}")
-    return "; ".join(parts)
+        text += f"; run folder: {job.run_folder}"
+    return text
 
 
 def can_resume(record: SubmittedJob) -> bool:
@@ -391,8 +394,9 @@ def can_resume(record: SubmittedJob) -> bool:
     It cannot do so for arrays, for jobs whose request is not recorded, and on systems whose jobs cannot go on
     in the folder of an earlier job.
     """
-    has_one_folder = not record.job.array and records.has_record_file(record)
-    return has_one_folder and bool(record.request) and can_choose_folder(record)
+    if record.job.array or not record.request or not records.has_record_file(record):
+        return False
+    return can_choose_folder(record)
 
 
 def can_choose_folder(record: SubmittedJob) -> bool:
