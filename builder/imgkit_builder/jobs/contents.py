@@ -125,7 +125,7 @@ def refuse_secrets(recipe: Target, request: JobRequest) -> None:
         *_flag_values(request),
     ]
     for origin, arguments in arguments_by_origin:
-        kind = secret_patterns.in_arguments(arguments)
+        kind = secret_patterns.find_secret_argument(arguments)
         if kind:
             raise UsageError(
                 f"it holds {kind}: others could read it in the job script, in records and argument lists",
@@ -182,8 +182,8 @@ def split_variable(text: str) -> tuple[str, str]:
     _check_name(name, text)
     if not equals_sign:
         return name, ""
-    secret_kind = secret_patterns.in_value(value)
-    if not secret_kind and secret_patterns.in_name(name, value):
+    secret_kind = secret_patterns.find_secret(value)
+    if not secret_kind and secret_patterns.is_secret(name, value):
         secret_kind = "a secret (by its name)"  # noqa: S105 - a text for the message
     if secret_kind:
         raise UsageError(

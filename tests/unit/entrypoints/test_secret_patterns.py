@@ -59,12 +59,12 @@ HARMLESS = (
 
 @pytest.mark.parametrize("text", SECRETS)
 def test_formats_of_secrets_are_found(text: str) -> None:
-    assert secret_patterns.in_value(text)
+    assert secret_patterns.find_secret(text)
 
 
 @pytest.mark.parametrize("text", HARMLESS)
 def test_ordinary_values_are_no_secrets(text: str) -> None:
-    assert secret_patterns.in_value(text) == ""
+    assert secret_patterns.find_secret(text) == ""
     assert secret_patterns.mask_secrets(text) == text
 
 
@@ -100,7 +100,7 @@ def test_stars_keep_the_place_of_a_password() -> None:
     ],
 )
 def test_names_of_secrets_are_found(name: str, value: str) -> None:
-    assert secret_patterns.in_name(name, value)
+    assert secret_patterns.is_secret(name, value)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_names_of_secrets_are_found(name: str, value: str) -> None:
     ],
 )
 def test_ordinary_names_are_no_secrets(name: str, value: str) -> None:
-    assert not secret_patterns.in_name(name, value)
+    assert not secret_patterns.is_secret(name, value)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_ordinary_names_are_no_secrets(name: str, value: str) -> None:
     ],
 )
 def test_secrets_among_arguments_are_found_and_not_repeated(text: str) -> None:
-    description = secret_patterns.in_arguments(["dist-run", "train.py", *text.split()])
+    description = secret_patterns.find_secret_argument(["dist-run", "train.py", *text.split()])
     assert description
     assert not any(value in description for value in ("hunter2", LETTERS[:20], "=x"))
 
@@ -177,7 +177,7 @@ def test_secrets_among_arguments_are_found_and_not_repeated(text: str) -> None:
     ],
 )
 def test_ordinary_arguments_are_no_secrets(text: str) -> None:
-    assert secret_patterns.in_arguments(["dist-run", "train.py", *text.split()]) == ""
+    assert secret_patterns.find_secret_argument(["dist-run", "train.py", *text.split()]) == ""
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_ordinary_arguments_are_no_secrets(text: str) -> None:
     ],
 )
 def test_names_of_secret_files_are_found(path: str) -> None:
-    assert secret_patterns.in_file_name(path)
+    assert secret_patterns.is_secret_file(path)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_names_of_secret_files_are_found(path: str) -> None:
     ],
 )
 def test_ordinary_file_names_are_no_secrets(path: str) -> None:
-    assert not secret_patterns.in_file_name(path)
+    assert not secret_patterns.is_secret_file(path)
 
 
 @pytest.mark.parametrize(
