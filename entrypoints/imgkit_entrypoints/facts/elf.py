@@ -85,6 +85,42 @@ class _Segment(NamedTuple):
     alignment: int
 
 
+class _LibraryNeed(NamedTuple):
+    """The versions that a file needs of one library: the fields of Elf64_Verneed in elf.h."""
+
+    version: int
+    count: int
+    library_name: int
+    """Offset of the library's name in the table of names."""
+    first_offset: int
+    """Distance to the first `_NeededVersion`."""
+    next_offset: int
+
+
+class _NeededVersion(NamedTuple):
+    """One version that a file needs: the fields of Elf64_Vernaux in elf.h."""
+
+    hash: int
+    flags: int
+    index: int
+    name: int
+    next_offset: int
+
+
+class _DefinedVersion(NamedTuple):
+    """One version that a file defines: the fields of Elf64_Verdef in elf.h."""
+
+    version: int
+    flags: int
+    index: int
+    count: int
+    """Number of names: that of the version itself, and those of the versions that it follows."""
+    hash: int
+    first_offset: int
+    """Distance to the first name."""
+    next_offset: int
+
+
 class _Object:
     """A shared object that is open for reading. Its header is parsed at the start."""
 
@@ -159,8 +195,8 @@ class _Object:
             needed=tuple(_name(names, offset) for offset in section.get(_NEEDED, ())),
             rpath=() if runpath else rpath,  # the dynamic linker ignores RPATH if there is a RUNPATH
             runpath=runpath,
-            needs=self._needs(names, values.get(_VERNEED), values.get(_VERNEEDNUM, 0)),
-            defines=tuple(self._defines(names, values.get(_VERDEF), values.get(_VERDEFNUM, 0))),
+            needs=self._read_needed_versions(names, values),
+            defines=tuple(self._read_defined_versions(names, values)),
         )
 
     def _read_dynamic_section(self) -> Mapping[int, list[int]]:
@@ -180,7 +216,7 @@ class _Object:
             values.setdefault(tag, []).append(value)
         raise NotShared("has a dynamic section without an end")
 
-    def _chain(self, offset: int, count: int, layout: str) -> Iterator[tuple[int, tuple[int, ...]]]:
+    def _read_list(self, offset: int, count: int, layout: str) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Yield the offset and the fields of each entry of a linked list of symbol versions.
 
         The last field of an entry is the distance to the next entry, or 0 at the end of the list. `count` and
@@ -195,38 +231,45 @@ class _Object:
         for _ in range(count):
             fields = struct.unpack(layout, self.read(offset, struct.calcsize(layout)))
             yield offset, fields
-            if fields[-1] == 0:
+            next_offset = fields[-1]
+            if next_offset == 0:
                 return
-            offset += fields[-1]
+            offset += next_offset
 
-    def _needs(self, names: bytes, address: int | None, count: int) -> Mapping[str, tuple[str, ...]]:
+    def _read_needed_versions(self, names: bytes, values: Mapping[int, int]) -> Mapping[str, tuple[str, ...]]:
         """Return the symbol versions that this file needs, by library: ``{"libc.so.6": ("GLIBC_2.34",)}``.
 
         They are in the table .gnu.version_r. Weak versions are left out, since the file can be loaded without
-        them.
+        them. `values` are those of the dynamic section.
         """
+        if not values.get(_VERNEED):
+            return {}
         versions: dict[str, list[str]] = {}
         total = 0
-        # The fields of Elf64_Verneed and Elf64_Vernaux in elf.h.
-        libraries = self._chain(self.offset(address), count, "<HHIII") if address else ()
-        for offset, (_, version_count, library_name, first_version, _) in libraries:
+        table = self.offset(values[_VERNEED])
+        for offset, fields in self._read_list(table, values.get(_VERNEEDNUM, 0), "<HHIII"):
+            need = _LibraryNeed(*fields)
             # A damaged file may claim any number of versions.
-            total += version_count
+            total += need.count
             if total > _MAX_ENTRIES:
                 raise NotShared(f"has a table of more than {_MAX_ENTRIES} versions")
-            library_versions = versions.setdefault(_name(names, library_name), [])
-            entries = self._chain(offset + first_version, version_count, "<IHHII")
-            for _, (_, flags, _, version_name, _) in entries:
-                if not flags & _WEAK:
-                    library_versions.append(_name(names, version_name))
+            library_versions = versions.setdefault(_name(names, need.library_name), [])
+            for _, version_fields in self._read_list(offset + need.first_offset, need.count, "<IHHII"):
+                version = _NeededVersion(*version_fields)
+                if not version.flags & _WEAK:
+                    library_versions.append(_name(names, version.name))
         return {library: tuple(items) for library, items in versions.items()}
 
-    def _defines(self, names: bytes, address: int | None, count: int) -> Iterator[str]:
+    def _read_defined_versions(self, names: bytes, values: Mapping[int, int]) -> Iterator[str]:
         """Yield the symbol versions of the table .gnu.version_d, without the base version."""
-        entries = self._chain(self.offset(address), count, "<HHHHIII") if address else ()
-        for offset, (_, flags, _, parts, _, first, _) in entries:
-            if parts and not flags & _BASE:
-                yield _name(names, struct.unpack("<I", self.read(offset + first, 4))[0])
+        if not values.get(_VERDEF):
+            return
+        table = self.offset(values[_VERDEF])
+        for offset, fields in self._read_list(table, values.get(_VERDEFNUM, 0), "<HHHHIII"):
+            version = _DefinedVersion(*fields)
+            if version.count and not version.flags & _BASE:
+                (name,) = struct.unpack("<I", self.read(offset + version.first_offset, 4))
+                yield _name(names, name)
 
 
 def _name(names: bytes, offset: int) -> str:
