@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from imgkit_entrypoints.fabric import issues, library_path, lint, plugin, ports, slingshot, sockets
 from imgkit_entrypoints.fabric.fabric_plan import (
+    Carriers,
     Decision,
     FabricPlan,
     FabricPlanBuilder,
@@ -70,24 +71,10 @@ def choose_fabric(
     plan.keep_undecided_variables()
     plan.warnings += issue_findings(results, "warn")
     plan.warnings += lint.check_variables(plan)
-    return plan.build(
-        reason=fabric.reason,
-        devices=carriers.devices,
-        line_rate_Gbps=carriers.rate_Gbps,
-        issues=results,
-    )
+    return plan.build(fabric.reason, carriers, results)
 
 
-class _Carriers(NamedTuple):
-    """The devices that carry the traffic, for example two InfiniBand ports of 200 Gbit/s."""
-
-    devices: tuple[str, ...]
-    """``("mlx5_0:1", "mlx5_1:1")``"""
-    rate_Gbps: float | None
-    """Rate of all devices together; None if unknown."""
-
-
-def _configure_infiniband(plan: FabricPlanBuilder) -> _Carriers:
+def _configure_infiniband(plan: FabricPlanBuilder) -> Carriers:
     """Set the variables for InfiniBand: the exact ports, the interface, and no GID index.
 
     Return the ports and their rate. A GID is an address of a port for RDMA over Ethernet. InfiniBand uses
@@ -102,7 +89,7 @@ def _configure_infiniband(plan: FabricPlanBuilder) -> _Carriers:
     return _configure_rdma(plan, used, "InfiniBand")
 
 
-def _configure_roce(plan: FabricPlanBuilder) -> _Carriers:
+def _configure_roce(plan: FabricPlanBuilder) -> Carriers:
     """Set the variables for RDMA over Ethernet (RoCE): the exact ports, the GID index and the interface.
 
     Return the ports and their rate. A port has several addresses (GIDs) of different types. The index of the
@@ -114,7 +101,7 @@ def _configure_roce(plan: FabricPlanBuilder) -> _Carriers:
     return _configure_rdma(plan, used, "RoCE")
 
 
-def _configure_rdma(plan: FabricPlanBuilder, used: tuple[Port, ...], fabric_name: str) -> _Carriers:
+def _configure_rdma(plan: FabricPlanBuilder, used: tuple[Port, ...], fabric_name: str) -> Carriers:
     """Drop variables that would keep NCCL off its RDMA ports, and return the ports' names and rate."""
     sockets.drop_socket_counts(plan, fabric_name)
     if used:
@@ -122,7 +109,7 @@ def _configure_rdma(plan: FabricPlanBuilder, used: tuple[Port, ...], fabric_name
         plan.drop_image_variable("NCCL_IB_DISABLE", f"the fabric's ports are there ({states})")
         reason = f"{fabric_name} needs no other network ({states})"
         _drop_other_network(plan, ("ib", "ibext", "ucx", "spcx"), reason)
-    return _Carriers(tuple(port.name for port in used), ports.line_rate_Gbps(plan.facts, used))
+    return Carriers(tuple(port.name for port in used), ports.line_rate_Gbps(plan.facts, used))
 
 
 def _drop_other_network(plan: FabricPlanBuilder, networks: tuple[str, ...], reason: str) -> None:
@@ -135,7 +122,7 @@ def _drop_other_network(plan: FabricPlanBuilder, networks: tuple[str, ...], reas
         plan.drop_variable("NCCL_NET", reason)
 
 
-def _configure_slingshot(plan: FabricPlanBuilder) -> _Carriers:
+def _configure_slingshot(plan: FabricPlanBuilder) -> Carriers:
     """Set the variables for Slingshot: the plug-in's settings, and the interfaces for NCCL's bootstrap.
 
     In the bootstrap, NCCL's processes find each other over TCP. Return the NICs and their rate. A network
@@ -162,14 +149,14 @@ def _configure_slingshot(plan: FabricPlanBuilder) -> _Carriers:
     names = tuple(nic.name for nic in nics)
     if len(used) + len(down) != len(nics):
         # A container with a network of its own shows no hsn interface, but its NICs work.
-        return _Carriers(names, slingshot.NIC_Gbps * len(nics))
+        return Carriers(names, slingshot.NIC_Gbps * len(nics))
     rate_Gbps = 0.0
     for interface in used:
         if interface.speed_Mbps is None:  # the kernel does not state it
             rate_Gbps += slingshot.NIC_Gbps
         else:
             rate_Gbps += interface.speed_Mbps / 1000
-    return _Carriers(names, rate_Gbps)
+    return Carriers(names, rate_Gbps)
 
 
 def _set_slingshot_interfaces(plan: FabricPlanBuilder, interfaces: Sequence[Interface]) -> None:
@@ -184,7 +171,7 @@ def _set_slingshot_interfaces(plan: FabricPlanBuilder, interfaces: Sequence[Inte
     plan.set_variable(sockets.GLOO, names[0], f"Gloo uses only one interface: {states}")
 
 
-def _configure_tcp(plan: FabricPlanBuilder) -> _Carriers:
+def _configure_tcp(plan: FabricPlanBuilder) -> Carriers:
     """Set the variables for TCP sockets: NCCL's interface, and that NCCL skips RDMA devices.
 
     Return the interface and its rate. Amazon's EFA is an exception: it has an RDMA device, but NCCL reaches
@@ -210,11 +197,11 @@ def _configure_tcp(plan: FabricPlanBuilder) -> _Carriers:
     # default route.
     interface = sockets.set_interface(plan, preferred=sockets.usable_names(plan.facts, "hsn", "ib"))
     if interface is None:
-        return _Carriers((), None)
+        return Carriers((), None)
     sockets.set_socket_counts(plan, interface)
     if not interface.speed_Mbps:
-        return _Carriers((interface.name,), None)
-    return _Carriers((interface.name,), interface.speed_Mbps / 1000)
+        return Carriers((interface.name,), None)
+    return Carriers((interface.name,), interface.speed_Mbps / 1000)
 
 
 def _no_rdma_reason(facts: HostFacts, idle_ports: Sequence[Port]) -> str:
@@ -291,27 +278,23 @@ def _compare_with_recipe(plan: FabricPlanBuilder, reason: str, rate_Gbps: float 
     expected = plan.system.fabric
     if expected.kind == "tcp":
         return
-    if plan.kind == expected.kind:
-        if rate_Gbps is not None and expected.line_rate_Gbps and rate_Gbps < expected.line_rate_Gbps:
-            _warn_low_rate(plan, rate_Gbps, expected.line_rate_Gbps)
-        return
-    problem = f"the recipe says {expected.kind}, but this machine has {plan.kind} ({reason})"
-    if plan.kind == "tcp" and plan.has_several_nodes and plan.facts.gpus:
-        # One such node makes NCCL fail or hang, because it uses TCP while the others use the fabric.
-        plan.add_blocker(problem, "repair the node, or use TCP on all nodes: NCCL_IB_DISABLE=1")
-    else:
-        fix = "correct system.fabric.kind in the recipe, or repair what /sys/class/infiniband and cxi lack"
-        plan.add_warning(problem, fix)
-
-
-def _warn_low_rate(plan: FabricPlanBuilder, rate_Gbps: float, expected_Gbps: float) -> None:
-    """Warn that the ports in use together have a lower rate than the recipe states."""
-    used = ", ".join(f"{port.name} {port.rate}" for port in ports.ports_in_use(plan)) or "no RDMA port"
-    # A decision about a port has a value such as "mlx5_0:1". If it is not used, the port was left out.
-    unused = ", ".join(item.value for item in plan.decisions if not item.used and ":" in item.value)
-    if unused:
-        used += f"; left out: {unused}"
-    plan.add_warning(
-        f"this node has {rate_Gbps:g} of its {expected_Gbps} Gbit/s: {used}",
-        "report the node to the site with the output of ibstat",
-    )
+    if plan.kind != expected.kind:
+        problem = f"the recipe says {expected.kind}, but this machine has {plan.kind} ({reason})"
+        if plan.kind == "tcp" and plan.has_several_nodes and plan.facts.gpus:
+            # One such node makes NCCL fail or hang, because it uses TCP while the others use the fabric.
+            plan.add_blocker(problem, "repair the node, or use TCP on all nodes: NCCL_IB_DISABLE=1")
+        else:
+            fix = (
+                "correct system.fabric.kind in the recipe, or repair what /sys/class/infiniband and cxi lack"
+            )
+            plan.add_warning(problem, fix)
+    elif rate_Gbps is not None and expected.line_rate_Gbps and rate_Gbps < expected.line_rate_Gbps:
+        used = ", ".join(f"{port.name} {port.rate}" for port in ports.ports_in_use(plan)) or "no RDMA port"
+        # A decision about a port has a value such as "mlx5_0:1". If it is not used, the port was left out.
+        unused = ", ".join(item.value for item in plan.decisions if not item.used and ":" in item.value)
+        if unused:
+            used += f"; left out: {unused}"
+        plan.add_warning(
+            f"this node has {rate_Gbps:g} of its {expected.line_rate_Gbps} Gbit/s: {used}",
+            "report the node to the site with the output of ibstat",
+        )

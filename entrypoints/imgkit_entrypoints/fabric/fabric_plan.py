@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from imgkit_entrypoints.facts import HostFacts
 from imgkit_entrypoints.known_issues import IssueResult
@@ -120,6 +120,15 @@ class Preset:
     def is_users(self) -> bool:
         """Return whether the user has set the value, which is then never replaced."""
         return self.origin == "user"
+
+
+class Carriers(NamedTuple):
+    """The devices that carry the traffic, for example two InfiniBand ports of 200 Gbit/s."""
+
+    devices: tuple[str, ...]
+    """``("mlx5_0:1", "mlx5_1:1")``"""
+    rate_Gbps: float | None
+    """Rate of all devices together; None if unknown."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -343,27 +352,25 @@ class FabricPlanBuilder:
             if setting.name not in decided and preset is not None and preset.location:
                 self._keep_preset(setting.name, preset, preset.source)
 
-    def build(
-        self,
-        *,
-        reason: str,
-        devices: tuple[str, ...],
-        line_rate_Gbps: float | None,
-        issues: tuple[IssueResult, ...],
-    ) -> FabricPlan:
-        """Return the plan with all decisions. The parameters are the fields of `FabricPlan`."""
-        unset = [variable for variable in dict.fromkeys(self.dropped) if variable not in self.worker_env]
+    def build(self, reason: str, carriers: Carriers, issues: tuple[IssueResult, ...]) -> FabricPlan:
+        """Return the plan with all decisions.
+
+        Parameters
+        ----------
+        reason : the evidence for the fabric.
+        issues : the results of all known issues.
+        """
         return FabricPlan(
             kind=self.kind,
             reason=reason,
             env=self.worker_env,
             decisions=tuple(self.decisions),
-            unset=tuple(unset),
+            unset=tuple(name for name in dict.fromkeys(self.dropped) if name not in self.worker_env),
             warnings=tuple(self.warnings),
             blockers=tuple(self.blockers),
             issues=issues,
-            devices=devices,
-            line_rate_Gbps=line_rate_Gbps,
+            devices=carriers.devices,
+            line_rate_Gbps=carriers.rate_Gbps,
             links=self.links,
             image=UNKNOWN_IMAGE if self.facts.image_env is None else "",
         )

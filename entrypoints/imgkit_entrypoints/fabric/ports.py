@@ -43,9 +43,6 @@ class PortChoice(NamedTuple):
     unused: tuple[UnusedPort, ...]
 
 
-_Pair = tuple[RdmaDevice, Port]
-
-
 def choose_ports(plan: FabricPlanBuilder) -> PortChoice:
     """Return the ports that NCCL should use, and the other ports, each with the reason.
 
@@ -55,31 +52,30 @@ def choose_ports(plan: FabricPlanBuilder) -> PortChoice:
     nearest to a GPU. The distance does not count if that would leave fewer ports than the recipe's NICs.
     """
     unused: list[UnusedPort] = []
-    active: list[_Pair] = []
-    for device, port in _ports_with_devices(plan.facts):
+    active: list[Port] = []
+    for port in _all_ports(plan.facts):
         problem = _port_problem(port)
         if problem:
             unused.append(UnusedPort(port, problem))
         else:
-            active.append((device, port))
-    infiniband = tuple(port for _, port in active if port.link_layer == "InfiniBand")
+            active.append(port)
+    infiniband = [port for port in active if port.link_layer == "InfiniBand"]
     if infiniband:
         evidence = f"{infiniband[0].path}/link_layer is {infiniband[0].link_layer}"
         reason = f"an Ethernet port, but {evidence}: NCCL cannot mix InfiniBand and Ethernet"
-        unused += [UnusedPort(port, reason) for _, port in active if port not in infiniband]
-        return PortChoice(infiniband, tuple(unused))
+        unused += [UnusedPort(port, reason) for port in active if port not in infiniband]
+        return PortChoice(tuple(infiniband), tuple(unused))
     addressed, without_gid = _keep_addressed(active)
     near, far = _keep_nearest(plan.facts, addressed)
     expected_nics = plan.system.fabric.nics
     if expected_nics is not None and len(near) < expected_nics:
         near, far = addressed, []
-    selected = tuple(port for _, port in near)
-    return PortChoice(selected, (*unused, *without_gid, *far))
+    return PortChoice(tuple(near), (*unused, *without_gid, *far))
 
 
-def _ports_with_devices(facts: HostFacts) -> tuple[_Pair, ...]:
-    """Return every port of the node with the device to which it belongs."""
-    return tuple((device, port) for device in facts.rdma for port in device.ports)
+def _all_ports(facts: HostFacts) -> list[Port]:
+    """Return the ports of all RDMA devices of the node."""
+    return [port for device in facts.rdma for port in device.ports]
 
 
 def is_efa(device: RdmaDevice) -> bool:
@@ -98,42 +94,43 @@ def _port_problem(port: Port) -> str:
     return ""
 
 
-def _keep_addressed(pairs: list[_Pair]) -> tuple[list[_Pair], list[UnusedPort]]:
+def _keep_addressed(ports: list[Port]) -> tuple[list[Port], list[UnusedPort]]:
     """Return the ports with an IPv4 GID of type RoCE v2, and the others with the reason why they are unused.
 
     A GID is an address for RDMA. Routers forward only this type. If no port has one, all ports are kept.
     """
     addressed, unaddressed = [], []
-    for device, port in pairs:
+    for port in ports:
         gid = pick_gid(port.gids)
         if gid is not None and gid.kind == "RoCE v2":
-            addressed.append((device, port))
+            addressed.append(port)
         else:
             reason = "no IPv4 GID of type RoCE v2, but other ports have one"
             unaddressed.append(UnusedPort(port, f"{port.path}/gids: {reason}"))
     if not addressed:
-        return pairs, []
+        return ports, []
     return addressed, unaddressed
 
 
-def _keep_nearest(facts: HostFacts, pairs: list[_Pair]) -> tuple[list[_Pair], list[UnusedPort]]:
+def _keep_nearest(facts: HostFacts, ports: list[Port]) -> tuple[list[Port], list[UnusedPort]]:
     """Return the ports nearest to a GPU, and the others with the reason why they are unused.
 
     A NIC that is further away than others is usually for storage or management. If a distance is unknown, all
     ports are kept.
     """
     distances = []
-    for device, _ in pairs:
-        distance = gpu_distance(facts, device)
+    for port in ports:
+        distance = gpu_distance(facts, _device_of_port(facts, port))
         if distance is None:
-            return pairs, []
+            return ports, []
         distances.append(distance)
     best = min(distances, default=0)
     near, far = [], []
-    for (device, port), distance in zip(pairs, distances, strict=True):
+    for port, distance in zip(ports, distances, strict=True):
         if distance == best:
-            near.append((device, port))
+            near.append(port)
             continue
+        device = _device_of_port(facts, port)
         evidence = f"{device.path}/device -> {device.pci}, numa_node {device.numa_node}"
         reason = f"no GPU is {_NEARNESS[best]}, unlike other ports ({evidence})"
         far.append(UnusedPort(port, f"{reason}: a storage or management NIC"))
@@ -230,7 +227,7 @@ def ports_in_use(plan: FabricPlanBuilder) -> tuple[Port, ...]:
     preset = plan.requested_preset(HCA)
     if preset is None:
         return choose_ports(plan).selected
-    usable = [port for _, port in _ports_with_devices(plan.facts) if not _port_problem(port)]
+    usable = [port for port in _all_ports(plan.facts) if not _port_problem(port)]
     return match_ports(preset.value, usable)
 
 
@@ -268,6 +265,7 @@ def report_unused(plan: FabricPlanBuilder, unused: Iterable[UnusedPort]) -> None
 
 
 def _device_of_port(facts: HostFacts, port: Port) -> RdmaDevice:
+    """Return the device to which a port belongs."""
     return next(device for device in facts.rdma if device.name == port.device)
 
 

@@ -127,7 +127,7 @@ class MpiLauncher:
         local_size_from = env.first_set(self.fields.local_world_size)
         job_id_from = env.present(*self.fields.job_id)
         source = {
-            "nnodes": ", ".join(filter(None, (size_from, local_size_from))),
+            "nnodes": ", ".join(env.present(size_from, local_size_from)),
             "node_rank": node_rank_from,
             "head": head_from,
             "hosts": hosts.variable,
@@ -200,10 +200,9 @@ class MpiLauncher:
         fields = self.fields
         size_from = env.first_set(fields.world_size)
         local_size_from = env.first_set(fields.local_world_size)
-        if not host_count and not size_from:
-            raise self._unknown_number_error(env, "nodes", fields.world_size)
-        if not host_count and not local_size_from:
-            raise self._unknown_number_error(env, "nodes", fields.local_world_size)
+        for names in (fields.world_size, fields.local_world_size):
+            if not host_count and not env.first_set(names):
+                raise self._unknown_number_error(env, "nodes", names)
         if local_size_from:
             return env.read_number(local_size_from, least=1)
         if size_from:

@@ -142,9 +142,8 @@ class PlacementRequest:
     @property
     def describes_node(self) -> bool:
         """Return whether the flags say which node of several this is, so that no launcher has to."""
-        if self.node_rank is None or self.head is None:
-            return False
-        return self.nnodes is not None and self.nnodes > 1
+        has_rank = self.head is not None and self.node_rank is not None
+        return has_rank and (self.nnodes or 1) > 1
 
 
 class WrongStart(NoPlan):
