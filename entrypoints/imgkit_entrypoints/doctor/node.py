@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from imgkit_entrypoints import __version__, fabric, facts, terminal
 from imgkit_entrypoints.arguments import Option, add_options, parse_positive
-from imgkit_entrypoints.doctor.checks import CHECKS, Check, NodeContext, Verdict
+from imgkit_entrypoints.doctor.checks import CHECKS, Check, CheckedNode, Verdict
 from imgkit_entrypoints.errors import EXIT_NO
 from imgkit_entrypoints.fabric import FabricPlan, library_path
 from imgkit_entrypoints.facts import HostFacts, Reader
@@ -98,7 +98,7 @@ def examine(
     reader : reads further files of the machine, which only dist-doctor needs.
     nnodes : number of nodes of the run. On one node, a problem between nodes is only a warning.
     """
-    node = NodeContext(
+    node = CheckedNode(
         facts=host,
         has_recipe=system is not None,
         system=system or SystemFacts(),

@@ -7,9 +7,9 @@ Limits and texts come from NCCL's user guide, "Troubleshooting", unless a check 
 from __future__ import annotations
 
 from imgkit_entrypoints.doctor.checks import health, machine, network, software
-from imgkit_entrypoints.doctor.checks.check import Check, NodeContext, Verdict
+from imgkit_entrypoints.doctor.checks.check import Check, CheckedNode, Verdict
 
-__all__ = ["CHECKS", "Check", "NodeContext", "Verdict"]
+__all__ = ["CHECKS", "Check", "CheckedNode", "Verdict"]
 
 CHECKS = (
     machine.check_image,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from xml.etree import ElementTree
 
 from imgkit_entrypoints.arguments import parse_digits
-from imgkit_entrypoints.doctor.checks.check import Check, NodeContext
+from imgkit_entrypoints.doctor.checks.check import Check, CheckedNode
 from imgkit_entrypoints.facts import health
 from imgkit_entrypoints.facts.health import PcieLink
 
@@ -39,7 +39,7 @@ _MAX_LINE_CHARACTERS = 160
 """How much of a line of the kernel log a check quotes."""
 
 
-def check_pcie(node: NodeContext) -> Iterator[Check]:
+def check_pcie(node: CheckedNode) -> Iterator[Check]:
     """Check that the PCIe links of GPUs and NICs use all their lanes.
 
     A card that is badly seated uses fewer lanes, and is slower. A NIC with fewer lanes passes if its link is
@@ -88,7 +88,7 @@ def _narrow_link(link: PcieLink, needed_Gbps: float | None) -> Check:
     return Check("pcie", "warn", evidence, fix)
 
 
-def check_port_errors(node: NodeContext) -> Iterator[Check]:
+def check_port_errors(node: CheckedNode) -> Iterator[Check]:
     """Check that no port in use has counted errors, which come from a bad cable or switch.
 
     The counters keep old errors, so the remedy is to check them again after a run.
@@ -106,7 +106,7 @@ def check_port_errors(node: NodeContext) -> Iterator[Check]:
         yield Check("port errors", "warn", evidence, fix)
 
 
-def check_gpu_health(node: NodeContext) -> Iterator[Check]:
+def check_gpu_health(node: CheckedNode) -> Iterator[Check]:
     """Check that nvidia-smi reports neither memory errors nor reduced clocks for any GPU.
 
     Without GPUs, or without a readable report of nvidia-smi, there is no result.
@@ -171,7 +171,7 @@ def _active_clock_reasons(gpu: ElementTree.Element) -> set[str]:
     return reasons
 
 
-def check_xids(node: NodeContext) -> Iterator[Check]:
+def check_xids(node: CheckedNode) -> Iterator[Check]:
     """Check that the kernel log has no Xid error of a GPU.
 
     NVIDIA's driver numbers its errors, and calls them Xids. Numbers that a faulty program causes are left

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from imgkit_entrypoints.doctor.checks.check import Check, NodeContext, Verdict
+from imgkit_entrypoints.doctor.checks.check import Check, CheckedNode, Verdict
 from imgkit_entrypoints.facts import software, storage
 from imgkit_entrypoints.facts.compute import ONLY_NVIDIA
 from imgkit_entrypoints.facts.host_facts import Limit
@@ -27,7 +27,7 @@ DOCKER_SHM_BYTES = 64 * MIB
 MACHINES = {"linux/amd64": "x86_64", "linux/arm64": "aarch64"}
 
 
-def check_image(node: NodeContext) -> Iterator[Check]:
+def check_image(node: CheckedNode) -> Iterator[Check]:
     """Check that imgkit has built the image, and that the image is for this machine's architecture.
 
     Without imgkit's file in the image, the expected hardware is unknown.
@@ -48,7 +48,7 @@ def check_image(node: NodeContext) -> Iterator[Check]:
         yield Check("image", "ok", f"{node.system.title or 'imgkit'}; {evidence}")
 
 
-def check_gpus(node: NodeContext) -> Iterator[Check]:
+def check_gpus(node: CheckedNode) -> Iterator[Check]:
     """Check that the node has as many GPUs as the recipe states.
 
     An image or a node for AMD GPUs fails, because imgkit supports only CUDA and NCCL. If the run is on CPUs
@@ -83,7 +83,7 @@ def check_gpus(node: NodeContext) -> Iterator[Check]:
         yield Check("gpus", "ok", evidence)
 
 
-def _is_for_other_gpus(node: NodeContext) -> bool:
+def _is_for_other_gpus(node: CheckedNode) -> bool:
     """Return whether the image is made for AMD GPUs, or the node has only GPUs of other makers."""
     facts = node.facts
     if facts.rocm:
@@ -93,7 +93,7 @@ def _is_for_other_gpus(node: NodeContext) -> bool:
     return bool(facts.amd_gpus or (node.system.node.gpus and ONLY_NVIDIA in facts.gpus_source))
 
 
-def report_driver(node: NodeContext) -> Iterator[Check]:
+def report_driver(node: CheckedNode) -> Iterator[Check]:
     """Report the versions of the driver and of the image's CUDA.
 
     Whether the driver is too old for this CUDA is not checked here, because the table of known issues has an
@@ -111,7 +111,7 @@ def report_driver(node: NodeContext) -> Iterator[Check]:
         yield Check("driver", "unknown", evidence, "compare both versions: nvidia-smi")
 
 
-def check_processors(node: NodeContext) -> Iterator[Check]:
+def check_processors(node: CheckedNode) -> Iterator[Check]:
     """Check that there are enough processors to feed the GPUs with data.
 
     The recipe may state how many each GPU needs. Otherwise, one for each GPU is enough.
@@ -127,7 +127,7 @@ def check_processors(node: NodeContext) -> Iterator[Check]:
     yield Check("processors", "warn", evidence, fix)
 
 
-def check_locked_memory(node: NodeContext) -> Iterator[Check]:
+def check_locked_memory(node: CheckedNode) -> Iterator[Check]:
     """Check that the limit of locked memory is high enough for RDMA.
 
     RDMA locks its buffers in memory, so it fails if this limit is low. Without RDMA, there is no result.
@@ -153,7 +153,7 @@ def check_locked_memory(node: NodeContext) -> Iterator[Check]:
     )
 
 
-def check_shared_memory(node: NodeContext) -> Iterator[Check]:
+def check_shared_memory(node: CheckedNode) -> Iterator[Check]:
     """Check that /dev/shm is large enough for NCCL between the ranks of a node and for data workers."""
     size_bytes = node.facts.shm_bytes
     if size_bytes is None:
@@ -172,7 +172,7 @@ def check_shared_memory(node: NodeContext) -> Iterator[Check]:
     )
 
 
-def check_disk(node: NodeContext) -> Iterator[Check]:
+def check_disk(node: CheckedNode) -> Iterator[Check]:
     """Check that temporary files can be written, and measure how fast.
 
     If the facts come from a saved tree of files (``IMGKIT_ROOT``), there is no disk to check, and no result.
@@ -189,7 +189,7 @@ def check_disk(node: NodeContext) -> Iterator[Check]:
         yield Check("disk", "ok", f"{folder}: {rate_MBps:.0f} MB/s written")
 
 
-def check_limits(node: NodeContext) -> Iterator[Check]:
+def check_limits(node: CheckedNode) -> Iterator[Check]:
     """Check the limits of the stack and of open files."""
     fix = "before the launch: ulimit -s 8192"
     yield from _check_limit("stack", node.facts.stack, STACK_BYTES, fix)
@@ -206,7 +206,7 @@ def _check_limit(name: str, limit: Limit, least: int, fix: str) -> Iterator[Chec
         yield Check(name, "warn", evidence, fix)
 
 
-def check_ports(node: NodeContext) -> Iterator[Check]:
+def check_ports(node: CheckedNode) -> Iterator[Check]:
     """Check that the kernel does not assign the ports of jobs to outgoing connections.
 
     If it does, a connection of any program may already use the port on which torchrun wants to listen.
@@ -225,7 +225,7 @@ def check_ports(node: NodeContext) -> Iterator[Check]:
         yield Check("ports", "warn", evidence, fix)
 
 
-def check_processes(node: NodeContext) -> Iterator[Check]:
+def check_processes(node: CheckedNode) -> Iterator[Check]:
     """Check that the limits of the user and the container allow enough processes and threads."""
     limit = node.facts.processes
     source = node.facts.processes_source
@@ -245,7 +245,7 @@ def check_processes(node: NodeContext) -> Iterator[Check]:
     yield Check("processes", "warn", evidence, fix)
 
 
-def report_iommu(node: NodeContext) -> Iterator[Check]:
+def report_iommu(node: CheckedNode) -> Iterator[Check]:
     """Report that the node has an IOMMU, which may slow down traffic between GPUs.
 
     The verdict is ``unknown``, because only a measurement shows whether the traffic is slow.
@@ -260,7 +260,7 @@ def report_iommu(node: NodeContext) -> Iterator[Check]:
         yield Check("iommu", "unknown", evidence, fix)
 
 
-def report_nccl(node: NodeContext) -> Iterator[Check]:
+def report_nccl(node: CheckedNode) -> Iterator[Check]:
     """Report the version of NCCL and the settings in nccl.conf files.
 
     NCCL reads these files besides the variables of the environment.

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from imgkit_entrypoints import files
-from imgkit_entrypoints.doctor.checks.check import Check, NodeContext, Verdict
+from imgkit_entrypoints.doctor.checks.check import Check, CheckedNode, Verdict
 from imgkit_entrypoints.fabric import library_path, plugin, ports, sockets
 from imgkit_entrypoints.fabric.slingshot import find_plugin
 from imgkit_entrypoints.facts import health
@@ -14,7 +14,7 @@ from imgkit_entrypoints.facts.host_facts import Port, RdmaDevice
 from imgkit_entrypoints.system import HOST_LIBS
 
 
-def report_network(node: NodeContext) -> Iterator[Check]:
+def report_network(node: CheckedNode) -> Iterator[Check]:
     """Report the kind of network that a run would use, and what is wrong with it.
 
     The plan of the network has blockers (a run on several nodes would fail), known issues and warnings. Each
@@ -32,7 +32,7 @@ def report_network(node: NodeContext) -> Iterator[Check]:
         yield Check(finding.check, verdict, finding.what, finding.fix)
 
 
-def check_net_plugin(node: NodeContext) -> Iterator[Check]:
+def check_net_plugin(node: CheckedNode) -> Iterator[Check]:
     """Check that the dynamic linker can load the network plug-in that NCCL_NET_PLUGIN names.
 
     The file may exist, but need other libraries that are missing.
@@ -53,7 +53,7 @@ def check_net_plugin(node: NodeContext) -> Iterator[Check]:
             yield Check("plug-in", "ok", evidence)
 
 
-def report_interface(node: NodeContext) -> Iterator[Check]:
+def report_interface(node: CheckedNode) -> Iterator[Check]:
     """Report the network interface for the bootstrap of NCCL and Gloo.
 
     In the bootstrap, their processes find each other. It uses TCP, even if the data uses RDMA.
@@ -68,7 +68,7 @@ def report_interface(node: NodeContext) -> Iterator[Check]:
             yield Check("interface", "ok", f"{decision.value}: {decision.reason}")
 
 
-def check_rdma_ports(node: NodeContext) -> Iterator[Check]:
+def check_rdma_ports(node: CheckedNode) -> Iterator[Check]:
     """Report the RDMA ports in use, and check the other ports for faults.
 
     A port without a link is often unused on purpose. It is a fault only if no port can be used, or if its
@@ -95,7 +95,7 @@ def check_rdma_ports(node: NodeContext) -> Iterator[Check]:
             yield Check("rdma ports", verdict, f"{port.name}: {decision.reason}", fix)
 
 
-def _ports_of_failed_cards(node: NodeContext, used: Sequence[Port]) -> set[str]:
+def _ports_of_failed_cards(node: CheckedNode, used: Sequence[Port]) -> set[str]:
     """Return the names of ports without a link whose card has failed, such as ``mlx5_3:1``.
 
     A card has failed if none of its ports has a link while most cards of its kind work. The second port of a
@@ -125,7 +125,7 @@ def _ports_of_failed_cards(node: NodeContext, used: Sequence[Port]) -> set[str]:
     return failed_ports
 
 
-def check_verbs(node: NodeContext) -> Iterator[Check]:
+def check_verbs(node: CheckedNode) -> Iterator[Check]:
     """Report the device files and libraries of InfiniBand and RoCE.
 
     If one of them is missing, the plan of the network has a warning, which `report_network` reports.
@@ -146,14 +146,14 @@ def check_verbs(node: NodeContext) -> Iterator[Check]:
         yield Check("libibverbs", "ok", evidence)
 
 
-def report_gid(node: NodeContext) -> Iterator[Check]:
+def report_gid(node: CheckedNode) -> Iterator[Check]:
     """Report the GID of RoCE ports. If a port has no IPv4 GID, `report_network` reports it."""
     reasons = [item.reason for item in node.plan.decisions if item.variable == ports.GID_INDEX]
     if node.plan.kind == "roce" and reasons and not node.plan.blockers:
         yield Check("gid", "ok", "; ".join(reasons))
 
 
-def check_slingshot(node: NodeContext) -> Iterator[Check]:
+def check_slingshot(node: CheckedNode) -> Iterator[Check]:
     """Check that Slingshot's NICs can be opened, and that NCCL's plug-in and its libraries exist.
 
     On a node without Slingshot, there is no result.
@@ -185,7 +185,7 @@ def check_slingshot(node: NodeContext) -> Iterator[Check]:
     yield from _host_libraries(node)
 
 
-def _host_libraries(node: NodeContext) -> Iterator[Check]:
+def _host_libraries(node: CheckedNode) -> Iterator[Check]:
     """Check that the dynamic linker can load the libraries that the plan takes from the host.
 
     Like a launch, this makes a folder with a link to each library, so that the linker searches as in a run.
@@ -208,7 +208,7 @@ def _host_libraries(node: NodeContext) -> Iterator[Check]:
     yield Check("host libraries", "ok", f"{', '.join(links)} of the host can be loaded")
 
 
-def check_gpudirect(node: NodeContext) -> Iterator[Check]:
+def check_gpudirect(node: CheckedNode) -> Iterator[Check]:
     """Check that NICs can read the memory of GPUs directly, and that each NIC in use is near a GPU.
 
     NVIDIA calls this GPUDirect RDMA. Without GPUs or RDMA, there is no result.
@@ -229,13 +229,13 @@ def check_gpudirect(node: NodeContext) -> Iterator[Check]:
         yield _check_affinity(node, device)
 
 
-def _used_devices(node: NodeContext) -> list[RdmaDevice]:
+def _used_devices(node: CheckedNode) -> list[RdmaDevice]:
     """Return the RDMA devices of the ports in use: mlx5_0 for the port ``mlx5_0:1``."""
     names = {name.partition(":")[0] for name in node.plan.devices}
     return [device for device in node.facts.rdma if device.name in names]
 
 
-def _check_affinity(node: NodeContext, device: RdmaDevice) -> Check:
+def _check_affinity(node: CheckedNode, device: RdmaDevice) -> Check:
     """Check that an RDMA device is near a GPU: under the same PCI switch, or on the same NUMA node.
 
     Data between distant devices crosses the processors, which is slower.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from imgkit_entrypoints.doctor.checks.check import Check, NodeContext
+from imgkit_entrypoints.doctor.checks.check import Check, CheckedNode
 from imgkit_entrypoints.fabric import lint
 from imgkit_entrypoints.facts import HostFacts, Reader
 from imgkit_entrypoints.facts.software import absent_files
@@ -19,7 +19,7 @@ LIBC = (
 )
 
 
-def check_scheduler(node: NodeContext) -> Iterator[Check]:
+def check_scheduler(node: CheckedNode) -> Iterator[Check]:
     """Check that the variables of the recipe's scheduler are visible.
 
     A container that was started with ``--cleanenv`` hides them, and each node would then start a run of its
@@ -35,7 +35,7 @@ def check_scheduler(node: NodeContext) -> Iterator[Check]:
         yield Check("scheduler", "ok", ", ".join(names))
 
 
-def check_glibc(node: NodeContext) -> Iterator[Check]:
+def check_glibc(node: CheckedNode) -> Iterator[Check]:
     """Check that the image's glibc is new enough for the host's libraries that workers load.
 
     A library that needs ``GLIBC_2.38`` cannot be loaded with an older glibc. NCCL then uses TCP or ends.
@@ -79,7 +79,7 @@ def newest_glibc(reader: Reader, path: str) -> int:
     return max(map(int, versions), default=0)
 
 
-def check_variables(node: NodeContext) -> Iterator[Check]:
+def check_variables(node: CheckedNode) -> Iterator[Check]:
     """Check that files that variables name exist, and that NCCL or Gloo knows the name of each NCCL variable.
 
     A misspelled name has no effect, and nobody reports it.
@@ -98,7 +98,7 @@ def check_variables(node: NodeContext) -> Iterator[Check]:
             yield Check("variables", "unknown", evidence, fix)
 
 
-def check_image_mount(node: NodeContext) -> Iterator[Check]:
+def check_image_mount(node: CheckedNode) -> Iterator[Check]:
     """Check that the image's files are not served by a squashfuse process of this Slurm job step.
 
     A signal of Slurm to the step would end this process, and with it the program that runs from the image.
