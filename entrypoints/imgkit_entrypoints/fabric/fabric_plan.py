@@ -309,7 +309,7 @@ class FabricPlanBuilder:
         is_from_conf = preset.is_users and image_sets
         if preset.origin == "recipe" or is_from_conf:
             self.worker_env[variable] = preset.value
-        if preset.origin != "image" and image_sets and self.env[variable] != preset.value:
+        if image_sets and self.env[variable] != preset.value:
             reason = f"{reason}; replaces the image's {self.env[variable]!r}"
         self.add_decision(variable, preset.value, reason, used=True, origin=preset.origin)
 

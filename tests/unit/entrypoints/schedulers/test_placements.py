@@ -290,6 +290,10 @@ RIGHT = {
         {**openmpi(1, 4, 2, IMGKIT_HEAD="x9"), "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
         "openmpi 1/2 head=x9 job=prterun-x9-77@1 rank=1/4 local=0/2",
     ),
+    "openmpi, a rank that both orders of placement have": Case(
+        openmpi(3, 6, 2, IMGKIT_HEAD="x9"),
+        "openmpi 1/3 head=x9 job=prterun-x9-77@1 rank=3/6 local=1/2",
+    ),
     "hydra, 4 on this machine": Case(hydra(3, 4, 4), "hydra 0/1 rank=3/4 local=3/4"),
 }
 
