@@ -56,7 +56,8 @@ class Option:
                 keywords[name] = getattr(self, name)
         # argparse refuses a type for actions without a value, such as store_true.
         if self.action in ("store", "append"):
-            keywords["choices" if isinstance(self.type, tuple) else "type"] = self.type
+            kind = "choices" if isinstance(self.type, tuple) else "type"
+            keywords[kind] = self.type
         default = self.unset or self.default
         if self.action == "store" and default is not None:
             keywords["help"] = f"{self.help} (default: {default})"
@@ -70,16 +71,16 @@ def add_options(parser: argparse.ArgumentParser, options: Iterable[Option]) -> N
     for option in options:
         if option.heading:
             group = parser.add_argument_group(option.heading)
-        target = group
+        container = group
         if option.one_of:
             if option.one_of not in exclusive:
                 exclusive[option.one_of] = group.add_mutually_exclusive_group()
-            target = exclusive[option.one_of]
-        action = target.add_argument(*option.names.split(), **option.keywords())
+            container = exclusive[option.one_of]
+        action = container.add_argument(*option.names.split(), **option.keywords())
         # An option of its own for the hidden spellings, because argparse shows all spellings of an option.
         if option.aliases:
             hidden = {"dest": action.dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-            target.add_argument(*option.aliases, **option.keywords() | hidden)
+            container.add_argument(*option.aliases, **option.keywords() | hidden)
 
 
 def option(*args: Any, **keywords: Any) -> Any:
@@ -119,14 +120,18 @@ class Parser(argparse.ArgumentParser):
             # that. The message should name the unknown option instead.
             positionals = [action for action in self._actions if not action.option_strings]
             prefixes = tuple(f"argument {action.metavar}:" for action in positionals)
-            flags = {*self._option_string_actions, "--"}
-            unknown = [arg for arg in argv if arg.startswith("--") and arg.partition("=")[0] not in flags]
+            unknown = self._unknown_flags(argv)
             if unknown and str(error).startswith(prefixes):
                 self.error(self._describe_unknown(unknown))
             raise
         if unknown:
             self.error(self._describe_unknown(unknown))
         return options
+
+    def _unknown_flags(self, argv: Sequence[str]) -> list[str]:
+        """Return the arguments that look like a long option, but are none of this parser."""
+        flags = {*self._option_string_actions, "--"}
+        return [arg for arg in argv if arg.startswith("--") and arg.partition("=")[0] not in flags]
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, hint=f"{self.prog} --help")
@@ -184,14 +189,16 @@ def refuse_unused(
     for action in parser._actions:
         for name in action.option_strings or (action.metavar,):
             fields[name] = action.dest
-    unused: dict[str, list[str]] = {}  # the options by the reason
+    unused_by_reason: dict[str, list[str]] = {}
     for need in needs:
         field = fields[need.option]
         is_set = getattr(options, field) != getattr(defaults, field)
         if is_set and not need.met(options):
-            unused.setdefault(need.reason, []).append(need.option)
-    if unused:
-        problems = [f"{', '.join(names)} would have no effect {reason}" for reason, names in unused.items()]
+            unused_by_reason.setdefault(need.reason, []).append(need.option)
+    problems = []
+    for reason, names in unused_by_reason.items():
+        problems.append(f"{', '.join(names)} would have no effect {reason}")
+    if problems:
         raise UsageError("; ".join(problems), hint="remove the option, or add what it needs")
 
 

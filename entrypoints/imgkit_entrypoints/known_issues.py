@@ -244,18 +244,19 @@ def _is_true(comparison: Comparison, lookup: Lookup) -> bool | None:
         return (value.text != "") == (operand == "set")
     if operand.startswith("{"):
         operand = lookup(operand.strip("{}")).text
-    is_unknown = value.text == "" and not comparison.is_of_variable
-    if not operand or is_unknown:
+    if not operand:
         return None
-    if comparison.operator in ("<", ">="):
-        version, other = _parse_version(value.text), _parse_version(operand)
-        if not version or not other:
-            # A variable's value is always known. If it is no version, the comparison is false.
-            return False if comparison.is_of_variable else None
-        return version < other if comparison.operator == "<" else version >= other
+    if not value.text and not comparison.is_of_variable:
+        return None
     if comparison.operator == "matches":
         return re.search(operand, value.text, re.IGNORECASE) is not None
-    return _OPERATORS[comparison.operator](value.text.lower(), operand.lower())
+    if comparison.operator not in ("<", ">="):
+        return _OPERATORS[comparison.operator](value.text.lower(), operand.lower())
+    version, limit = _parse_version(value.text), _parse_version(operand)
+    if version and limit:
+        return version < limit if comparison.operator == "<" else version >= limit
+    # A variable's value is always known. If it is no version, the comparison is false.
+    return False if comparison.is_of_variable else None
 
 
 def _parse_version(text: str) -> tuple[int, ...]:
@@ -278,9 +279,13 @@ def _list_allows(value: str, item: str) -> bool:
     The format is ``[^]item,...;function:...``. ``LL,Simple`` allows these two, and ``^LL128`` every item but
     LL128. What follows a semicolon is for single functions, and does not count here.
     """
-    names = value.partition(";")[0]
-    items = [part.strip() for part in names.removeprefix("^").split(",") if part.strip()]
-    return bool(items) and (item in items) != names.startswith("^")
+    names, _, _ = value.partition(";")
+    items = [name.strip() for name in names.removeprefix("^").split(",") if name.strip()]
+    if not items:
+        return False
+    if names.startswith("^"):
+        return item not in items
+    return item in items
 
 
 _OPERATORS: Mapping[str, Callable[[str, str], bool]] = {

@@ -100,55 +100,60 @@ _TEMPLATES = re.compile(r"\.env\.(?:example|sample|template|dist|defaults?)")
 _PRIVATE = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY|PuTTY-User-Key-File")
 
 
-def in_name(name: str, value: str) -> bool:
+def is_secret(name: str, value: str) -> bool:
     """Return whether a variable or an option with this name and value is probably a secret.
 
     Names in capital letters are taken for variables, and others for options or settings. ``HF_TOKEN`` with
     the value ``hf_x`` is a secret, and ``PASSWORD_FILE`` or a value such as ``$TOKEN`` is none.
     """
-    capital = re.sub(r"[-.]", "_", name.lstrip("-")).upper()
-    if _HARMLESS.fullmatch(value) or _LOCATION.search(capital):
+    # "--hf-token" -> "HF_TOKEN"
+    variable_name = re.sub(r"[-.]", "_", name.lstrip("-")).upper()
+    if _HARMLESS.fullmatch(value) or _LOCATION.search(variable_name):
         return False
-    strong_names = _STRONG if name.isupper() else _STRONG_OPTION
-    if strong_names.search(capital):
+    means_secret = _STRONG if name.isupper() else _STRONG_OPTION
+    if means_secret.search(variable_name):
         return True
-    return _WEAK.search(capital) is not None and _RANDOM.fullmatch(value) is not None
+    return bool(_WEAK.search(variable_name) and _RANDOM.fullmatch(value))
 
 
-def in_value(value: str) -> str:
+def find_secret(text: str) -> str:
     """Return which kind of secret a text has, such as ``a GitHub token``, or an empty text if it has none."""
     for kind, pattern in _PATTERNS.items():
-        if pattern.search(value):
+        if pattern.search(text):
             return kind
-    for match in _ASSIGNED.finditer(value):
-        name, between, *texts = match.groups(default="")
+    for match in _ASSIGNED.finditer(text):
+        name, separator, *values = match.groups(default="")
         # Of the forms "NAME: VALUE", only JSON's with quotes around the name counts here.
-        is_json = between.strip() == ":" and value[match.end(1)] in "\"'"
-        if (between == "=" or is_json) and in_name(name, "".join(texts)):
+        is_json = separator.strip() == ":" and text[match.end(1)] in "\"'"
+        if separator != "=" and not is_json:
+            continue
+        if is_secret(name, "".join(values)):  # only one of the three forms of a value is not empty
             return f"a secret called {name}"
     return ""
 
 
-def in_arguments(arguments: Sequence[str]) -> str:
+def find_secret_argument(arguments: Sequence[str]) -> str:
     """Return a description of the first secret in the arguments of a command, or an empty text.
 
     The description does not have the value: ``a GitHub token in argument 3``.
     """
-    for number, text in enumerate(arguments):
-        kind = in_value(text)
+    for number, argument in enumerate(arguments, start=1):
+        kind = find_secret(argument)
         if kind:
-            return f"{kind} in argument {number + 1}"
-        option, equals, value = text.partition("=")  # "--token=VALUE"
-        if not equals and not _SWITCH.match(option) and number + 1 < len(arguments):
+            return f"{kind} in argument {number}"
+        option, equals, value = argument.partition("=")  # "--token=VALUE"
+        if not re.fullmatch(r"--?[A-Za-z][\w.-]*", option):
+            continue
+        if not equals and not _SWITCH.match(option) and number < len(arguments):
             # "--token VALUE": the value is the next argument, unless that is an option itself.
-            following = arguments[number + 1]
-            value = "" if following.startswith("-") else following
-        if re.fullmatch(r"--?[A-Za-z][\w.-]*", option) and in_name(option, value):
+            next_argument = arguments[number]
+            value = "" if next_argument.startswith("-") else next_argument
+        if is_secret(option, value):
             return f"a secret by the name of its option, {option}"
-    return in_value(" ".join(arguments))  # curl's -u USER:PASSWORD is two arguments
+    return find_secret(" ".join(arguments))  # curl's -u USER:PASSWORD is two arguments
 
 
-def in_file_name(path: str) -> bool:
+def is_secret_file(path: str) -> bool:
     """Return whether a file of this name usually holds secrets. A path of a folder ends with a slash."""
     lower = f"/{path.lower()}"
     name_start = lower.rstrip("/").rindex("/") + 1
@@ -177,7 +182,7 @@ def mask_secrets(text: str) -> str:
         # The group of the value: 3 in double quotes, 4 in single quotes, 5 without quotes.
         group = next(number for number in _ENDS if match[number] is not None)
         position = match.start(group)
-        if position >= masked_end and in_name(match[1], match[group]):
+        if position >= masked_end and is_secret(match[1], match[group]):
             # The pattern stops after 200 characters, and the value may be longer.
             while position < len(text) and text[position] not in _ENDS[group]:
                 characters[position] = "*"

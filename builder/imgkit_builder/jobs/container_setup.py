@@ -138,7 +138,7 @@ def refuse_secrets(recipe: Target, request: JobRequest) -> None:
 
 def _refuse_secret(arguments: Sequence[str], *, where: str) -> None:
     """Raise UsageError if one of `arguments` is a secret, such as a token. `where` says who sets them."""
-    kind = secret_patterns.in_arguments(arguments)
+    kind = secret_patterns.find_secret_argument(arguments)
     if kind:
         raise UsageError(
             f"it holds {kind}: others could read it in the job script, in records and argument lists",
@@ -181,8 +181,8 @@ def split_variable(text: str) -> tuple[str, str]:
     _check_name(name, text)
     if not equals_sign:
         return name, ""
-    secret_kind = secret_patterns.in_value(value)
-    if not secret_kind and secret_patterns.in_name(name, value):
+    secret_kind = secret_patterns.find_secret(value)
+    if not secret_kind and secret_patterns.is_secret(name, value):
         secret_kind = "a secret (by its name)"  # noqa: S105 - a text for the message
     if secret_kind:
         raise UsageError(

@@ -262,7 +262,7 @@ def _check_requirements(request: AddRequest) -> None:
     for text in request.requirements:
         check_requirement(text)
     # The arguments stand in the record at the end of the file with the packages, which others may read.
-    kind = secret_patterns.in_arguments(request.arguments)
+    kind = secret_patterns.find_secret_argument(request.arguments)
     if kind:
         raise UsageError(
             f"it holds {kind}, and the record of the file would show it",

@@ -251,12 +251,12 @@ def _warn_of_secret(path: KeyPath, node: Scalar, problems: Collector, *, has_nam
 
     `has_name` says that the last part of `path` is a name that the author chose, as of a variable or label.
     """
-    secret = secret_patterns.in_value(node.text)
+    secret = secret_patterns.find_secret(node.text)
     if secret:
         is_step = path[:2] in (("image", "pip"), ("image", "run"))
         hint = named_files.IN_HISTORY if is_step else _PUBLIC_HINT
         problems.warn(node.position, path, f"this looks like {secret}", hint)
-    elif has_name and secret_patterns.in_name(str(path[-1]), node.text):
+    elif has_name and secret_patterns.is_secret(str(path[-1]), node.text):
         problems.warn(node.position, path, "this looks like a secret", _PUBLIC_HINT)
 
 

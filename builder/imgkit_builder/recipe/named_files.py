@@ -161,7 +161,7 @@ def _check_requirements(file: Path, named: NamedFile) -> None:
             message = f"{text!r} names a file that is not in the image"
             problems.error(text_start, named.path, message, "write its lines here")
         _check_torch(text, named.ngc_base, line_start, named.path, problems)
-        secret = secret_patterns.in_value(text)
+        secret = secret_patterns.find_secret(text)
         if secret:
             problems.warn(line_start, named.path, f"this looks like {secret}", IN_HISTORY)
 

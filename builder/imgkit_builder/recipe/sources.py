@@ -284,7 +284,7 @@ def _is_secret(entry: os.DirEntry[str], name: str) -> bool:
     Of a file that ends in ``.pem`` or ``.key``, the content decides, because certificates have the same
     suffixes and are public. So it does of a small file without a suffix, such as ``id_deploy``.
     """
-    has_secret_name = secret_patterns.in_file_name(name)
+    has_secret_name = secret_patterns.is_secret_file(name)
     if not entry.is_file(follow_symlinks=False):
         return has_secret_name
     has_key_suffix = name.lower().endswith((".pem", ".key"))

@@ -97,12 +97,14 @@ def _run_command(argv: tuple[str, ...], env: Mapping[str, str]) -> int:
     ------
     ImgkitError : the command is unknown, an option is wrong, or the run cannot start.
     """
-    command = _find_command(argv[0] if argv else "")
+    name, *arguments = argv or ("",)
+    command = _find_command(name)
     run_code.refuse_missing_code(env)
     if command.name == "dist-env":
         return _dist_env(command, argv, env)
-    if argv[1:] and argv[1] in command.verbs:  # "dist-train export ...": a subcommand without a launch
-        return int(importlib.import_module(command.verbs[argv[1]]).main(argv[2:]))
+    if arguments and arguments[0] in command.verbs:  # "dist-train export ...": a subcommand without a launch
+        module = importlib.import_module(command.verbs[arguments[0]])
+        return int(module.main(arguments[1:]))
     if command.app is None:
         options, worker = start.parse_user_program(command, argv, env)
     else:
@@ -150,25 +152,26 @@ def _dist_env(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
     if options.dry_run:
         return start.launch_worker(options, Worker(argv=(), is_imgkits=True), env)
     host, system = facts.gather(env=env), facts.system_facts(env=env)
-    warnings: tuple[str, ...] = ()
     nnodes, head = 1, ""
+    warnings: tuple[str, ...] = ()
     # Without a placement, the facts of this node are still of use. The error is printed in its place.
     try:
-        resolved = start.find_placement(options.placement, env)
+        placement = start.find_placement(options.placement, env)
         recipe = system.scheduler if system else ""
-        warnings = resolve.placement_warnings(resolved, options.placement, env, recipe=recipe)
-        nnodes, head = resolved.nnodes, resolved.head
-        placement: dict[str, object] = {**dataclasses.asdict(resolved), "source": dict(resolved.source)}
+        warnings = resolve.placement_warnings(placement, options.placement, env, recipe=recipe)
     except ImgkitError as error:
-        placement = {"error": _error_dict(error)}
+        placement_values: dict[str, object] = {"error": _error_dict(error)}
+    else:
+        nnodes, head = placement.nnodes, placement.head
+        placement_values = {**dataclasses.asdict(placement), "source": dict(placement.source)}
     network = fabric.choose_fabric(host, system, env, nnodes=nnodes, head=head)
     if parsed.shell:
         _print_exports(network, env)
     elif options.json:
-        document = _node_document(host, system, placement, network)
+        document = _node_document(host, system, placement_values, network)
         terminal.print_document(json.dumps(document, indent=2) + "\n")
     else:
-        terminal.print_results(*_describe_node(host, system, placement, network, warnings))
+        terminal.print_results(*_describe_node(host, system, placement_values, network, warnings))
     return 0
 
 

@@ -132,14 +132,16 @@ def _refuse_python(command: Command, argv: Sequence[str], program: Sequence[str]
 
     dist-run would take the interpreter for a Python script. `program` is the end of `argv`.
     """
-    if not _PYTHON.fullmatch(PurePath(program[0]).name):
+    interpreter, *program_args = program
+    if not _PYTHON.fullmatch(PurePath(interpreter).name):
         return
     # The hint is the same line without the interpreter and its usual option -u.
-    before = [arg for arg in argv[1 : len(argv) - len(program)] if arg != "--"]
-    script = [arg for arg in program[1:] if arg != "-u"]
+    program_start = len(argv) - len(program)
+    launch_args = [arg for arg in argv[1:program_start] if arg != "--"]
+    script_args = [arg for arg in program_args if arg != "-u"]
     raise UsageError(
-        f"{program[0]} is not needed: dist-run starts Python once for each rank",
-        hint=shlex.join([command.name, *before, *script]),
+        f"{interpreter} is not needed: dist-run starts Python once for each rank",
+        hint=shlex.join([command.name, *launch_args, *script_args]),
     )
 
 
@@ -159,18 +161,18 @@ def _program_options_hint(command: Command, argv: Sequence[str], env: Mapping[st
     Unknown options before a ``.py`` file most likely belong to the program: ``dist-run --lr 1 train.py``
     becomes ``dist-run train.py --lr 1``. The hint is "" if no argument ends with ``.py``.
     """
-    scripts = [arg for arg in argv[1:] if arg.endswith(".py")]
-    if not scripts:
+    script = next((arg for arg in argv[1:] if arg.endswith(".py")), None)
+    if script is None:
         return ""
-    script_index = argv.index(scripts[0], 1)
-    before, after = list(argv[1:script_index]), argv[script_index + 1 :]
-    _, unknown = launch_parser(command, env).parse_known_args(before)
-    # Remove each unknown argument where it stands last, so that an equal value of an option before it stays.
-    before.reverse()
+    script_index = argv.index(script, 1)
+    launch_args, program_args = list(argv[1:script_index]), argv[script_index + 1 :]
+    _, unknown = launch_parser(command, env).parse_known_args(launch_args)
     for arg in reversed(unknown):
-        before.remove(arg)
-    before.reverse()
-    line = shlex.join([command.name, *before, scripts[0], *unknown, *after])
+        # Remove each unknown argument where it stands last, so that an equal value of an option before it
+        # stays.
+        last_index = len(launch_args) - 1 - launch_args[::-1].index(arg)
+        del launch_args[last_index]
+    line = shlex.join([command.name, *launch_args, script, *unknown, *program_args])
     return f"options of the program follow the program: {line}"
 
 
@@ -201,16 +203,36 @@ def launch_worker(options: LaunchOptions, worker: Worker, env: Mapping[str, str]
     placement, host = find_placement(options.placement, env), facts.gather(env=env)
     launch_plan, child_env = make_plan(options, worker, env, placement, host)
     if options.dry_run:
-        # A dry run names the source of the secret, but neither reads nor makes it.
-        meets = placement.nnodes > 1 and launch_plan.mode != "direct"
-        source = secret.source(options.secret_file, env, shared_home=_is_home_shared(env)) if meets else ""
-        planned = dataclasses.replace(launch_plan, secret=source)
+        if placement.nnodes > 1 and launch_plan.mode != "direct":
+            # A dry run names the source of the secret, but neither reads nor makes it.
+            source = secret.source(options.secret_file, env, shared_home=_is_home_shared(env))
+            launch_plan = dataclasses.replace(launch_plan, secret=source)
         if options.json:
-            terminal.print_document(json.dumps(planned.to_dict(), indent=2) + "\n")
+            terminal.print_document(json.dumps(launch_plan.to_dict(), indent=2) + "\n")
         else:
-            terminal.print_results(*planned.lines())
+            terminal.print_results(*launch_plan.lines())
         return 0
-    has_secret_flag = options.require_secret and placement.nnodes > 1
+    _refuse_impossible_launch(options, launch_plan)
+    setup = launch_plan.setup
+    link_host_libraries(setup.links)
+    setup.environment.apply()
+    if setup.cache:
+        setup.cache.make_folders()
+    run_secret = _find_secret(options, env, placement)
+    if launch_plan.mode == "direct":
+        return _run_rank(launch_plan, child_env, env)
+    return _run_agent(options, launch_plan, child_env, host, run_secret)
+
+
+def _refuse_impossible_launch(options: LaunchOptions, launch_plan: LaunchPlan) -> None:
+    """Raise an error if options and plan contradict each other, or this node lacks what the launch needs.
+
+    Raises
+    ------
+    NoPlan : an option needs a node agent, and the launch has none.
+    UsageError : there is no torch, or a folder cannot be used.
+    """
+    has_secret_flag = options.require_secret and launch_plan.placement.nnodes > 1
     needing_agent = {
         "--per-node": options.request.is_per_node,
         "--preflight": options.preflight,
@@ -240,15 +262,6 @@ def launch_worker(options: LaunchOptions, worker: Worker, env: Mapping[str, str]
             hint="in an image: build it on a base with torch, or add torch to the recipe's image.pip; "
             "elsewhere: pip install torch",
         )
-    setup = launch_plan.setup
-    link_host_libraries(setup.links)
-    setup.environment.apply()
-    if setup.cache:
-        setup.cache.make_folders()
-    run_secret = _find_secret(options, env, placement)
-    if launch_plan.mode == "direct":
-        return _run_rank(launch_plan, child_env, env)
-    return _run_agent(options, launch_plan, child_env, host, run_secret)
 
 
 def _refuse_deleted_folder(env: Mapping[str, str]) -> None:

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from imgkit_entrypoints import __version__, fabric, facts, terminal
 from imgkit_entrypoints.arguments import Option, add_options, parse_positive
-from imgkit_entrypoints.doctor.checks import CHECKS, Check, Subject, Verdict
+from imgkit_entrypoints.doctor.checks import CHECKS, Check, CheckedNode, Verdict
 from imgkit_entrypoints.errors import EXIT_NO
 from imgkit_entrypoints.fabric import FabricPlan, library_path
 from imgkit_entrypoints.facts import HostFacts, Reader
@@ -98,31 +98,31 @@ def examine(
     reader : reads further files of the machine, which only dist-doctor needs.
     nnodes : number of nodes of the run. On one node, a problem between nodes is only a warning.
     """
-    subject = Subject(
+    node = CheckedNode(
         facts=host,
         has_recipe=system is not None,
         system=system or SystemFacts(),
-        env=_user_env(env),
+        env=_without_decided_variables(env),
         plan=_plan(host, system, env, nnodes),
         has_several_nodes=nnodes > 1,
         reader=reader,
     )
     results: list[Check] = []
     for run_check in CHECKS:
-        results += run_check(subject)
+        results += run_check(node)
     return tuple(results)
 
 
-def _user_env(env: Mapping[str, str]) -> dict[str, str]:
+def _without_decided_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Return `env` without the variables that the node agent has set."""
-    decided = env.get(DECIDED, "").split(",")
     # LD_LIBRARY_PATH also has folders of the user. `library_path` tells them from those of the node agent.
-    return {name: env[name] for name in env if name not in decided or name == library_path.VARIABLE}
+    decided = set(env.get(DECIDED, "").split(",")) - {library_path.VARIABLE}
+    return {name: value for name, value in env.items() if name not in decided}
 
 
 def _plan(host: HostFacts, system: SystemFacts | None, env: Mapping[str, str], nnodes: int) -> FabricPlan:
     """Return the network plan for at least two nodes, because users ask dist-doctor about such runs."""
-    return fabric.choose_fabric(host, system, _user_env(env), nnodes=max(2, nnodes))
+    return fabric.choose_fabric(host, system, _without_decided_variables(env), nnodes=max(2, nnodes))
 
 
 def passed(checks: Sequence[Check], *, strict: bool = False) -> bool:

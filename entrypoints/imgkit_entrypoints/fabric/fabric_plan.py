@@ -1,4 +1,4 @@
-"""The plan with a node's network decisions, and the draft that collects them.
+"""The plan with a node's network decisions, and the builder that collects them.
 
 Only this module decides which of several values of a variable wins. The order is: the user's environment, an
 nccl.conf file, the recipe, the facts of the node, and last the image. A variable counts as the image's if it
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from imgkit_entrypoints.facts import HostFacts
 from imgkit_entrypoints.known_issues import IssueResult
-from imgkit_entrypoints.system import PARTITION, FabricKind
+from imgkit_entrypoints.system import PARTITION, FabricKind, SystemFacts
 
 INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+UNKNOWN_IMAGE = "/opt/imgkit/manifest.json states no variables of an image, so they count as set by the user"
 
 Origin = Literal["user", "recipe", "facts", "image"]
 """Who decided a value, in the order of precedence."""
@@ -121,24 +122,36 @@ class Preset:
         return self.origin == "user"
 
 
+class Carriers(NamedTuple):
+    """The devices that carry the traffic, for example two InfiniBand ports of 200 Gbit/s."""
+
+    devices: tuple[str, ...]
+    """``("mlx5_0:1", "mlx5_1:1")``"""
+    rate_Gbps: float | None
+    """Rate of all devices together; None if unknown."""
+
+
 @dataclass(slots=True, kw_only=True)
-class PlanDraft:
-    """The `FabricPlan` while it is being decided; the only mutable value of this package."""
+class FabricPlanBuilder:
+    """Collects the decisions of a `FabricPlan`, and knows which value of a variable wins."""
 
     facts: HostFacts
+    system: SystemFacts
     env: Mapping[str, str]
+    """The environment, without variables that have exactly the recipe's value."""
     recipe: Mapping[str, str]
+    """The recipe's variables, with the interfaces of the job's partition."""
     nnodes: int
     head: str = ""
     """Address of node 0; empty if unknown."""
-    nics: int | None = None
-    """NICs of a node according to the recipe."""
     partition: str = ""
-    """The Slurm partition whose interfaces `sockets.use_partition` put into `recipe`; else empty."""
+    """The Slurm partition whose interfaces are in `recipe`; empty if the recipe lists none for it."""
+    kind: FabricKind = "tcp"
+    """The fabric of this node."""
     decisions: list[Decision] = field(default_factory=list)
-    chosen: dict[str, str] = field(default_factory=dict)
-    """Variables that workers get."""
-    unset: list[str] = field(default_factory=list)
+    worker_env: dict[str, str] = field(default_factory=dict)
+    """Variables to set for the workers."""
+    dropped: list[str] = field(default_factory=list)
     """Variables that workers must not inherit from the recipe or the image."""
     links: dict[str, str] = field(default_factory=dict)
     """`FabricPlan.links`."""
@@ -154,7 +167,8 @@ class PlanDraft:
         """Return the value that `variable` has before imgkit decides about it, or None if nobody has set it.
 
         The user's value comes first, then that of an nccl.conf file, the recipe and the image. A value that
-        `refuse` has left out does not count, and neither does an image's value that `set` has replaced.
+        `drop_variable` has left out does not count, and neither does an image's value that `set_variable` has
+        replaced.
         """
         image_sets = self.image_sets(variable)
         if variable in self.env and not image_sets:
@@ -165,11 +179,11 @@ class PlanDraft:
                 # would therefore override the user's file.
                 source = f"set by the user in {setting.path}"
                 return Preset(value=setting.value, source=source, location=setting.path, origin="user")
-        if variable in self.unset:
+        if variable in self.dropped:
             return None
         if variable in self.recipe:
             return self._recipe_preset(variable)
-        if image_sets and variable not in self.chosen:
+        if image_sets and variable not in self.worker_env:
             return Preset(value=self.env[variable], source="from the image", origin="image")
         return None
 
@@ -189,7 +203,7 @@ class PlanDraft:
         image = self.facts.image_env
         return image is not None and variable in self.env and image.get(variable) == self.env[variable]
 
-    def request(self, variable: str) -> Preset | None:
+    def requested_preset(self, variable: str) -> Preset | None:
         """Return the value of the user or the recipe, who chose it for this run or system.
 
         Returns None if only the image sets the variable, or nobody does.
@@ -202,37 +216,22 @@ class PlanDraft:
         preset = self.preset(variable)
         return preset if preset is not None and preset.origin == "image" else None
 
-    def names(self) -> tuple[str, ...]:
+    def variable_names(self) -> tuple[str, ...]:
         """Return the names of all variables in the environment, in nccl.conf files and in the recipe."""
         settings = (setting.name for setting in self.facts.nccl_settings)
         return tuple(dict.fromkeys((*self.env, *settings, *self.recipe)))
 
-    def value(self, variable: str) -> str | None:
+    def worker_value(self, variable: str) -> str | None:
         """Return the value that workers would get after the decisions so far, or None if there is none."""
         preset = self.preset(variable)
-        return preset.value if preset else self.chosen.get(variable)
+        return preset.value if preset else self.worker_env.get(variable)
 
-    def warn(self, problem: str, fix: str, *, failed_check: str = "") -> None:
-        """Add a warning about something slow or dangerous to the plan.
-
-        Parameters
-        ----------
-        problem : what is wrong, with its evidence.
-        fix : what the user can do about it.
-        failed_check : name of the check of dist-doctor that fails for this reason. Empty for a mere warning.
-        """
-        self.warnings.append(Finding(problem, fix, failed_check or "network", bool(failed_check)))
-
-    def block(self, problem: str, fix: str) -> None:
-        """Add a reason why NCCL would fail or hang between nodes, and what the user can do about it."""
-        self.blockers.append(Finding(problem, fix))
-
-    def quote(self, variable: str) -> str:
+    def describe(self, variable: str) -> str:
         """Return a value with its source for a message: ``NCCL_IB_HCA='mlx5' (from the recipe)``."""
         preset = self.preset(variable)
         return f"{variable}={preset.value!r} ({preset.source})" if preset else f"{variable}=''"
 
-    def how_to_unset(self, variable: str) -> str:
+    def unset_hint(self, variable: str) -> str:
         """Return what a user must do to get rid of the value of `variable`, for a hint.
 
         It is ``unset NCCL_NET`` for a variable of the environment, and names the file for one in an nccl.conf
@@ -246,13 +245,28 @@ class PlanDraft:
             return f"unset {variable}"
         return f"remove {variable} from {preset.location}"
 
-    def report(
+    def add_warning(self, problem: str, fix: str, *, failed_check: str = "") -> None:
+        """Add a warning about something slow or dangerous to the plan.
+
+        Parameters
+        ----------
+        problem : what is wrong, with its evidence.
+        fix : what the user can do about it.
+        failed_check : name of the check of dist-doctor that fails for this reason. Empty for a mere warning.
+        """
+        self.warnings.append(Finding(problem, fix, failed_check or "network", bool(failed_check)))
+
+    def add_blocker(self, problem: str, fix: str) -> None:
+        """Add a reason why NCCL would fail or hang between nodes, and what the user can do about it."""
+        self.blockers.append(Finding(problem, fix))
+
+    def add_decision(
         self, variable: str, value: str, reason: str, *, used: bool = False, origin: Origin = "facts"
     ) -> None:
         """Add a decision to the report. This does not change what workers get."""
         self.decisions.append(Decision(variable, value, reason, used, origin))
 
-    def set(self, variable: str, value: str, reason: str) -> None:
+    def set_variable(self, variable: str, value: str, reason: str) -> None:
         """Set `variable` for the workers, unless the user or the recipe has set it already.
 
         A value of the user or the recipe is kept, and the report names both values. The image's value is
@@ -260,24 +274,31 @@ class PlanDraft:
         """
         preset = self.preset(variable)
         if preset is not None and preset.value == value:
-            self._keep(variable, preset, f"{preset.source}; imgkit would set the same: {reason}")
+            self._keep_preset(variable, preset, f"{preset.source}; imgkit would set the same: {reason}")
         elif preset is not None and preset.origin != "image":
-            self._keep(variable, preset, f"{preset.source}; imgkit would set {value!r}: {reason}")
+            self._keep_preset(variable, preset, f"{preset.source}; imgkit would set {value!r}: {reason}")
         else:
-            self.chosen[variable] = value
             if preset is not None:
                 reason += f"; replaces the image's {preset.value!r}"
-            self.report(variable, value, reason, used=True)
+            self.replace_variable(variable, value, reason)
 
-    def note(self, variable: str, value: str, reason: str) -> None:
-        """Report what `variable` could be without setting it. A value that is already set is kept."""
+    def replace_variable(self, variable: str, value: str, reason: str) -> None:
+        """Set `variable` for the workers, whoever has set it before."""
+        self.worker_env[variable] = value
+        self.add_decision(variable, value, reason, used=True)
+
+    def report_unset(self, variable: str, value: str, reason: str) -> None:
+        """Report that imgkit does not set `variable`, with the value that it could have and the reason.
+
+        A value that is already set is kept.
+        """
         preset = self.preset(variable)
         if preset is None:
-            self.report(variable, value, reason)
+            self.add_decision(variable, value, reason)
         else:
-            self._keep(variable, preset, f"{preset.source}; not needed: {reason}")
+            self._keep_preset(variable, preset, f"{preset.source}; not needed: {reason}")
 
-    def _keep(self, variable: str, preset: Preset, reason: str) -> None:
+    def _keep_preset(self, variable: str, preset: Preset, reason: str) -> None:
         """Keep and report the value that a variable has already.
 
         Workers inherit values of the environment. All others are passed to them: those of the recipe, and
@@ -287,34 +308,34 @@ class PlanDraft:
         # NCCL would not read the user's nccl.conf for a variable that has the image's value.
         is_from_conf = preset.is_users and image_sets
         if preset.origin == "recipe" or is_from_conf:
-            self.chosen[variable] = preset.value
-        if preset.origin != "image" and image_sets and self.env[variable] != preset.value:
+            self.worker_env[variable] = preset.value
+        if image_sets and self.env[variable] != preset.value:
             reason = f"{reason}; replaces the image's {self.env[variable]!r}"
-        self.report(variable, preset.value, reason, used=True, origin=preset.origin)
+        self.add_decision(variable, preset.value, reason, used=True, origin=preset.origin)
 
-    def refuse(self, variable: str, reason: str) -> None:
-        """Leave out a value of the recipe or the image that is wrong on this node.
+    def drop_variable(self, variable: str, reason: str) -> None:
+        """Keep a value of the recipe or the image from the workers, because it is wrong on this node.
 
-        Workers then do not get the variable. A value of the user is kept. `reason` is for the report.
+        A value of the user is kept. `reason` is for the report.
         """
         preset = self.preset(variable)
         if preset is not None and not preset.is_users:
-            self.unset.append(variable)
+            self.dropped.append(variable)
             reason = f"{preset.source}, not used: {reason}"
-            self.report(variable, preset.value, reason, origin=preset.origin)
+            self.add_decision(variable, preset.value, reason, origin=preset.origin)
 
-    def refuse_image(self, variable: str, reason: str) -> None:
+    def drop_image_variable(self, variable: str, reason: str) -> None:
         """Keep a value of the image from the workers, because it is wrong on this node.
 
         A value of the user or the recipe is kept.
         """
         if self.image_preset(variable):
-            self.refuse(variable, reason)
+            self.drop_variable(variable, reason)
 
-    def report_rest(self) -> None:
+    def keep_undecided_variables(self) -> None:
         """Keep and report the settings of the recipe and of nccl.conf files about which nothing was decided.
 
-        Call this last. Without it, workers would not get the recipe's further variables.
+        Call this after all decisions. Without it, workers would not get the recipe's further variables.
         """
         decided = {decision.variable for decision in self.decisions}
         for variable, value in self.recipe.items():
@@ -323,10 +344,33 @@ class PlanDraft:
                 continue
             decided.add(variable)
             if preset.is_users:
-                self._keep(variable, preset, f"{preset.source}; the recipe's {value!r} is not used")
+                self._keep_preset(variable, preset, f"{preset.source}; the recipe's {value!r} is not used")
             else:
-                self._keep(variable, preset, preset.source)
+                self._keep_preset(variable, preset, preset.source)
         for setting in self.facts.nccl_settings:
             preset = self.preset(setting.name)
             if setting.name not in decided and preset is not None and preset.location:
-                self._keep(setting.name, preset, preset.source)
+                self._keep_preset(setting.name, preset, preset.source)
+
+    def build(self, reason: str, carriers: Carriers, issues: tuple[IssueResult, ...]) -> FabricPlan:
+        """Return the plan with all decisions.
+
+        Parameters
+        ----------
+        reason : the evidence for the fabric.
+        issues : the results of all known issues.
+        """
+        return FabricPlan(
+            kind=self.kind,
+            reason=reason,
+            env=self.worker_env,
+            decisions=tuple(self.decisions),
+            unset=tuple(name for name in dict.fromkeys(self.dropped) if name not in self.worker_env),
+            warnings=tuple(self.warnings),
+            blockers=tuple(self.blockers),
+            issues=issues,
+            devices=carriers.devices,
+            line_rate_Gbps=carriers.rate_Gbps,
+            links=self.links,
+            image=UNKNOWN_IMAGE if self.facts.image_env is None else "",
+        )

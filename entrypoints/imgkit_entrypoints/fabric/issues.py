@@ -10,17 +10,14 @@ from collections.abc import Mapping
 
 from imgkit_entrypoints import cuda_drivers, known_issues
 from imgkit_entrypoints.fabric import library_path, plugin
-from imgkit_entrypoints.fabric.fabric_plan import PlanDraft
+from imgkit_entrypoints.fabric.fabric_plan import FabricPlanBuilder
 from imgkit_entrypoints.facts import software
 from imgkit_entrypoints.facts.host_facts import Candidate, Library
 from imgkit_entrypoints.facts.host_libs import PLUGINS
 from imgkit_entrypoints.known_issues import FACTS, IssueResult, Value
-from imgkit_entrypoints.system import FabricKind, SystemFacts
 
 
-def apply_known_issues(
-    draft: PlanDraft, kind: FabricKind, system: SystemFacts | None
-) -> tuple[IssueResult, ...]:
+def apply_known_issues(plan: FabricPlanBuilder) -> tuple[IssueResult, ...]:
     """Set the variables that work around known issues of this node, and return the result of every issue.
 
     An issue is a row of a table: conditions such as ``nccl < 2.21``, and an effect. The rows are compared in
@@ -30,80 +27,92 @@ def apply_known_issues(
     ------
     UsageError : a file with known issues is not valid.
     """
-    node_facts = _condition_facts(draft, kind, system)
+    node_facts = _node_facts(plan)
 
     def lookup(name: str) -> Value:
         # A condition names a fact such as "nccl", or a variable such as "$NCCL_ALGO".
         if name in FACTS:
             return node_facts[name]
-        return _variable_value(draft, name.removeprefix("$"))
+        return _variable_value(plan, name.removeprefix("$"))
 
     results = []
-    for issue in known_issues.load_issues(system.known_issues if system else (), draft.env):
+    for issue in known_issues.load_issues(plan.system.known_issues, plan.env):
         result = known_issues.evaluate_issue(issue, lookup)
         results.append(result)
         if result.state == "match" and issue.effect == "set":
             for variable, value in issue.env.items():
-                draft.set(variable, value, result.message)
+                plan.set_variable(variable, value, result.message)
     return tuple(results)
 
 
-def _variable_value(draft: PlanDraft, name: str) -> Value:
+def _variable_value(plan: FabricPlanBuilder, name: str) -> Value:
     """Return the value that workers would get for the variable `name`, with its evidence for messages.
 
     A variable that is not set has the value "".
     """
-    text = draft.value(name) or ""
-    if draft.preset(name):
-        evidence = draft.quote(name)
+    text = plan.worker_value(name) or ""
+    if plan.preset(name):
+        evidence = plan.describe(name)
     elif text:
         evidence = f"{name}={text!r}"
     else:
         evidence = f"{name} is not set"
-    return Value(text, evidence, is_requested=draft.request(name) is not None)
+    return Value(text, evidence, is_requested=plan.requested_preset(name) is not None)
 
 
-def _condition_facts(draft: PlanDraft, kind: FabricKind, system: SystemFacts | None) -> Mapping[str, Value]:
+def _node_facts(plan: FabricPlanBuilder) -> Mapping[str, Value]:
     """Return the value of each fact that the condition of a known issue may name.
 
-    An unknown fact has the value "". The tuples in `values` hold the text of a fact and its evidence, such as
-    the path of the file that shows it.
+    An unknown fact has the value "".
     """
-    facts, env = draft.facts, draft.env
+    facts, env = plan.facts, plan.env
     # CUDA_VERSION is a variable of NVIDIA's base images.
     cuda = facts.torch_cuda or env.get("CUDA_VERSION", "")
-    gpu_source = "the recipe"
-    gpu = system.node.gpu_model if system else ""
-    if facts.gpu_devices:
-        gpu = ", ".join({device.model: None for device in facts.gpu_devices})
-        gpu_source = f"/proc/driver/nvidia/gpus/{facts.gpu_devices[0].address}/information"
-    net_plugin, libfabric = _net_plugin(draft), _find_library(draft, "libfabric.so.1")
     # Slurm writes the tasks per node of the step as "4(x2),3"; the first number is enough.
     tasks = re.match(r"[0-9]{1,9}", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
     values = {
-        "arch": (facts.arch, ""),
-        "aws_ofi_nccl": (net_plugin.version, net_plugin.path) if net_plugin else ("", ""),
-        "cuda": (cuda, ""),
-        "cuda_compat": (_compat_state(draft), ""),
-        "cuda_driver": (str(cuda_drivers.first_driver(cuda) or ""), cuda),
-        "driver": (facts.driver_version, ""),
-        "fabric": (kind, ""),
-        "gpu": (gpu, gpu_source),
-        "gpus": (str(facts.gpus), ""),
-        "image_nccl": (facts.image_nccl, ""),
-        "kernel": (facts.kernel, ""),
-        "libcudart": ("present" if facts.library("libcudart.so") else "absent", ""),
-        "libfabric": (libfabric.version, libfabric.path) if libfabric else ("", ""),
-        "nccl": (facts.nccl_version, facts.nccl_source),
-        "nccl_of": (facts.nccl_of, ""),
-        "nodes": (str(draft.nnodes), ""),
-        "numa_calls": ("refused" if facts.numa_fault else "allowed", facts.numa_fault),
-        "plugin_opens": (net_plugin.opens, net_plugin.path) if net_plugin else ("", ""),
-        "tasks": (tasks[0] if tasks else "", ""),
-        "torch": (facts.torch_version, ""),
-        "ucx": (env.get("OPENUCX_VERSION", ""), "OPENUCX_VERSION"),
+        **dict.fromkeys(FACTS, ""),
+        "arch": facts.arch,
+        "cuda": cuda,
+        "cuda_compat": _compat_state(plan),
+        "cuda_driver": str(cuda_drivers.first_driver(cuda) or ""),
+        "driver": facts.driver_version,
+        "fabric": plan.kind,
+        "gpu": plan.system.node.gpu_model,
+        "gpus": str(facts.gpus),
+        "image_nccl": facts.image_nccl,
+        "kernel": facts.kernel,
+        "libcudart": "present" if facts.library("libcudart.so") else "absent",
+        "nccl": facts.nccl_version,
+        "nccl_of": facts.nccl_of,
+        "nodes": str(plan.nnodes),
+        "numa_calls": "refused" if facts.numa_fault else "allowed",
+        "tasks": tasks[0] if tasks else "",
+        "torch": facts.torch_version,
+        "ucx": env.get("OPENUCX_VERSION", ""),
     }
-    return {name: Value(text, _quote_fact(name, text, source)) for name, (text, source) in values.items()}
+    # The evidence for a value, such as the path of the file that shows it.
+    sources = {
+        "cuda_driver": cuda,
+        "gpu": "the recipe",
+        "nccl": facts.nccl_source,
+        "numa_calls": facts.numa_fault,
+        "ucx": "OPENUCX_VERSION",
+    }
+    if facts.gpu_devices:
+        values["gpu"] = ", ".join({device.model: None for device in facts.gpu_devices})
+        sources["gpu"] = f"/proc/driver/nvidia/gpus/{facts.gpu_devices[0].address}/information"
+    net_plugin = _net_plugin(plan)
+    if net_plugin:
+        values["aws_ofi_nccl"], values["plugin_opens"] = net_plugin.version, net_plugin.opens
+        sources["aws_ofi_nccl"] = sources["plugin_opens"] = net_plugin.path
+    libfabric = _find_library(plan, "libfabric.so.1")
+    if libfabric:
+        values["libfabric"], sources["libfabric"] = libfabric.version, libfabric.path
+    node_facts = {}
+    for name, text in values.items():
+        node_facts[name] = Value(text, _quote_fact(name, text, sources.get(name, "")))
+    return node_facts
 
 
 def _quote_fact(name: str, text: str, source: str) -> str:
@@ -113,37 +122,37 @@ def _quote_fact(name: str, text: str, source: str) -> str:
     return f"{FACTS[name]} {text or 'unknown'}"
 
 
-def _net_plugin(draft: PlanDraft) -> Library | Candidate | None:
+def _net_plugin(plan: FabricPlanBuilder) -> Library | Candidate | None:
     """Return the network plug-in that NCCL would open, or None if none of its possible files exists.
 
     NCCL_NET_PLUGIN names it. Each name stands for several files, of which NCCL opens the first that exists.
     """
     file_names: list[str] = []
-    for name in software.split_plugins(draft.value(plugin.VARIABLE) or ""):
+    for name in software.split_plugins(plan.worker_value(plugin.VARIABLE) or ""):
         file_names += software.plugin_files(name)
     # Without the variable NCCL opens libnccl-net.so, which is the last of PLUGINS.
     for file_name in file_names or reversed(PLUGINS):
-        library = _find_library(draft, file_name)
+        library = _find_library(plan, file_name)
         if library:
             return library
     return None
 
 
-def _find_library(draft: PlanDraft, name: str) -> Library | Candidate | None:
+def _find_library(plan: FabricPlanBuilder, name: str) -> Library | Candidate | None:
     """Return the library that workers load under `name`, or None if there is none.
 
     This is the host's library if the plan links one into the container under this name, and otherwise the
     image's.
     """
-    if name in draft.links and draft.facts.host_libraries:
-        for candidate in draft.facts.host_libraries.host:
-            if candidate.target == draft.links[name]:
+    if name in plan.links and plan.facts.host_libraries:
+        for candidate in plan.facts.host_libraries.host:
+            if candidate.target == plan.links[name]:
                 return candidate
-    return draft.facts.library(name)
+    return plan.facts.library(name)
 
 
-def _compat_state(draft: PlanDraft) -> str:
+def _compat_state(plan: FabricPlanBuilder) -> str:
     """Return whether CUDA's forward compatibility is ``used``, ``unused`` or ``absent`` from the image."""
-    if any(item.variable == library_path.COMPAT_KEY and item.used for item in draft.decisions):
+    if any(item.variable == library_path.COMPAT_KEY and item.used for item in plan.decisions):
         return "used"
-    return "unused" if draft.facts.has_cuda_compat else "absent"
+    return "unused" if plan.facts.has_cuda_compat else "absent"

@@ -1,6 +1,6 @@
 """Warn about variables that are dangerous, useless, misspelled, or meant for another version of NCCL.
 
-Every rule is a function ``(draft, kind)`` that yields pairs of a problem and its remedy. The rules check
+Every rule is a function that yields its findings. The rules check
 values of the user, of an nccl.conf file, of the recipe and of the image. Their sources are NCCL's user guide
 (env.rst) and its code, unless a rule names another one.
 """
@@ -11,77 +11,87 @@ import re
 from collections.abc import Iterable, Iterator
 
 from imgkit_entrypoints.fabric import ports, slingshot, sockets
-from imgkit_entrypoints.fabric.fabric_plan import INTERFACES, Finding, PlanDraft
+from imgkit_entrypoints.fabric.fabric_plan import INTERFACES, FabricPlanBuilder, Finding
 from imgkit_entrypoints.facts.host_facts import Port
-from imgkit_entrypoints.system import FabricKind
 
 # How far apart GPU and NIC may be for GPUDirect, from the same device to the whole system (env.rst).
 GDR_LEVELS = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
 # NCCL allows NCCL_SOCKET_NTHREADS x NCCL_NSOCKS_PERTHREAD sockets up to this number for a connection.
 MAX_SOCKETS = 64
-Findings = Iterator[tuple[str, str]]
-"""Pairs of a problem with its evidence, and what the user can do about it."""
+Findings = Iterator[Finding]
 
 
-def check_variables(draft: PlanDraft, kind: FabricKind) -> tuple[Finding, ...]:
-    """Apply every rule to the draft, and return what they find in their order."""
-    findings = []
-    for rule in _RULES:
-        findings += [Finding(problem, fix) for problem, fix in rule(draft, kind)]
-    return tuple(findings)
+def check_variables(plan: FabricPlanBuilder) -> tuple[Finding, ...]:
+    """Apply every rule to the variables of the plan, and return the findings."""
+    return (
+        *_check_visible_gpus(plan),
+        *_check_rdma_off(plan),
+        *_check_socket_counts(plan),
+        *_check_gid_index(plan),
+        *_check_hcas(plan),
+        *_check_gdr_level(plan),
+        *_check_interfaces(plan),
+        *_check_names(plan),
+        *_check_values(plan),
+    )
 
 
-def _check_visible_gpus(draft: PlanDraft, kind: FabricKind) -> Findings:
+def _check_visible_gpus(plan: FabricPlanBuilder) -> Findings:
     """Check that CUDA_VISIBLE_DEVICES names GPUs that exist, each once."""
-    if draft.facts.gpus_problem:
-        count = len(draft.facts.gpu_devices)
+    if not plan.facts.gpus_problem:
+        return
+    fix = "unset CUDA_VISIBLE_DEVICES"
+    count = len(plan.facts.gpu_devices)
+    if count:
         numbers = ",".join(map(str, range(count)))
-        fix = f"set CUDA_VISIBLE_DEVICES={numbers}, or unset it" if count else "unset CUDA_VISIBLE_DEVICES"
-        yield draft.facts.gpus_problem, fix
+        fix = f"set CUDA_VISIBLE_DEVICES={numbers}, or unset it"
+    yield Finding(plan.facts.gpus_problem, fix)
 
 
-def _check_rdma_off(draft: PlanDraft, kind: FabricKind) -> Findings:
-    """Warn that a variable turns RDMA off on a node where RDMA works.
+def _check_rdma_off(plan: FabricPlanBuilder) -> Findings:
+    """Warn that a variable of the user turns RDMA off on a node where RDMA works.
 
     The warning compares the rates of both.
     """
-    variable = _rdma_off_variable(draft)
-    if kind != "tcp" or not variable:
+    variable = _rdma_off_variable(plan)
+    if plan.kind != "tcp" or not variable:
         return
-    facts = draft.facts
+    facts = plan.facts
     if facts.cxi:
         rate_Gbps: float | None = slingshot.NIC_Gbps * len(facts.cxi)
         nics = slingshot.nics_text(facts)
     else:
-        used, _ = ports.choose_ports(facts, draft.nics)
-        rate_Gbps = ports.line_rate_Gbps(facts, used)
-        nics = ", ".join(port.name for port in used)
+        usable = ports.choose_ports(plan).selected
+        rate_Gbps = ports.line_rate_Gbps(facts, usable)
+        nics = ", ".join(port.name for port in usable)
     if not nics:
         return
     rdma_rate = f"{rate_Gbps:g} Gbit/s" if rate_Gbps else "more"
-    problem = f"{draft.quote(variable)} turns RDMA off: {nics} would carry {rdma_rate}, "
-    yield f"{problem}and TCP over {_describe_tcp(draft, rate_Gbps)}", draft.how_to_unset(variable)
+    problem = f"{plan.describe(variable)} turns RDMA off: {nics} would carry {rdma_rate}, "
+    problem += f"and TCP over {_describe_tcp(plan, rate_Gbps)}"
+    yield Finding(problem, plan.unset_hint(variable))
 
 
-def _rdma_off_variable(draft: PlanDraft) -> str:
+def _rdma_off_variable(plan: FabricPlanBuilder) -> str:
     """Return the variable with which the user has turned RDMA off, or an empty text."""
-    net, disable = draft.preset("NCCL_NET"), draft.preset("NCCL_IB_DISABLE")
+    net = plan.preset("NCCL_NET")
     if net is not None and net.is_users and net.value.lower() == "socket":
         return "NCCL_NET"
+    disable = plan.preset("NCCL_IB_DISABLE")
     if disable is not None and disable.is_users and disable.value.strip() not in ("", "0"):
         return "NCCL_IB_DISABLE"
     return ""
 
 
-def _describe_tcp(draft: PlanDraft, rdma_rate_Gbps: float | None) -> str:
+def _describe_tcp(plan: FabricPlanBuilder, rdma_rate_Gbps: float | None) -> str:
     """Return what TCP can carry on this node: ``eth0 carries 25 Gbit/s at most (16 times less)``.
 
     The comparison is with the rate of RDMA, if both rates are known.
     """
-    best = sockets.best_interface(draft.facts, draft.head, sockets.usable_names(draft.facts, "hsn", "ib"))
+    best = sockets.best_interface(plan, sockets.usable_names(plan.facts, "hsn", "ib"))
     if best is None:
         return "no interface carries less, at an unknown rate"
-    interface, _ = best
+    interface = best.interface
     if not interface.speed_Mbps:
         return f"{interface.name} carries less, at an unknown rate"
     rate_Gbps = interface.speed_Mbps / 1000
@@ -91,62 +101,69 @@ def _describe_tcp(draft: PlanDraft, rdma_rate_Gbps: float | None) -> str:
     return text
 
 
-def _check_socket_numbers(draft: PlanDraft, kind: FabricKind) -> Findings:
+def _check_socket_counts(plan: FabricPlanBuilder) -> Findings:
     """Check the two numbers that set how many sockets NCCL opens for a connection.
 
     Both must be numbers, and their product must not be larger than NCCL allows.
     """
-    numbers = []
-    for name in sockets.THREADS:
-        text = draft.value(name)
+    counts = []
+    for name in sockets.SOCKET_COUNTS:
+        text = plan.worker_value(name)
         if text is None:
             continue
         if re.fullmatch(r"\s*\d+\s*", text):
-            numbers.append(int(text))
+            counts.append(int(text))
         else:
             problem = f"{name}={text!r} is not a number: NCCL reads 0"
-            yield problem, f"set a number, or {draft.how_to_unset(name)}"
-    if len(numbers) < 2:
+            yield Finding(problem, f"set a number, or {plan.unset_hint(name)}")
+    if len(counts) < 2:
         return
-    threads, sockets_each = numbers
+    threads, sockets_each = counts
     total = threads * sockets_each
     if total > MAX_SOCKETS:
-        yield (
-            f"{' x '.join(sockets.THREADS)} = {threads} x {sockets_each} = {total} sockets per connection, "
-            f"but NCCL allows {MAX_SOCKETS}: it lowers your value",
+        yield Finding(
+            f"{' x '.join(sockets.SOCKET_COUNTS)} = {threads} x {sockets_each} = {total} sockets per "
+            f"connection, but NCCL allows {MAX_SOCKETS}: it lowers your value",
             f"choose values whose product is {MAX_SOCKETS} or less, such as 4 and 4",
         )
 
 
-def _check_gid_index(draft: PlanDraft, kind: FabricKind) -> Findings:
+# Text that strtoll(text, NULL, 0) reads completely: "3", "-1", "0x1f".
+_C_NUMBER = re.compile(r"\s*[-+]?(0[xX][0-9a-fA-F]+|\d+)\s*")
+
+
+def _check_gid_index(plan: FabricPlanBuilder) -> Findings:
     """Check that NCCL_IB_GID_INDEX is a number, and the right one for every RoCE port in use.
 
     The index selects one of a port's addresses. On InfiniBand, NCCL does not use it, so any number is
-    accepted. Yield each problem with its remedy.
+    accepted.
     """
-    preset = draft.preset(ports.GID_INDEX)
-    if preset is None or preset.value == "" or kind not in ("infiniband", "roce"):
+    preset = plan.preset(ports.GID_INDEX)
+    if preset is None or preset.value == "" or plan.kind not in ("infiniband", "roce"):
         return
-    quote, unset = draft.quote(ports.GID_INDEX), draft.how_to_unset(ports.GID_INDEX)
-    if not re.fullmatch(r"\s*[-+]?(0[xX][0-9a-fA-F]+|\d+)\s*", preset.value):
-        # NCCL reads the value with strtoll(text, NULL, 0) and ignores what it cannot read, so that the text
-        # "RoCE v2", which a script took from the wrong file, means index 0.
-        match = re.match(r"\s*[-+]?\d+", preset.value)
-        number = int(match[0]) if match else 0
-        right_gids = [ports.pick_gid(port.gids) for port in ports.in_use(draft)]
-        indices = [gid.index for gid in right_gids if gid is not None]
-        fix = f"{unset}; the right index here is {indices[0]}" if indices else unset
-        yield f"{quote} is not a number, and NCCL silently reads {number}", fix
+    description, unset = plan.describe(ports.GID_INDEX), plan.unset_hint(ports.GID_INDEX)
+    used = ports.ports_in_use(plan)
+    if not _C_NUMBER.fullmatch(preset.value):
+        # NCCL ignores what it cannot read, so that the text "RoCE v2", which a script took from the wrong
+        # file, means index 0.
+        leading_number = re.match(r"\s*[-+]?\d+", preset.value)
+        number = int(leading_number[0]) if leading_number else 0
+        right_gids = [ports.pick_gid(port.gids) for port in used]
+        right_indices = [gid.index for gid in right_gids if gid is not None]
+        fix = unset
+        if right_indices:
+            fix += f"; the right index here is {right_indices[0]}"
+        yield Finding(f"{description} is not a number, and NCCL silently reads {number}", fix)
         return
     index = int(preset.value, 0)
-    if kind != "roce" or index < 0:
+    if plan.kind != "roce" or index < 0:  # -1 lets NCCL search for the address
         return
-    for port in ports.in_use(draft):
+    for port in used:
         problem = _gid_problem(index, port)
         if problem:
             right_gid = ports.pick_gid(port.gids)
             fix = f"set {ports.GID_INDEX}={right_gid.index}, or {unset}" if right_gid else unset
-            yield f"{quote}: {problem}", fix
+            yield Finding(f"{description}: {problem}", fix)
 
 
 def _gid_problem(index: int, port: Port) -> str:
@@ -169,74 +186,75 @@ def _gid_problem(index: int, port: Port) -> str:
     return ""
 
 
-def _check_hcas(draft: PlanDraft, kind: FabricKind) -> Findings:
+def _check_hcas(plan: FabricPlanBuilder) -> Findings:
     """Check that NCCL_IB_HCA selects only the ports that the user meant.
 
     The value may select ports that NCCL should not use, or a name in it may be a prefix of other devices'
-    names. Yield each problem with its remedy.
+    names.
     """
-    preset = draft.preset(ports.HCA)
-    if preset is None or kind not in ("infiniband", "roce") or not preset.value:
+    preset = plan.preset(ports.HCA)
+    if preset is None or not preset.value or plan.kind not in ("infiniband", "roce"):
         return
-    quote, used = draft.quote(ports.HCA), ports.in_use(draft)
-    for name, devices in _ambiguous_prefixes(preset.value, used):
-        problem = f"{quote}: {name} is a prefix and selects {', '.join(devices)}"
-        yield problem, f"begin the value with = to make it exact: {ports.HCA}=={preset.value}"
-    chosen, unused = ports.choose_ports(draft.facts, draft.nics)
-    reasons = {item.port.name: item.reason for item in unused}
+    description, used = plan.describe(ports.HCA), ports.ports_in_use(plan)
+    for prefix, devices in _ambiguous_prefixes(preset.value, used):
+        problem = f"{description}: {prefix} is a prefix and selects {', '.join(devices)}"
+        yield Finding(problem, f"begin the value with = to make it exact: {ports.HCA}=={preset.value}")
+    choice = ports.choose_ports(plan)
+    fix = f"set {ports.HCA}={ports.format_hcas(choice.selected)}, or {plan.unset_hint(ports.HCA)}"
+    reasons = {item.port.name: item.reason for item in choice.unused}
     for port in used:
         if port.name in reasons:
-            fix = f"set {ports.HCA}={ports.format_hcas(chosen)}, or {draft.how_to_unset(ports.HCA)}"
-            yield f"{quote} also selects {port.name} ({reasons[port.name]})", fix
+            yield Finding(f"{description} also selects {port.name} ({reasons[port.name]})", fix)
 
 
-def _ambiguous_prefixes(selection: str, used: Iterable[Port]) -> Iterator[tuple[str, list[str]]]:
+def _ambiguous_prefixes(value: str, used: Iterable[Port]) -> Iterator[tuple[str, list[str]]]:
     """Yield each name in a value of NCCL_IB_HCA that selects several devices, and these devices.
 
     Without ``=``, a name is a prefix: mlx5_1 selects mlx5_10 to mlx5_19 as well.
     """
-    excludes, is_exact, names = ports.parse_selection(selection)
-    if excludes or is_exact:
+    selection = ports.parse_selection(value)
+    if selection.excludes or selection.is_exact:
         return
-    for name in names:
+    for name in selection.names:
         prefix, _, _ = name.partition(":")
         devices = sorted({port.device for port in used if port.device.startswith(prefix)})
         if prefix in devices and len(devices) > 1:
             yield prefix, devices
 
 
-def _check_gdr_level(draft: PlanDraft, kind: FabricKind) -> Findings:
+def _check_gdr_level(plan: FabricPlanBuilder) -> Findings:
     """Check that NCCL_NET_GDR_LEVEL is a level that NCCL knows."""
-    preset = draft.preset("NCCL_NET_GDR_LEVEL")
+    preset = plan.preset("NCCL_NET_GDR_LEVEL")
     # NCCL still accepts the numbers 0 to 5 of its earlier versions.
     if preset and preset.value not in (*GDR_LEVELS, *"012345"):
-        problem = f"{draft.quote('NCCL_NET_GDR_LEVEL')} is unknown, and NCCL silently ignores it"
-        yield problem, f"use one of {', '.join(GDR_LEVELS)}, in capitals"
+        problem = f"{plan.describe('NCCL_NET_GDR_LEVEL')} is unknown, and NCCL silently ignores it"
+        yield Finding(problem, f"use one of {', '.join(GDR_LEVELS)}, in capitals")
 
 
-def _check_interfaces(draft: PlanDraft, kind: FabricKind) -> Findings:
+def _check_interfaces(plan: FabricPlanBuilder) -> Findings:
     """Check that the interface variables select an interface that is up, and that other nodes can reach.
 
-    For example, no other node can reach ``lo`` or ``docker0``. Yield each problem with its remedy.
+    For example, no other node can reach ``lo`` or ``docker0``.
     """
+    interfaces = plan.facts.interfaces
     for variable in INTERFACES:
-        preset = draft.preset(variable)
-        if preset is None or not preset.value or not draft.facts.interfaces:
+        preset = plan.preset(variable)
+        if preset is None or not preset.value or not interfaces:
             continue
-        interfaces = sockets.MATCHING[variable](preset.value, draft.facts.interfaces)
-        names = [item.name for item in interfaces if item.running and item.addresses]
+        selected = sockets.MATCHING[variable](preset.value, interfaces)
+        names = [interface.name for interface in selected if interface.running and interface.addresses]
         local_names = [name for name in names if name == "lo" or name.startswith("docker")]
-        unset = draft.how_to_unset(variable)
+        description, unset = plan.describe(variable), plan.unset_hint(variable)
         if not names:
-            usable = ", ".join(sockets.usable_names(draft.facts, "")) or "none but lo"
-            problem = f"{draft.quote(variable)} selects no interface that is up with an address"
-            yield problem, f"{unset}, or name one of: {usable}"
-        elif draft.has_several_nodes and local_names == names:
-            yield f"{draft.quote(variable)}: other nodes cannot reach {', '.join(names)}", unset
+            usable = ", ".join(sockets.usable_names(plan.facts, "")) or "none but lo"
+            problem = f"{description} selects no interface that is up with an address"
+            yield Finding(problem, f"{unset}, or name one of: {usable}")
+        elif plan.has_several_nodes and local_names == names:
+            yield Finding(f"{description}: other nodes cannot reach {', '.join(names)}", unset)
 
 
 # Names with other prefixes belong to other programs and are not checked.
-_PREFIXES = ("NCCL_", "GLOO_", "TORCH_")
+_CHECKED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_")
 OLD_NAMES = ("NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT", "NCCL_DESYNC_DEBUG", "NCCL_IB_CUDA_SUPPORT")
 """Names that earlier versions read. They are no misspellings: known_issues.json names their successors."""
 SIMILARITY = 0.85
@@ -266,8 +284,13 @@ def unknown_names(names: Iterable[str]) -> tuple[str, ...]:
 
     Names of plug-ins and of torch's compiler are left out.
     """
-    candidates = (name for name in names if name.startswith(_PREFIXES) and not name.startswith(_FAMILIES))
-    return tuple(name for name in candidates if name not in KNOWN_NAMES and name not in OLD_NAMES)
+    unknown = []
+    for name in names:
+        if not name.startswith(_CHECKED_PREFIXES) or name.startswith(_PLUGIN_PREFIXES):
+            continue
+        if name not in KNOWN_NAMES and name not in OLD_NAMES:
+            unknown.append(name)
+    return tuple(unknown)
 
 
 def _closest_choice(text: str, choices: Iterable[str], similarity: float = SIMILARITY) -> str:
@@ -284,66 +307,72 @@ def _closest_choice(text: str, choices: Iterable[str], similarity: float = SIMIL
 
 def similar_name(name: str) -> str:
     """Return the known variable that is most similar to `name`, or an empty text if none is similar."""
-    prefix = name.partition("_")[0]
-    return _closest_choice(name, (known_name for known_name in KNOWN_NAMES if known_name.startswith(prefix)))
+    library, _, _ = name.partition("_")
+    return _closest_choice(name, [known_name for known_name in KNOWN_NAMES if known_name.startswith(library)])
 
 
-def _check_names(draft: PlanDraft, kind: FabricKind) -> Findings:
+def _check_names(plan: FabricPlanBuilder) -> Findings:
     """Report unknown names that are similar to a known one. Other unknown names may belong to a plug-in."""
-    for name in unknown_names(draft.names()):
+    for name in unknown_names(plan.variable_names()):
         known_name = similar_name(name)
         if known_name:
-            problem = f"{draft.quote(name)}: no library reads this variable; did you mean {known_name}?"
-            yield problem, f"rename it to {known_name}"
+            problem = f"{plan.describe(name)}: no library reads this variable; did you mean {known_name}?"
+            yield Finding(problem, f"rename it to {known_name}")
 
 
-def _check_values(draft: PlanDraft, kind: FabricKind) -> Findings:
+def _check_values(plan: FabricPlanBuilder) -> Findings:
     """Check that NCCL knows the values of NCCL_ALGO, NCCL_PROTO and NCCL_NET.
 
-    It does not know ``NCCL_ALGO=Rign``, for example. Yield each problem with its remedy.
+    It does not know ``NCCL_ALGO=Rign``, for example.
     """
     for variable, choices in LISTS.items():
-        preset = draft.preset(variable)
+        preset = plan.preset(variable)
         if preset is None:
             continue
-        for part in preset.value.split(";"):
+        for rule in preset.value.split(";"):
             # "allreduce:^tree,ring" -> function "allreduce", items "tree" and "ring"
-            function, _, items = part.rpartition(":")
+            function, _, items = rule.rpartition(":")
             for item in items.strip().removeprefix("^").split(","):
-                yield from _check_choice(draft, variable, item.strip(), choices)
+                yield from _check_choice(plan, variable, item.strip(), choices)
             if function:
-                yield from _check_choice(draft, variable, function.strip(), FUNCTIONS)
-    net = draft.preset("NCCL_NET")
-    if net is None or not net.value.strip():
+                yield from _check_choice(plan, variable, function.strip(), FUNCTIONS)
+    yield from _check_network(plan)
+
+
+def _check_network(plan: FabricPlanBuilder) -> Findings:
+    """Check that NCCL_NET is a network of NCCL or of a known plug-in."""
+    preset = plan.preset("NCCL_NET")
+    if preset is None or not preset.value.strip():
         return
-    name, _, _ = net.value.partition("_v")  # "IBext_v8" is IBext
-    if name.lower() not in map(str.lower, NETS):
-        similar = _closest_choice(net.value, NETS, 0.6)
-        yield (
-            f"{draft.quote('NCCL_NET')} is neither IB nor Socket nor a known plug-in's name: NCCL ends with "
-            '"network not found" or "Failed to initialize any NET plugin" unless a plug-in has this name',
-            f"set NCCL_NET={similar}" if similar else draft.how_to_unset("NCCL_NET"),
-        )
+    name, _, _ = preset.value.partition("_v")  # "IBext_v8" is IBext
+    if name.lower() in map(str.lower, NETS):
+        return
+    problem = (
+        f"{plan.describe('NCCL_NET')} is neither IB nor Socket nor a known plug-in's name: NCCL ends with "
+        '"network not found" or "Failed to initialize any NET plugin" unless a plug-in has this name'
+    )
+    similar = _closest_choice(preset.value, NETS, 0.6)
+    yield Finding(problem, f"set NCCL_NET={similar}" if similar else plan.unset_hint("NCCL_NET"))
 
 
-def _check_choice(draft: PlanDraft, variable: str, item: str, choices: tuple[str, ...]) -> Findings:
-    """Report that `item`, a part of a variable's value, is not one of `choices`.
+def _check_choice(plan: FabricPlanBuilder, variable: str, item: str, choices: tuple[str, ...]) -> Findings:
+    """Report that `item`, which stands in a variable's value, is not one of `choices`.
 
     Suggest the most similar choice.
     """
     if item.lower() in map(str.lower, choices):
         return
     problem = (
-        f"{draft.quote(variable)}: {item!r} is none of {', '.join(choices)}. NCCL {REFUSES_FROM} and later "
+        f"{plan.describe(variable)}: {item!r} is none of {', '.join(choices)}. NCCL {REFUSES_FROM} and later "
         'end with "invalid usage", earlier versions ignore it'
     )
-    fix = draft.how_to_unset(variable)
+    fix = plan.unset_hint(variable)
     similar = _closest_choice(item, choices, 0.5)
     if similar:
         # Replace the complete item only: in "Tree,Tre" the item "Tre" must not change "Tree" to "Treee".
-        value = re.sub(rf"(?<!\w){re.escape(item)}(?!\w)", similar, draft.value(variable) or "")
+        value = re.sub(rf"(?<!\w){re.escape(item)}(?!\w)", similar, plan.worker_value(variable) or "")
         fix = f"set {variable}='{value}', or {fix}"
-    yield problem, fix
+    yield Finding(problem, fix)
 
 
 _NCCL = """
@@ -431,23 +460,9 @@ KNOWN_NAMES = frozenset(
     for prefix, names in (("NCCL_", f"{_NCCL} {_BUILD}"), ("GLOO_", f"{_GLOO} {_BUILD}"), ("TORCH_", _TORCH))
     for name in names.split()
 )
-_FAMILIES = (
+_PLUGIN_PREFIXES = (
     *("NCCL_FASTRAK_", "NCCL_GPUDIRECTTCPX_", "NCCL_INSPECTOR_", "NCCL_OFI_", "NCCL_PLUGIN_"),
     *("NCCL_PROFILER_", "NCCL_SHARP_", "NCCL_SHIMNET_", "NCCL_TESTS_", "NCCL_TUNER_", "NCCL_UCX_"),
     *("TORCH_COMPILE_", "TORCH_DYNAMO_", "TORCH_FAKE_TENSOR_"),
 )
 """Prefixes of variables that plug-ins and torch's compiler read."""
-
-
-_RULES = (
-    _check_visible_gpus,
-    _check_rdma_off,
-    _check_socket_numbers,
-    _check_gid_index,
-    _check_hcas,
-    _check_gdr_level,
-    _check_interfaces,
-    _check_names,
-    _check_values,
-)
-"""The rules, in the order in which their findings are printed."""

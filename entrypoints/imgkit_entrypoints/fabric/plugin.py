@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from imgkit_entrypoints.fabric.fabric_plan import PlanDraft
+from imgkit_entrypoints.fabric.fabric_plan import FabricPlanBuilder
 from imgkit_entrypoints.facts import HostFacts, software
-from imgkit_entrypoints.system import FabricKind
 
 VARIABLE = software.NET_PLUGIN
 
@@ -34,35 +33,37 @@ def plugin_files(facts: HostFacts, value: str) -> tuple[str, ...]:
     return tuple(paths)
 
 
-def decide_plugin(draft: PlanDraft, kind: FabricKind) -> None:
+def check_plugin(plan: FabricPlanBuilder) -> None:
     """Check that every network plug-in in NCCL_NET_PLUGIN has a file that NCCL can open.
 
-    If a file is missing, the image's value is left out, so that NCCL searches by itself. A value of the user
+    If a file is missing, the image's value is dropped, so that NCCL searches by itself. A value of the user
     or the recipe is kept with a warning.
     """
-    preset = draft.preset(VARIABLE)
+    preset = plan.preset(VARIABLE)
     if preset is None:
         return
-    missing = _missing_files(draft, preset.value)
+    missing = _missing_files(plan, preset.value)
     if not missing:
         return
     names = " or ".join(missing)
     if preset.origin == "image":
-        draft.refuse(VARIABLE, f"{names} is not on the library path")
+        plan.drop_variable(VARIABLE, f"{names} is not on the library path")
         return
-    consequence = "NCCL ignores it and uses TCP" if kind == "slingshot" else "NCCL ignores it"
-    draft.warn(
-        f"{draft.quote(VARIABLE)} cannot be opened, there is no {names} on the library path: {consequence}",
-        f"put its folder on LD_LIBRARY_PATH, or {draft.how_to_unset(VARIABLE)}",
+    consequence = "NCCL ignores it"
+    if plan.kind == "slingshot":
+        consequence += " and uses TCP"
+    plan.add_warning(
+        f"{plan.describe(VARIABLE)} cannot be opened, there is no {names} on the library path: {consequence}",
+        f"put its folder on LD_LIBRARY_PATH, or {plan.unset_hint(VARIABLE)}",
         failed_check="plug-in",
     )
 
 
-def _missing_files(draft: PlanDraft, value: str) -> Collection[str]:
+def _missing_files(plan: FabricPlanBuilder, value: str) -> Collection[str]:
     """Return the names that NCCL tries for each plug-in in `value` that has no file, in NCCL's order."""
     missing: dict[str, None] = {}
     for plugin in software.split_plugins(value):
         names = software.plugin_files(plugin)
-        if not any(draft.facts.library(name) or name in draft.links for name in names):
+        if not any(plan.facts.library(name) or name in plan.links for name in names):
             missing.update(dict.fromkeys(names))
     return missing

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from imgkit_entrypoints.fabric.fabric_plan import PlanDraft
+from imgkit_entrypoints.fabric.fabric_plan import FabricPlanBuilder
 from imgkit_entrypoints.facts.host_facts import Gid, HostFacts, Port, RdmaDevice
 
 HCA = "NCCL_IB_HCA"
 OPEN_FIX = "docker: --device /dev/infiniband; Kubernetes: rdma/rdma=1; Singularity: no --contain"
 """Remedy for a device file that cannot be opened."""
+_LINK_LAYERS = ("InfiniBand", "Ethernet")
 # Contents of a port's file `state`, as drivers/infiniband/core/sysfs.c of Linux prints them.
 _STATES = {
     "1: DOWN": "no link: check the cable, the switch, and whether the interface is up",
@@ -34,53 +36,56 @@ class UnusedPort:
     reason: str
 
 
-_Pair = tuple[RdmaDevice, Port]
+class PortChoice(NamedTuple):
+    """The ports that NCCL should use, and the other ports."""
+
+    selected: tuple[Port, ...]
+    unused: tuple[UnusedPort, ...]
 
 
-def choose_ports(
-    facts: HostFacts, nics: int | None = None
-) -> tuple[tuple[Port, ...], tuple[UnusedPort, ...]]:
+def choose_ports(plan: FabricPlanBuilder) -> PortChoice:
     """Return the ports that NCCL should use, and the other ports, each with the reason.
 
     By itself, NCCL uses every ACTIVE port, including storage and management NICs, and refuses to mix
-    InfiniBand with RoCE. So if one port is InfiniBand, this function returns no Ethernet port. Among RoCE
-    ports, it returns those with an IPv4 GID (an address for RDMA) of type RoCE v2, and among these the ones
-    nearest to a GPU.
-
-    Parameters
-    ----------
-    nics : number of NICs that the recipe states. If fewer ports would remain, the distance to a GPU does not
-        count.
+    InfiniBand with RoCE. So if one port is InfiniBand, this function selects no Ethernet port. Among RoCE
+    ports, it selects those with an IPv4 GID (an address for RDMA) of type RoCE v2, and among these the ones
+    nearest to a GPU. The distance does not count if that would leave fewer ports than the recipe's NICs.
     """
     unused: list[UnusedPort] = []
-    active: list[_Pair] = []
-    for device, port in _ports_with_devices(facts):
+    active: list[Port] = []
+    for port in _all_ports(plan.facts):
         problem = _port_problem(port)
         if problem:
             unused.append(UnusedPort(port, problem))
         else:
-            active.append((device, port))
-    infiniband = tuple(port for _, port in active if port.link_layer == "InfiniBand")
+            active.append(port)
+    infiniband = [port for port in active if port.link_layer == "InfiniBand"]
     if infiniband:
         evidence = f"{infiniband[0].path}/link_layer is {infiniband[0].link_layer}"
         reason = f"an Ethernet port, but {evidence}: NCCL cannot mix InfiniBand and Ethernet"
-        unused += [UnusedPort(port, reason) for _, port in active if port not in infiniband]
-        return infiniband, tuple(unused)
+        unused += [UnusedPort(port, reason) for port in active if port not in infiniband]
+        return PortChoice(tuple(infiniband), tuple(unused))
     addressed, without_gid = _keep_addressed(active)
-    near, far = _keep_nearest(facts, addressed)
-    if nics is not None and len(near) < nics:
+    near, far = _keep_nearest(plan.facts, addressed)
+    expected_nics = plan.system.fabric.nics
+    if expected_nics is not None and len(near) < expected_nics:
         near, far = addressed, []
-    return tuple(port for _, port in near), (*unused, *without_gid, *far)
+    return PortChoice(tuple(near), (*unused, *without_gid, *far))
 
 
-def _ports_with_devices(facts: HostFacts) -> tuple[_Pair, ...]:
-    """Return every port of the node with the device to which it belongs."""
-    return tuple((device, port) for device in facts.rdma for port in device.ports)
+def _all_ports(facts: HostFacts) -> list[Port]:
+    """Return the ports of all RDMA devices of the node."""
+    return [port for device in facts.rdma for port in device.ports]
+
+
+def is_efa(device: RdmaDevice) -> bool:
+    """Return True for Amazon's EFA, whose ports have neither of the two link layers of verbs."""
+    return not any(port.link_layer in _LINK_LAYERS for port in device.ports)
 
 
 def _port_problem(port: Port) -> str:
     """Return why NCCL cannot use a port, or "" if it can. It must be up, and InfiniBand or Ethernet."""
-    if port.link_layer not in ("InfiniBand", "Ethernet"):
+    if port.link_layer not in _LINK_LAYERS:
         evidence = f"{port.path}/link_layer: {port.link_layer}"
         return f"{evidence}: NCCL cannot use it through verbs (EFA needs the aws-ofi-nccl plugin)"
     if not port.active:
@@ -89,42 +94,43 @@ def _port_problem(port: Port) -> str:
     return ""
 
 
-def _keep_addressed(pairs: list[_Pair]) -> tuple[list[_Pair], list[UnusedPort]]:
+def _keep_addressed(ports: list[Port]) -> tuple[list[Port], list[UnusedPort]]:
     """Return the ports with an IPv4 GID of type RoCE v2, and the others with the reason why they are unused.
 
     A GID is an address for RDMA. Routers forward only this type. If no port has one, all ports are kept.
     """
     addressed, unaddressed = [], []
-    for device, port in pairs:
+    for port in ports:
         gid = pick_gid(port.gids)
         if gid is not None and gid.kind == "RoCE v2":
-            addressed.append((device, port))
+            addressed.append(port)
         else:
             reason = "no IPv4 GID of type RoCE v2, but other ports have one"
             unaddressed.append(UnusedPort(port, f"{port.path}/gids: {reason}"))
     if not addressed:
-        return pairs, []
+        return ports, []
     return addressed, unaddressed
 
 
-def _keep_nearest(facts: HostFacts, pairs: list[_Pair]) -> tuple[list[_Pair], list[UnusedPort]]:
+def _keep_nearest(facts: HostFacts, ports: list[Port]) -> tuple[list[Port], list[UnusedPort]]:
     """Return the ports nearest to a GPU, and the others with the reason why they are unused.
 
     A NIC that is further away than others is usually for storage or management. If a distance is unknown, all
     ports are kept.
     """
     distances = []
-    for device, _ in pairs:
-        distance = gpu_distance(facts, device)
+    for port in ports:
+        distance = gpu_distance(facts, _device_of_port(facts, port))
         if distance is None:
-            return pairs, []
+            return ports, []
         distances.append(distance)
     best = min(distances, default=0)
     near, far = [], []
-    for (device, port), distance in zip(pairs, distances, strict=True):
+    for port, distance in zip(ports, distances, strict=True):
         if distance == best:
-            near.append((device, port))
+            near.append(port)
             continue
+        device = _device_of_port(facts, port)
         evidence = f"{device.path}/device -> {device.pci}, numa_node {device.numa_node}"
         reason = f"no GPU is {_NEARNESS[best]}, unlike other ports ({evidence})"
         far.append(UnusedPort(port, f"{reason}: a storage or management NIC"))
@@ -165,107 +171,124 @@ def format_hcas(ports: Iterable[Port]) -> str:
     return "=" + ",".join(port.name for port in ports)
 
 
-def parse_selection(selection: str) -> tuple[bool, bool, list[str]]:
-    """Parse a selection in the format ``[^][=]name,...``, as in NCCL_IB_HCA and NCCL_SOCKET_IFNAME.
+class Selection(NamedTuple):
+    """A value of NCCL_IB_HCA or NCCL_SOCKET_IFNAME: ``[^][=]name,...``."""
 
-    Return three values: whether it excludes the names, whether the names are exact and not prefixes, and the
-    names. For example, ``^=eth0,lo`` gives ``True, True, ["eth0", "lo"]``.
+    excludes: bool
+    """True if it selects everything except `names`."""
+    is_exact: bool
+    """False if `names` are prefixes."""
+    names: list[str]
+
+    def has_name(self, device: str, name: str) -> bool:
+        """Return whether `name`, which is one of `names`, stands for the device or interface `device`."""
+        return device == name if self.is_exact else device.startswith(name)
+
+
+def parse_selection(value: str) -> Selection:
+    """Parse a value of NCCL_IB_HCA or NCCL_SOCKET_IFNAME.
+
+    For example, ``^=eth0,lo`` excludes exactly eth0 and lo.
     """
-    body = selection.removeprefix("^")
+    body = value.removeprefix("^")
     names = [name for name in body.removeprefix("=").split(",") if name]
-    return selection.startswith("^"), body.startswith("="), names
+    return Selection(excludes=value.startswith("^"), is_exact=body.startswith("="), names=names)
 
 
-def match_ports(selection: str, ports: Iterable[Port]) -> tuple[Port, ...]:
+def match_ports(value: str, ports: Iterable[Port]) -> tuple[Port, ...]:
     """Return those of `ports` that a value of NCCL_IB_HCA selects.
 
     The format is ``[^][=]name[:port[:rail[:plane]]],...``, for example ``=mlx5_0:1,mlx5_1``. Rail and plane
     do not select ports, so they are ignored.
     """
-    excludes, is_exact, names = parse_selection(selection)
-    if not names:
+    selection = parse_selection(value)
+    if not selection.names:
         return tuple(ports)
-
-    def is_listed(port: Port) -> bool:
-        for name in names:
-            device, _, rest = name.partition(":")
-            number, _, _ = rest.partition(":")
-            is_same = port.device == device if is_exact else port.device.startswith(device)
-            if is_same and number in ("", str(port.number)):
-                return True
-        return False
-
-    return tuple(port for port in ports if is_listed(port) != excludes)
+    matches = []
+    for port in ports:
+        is_named = any(_is_port_named(selection, name, port) for name in selection.names)
+        if is_named != selection.excludes:
+            matches.append(port)
+    return tuple(matches)
 
 
-def in_use(draft: PlanDraft) -> tuple[Port, ...]:
+def _is_port_named(selection: Selection, name: str, port: Port) -> bool:
+    """Return whether a name of the selection, such as ``mlx5_0`` or ``mlx5_0:1``, stands for `port`."""
+    device, _, rest = name.partition(":")
+    number, _, _ = rest.partition(":")
+    return selection.has_name(port.device, device) and number in ("", str(port.number))
+
+
+def ports_in_use(plan: FabricPlanBuilder) -> tuple[Port, ...]:
     """Return the ports that NCCL will use.
 
     They are selected by NCCL_IB_HCA if the user or the recipe sets it, and otherwise by `choose_ports`.
     """
-    request = draft.request(HCA)
-    if request is None:
-        return choose_ports(draft.facts, draft.nics)[0]
-    usable = [port for _, port in _ports_with_devices(draft.facts) if not _port_problem(port)]
-    return match_ports(request.value, usable)
+    preset = plan.requested_preset(HCA)
+    if preset is None:
+        return choose_ports(plan).selected
+    usable = [port for port in _all_ports(plan.facts) if not _port_problem(port)]
+    return match_ports(preset.value, usable)
 
 
-def decide_ports(draft: PlanDraft) -> tuple[Port, ...]:
-    """Decide NCCL_IB_HCA, the list of ports, and return the ports that NCCL will use.
+def set_hcas(plan: FabricPlanBuilder) -> tuple[Port, ...]:
+    """Set NCCL_IB_HCA, the list of ports, and return the ports that NCCL will use.
 
     The other ports are reported with the reason. Slow ports and devices that cannot be opened get warnings.
     """
-    chosen, unused = choose_ports(draft.facts, draft.nics)
+    choice = choose_ports(plan)
     states = []
-    for port in chosen:
+    for port in choice.selected:
         states.append(f"{port.path}: state {port.state}, {port.link_layer}, {port.rate or 'no rate'}")
-    draft.set(HCA, format_hcas(chosen), f"the ACTIVE ports of the fabric: {'; '.join(states)}")
-    report_unused(draft, unused)
-    used = in_use(draft)
+    value = format_hcas(choice.selected)
+    plan.set_variable(HCA, value, f"the ACTIVE ports of the fabric: {'; '.join(states)}")
+    report_unused(plan, choice.unused)
+    used = ports_in_use(plan)
     if not used:
-        names = ", ".join(port.name for port in chosen)
-        draft.warn(
-            f"{HCA}={draft.value(HCA)} selects no ACTIVE port of this machine (available: {names}): NCCL "
-            "would use TCP",
-            f"{draft.how_to_unset(HCA)}, or set {HCA}={format_hcas(chosen)}",
+        names = ", ".join(port.name for port in choice.selected)
+        plan.add_warning(
+            f"{HCA}={plan.worker_value(HCA)} selects no ACTIVE port of this machine (available: {names}): "
+            "NCCL would use TCP",
+            f"{plan.unset_hint(HCA)}, or set {HCA}={value}",
         )
-    _report_cards(draft, used)
-    _check_rates(draft, used)
-    _check_devices(draft, used)
-    _check_libibverbs(draft, used)
+    _report_cards(plan, used)
+    _warn_slow_ports(plan, used)
+    _warn_closed_devices(plan, used)
+    _warn_missing_libibverbs(plan, used)
     return used
 
 
-def report_unused(draft: PlanDraft, unused: Iterable[UnusedPort]) -> None:
+def report_unused(plan: FabricPlanBuilder, unused: Iterable[UnusedPort]) -> None:
     """Report the ports that NCCL should not use, each with the reason."""
     for item in unused:
-        draft.report(HCA, item.port.name, f"left out: {item.reason}")
+        plan.add_decision(HCA, item.port.name, f"left out: {item.reason}")
 
 
 def _device_of_port(facts: HostFacts, port: Port) -> RdmaDevice:
+    """Return the device to which a port belongs."""
     return next(device for device in facts.rdma if device.name == port.device)
 
 
-def _report_cards(draft: PlanDraft, used: Sequence[Port]) -> None:
+def _report_cards(plan: FabricPlanBuilder, used: Sequence[Port]) -> None:
     """Report which ports are virtual functions, and which ports NCCL merges into one NIC.
 
     A virtual function is a share of a card, as a virtual machine gets it.
     """
     ports_by_card: dict[str, list[Port]] = {}
     for port in used:
-        device = _device_of_port(draft.facts, port)
+        device = _device_of_port(plan.facts, port)
         ports_by_card.setdefault(device.card, []).append(port)
         if device.physical:
             reason = f"{device.path}/device/physfn -> {device.physical}: a virtual function of that card"
-            draft.report(HCA, port.name, reason, used=True)
+            plan.add_decision(HCA, port.name, reason, used=True)
     for card, ports in ports_by_card.items():
         if len(ports) > 1:
-            path = _device_of_port(draft.facts, ports[0]).path
+            path = _device_of_port(plan.facts, ports[0]).path
             reason = f"one card ({path}/device: {card}): NCCL merges its ports into one NIC"
-            draft.report(HCA, ",".join(port.name for port in ports), reason, used=True)
+            plan.add_decision(HCA, ",".join(port.name for port in ports), reason, used=True)
 
 
-def _check_rates(draft: PlanDraft, used: Sequence[Port]) -> None:
+def _warn_slow_ports(plan: FabricPlanBuilder, used: Sequence[Port]) -> None:
     """Warn about ports that are slower than the fastest port, and about ports whose rate is unknown.
 
     A slower port usually has a bad cable, and slows down every collective.
@@ -273,51 +296,50 @@ def _check_rates(draft: PlanDraft, used: Sequence[Port]) -> None:
     best = max((port.rate_Gbps or 0 for port in used), default=0)
     for port in used:
         if port.rate_Gbps is None:
-            draft.warn(
+            plan.add_warning(
                 f"{port.name}: rate unknown ({port.path}/rate: {port.rate}; a kernel prints SDR for a speed "
                 "that it does not know)",
                 f"ask the driver instead: ibstat {port.device}, mlxlink -d {port.device}",
             )
         elif port.rate_Gbps < best:
-            draft.warn(
+            plan.add_warning(
                 f"{port.name} is degraded: {port.path}/rate: {port.rate}, its siblings have {best:g} Gb/sec",
                 f"check the cable, and report the node to the site with the output of: ibstat {port.device}",
             )
 
 
-def _check_devices(draft: PlanDraft, used: Sequence[Port]) -> None:
+def _warn_closed_devices(plan: FabricPlanBuilder, used: Sequence[Port]) -> None:
     """Warn about a device that this container cannot open."""
-    for device in dict.fromkeys(_device_of_port(draft.facts, port) for port in used):
+    for device in dict.fromkeys(_device_of_port(plan.facts, port) for port in used):
         if not device.verbs_opens:
             file = device.verbs or f"/dev/infiniband/uverbs* for {device.name}"
             problem = f"{device.path} exists, but {file} cannot be opened: NCCL would use TCP"
-            draft.warn(problem, OPEN_FIX, failed_check="rdma devices")
+            plan.add_warning(problem, OPEN_FIX, failed_check="rdma devices")
 
 
-def _check_libibverbs(draft: PlanDraft, used: Sequence[Port]) -> None:
+def _warn_missing_libibverbs(plan: FabricPlanBuilder, used: Sequence[Port]) -> None:
     """Warn if the image lacks libibverbs, through which NCCL uses RDMA, or its driver for the devices in use.
 
     Such a driver is called a provider, for example mlx5 for NVIDIA's NICs.
     """
-    devices = [_device_of_port(draft.facts, port) for port in used]
-    providers = draft.facts.verbs_providers
+    devices = [_device_of_port(plan.facts, port) for port in used]
+    if not devices:  # without a usable port, NCCL does not need the library
+        return
+    fix = "add libibverbs1 and ibverbs-providers to the recipe's image.apt; --nv does not add them"
+    if plan.facts.library("libibverbs.so.1") is None:
+        problem = "libibverbs.so.1 is not on the library path: NCCL would use TCP"
+        plan.add_warning(problem, fix, failed_check="libibverbs")
+        return
+    providers = plan.facts.verbs_providers
     # 0x15b3 is the PCI vendor of Mellanox (NVIDIA), whose NICs need the provider mlx5.
     needs_mlx5 = "0x15b3" in [device.vendor for device in devices]
-    # Without a usable port, NCCL does not need the library.
-    if not devices:
-        return
-    if draft.facts.library("libibverbs.so.1") is None:
-        problem = "libibverbs.so.1 is not on the library path: NCCL would use TCP"
-    elif not providers or (needs_mlx5 and "mlx5" not in providers):
+    if not providers or (needs_mlx5 and "mlx5" not in providers):
         names = ", ".join(providers) or "none"
         problem = (
             f"libibverbs has no provider for {devices[0].name} (/etc/libibverbs.d, "
             f'libibverbs/lib*-rdmav*.so: {names}): NCCL would report "No device found"'
         )
-    else:
-        return
-    fix = "add libibverbs1 and ibverbs-providers to the recipe's image.apt; --nv does not add them"
-    draft.warn(problem, fix, failed_check="libibverbs")
+        plan.add_warning(problem, fix, failed_check="libibverbs")
 
 
 def line_rate_Gbps(facts: HostFacts, used: Sequence[Port]) -> float | None:
@@ -363,72 +385,75 @@ def gid_evidence(port: Port, gid: Gid) -> str:
     return f"{port.path}/gids/{gid.index}: {gid.value} ({gid.ipv4 or 'no IPv4'}), {gid.kind or 'no type'}"
 
 
-def decide_gid(draft: PlanDraft, ports: Sequence[Port]) -> None:
-    """Decide NCCL_IB_GID_INDEX for these RoCE ports.
+def set_gid_index(plan: FabricPlanBuilder, ports: Sequence[Port]) -> None:
+    """Set NCCL_IB_GID_INDEX for these RoCE ports, or report why it is not set.
 
     It is the index of the address (GID) that NCCL uses on each port. It is set only for NCCL below 2.21,
     since later versions search for the right address themselves. A run on several nodes is blocked in two
     cases: an old NCCL would need different indices for its ports, or a port has no IPv4 address.
     """
-    search = next((name for name in GID_SEARCH if draft.preset(name)), None)
-    if search:
-        evidence = f"{search}={draft.value(search)}"
-        draft.note(GID_INDEX, "", f"{evidence} changes NCCL's search, so its result is not predicted")
-        return
+    for name in GID_SEARCH:
+        if plan.preset(name):
+            evidence = f"{name}={plan.worker_value(name)}"
+            reason = f"{evidence} changes NCCL's search, so its result is not predicted"
+            plan.report_unset(GID_INDEX, "", reason)
+            return
     gids: dict[str, Gid] = {}
     gid_texts: list[str] = []
     for port in ports:
         gid = pick_gid(port.gids)
         if gid is None:
-            _block_without_gid(draft, port)
+            _block_port_without_gid(plan, port)
         else:
             gids[port.name] = gid
             gid_texts.append(gid_evidence(port, gid))
     # No index is right for all ports if one has no GID. Such a port was reported above.
     if gids and len(gids) == len(ports):
-        _decide_index(draft, gids, "; ".join(gid_texts))
+        _set_common_index(plan, gids, "; ".join(gid_texts))
 
 
-def _decide_index(draft: PlanDraft, gids: Mapping[str, Gid], evidence: str) -> None:
-    """Decide the GID index for ports that all have an IPv4 GID.
+def _set_common_index(plan: FabricPlanBuilder, gids: Mapping[str, Gid], evidence: str) -> None:
+    """Set the GID index for ports that all have an IPv4 GID, if NCCL needs it and one index is right for all.
 
     Parameters
     ----------
     gids : the GID that each port needs, by the port's name.
     evidence : where these GIDs stand, for messages.
     """
-    text = ", ".join(f"{gid.index} on {name}" for name, gid in gids.items())
+    facts = plan.facts
+    index_by_port = ", ".join(f"{gid.index} on {name}" for name, gid in gids.items())
     indices = {gid.index for gid in gids.values()}
-    one_index = str(indices.pop()) if len(indices) == 1 else ""
-    version = draft.facts.nccl
-    nccl = f"NCCL {draft.facts.nccl_version} ({draft.facts.nccl_source})"
-    if version is not None and version >= FINDS_GID:
-        reason = f"{nccl} finds {text} itself: {evidence}"
-        draft.refuse_image(GID_INDEX, reason)
-        draft.note(GID_INDEX, one_index or text, reason)
-    elif version is None:
+    common_index = str(indices.pop()) if len(indices) == 1 else ""
+    nccl = f"NCCL {facts.nccl_version} ({facts.nccl_source})"
+    if facts.nccl is None:
         reason = f"NCCL's version is unknown; 2.21 and later find this themselves: {evidence}"
-        draft.note(GID_INDEX, text, reason)
-        if draft.preset(GID_INDEX) is None:
-            draft.warn(
-                f"the image's NCCL version is unknown. Below 2.21, RoCE needs {GID_INDEX} ({text})",
+        plan.report_unset(GID_INDEX, index_by_port, reason)
+        if plan.preset(GID_INDEX) is None:
+            plan.add_warning(
+                f"the image's NCCL version is unknown. Below 2.21, RoCE needs {GID_INDEX} ({index_by_port})",
                 "set the version, for example IMGKIT_NCCL_VERSION=2.20.5",
             )
-    elif one_index:
+    elif facts.nccl >= FINDS_GID:
+        reason = f"{nccl} finds {index_by_port} itself: {evidence}"
+        plan.drop_image_variable(GID_INDEX, reason)
+        plan.report_unset(GID_INDEX, common_index or index_by_port, reason)
+    elif common_index:
         reason = f"{nccl} uses index 0 by default (2.21 and later search): {evidence}"
-        draft.set(GID_INDEX, one_index, reason)
+        plan.set_variable(GID_INDEX, common_index, reason)
     else:
-        draft.refuse_image(GID_INDEX, f"the NICs need different indices ({text}): {evidence}")
-        draft.note(GID_INDEX, text, f"the NICs need different indices, so none is set: {evidence}")
-        if draft.preset(GID_INDEX) is None:
-            draft.block(
-                f"NCCL {draft.facts.nccl_version} has one {GID_INDEX} for all NICs, but they need different "
-                f"ones ({text})",
-                f"use an image with NCCL 2.21 or later, or one NIC: {HCA}=={next(iter(gids))}",
+        problem = "the NICs need different indices"
+        plan.drop_image_variable(GID_INDEX, f"{problem} ({index_by_port}): {evidence}")
+        plan.report_unset(GID_INDEX, index_by_port, f"{problem}, so none is set: {evidence}")
+        if plan.preset(GID_INDEX) is None:
+            first_port = next(iter(gids))
+            plan.add_blocker(
+                f"NCCL {facts.nccl_version} has one {GID_INDEX} for all NICs, but they need different "
+                f"ones ({index_by_port})",
+                f"use an image with NCCL 2.21 or later, or one NIC: {HCA}=={first_port}",
             )
 
 
-def _block_without_gid(draft: PlanDraft, port: Port) -> None:
+def _block_port_without_gid(plan: FabricPlanBuilder, port: Port) -> None:
     """Block a run on several nodes because a port has no IPv4 GID, the address that RoCE needs.
 
     If NCCL_IB_GID_INDEX is set already, somebody has chosen another address, so the run is not blocked.
@@ -436,10 +461,10 @@ def _block_without_gid(draft: PlanDraft, port: Port) -> None:
     slots = ", ".join(f"{gid.index}: {gid.value} {gid.kind}".strip() for gid in port.gids) or "all empty"
     netdev = next((gid.netdev for gid in port.gids if gid.netdev), "its interface")
     reason = f"{port.name} has no IPv4 GID, so NCCL uses index 0; {port.path}/gids: {slots}"
-    draft.refuse_image(GID_INDEX, reason)
-    draft.note(GID_INDEX, "", reason)
-    if draft.preset(GID_INDEX) is None:
-        draft.block(
+    plan.drop_image_variable(GID_INDEX, reason)
+    plan.report_unset(GID_INDEX, "", reason)
+    if plan.preset(GID_INDEX) is None:
+        plan.add_blocker(
             f"{port.name} has no IPv4 GID because {netdev} has no IPv4 address ({port.path}/gids: {slots})",
             f"give {netdev} an address (in a pod: add the RoCE network's annotation), or use TCP: "
             "NCCL_IB_DISABLE=1",

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from imgkit_entrypoints.fabric import plugin as plugins
-from imgkit_entrypoints.fabric.fabric_plan import PlanDraft
+from imgkit_entrypoints.fabric.fabric_plan import FabricPlanBuilder
 from imgkit_entrypoints.facts import HostFacts
 
+OFI_NETWORK = "AWS Libfabric"
+"""The name of aws-ofi-nccl's network in NCCL_NET."""
 # Rate of one Slingshot 11 NIC in each direction.
 NIC_Gbps = 200.0
 # HPE's guide and the sites differ in buffer sizes; each reason names whose column it follows.
@@ -50,46 +52,48 @@ def nics_text(facts: HostFacts) -> str:
     return f"{folder}: {' '.join(device.name for device in facts.cxi)}"
 
 
-def decide_slingshot(draft: PlanDraft) -> None:
-    """Decide the variables of libfabric and NCCL for Slingshot.
+def set_variables(plan: FabricPlanBuilder) -> None:
+    """Set the variables of libfabric and NCCL for Slingshot.
 
-    NCCL needs the plug-in aws-ofi-nccl there. If the image names another plug-in, its value is left out.
+    NCCL needs the plug-in aws-ofi-nccl there. If the image names another plug-in, its value is dropped.
     """
-    names = nics_text(draft.facts)
+    names = nics_text(plan.facts)
     for variable, value, reason in SETTINGS:
-        draft.set(variable, value, f"{reason} ({names})")
+        plan.set_variable(variable, value, f"{reason} ({names})")
     # An image that names a plug-in keeps NCCL from looking for any other, such as the host's aws-ofi-nccl.
-    preset = draft.image_preset(plugins.VARIABLE)
-    if preset:
-        is_usable = plugins.is_ofi(preset.value) and plugins.plugin_files(draft.facts, preset.value)
-        if not is_usable:
-            draft.refuse(plugins.VARIABLE, f"Slingshot needs aws-ofi-nccl ({names})")
-    _decide_net(draft)
+    preset = plan.image_preset(plugins.VARIABLE)
+    if preset is not None:
+        is_ofi = plugins.is_ofi(preset.value)
+        if not is_ofi or not plugins.plugin_files(plan.facts, preset.value):
+            plan.drop_variable(plugins.VARIABLE, f"Slingshot needs aws-ofi-nccl ({names})")
+    _set_network(plan)
 
 
-def _decide_net(draft: PlanDraft) -> None:
+def _set_network(plan: FabricPlanBuilder) -> None:
     """Set NCCL_NET for a run on several nodes, so that NCCL stops instead of falling back to TCP.
 
     On one node NCCL uses no network. The variable is left out there, because the plug-in would allocate
     memory for nothing.
     """
-    path = find_plugin(draft.facts, draft.links)
-    if not draft.has_several_nodes:
-        draft.refuse("NCCL_NET", "on one node the plugin allocates memory for nothing (HPE's guide)")
-        draft.note("NCCL_NET", "AWS Libfabric", "one node needs no network; it is set only between nodes")
+    if not plan.has_several_nodes:
+        plan.drop_variable("NCCL_NET", "on one node the plugin allocates memory for nothing (HPE's guide)")
+        reason = "one node needs no network; it is set only between nodes"
+        plan.report_unset("NCCL_NET", OFI_NETWORK, reason)
         return
-    pinned = draft.preset(plugins.VARIABLE)
-    if pinned is not None:
-        reason = f"{plugins.VARIABLE}={pinned.value} ({pinned.source}) names the plugin; "
-        draft.note("NCCL_NET", "AWS Libfabric", f"{reason}CSCS advises against setting both")
-    else:
-        reason = f"{nics_text(draft.facts)}: NCCL stops instead of using TCP; plugin: {path or 'not found'}"
-        draft.set("NCCL_NET", "AWS Libfabric", reason)
+    plugin_preset = plan.preset(plugins.VARIABLE)
+    if plugin_preset is not None:
+        evidence = f"{plugins.VARIABLE}={plugin_preset.value} ({plugin_preset.source})"
+        reason = f"{evidence} names the plugin; CSCS advises against setting both"
+        plan.report_unset("NCCL_NET", OFI_NETWORK, reason)
+        return
+    path = find_plugin(plan.facts, plan.links)
+    reason = f"{nics_text(plan.facts)}: NCCL stops instead of using TCP; plugin: {path or 'not found'}"
+    plan.set_variable("NCCL_NET", OFI_NETWORK, reason)
     # Versions of aws-ofi-nccl after 1.11 answer to the names "Libfabric" and "OFI", too.
-    if not path and not pinned and draft.value("NCCL_NET") in ("AWS Libfabric", "Libfabric", "OFI"):
-        draft.warn(
+    if not path and plan.worker_value("NCCL_NET") in (OFI_NETWORK, "Libfabric", "OFI"):
+        plan.add_warning(
             "aws-ofi-nccl (libnccl-net-ofi.so, libnccl-net.so) is not on the library path: NCCL will stop "
-            'with "network AWS Libfabric not found"',
+            f'with "network {OFI_NETWORK} not found"',
             "bind the site's plugin and libfabric and put them on LD_LIBRARY_PATH, or accept TCP, about 20 "
             "times slower: NCCL_NET=Socket",
         )

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from imgkit_entrypoints.fabric import ports
-from imgkit_entrypoints.fabric.fabric_plan import INTERFACES, PlanDraft
+from imgkit_entrypoints.fabric.fabric_plan import INTERFACES, FabricPlanBuilder
 from imgkit_entrypoints.facts.host_facts import HostFacts, Interface
 from imgkit_entrypoints.system import SystemFacts
 
 NCCL, GLOO = INTERFACES
-THREADS = ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD")
+SOCKET_COUNTS = ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD")
 # Prefixes of interfaces that containers, virtual machines and tunnels create. Other nodes cannot reach them.
 _VIRTUAL = (
     *("docker", "virbr", "veth", "br-", "cni", "flannel", "cali", "tun", "kube", "podman", "ifb", "dummy"),
@@ -31,11 +32,12 @@ def usable_interfaces(facts: HostFacts) -> tuple[Interface, ...]:
 
     They are up and have an address. Loopback and the interfaces of containers are left out.
     """
-    return tuple(
-        item
-        for item in facts.interfaces
-        if item.running and item.addresses and item.name != "lo" and not item.name.startswith(_VIRTUAL)
-    )
+    interfaces = []
+    for interface in facts.interfaces:
+        is_local = interface.name == "lo" or interface.name.startswith(_VIRTUAL)
+        if interface.running and interface.addresses and not is_local:
+            interfaces.append(interface)
+    return tuple(interfaces)
 
 
 def usable_names(facts: HostFacts, *prefixes: str) -> list[str]:
@@ -43,42 +45,50 @@ def usable_names(facts: HostFacts, *prefixes: str) -> list[str]:
     return [item.name for item in usable_interfaces(facts) if item.name.startswith(prefixes)]
 
 
-def best_interface(
-    facts: HostFacts, head: str = "", prefer: Sequence[str] = ()
-) -> tuple[Interface, str] | None:
-    """Return the interface over which nodes should connect, and the reason for the choice.
+class InterfaceChoice(NamedTuple):
+    """An interface over which nodes should connect."""
 
-    Return None if no interface is usable. The first rule that applies decides: the interface is in the head's
-    network; it is one of `prefer`; the default route uses it; it is the first usable interface.
+    interface: Interface
+    reason: str
 
-    Parameters
-    ----------
-    head : address of node 0, or "". A loopback address means that all nodes are on this machine.
-    prefer : names of interfaces, the best one first.
+
+def best_interface(plan: FabricPlanBuilder, preferred: Sequence[str] = ()) -> InterfaceChoice | None:
+    """Return the interface over which nodes should connect, or None if no interface is usable.
+
+    The first rule that applies decides: the interface is in the network of the head (node 0); it is one of
+    `preferred`, which has the best name first; the default route uses it; it is the first usable interface.
     """
-    loopback = next((item for item in facts.interfaces if item.name == "lo"), None)
-    if loopback and _is_inside(head, "127.0.0.0/8"):
-        return loopback, f"the head is {head}: all nodes are on this machine ({describe_interface(loopback)})"
-    candidates = usable_interfaces(facts)
-    if not candidates:
+    facts, head = plan.facts, plan.head
+    if _is_inside(head, "127.0.0.0/8"):
+        for interface in facts.interfaces:
+            if interface.name == "lo":
+                evidence = describe_interface(interface)
+                reason = f"the head is {head}: all nodes are on this machine ({evidence})"
+                return InterfaceChoice(interface, reason)
+    by_name = {interface.name: interface for interface in usable_interfaces(facts)}
+    if not by_name:
         return None
-    by_name = {item.name: item for item in candidates}
     routes = [route for route in facts.routes if route.interface in by_name]
     for route in routes:
         # A route without a gateway leads to a network in which this node is itself.
         if route.gateway == "0.0.0.0" and _is_inside(head, route.network):  # noqa: S104
-            return by_name[route.interface], f"the head {head} is in its network {route.network}"
-    for name in prefer:
+            reason = f"the head {head} is in its network {route.network}"
+            return InterfaceChoice(by_name[route.interface], reason)
+    for name in preferred:
         if name in by_name:
-            return by_name[name], f"the fabric's own interface ({describe_interface(by_name[name])})"
+            reason = f"the fabric's own interface ({describe_interface(by_name[name])})"
+            return InterfaceChoice(by_name[name], reason)
     default_routes = [route for route in routes if route.network == "0.0.0.0/0"]
     if default_routes:
         route = min(default_routes, key=lambda route: route.metric)
         interface = by_name[route.interface]
-        reason = f"/proc/net/route: the default route via {route.gateway} ({describe_interface(interface)})"
-        return interface, reason
-    first = next((item for item in candidates if item.ipv4), candidates[0])
-    return first, f"the first interface that is up with an address ({describe_interface(first)})"
+        evidence = describe_interface(interface)
+        reason = f"/proc/net/route: the default route via {route.gateway} ({evidence})"
+        return InterfaceChoice(interface, reason)
+    with_ipv4 = [interface for interface in by_name.values() if interface.ipv4]
+    first, *_ = with_ipv4 or by_name.values()
+    reason = f"the first interface that is up with an address ({describe_interface(first)})"
+    return InterfaceChoice(first, reason)
 
 
 def _is_inside(head: str, network: str) -> bool:
@@ -114,27 +124,30 @@ def format_interfaces(names: Sequence[str], facts: HostFacts) -> str:
     return ("=" if is_exact else "") + ",".join(names)
 
 
-def match_interfaces(selection: str, interfaces: Iterable[Interface]) -> tuple[Interface, ...]:
+def match_interfaces(value: str, interfaces: Iterable[Interface]) -> tuple[Interface, ...]:
     """Return those of `interfaces` that a value of NCCL_SOCKET_IFNAME selects.
 
     The format is ``[^][=]prefix,...``: ``^`` excludes what follows, and ``=`` makes the names exact. For
     example, ``^docker,lo`` selects all interfaces whose names begin with neither of the two.
     """
-    excludes, is_exact, names = ports.parse_selection(selection)
+    selection = ports.parse_selection(value)
+    if not selection.names:
+        return tuple(interfaces)
+    matches = []
+    for interface in interfaces:
+        is_named = any(selection.has_name(interface.name, name) for name in selection.names)
+        if is_named != selection.excludes:
+            matches.append(interface)
+    return tuple(matches)
 
-    def is_listed(interface: str) -> bool:
-        return any(interface == name if is_exact else interface.startswith(name) for name in names)
 
-    return tuple(item for item in interfaces if not names or is_listed(item.name) != excludes)
-
-
-def matching_gloo(name: str, interfaces: Iterable[Interface]) -> tuple[Interface, ...]:
+def match_gloo_interface(name: str, interfaces: Iterable[Interface]) -> tuple[Interface, ...]:
     """Return the interface that a value of GLOO_SOCKET_IFNAME names, which must be the exact name."""
     return match_interfaces(f"={name}", interfaces)
 
 
 # The function that reads the value of each variable.
-MATCHING = {NCCL: match_interfaces, GLOO: matching_gloo}
+MATCHING = {NCCL: match_interfaces, GLOO: match_gloo_interface}
 
 
 def selected_interface(facts: HostFacts, env: Mapping[str, str]) -> Interface | None:
@@ -152,7 +165,7 @@ def selected_interface(facts: HostFacts, env: Mapping[str, str]) -> Interface | 
     return None
 
 
-def decide_interface(draft: PlanDraft, prefer: Sequence[str] = ()) -> Interface | None:
+def set_interface(plan: FabricPlanBuilder, preferred: Sequence[str] = ()) -> Interface | None:
     """Set the interface of NCCL's bootstrap and of Gloo for a run on several nodes, and return it.
 
     In the bootstrap, NCCL's processes find each other over TCP. On one node, the interface is only reported.
@@ -160,79 +173,80 @@ def decide_interface(draft: PlanDraft, prefer: Sequence[str] = ()) -> Interface 
 
     Parameters
     ----------
-    prefer : names of interfaces, the best one first.
+    preferred : names of interfaces, the best one first.
     """
-    refuse_absent(draft)
-    choice = best_interface(draft.facts, draft.head, prefer)
+    drop_absent_interfaces(plan)
+    choice = best_interface(plan, preferred)
     if choice is None:
         reason = "no interface except lo is up with an address (/sys/class/net, /proc/net/fib_trie)"
-        draft.note(NCCL, "", reason)
-        if draft.has_several_nodes and draft.facts.interfaces:
+        plan.report_unset(NCCL, "", reason)
+        if plan.has_several_nodes and plan.facts.interfaces:
             fix = "start the container with the host's network (docker: --network host)"
-            draft.block(f"{reason}: nodes cannot connect", fix)
+            plan.add_blocker(f"{reason}: nodes cannot connect", fix)
         return None
     interface, reason = choice
-    value = format_interfaces([interface.name], draft.facts)
-    if draft.has_several_nodes:
-        draft.set(NCCL, value, reason)
-        draft.set(GLOO, interface.name, reason)
+    value = format_interfaces([interface.name], plan.facts)
+    if plan.has_several_nodes:
+        plan.set_variable(NCCL, value, reason)
+        plan.set_variable(GLOO, interface.name, reason)
     else:
-        draft.note(NCCL, value, f"one node needs none; several nodes would use it: {reason}")
+        plan.report_unset(NCCL, value, f"one node needs none; several nodes would use it: {reason}")
     return interface
 
 
-def use_partition(draft: PlanDraft, system: SystemFacts | None, partition: str) -> None:
-    """Use the interfaces that the recipe states for a Slurm partition, not those for the whole cluster.
+def partition_variables(facts: HostFacts, system: SystemFacts, partition: str) -> Mapping[str, str]:
+    """Return the variables that select the interfaces which the recipe states for a Slurm partition.
 
-    The recipe's values in `draft` are changed. Without an entry for `partition`, nothing changes.
+    They replace the recipe's variables for the whole cluster. There are none if the recipe states no
+    interfaces for `partition`.
     """
-    if system is None or partition not in system.partitions:
-        return
+    if partition not in system.partitions:
+        return {}
     names = system.partitions[partition].interfaces
     if not names:
-        return
+        return {}
     # NCCL takes several interfaces, Gloo only one: the first that this node has.
-    present = {item.name for item in draft.facts.interfaces}
+    present = {interface.name for interface in facts.interfaces}
     gloo_name = next((name for name in names if name in present), names[0])
-    draft.recipe = {**draft.recipe, NCCL: format_interfaces(names, draft.facts), GLOO: gloo_name}
-    draft.partition = partition
+    return {NCCL: format_interfaces(names, facts), GLOO: gloo_name}
 
 
-def refuse_absent(draft: PlanDraft) -> None:
-    """Leave out interface names of the recipe or the image that this node does not have.
+def drop_absent_interfaces(plan: FabricPlanBuilder) -> None:
+    """Drop interface names of the recipe or the image that this node does not have.
 
     NCCL would end with an error if a name selected no interface.
     """
-    interfaces = draft.facts.interfaces
+    interfaces = plan.facts.interfaces
     if not interfaces:  # /sys is not visible, so nothing is known about them
         return
-    names = ", ".join(item.name for item in interfaces)
-    for variable in (NCCL, GLOO):
-        value = draft.value(variable)
+    names = ", ".join(interface.name for interface in interfaces)
+    for variable in INTERFACES:
+        value = plan.worker_value(variable)
         if value and not match_interfaces(value, interfaces):
-            draft.refuse(variable, f"this machine has no such interface (/sys/class/net: {names})")
+            plan.drop_variable(variable, f"this machine has no such interface (/sys/class/net: {names})")
 
 
-def decide_threads(draft: PlanDraft, interface: Interface | None) -> None:
+def set_socket_counts(plan: FabricPlanBuilder, interface: Interface) -> None:
     """Set the number of sockets of NCCL's TCP transport for an interface of 100 Gbit/s or more.
 
     With NCCL's default of one socket, such an interface cannot reach its rate. On AWS and Google Cloud, NCCL
     chooses the number itself, so nothing is set there.
     """
-    if interface is None or not draft.has_several_nodes or (interface.speed_Mbps or 0) < _FAST_Mbps:
+    if not plan.has_several_nodes or (interface.speed_Mbps or 0) < _FAST_Mbps:
         return
     folder = f"/sys/class/net/{interface.name}"
     cloud = _SELF_TUNED.get(interface.vendor)
-    for variable in THREADS:
+    for variable in SOCKET_COUNTS:
         if cloud:
             evidence = f"{folder}/device/vendor: {interface.vendor}"
-            draft.note(variable, "", f"{evidence}: NCCL chooses the number itself on {cloud}")
+            plan.report_unset(variable, "", f"{evidence}: NCCL chooses the number itself on {cloud}")
         else:
             evidence = f"{folder}/speed: {interface.speed_Mbps}"
-            draft.set(variable, "4", f"{evidence}; NCCL's user guide recommends 4 for generic 100G networks")
+            reason = f"{evidence}; NCCL's user guide recommends 4 for generic 100G networks"
+            plan.set_variable(variable, "4", reason)
 
 
-def refuse_threads(draft: PlanDraft, kind: str) -> None:
-    """Leave out the recipe's or image's number of sockets, which matters only where the data uses TCP."""
-    for variable in THREADS:
-        draft.refuse(variable, f"it only affects TCP, but the data uses {kind}")
+def drop_socket_counts(plan: FabricPlanBuilder, fabric_name: str) -> None:
+    """Drop the recipe's or image's number of sockets, which matters only where the data uses TCP."""
+    for variable in SOCKET_COUNTS:
+        plan.drop_variable(variable, f"it only affects TCP, but the data uses {fabric_name}")

@@ -34,13 +34,13 @@ def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> Hos
     UsageError : ``IMGKIT_ROOT`` is not a folder, or ``IMGKIT_NCCL_VERSION`` is not a version.
     """
     reader = Reader(root=root_of(env) if root is None else root)
-    closed_gpus = software.closed_gpus(reader, env)
-    gpus = compute.count_gpus(reader, env, closed_gpus)
+    inaccessible_gpus = software.inaccessible_gpus(reader, env)
+    gpus = compute.count_gpus(reader, env, inaccessible_gpus)
     gpu_devices = compute.read_gpu_devices(reader)
     cpus, cpus_source = compute.count_cpus(reader)
     processes, processes_source = compute.read_process_limit(reader)
-    image_nccl, image_nccl_source = software.image_nccl(reader, env)
-    nccl_version, nccl_source, nccl_of = software.loaded_nccl(reader, env, (image_nccl, image_nccl_source))
+    image_nccl = software.image_nccl(reader, env)
+    nccl = software.loaded_nccl(reader, env, image_nccl)
     nccl_settings = software.nccl_settings(reader, env)
     # Plug-ins by name come from three places, so recipe and nccl.conf are read before the libraries.
     recipe = software.read_recipe(reader)
@@ -57,7 +57,7 @@ def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> Hos
         amd_gpus=compute.find_amd_gpus(reader),
         allowed_cpus=compute.read_allowed_cpus(reader),
         numa_cpus=compute.read_numa_cpus(reader),
-        worker_gpus=compute.order_worker_gpus(reader, env, gpu_devices, gpus, closed_gpus),
+        worker_gpus=compute.order_worker_gpus(reader, env, gpu_devices, gpus, inaccessible_gpus),
         gpu_devices=gpu_devices,
         driver=compute.read_driver(reader),
         kernel=reader.text("/proc/sys/kernel/osrelease") or "",
@@ -81,10 +81,10 @@ def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> Hos
         torch_version=software.torch_version(reader),
         torch_cuda=software.torch_cuda(reader),
         rocm=software.rocm_evidence(reader),
-        nccl_version=nccl_version,
-        nccl_source=nccl_source,
-        nccl_of=nccl_of,
-        image_nccl=image_nccl,
+        nccl_version=nccl.version,
+        nccl_source=nccl.source,
+        nccl_of=nccl.owner,
+        image_nccl=image_nccl.version,
         numa_fault=software.numa_fault(reader),
         has_cuda_compat=reader.exists(host_libs.COMPAT) or "compat" in env.get("LD_LIBRARY_PATH", ""),
         nccl_settings=nccl_settings,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,8 +75,8 @@ def parse_cpu_list(text: str) -> frozenset[int]:
     if len(text) > _LONGEST_CPU_LIST or not _CPU_LIST.fullmatch(text):
         return frozenset()
     cpus: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.partition("-")
+    for interval in text.split(","):
+        first, _, last = interval.partition("-")
         cpus.update(range(int(first), int(last or first) + 1))
     return frozenset(cpus)
 
@@ -246,44 +245,60 @@ def find_amd_gpus(reader: Reader) -> str:
     return "; ".join(evidence)
 
 
-def count_gpus(reader: Reader, env: Mapping[str, str], closed: Mapping[str, str]) -> VisibleGpus:
+def count_gpus(reader: Reader, env: Mapping[str, str], inaccessible: Mapping[str, str]) -> VisibleGpus:
     """Return the number of GPUs that a worker could use, by device files and CUDA_VISIBLE_DEVICES.
 
     The result also has the evidence for the number, and a problem with the variable if there is one.
 
     Parameters
     ----------
-    closed : device files that cannot be opened, with the reason (`software.closed_gpus`).
+    inaccessible : device files that cannot be opened, with the reason (`software.inaccessible_gpus`).
     """
     files = reader.names("/dev", NVIDIA_FILES)
-    devices = tuple(name for name in files if f"/dev/{name}" not in closed)
-    visible = env.get("CUDA_VISIBLE_DEVICES")
-    setting = f"CUDA_VISIBLE_DEVICES={visible!r}"
+    devices = tuple(name for name in files if f"/dev/{name}" not in inaccessible)
+    setting = env.get("CUDA_VISIBLE_DEVICES")
+    if devices and setting is not None:
+        return _count_selected_gpus(setting, devices)
     evidence = f"/dev: {' '.join(files) or 'no nvidia device'}"
-    if closed:
-        which = f"{len(closed)} of them " if devices else ""
-        evidence += f", but {which}{next(iter(closed.values()))}"
-    if not devices:
-        prefix = "" if visible is None else f"{setting}, "
-        return VisibleGpus(0, f"{prefix}{evidence}{_describe_hidden_gpus(reader, bool(files))}")
-    if visible is None:
+    if inaccessible:
+        number = f"{len(inaccessible)} of them " if devices else ""
+        reason, *_ = inaccessible.values()
+        evidence += f", but {number}{reason}"
+    if devices:
         return VisibleGpus(len(devices), evidence)
-    source = f"{setting}, {len(devices)} device files"
-    # CUDA ends the list at the first unknown entry, usually -1, and shows no GPU if an entry occurs twice.
-    # torch repeats both rules in _parse_visible_devices and _device_count_nvml of torch/cuda/__init__.py.
-    entries = [entry.strip() for entry in visible.split(",") if entry.strip()]
-    usable = list(itertools.takewhile(lambda entry: entry != "-1", entries))
-    for entry, count in collections.Counter(usable).items():
+    if setting is not None:
+        evidence = f"CUDA_VISIBLE_DEVICES={setting!r}, {evidence}"
+    return VisibleGpus(0, evidence + _describe_hidden_gpus(reader, bool(files)))
+
+
+def _count_selected_gpus(setting: str, devices: Sequence[str]) -> VisibleGpus:
+    """Return how many of the `devices`, such as ``nvidia0``, a value of CUDA_VISIBLE_DEVICES selects.
+
+    CUDA ends the list at the first unknown entry, usually -1, and shows no GPU if an entry occurs twice.
+    torch repeats both rules in _parse_visible_devices and _device_count_nvml of torch/cuda/__init__.py.
+    """
+    variable = f"CUDA_VISIBLE_DEVICES={setting!r}"
+    source = f"{variable}, {len(devices)} device files"
+    entries = _split_entries(setting)
+    if "-1" in entries:
+        entries = entries[: entries.index("-1")]
+    for entry, count in collections.Counter(entries).items():
         if count > 1:
-            return VisibleGpus(0, source, f"{setting} names {entry} twice, so CUDA shows no GPU at all")
-    valid = list(itertools.takewhile(lambda entry: (parse_digits(entry) or 0) < len(devices), usable))
-    if len(valid) < len(usable):
-        problem = (
-            f"{setting} names {usable[len(valid)]}, but there are {len(devices)} GPUs "
-            f"(/dev: {' '.join(devices)}): CUDA ends the list there and shows {len(valid)}"
-        )
-        return VisibleGpus(len(valid), source, problem)
-    return VisibleGpus(min(len(usable), len(devices)), source)
+            return VisibleGpus(0, source, f"{variable} names {entry} twice, so CUDA shows no GPU at all")
+    for position, entry in enumerate(entries):
+        number = parse_digits(entry)  # None for the UUID of a GPU
+        if number is not None and number >= len(devices):
+            problem = (
+                f"{variable} names {entry}, but there are {len(devices)} GPUs "
+                f"(/dev: {' '.join(devices)}): CUDA ends the list there and shows {position}"
+            )
+            return VisibleGpus(position, source, problem)
+    return VisibleGpus(min(len(entries), len(devices)), source)
+
+
+def _split_entries(setting: str) -> list[str]:
+    """Return the entries of a value of CUDA_VISIBLE_DEVICES: ``"0, 1," -> 0, 1``."""
+    return [entry.strip() for entry in setting.split(",") if entry.strip()]
 
 
 def read_gpu_devices(reader: Reader) -> tuple[Gpu, ...]:
@@ -317,7 +332,7 @@ def order_worker_gpus(
     env: Mapping[str, str],
     devices: Sequence[Gpu],
     visible: VisibleGpus,
-    closed: Mapping[str, str],
+    inaccessible: Mapping[str, str],
 ) -> tuple[Gpu, ...]:
     """Return the GPUs that workers can use, in the order of their local ranks.
 
@@ -329,18 +344,18 @@ def order_worker_gpus(
     ----------
     devices : the result of `read_gpu_devices`. Some of these GPUs may belong to other jobs.
     visible : the result of `count_gpus`.
-    closed : device files that cannot be opened (`software.closed_gpus`).
+    inaccessible : device files that cannot be opened (`software.inaccessible_gpus`).
     """
     usable = []
     for gpu in devices:
-        is_open = reader.exists(gpu.file) and gpu.file not in closed
-        if is_open or not gpu.file:
+        can_open = reader.exists(gpu.file) and gpu.file not in inaccessible
+        if can_open or not gpu.file:
             usable.append(gpu)
     setting = env.get("CUDA_VISIBLE_DEVICES")
     if setting is not None:
         by_entry = {str(number): gpu for number, gpu in enumerate(usable)}
-        entries = [entry.strip() for entry in setting.split(",") if entry.strip()]
-        usable = [by_entry[entry] for entry in entries[: visible.count] if entry in by_entry]
+        entries = _split_entries(setting)[: visible.count]
+        usable = [by_entry[entry] for entry in entries if entry in by_entry]
     models = {gpu.model for gpu in usable}
     if len(usable) != visible.count or len(models) != 1:
         return ()
@@ -372,7 +387,8 @@ def read_limit(reader: Reader, name: str) -> Limit:
     for line in (reader.text("/proc/self/limits") or "").splitlines():
         # "Max locked memory         65536                65536                bytes"
         if line.startswith(name):
-            soft, *_ = (*line[len(name) :].split(), "")
+            limits = line.removeprefix(name).split()
+            soft = limits[0] if limits else ""
             return Limit(value=parse_digits(soft), unlimited=soft == "unlimited")
     return Limit()
 

@@ -30,6 +30,9 @@ _NEEDED, _STRTAB, _STRSZ, _SONAME, _RPATH, _RUNPATH = 1, 5, 10, 14, 15, 29
 _VERDEF, _VERDEFNUM, _VERNEED, _VERNEEDNUM = 0x6FFFFFFC, 0x6FFFFFFD, 0x6FFFFFFE, 0x6FFFFFFF
 _WEAK, _BASE = 2, 1
 """VER_FLG_WEAK and VER_FLG_BASE: a weak version may be missing; the base version is the file's own name."""
+# Elf64_Verneed: vn_cnt, vn_file, vn_aux, vn_next. Elf64_Vernaux: vna_flags, vna_name, vna_next. Elf64_Verdef:
+# vd_flags, vd_cnt, vd_aux, vd_next. The other fields are padding.
+_VERNEED_ENTRY, _VERNAUX_ENTRY, _VERDEF_ENTRY = "<2xHIII", "<4xH2xII", "<2xH2xH4xII"
 _ENTRY = struct.Struct("<qQ")
 """A tag of the dynamic section and its value (Elf64_Dyn)."""
 # e_machine (EM_X86_64, EM_AARCH64) to the name of the architecture.
@@ -71,18 +74,14 @@ def read(path: Path) -> SharedObject:
 
 
 class _Segment(NamedTuple):
-    """A program header: the fields of Elf64_Phdr in elf.h."""
+    """A part of the file that a program loads, from a program header (Elf64_Phdr in elf.h)."""
 
     kind: int
-    flags: int
     offset: int
     """Beginning of the segment in the file."""
     address: int
     """Beginning of the segment in memory."""
-    physical_address: int
     file_size: int
-    memory_size: int
-    alignment: int
 
 
 class _Object:
@@ -103,13 +102,15 @@ class _Object:
             raise NotShared("is not an ELF file")
         if identity[4:7] != b"\x02\x01\x01":
             raise NotShared("is not a 64-bit little-endian ELF file")
-        kind, machine, _, _, table, _, _, _, width, count = struct.unpack("<HHIQQQIHHH", self.read(16, 42))
+        # e_type, e_machine, e_phoff, e_phentsize and e_phnum of Elf64_Ehdr; the other fields are padding.
+        kind, machine, table, width, count = struct.unpack("<HH12xQ14xHH", self.read(16, 42))
         if kind != _SHARED_OBJECT:
             raise NotShared(f"is not a shared object (ELF type {kind})")
         if width != 56 or not 0 < count <= _MAX_SEGMENTS:
             raise NotShared(f"has {count} program headers of {width} bytes")
         self.machine = MACHINES.get(machine, f"ELF machine {machine}")
-        headers = struct.iter_unpack("<IIQQQQQQ", self.read(table, 56 * count))
+        # p_type, p_offset, p_vaddr and p_filesz of Elf64_Phdr
+        headers = struct.iter_unpack("<I4xQQ8xQ16x", self.read(table, 56 * count))
         self.segments = [_Segment(*header) for header in headers]
 
     def read(self, offset: int, length: int) -> bytes:
@@ -159,8 +160,8 @@ class _Object:
             needed=tuple(_name(names, offset) for offset in section.get(_NEEDED, ())),
             rpath=() if runpath else rpath,  # the dynamic linker ignores RPATH if there is a RUNPATH
             runpath=runpath,
-            needs=self._needs(names, values.get(_VERNEED), values.get(_VERNEEDNUM, 0)),
-            defines=tuple(self._defines(names, values.get(_VERDEF), values.get(_VERDEFNUM, 0))),
+            needs=self._read_needed_versions(names, values),
+            defines=tuple(self._read_defined_versions(names, values)),
         )
 
     def _read_dynamic_section(self) -> Mapping[int, list[int]]:
@@ -180,53 +181,56 @@ class _Object:
             values.setdefault(tag, []).append(value)
         raise NotShared("has a dynamic section without an end")
 
-    def _chain(self, offset: int, count: int, layout: str) -> Iterator[tuple[int, tuple[int, ...]]]:
+    def _read_list(self, offset: int, count: int, layout: str) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Yield the offset and the fields of each entry of a linked list of symbol versions.
 
-        The last field of an entry is the distance to the next entry, or 0 at the end of the list. `count` and
-        a limit keep a damaged list from going on for ever.
+        The last field of an entry is the distance to the next entry, or 0 at the end of the list. It is not
+        yielded. `count` and a limit keep a damaged list from going on for ever.
 
         Parameters
         ----------
-        layout : format of an entry for `struct`.
+        layout : format of an entry for `struct`. Fields that nobody needs are padding.
         """
         if count > _MAX_ENTRIES:
             raise NotShared(f"has a table of more than {_MAX_ENTRIES} versions")
         for _ in range(count):
-            fields = struct.unpack(layout, self.read(offset, struct.calcsize(layout)))
-            yield offset, fields
-            if fields[-1] == 0:
+            *fields, next_offset = struct.unpack(layout, self.read(offset, struct.calcsize(layout)))
+            yield offset, tuple(fields)
+            if next_offset == 0:
                 return
-            offset += fields[-1]
+            offset += next_offset
 
-    def _needs(self, names: bytes, address: int | None, count: int) -> Mapping[str, tuple[str, ...]]:
+    def _read_needed_versions(self, names: bytes, values: Mapping[int, int]) -> Mapping[str, tuple[str, ...]]:
         """Return the symbol versions that this file needs, by library: ``{"libc.so.6": ("GLIBC_2.34",)}``.
 
         They are in the table .gnu.version_r. Weak versions are left out, since the file can be loaded without
-        them.
+        them. `values` are those of the dynamic section.
         """
+        if not values.get(_VERNEED):
+            return {}
         versions: dict[str, list[str]] = {}
         total = 0
-        # The fields of Elf64_Verneed and Elf64_Vernaux in elf.h.
-        libraries = self._chain(self.offset(address), count, "<HHIII") if address else ()
-        for offset, (_, version_count, library_name, first_version, _) in libraries:
+        libraries = self._read_list(self.offset(values[_VERNEED]), values.get(_VERNEEDNUM, 0), _VERNEED_ENTRY)
+        for offset, (version_count, library_name, first_version) in libraries:
             # A damaged file may claim any number of versions.
             total += version_count
             if total > _MAX_ENTRIES:
                 raise NotShared(f"has a table of more than {_MAX_ENTRIES} versions")
             library_versions = versions.setdefault(_name(names, library_name), [])
-            entries = self._chain(offset + first_version, version_count, "<IHHII")
-            for _, (_, flags, _, version_name, _) in entries:
+            for _, (flags, name) in self._read_list(offset + first_version, version_count, _VERNAUX_ENTRY):
                 if not flags & _WEAK:
-                    library_versions.append(_name(names, version_name))
+                    library_versions.append(_name(names, name))
         return {library: tuple(items) for library, items in versions.items()}
 
-    def _defines(self, names: bytes, address: int | None, count: int) -> Iterator[str]:
+    def _read_defined_versions(self, names: bytes, values: Mapping[int, int]) -> Iterator[str]:
         """Yield the symbol versions of the table .gnu.version_d, without the base version."""
-        entries = self._chain(self.offset(address), count, "<HHHHIII") if address else ()
-        for offset, (_, flags, _, parts, _, first, _) in entries:
-            if parts and not flags & _BASE:
-                yield _name(names, struct.unpack("<I", self.read(offset + first, 4))[0])
+        if not values.get(_VERDEF):
+            return
+        versions = self._read_list(self.offset(values[_VERDEF]), values.get(_VERDEFNUM, 0), _VERDEF_ENTRY)
+        for offset, (flags, name_count, first_name) in versions:
+            if name_count and not flags & _BASE:
+                (name,) = struct.unpack("<I", self.read(offset + first_name, 4))
+                yield _name(names, name)
 
 
 def _name(names: bytes, offset: int) -> str:

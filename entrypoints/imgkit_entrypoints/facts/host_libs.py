@@ -127,25 +127,27 @@ class _Search:
     image: list[Candidate] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
 
-    def add(self, name: str, near: Sequence[str] = ()) -> None:
+    def add(self, name: str, requester_folders: Sequence[str] = ()) -> None:
         """Add the image's and the host's file for `name`, and then the libraries that the host's file needs.
 
         Parameters
         ----------
-        near : folders of the host to search first. The library that needs this one names them (RPATH and
-            RUNPATH).
+        requester_folders : folders of the host to search first. The library that needs this one names them
+            (RPATH and RUNPATH).
         """
         # Libraries may need each other in a circle. A name with a slash is not searched for.
         if name in self.seen or len(self.seen) >= _MAX_LIBRARIES or "/" in name:
             return
         self.seen.add(name)
-        for path in [f"{folder}/{name}" for folder in self.image_folders]:
+        for folder in self.image_folders:
+            path = f"{folder}/{name}"
             if self.reader.exists(path):
                 self.image.append(self._read(name, path, self.reader.target(path)))
                 break
         if name in IMAGE_LIBRARIES:
             return
-        for path in [f"{folder}/{name}" for folder in (*near, *self.host_folders)]:
+        for folder in (*requester_folders, *self.host_folders):
+            path = f"{folder}/{name}"
             if os.path.lexists(self.reader.real_path(f"{HOST}{path}")):
                 self._add_host_library(name, path)
                 break
@@ -236,15 +238,17 @@ def find_cuda_compat(reader: Reader, recipe: SystemFacts, env: Mapping[str, str]
         source = f"{SYSTEM_JSON}: runtime.cuda_compat auto"
     else:
         source = "the default"
-
-    def has_cuda(folder: str) -> bool:
-        return reader.exists(f"{folder}/libcuda.so.1")
-
-    folder = next(filter(has_cuda, _COMPAT_FOLDERS), "")
+    compat_folders = _folders_with_cuda(reader, _COMPAT_FOLDERS)
+    folder = compat_folders[0] if compat_folders else ""
     return CudaCompat(
         source=source,
         is_for_major=rule == "major",
         folder=folder,
         target=reader.target(f"{folder}/libcuda.so.1") if folder else "",
-        cuda_folders=tuple(filter(has_cuda, software.library_folders(reader, env))),
+        cuda_folders=_folders_with_cuda(reader, software.library_folders(reader, env)),
     )
+
+
+def _folders_with_cuda(reader: Reader, folders: Sequence[str]) -> tuple[str, ...]:
+    """Return those of `folders` that have the driver's library."""
+    return tuple(folder for folder in folders if reader.exists(f"{folder}/libcuda.so.1"))

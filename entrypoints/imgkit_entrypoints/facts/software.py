@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from imgkit_entrypoints import files, json_text, system
 from imgkit_entrypoints.errors import UsageError
@@ -81,7 +81,7 @@ def find_libraries(
                 inspected[target] = inspect_library(reader, name, target)
             version, opens = inspected[target]
             libraries.append(Library(name=name, path=path, target=target, version=version, opens=opens))
-        elif name in plugin_files and reader.live and f"/{name}\0".encode() in _linker_cache():
+        elif name in plugin_files and reader.live and _is_in_linker_cache(name):
             # The site's ld.so.conf may name folders that `library_folders` does not know. The linker's cache
             # has the names of all libraries in them.
             libraries.append(Library(name=name, path=name, target=name))
@@ -90,8 +90,8 @@ def find_libraries(
 
 def _find_file(reader: Reader, name: str, folders: Sequence[str]) -> str:
     """Return the first file `name` in `folders`, or an empty text. An absolute path needs no folder."""
-    for folder in ("",) if name.startswith("/") else folders:
-        path = f"{folder}/{name}" if folder else name
+    paths = [name] if name.startswith("/") else [f"{folder}/{name}" for folder in folders]
+    for path in paths:
         if reader.exists(path):
             return path
     return ""
@@ -202,7 +202,7 @@ def manifest(reader: Reader) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def closed_gpus(reader: Reader, env: Mapping[str, str]) -> Mapping[str, str]:
+def inaccessible_gpus(reader: Reader, env: Mapping[str, str]) -> Mapping[str, str]:
     """Return the device files of NVIDIA GPUs that programs in this container cannot use, with the reasons.
 
     There are two causes. Apptainer mounts all of /dev, but adds the driver's library only with ``--nv``. And
@@ -212,22 +212,29 @@ def closed_gpus(reader: Reader, env: Mapping[str, str]) -> Mapping[str, str]:
     # In a saved tree of files, nothing can be opened.
     if not reader.live:
         return {}
-    has_cuda = paths and any(reader.exists(f"{folder}/{_CUDA}") for folder in library_folders(reader, env))
-    if paths and not has_cuda and f"/{_CUDA}\0".encode() not in _linker_cache():
+    if paths and not _has_cuda(reader, env):
         return dict.fromkeys(paths, f"no {_CUDA}, which --nv adds")
     # os.access instead of opening the files, because the driver takes seconds to open an idle GPU.
-    return {
-        path: "not accessible to this process" for path in paths if not os.access(path, os.R_OK | os.W_OK)
-    }
+    inaccessible = [path for path in paths if not os.access(path, os.R_OK | os.W_OK)]
+    return dict.fromkeys(inaccessible, "not accessible to this process")
 
 
-def _linker_cache() -> bytes:
-    """Return the dynamic linker's cache, a binary file with the names of libraries between zero bytes."""
-    # Not through the reader, which makes a text of it.
+def _has_cuda(reader: Reader, env: Mapping[str, str]) -> bool:
+    """Return whether programs in this container find the driver's library."""
+    folders = library_folders(reader, env)
+    return _find_file(reader, _CUDA, folders) != "" or _is_in_linker_cache(_CUDA)
+
+
+def _is_in_linker_cache(name: str) -> bool:
+    """Return whether the dynamic linker's cache on this machine has a library of this name.
+
+    The cache is a binary file with the paths of libraries between zero bytes.
+    """
     try:
-        return files.read_bytes(Path("/etc/ld.so.cache"))
+        cache = files.read_bytes(Path("/etc/ld.so.cache"))
     except OSError:
-        return b""
+        return False
+    return f"/{name}\0".encode() in cache
 
 
 def verbs_providers(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:
@@ -289,15 +296,22 @@ def rocm_evidence(reader: Reader) -> str:
     return next((path for path in ("/opt/rocm/.info/version", "/opt/rocm") if reader.exists(path)), "")
 
 
-def loaded_nccl(reader: Reader, env: Mapping[str, str], image: tuple[str, str]) -> tuple[str, str, str]:
-    """Return the version, source and owner of the NCCL that torch loads. All are "" if it is unknown.
+class Nccl(NamedTuple):
+    """An NCCL. All texts are empty if it is unknown."""
 
-    The owner is ``torch`` for a wheel beside torch, ``image`` for the library on the library path, and "" if
-    the user states the version.
+    version: str = ""
+    source: str = ""
+    """The evidence for the version."""
+    owner: str = ""
+    """``torch`` for a wheel beside torch, ``image`` for the library on the library path, else empty."""
+
+
+def loaded_nccl(reader: Reader, env: Mapping[str, str], on_library_path: Nccl) -> Nccl:
+    """Return the NCCL that torch loads, or the version that the user states.
 
     Parameters
     ----------
-    image : the result of `image_nccl`.
+    on_library_path : the result of `image_nccl`.
 
     Raises
     ------
@@ -309,20 +323,19 @@ def loaded_nccl(reader: Reader, env: Mapping[str, str], image: tuple[str, str]) 
         if _version(option) != option:
             problem, hint = f"{option!r} is not an NCCL version", "give, for example, 2.20.5"
             raise UsageError(problem, where="IMGKIT_NCCL_VERSION", hint=hint)
-        return option, f"IMGKIT_NCCL_VERSION={option}", ""
+        return Nccl(option, f"IMGKIT_NCCL_VERSION={option}")
     for folder in _python_folders():
         # The wheel's metadata is a folder such as nvidia_nccl_cu12-2.20.5.dist-info.
         for name in reader.names(folder, r"nvidia_nccl_cu\d+-\d.*\.dist-info"):
             _, _, text = name.partition("-")
             version = _version(text)
             if version and _is_linked_to_wheel(reader):
-                return version, f"{folder}/{name}", "torch"
-    image_version, source = image
-    return image_version, source, "image" if image_version else ""
+                return Nccl(version, f"{folder}/{name}", "torch")
+    return on_library_path
 
 
-def image_nccl(reader: Reader, env: Mapping[str, str]) -> tuple[str, str]:
-    """Return the version and the source of the NCCL on the library path. Both are "" if it is unknown.
+def image_nccl(reader: Reader, env: Mapping[str, str]) -> Nccl:
+    """Return the NCCL on the library path.
 
     The file's name has the version, such as libnccl.so.2.20.5. Otherwise the variable NCCL_VERSION counts,
     which NVIDIA's images set.
@@ -331,11 +344,11 @@ def image_nccl(reader: Reader, env: Mapping[str, str]) -> tuple[str, str]:
         target = reader.target(f"{folder}/libnccl.so.2")
         match = re.search(r"libnccl\.so\.(\d+\.\d+\.\d+)$", target)
         if match:
-            return match[1], f"{folder}/libnccl.so.2 -> {target}"
+            return Nccl(match[1], f"{folder}/libnccl.so.2 -> {target}", "image")
     version = _version(env.get("NCCL_VERSION", ""))
     if not version:
-        return "", ""
-    return version, f"NCCL_VERSION={env['NCCL_VERSION']}"
+        return Nccl()
+    return Nccl(version, f"NCCL_VERSION={env['NCCL_VERSION']}", "image")
 
 
 def _is_linked_to_wheel(reader: Reader) -> bool:

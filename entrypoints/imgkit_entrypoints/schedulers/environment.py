@@ -7,6 +7,7 @@ appears in a dry run and in error messages, so that the user knows which one to 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from imgkit_entrypoints.arguments import parse_digits
 from imgkit_entrypoints.errors import NoPlan
@@ -19,6 +20,13 @@ Read = Callable[[str], "str | None"]
 NODES = "IMGKIT_NODES"
 MAX_DIGITS = 9
 """Largest number of digits of a count or a rank."""
+
+
+class HostList(NamedTuple):
+    """The hosts of a job, and the variable that they come from. Both are empty if there is no list."""
+
+    names: tuple[str, ...] = ()
+    variable: str = ""
 
 
 def unique_names(names: Sequence[str]) -> tuple[str, ...]:
@@ -108,16 +116,21 @@ class Environment(dict[str, str]):
             return None
         return short_names.index(name)
 
-    def find_node_rank(self, hosts: Sequence[str], *variables: str) -> tuple[int | None, str]:
+    def find_node_rank(
+        self, nnodes: int, nnodes_from: str, hosts: HostList, *variables: str
+    ) -> tuple[int | None, str]:
         """Return the rank of this node and its source, such as ``(2, "PBS_NODENUM")``.
 
         The rank is the value of the first of `variables` that is set, or else the position of this machine in
-        `hosts`, with the source ``hostname``. Return ``(None, "")`` if both are unknown.
+        `hosts`, with the source ``hostname``. Return ``(None, "")`` if both are unknown. On a run of
+        one node, the rank is 0, and its source is that of the number of nodes.
         """
+        if nnodes == 1:
+            return 0, nnodes_from
         name = self.first_set(variables)
         if name:
             return self.read_number(name), name
-        position = self.find_position(hosts)
+        position = self.find_position(hosts.names)
         if position is None:
             return None, ""
         return position, "hostname"
@@ -134,33 +147,26 @@ class Environment(dict[str, str]):
             return unique_names(expand_nodelist(text, where=NODES))
         return unique_names(text.replace(",", " ").split())
 
-    def find_hosts(self) -> tuple[tuple[str, ...], str]:
-        """Return the hosts of the job, and the name of the variable that they come from.
-
-        They are listed in IMGKIT_NODES, or else in the node file of PBS. Return ``((), "")`` if there is no
-        list.
-        """
+    def find_hosts(self) -> HostList:
+        """Return the hosts of the job, which are listed in IMGKIT_NODES, or else in the node file of PBS."""
         requested = self.requested_nodes()
         if requested:
-            return requested, NODES
+            return HostList(requested, NODES)
         node_file = self.get("PBS_NODEFILE")
         text = self.read(node_file) if node_file else None
         if not text or not text.strip():  # in most containers, the path of the file does not exist
-            return (), ""
-        return unique_names(text.split()), "PBS_NODEFILE"
+            return HostList()
+        return HostList(unique_names(text.split()), "PBS_NODEFILE")
 
-    def choose_hosts(
-        self, nnodes: int, hosts: tuple[str, ...], hosts_from: str
-    ) -> tuple[tuple[str, ...], str]:
-        """Return the hosts of the run and their source.
+    def choose_hosts(self, nnodes: int, launcher_hosts: HostList) -> HostList:
+        """Return the hosts of the run: those of IMGKIT_NODES if it is set, else those of the launcher.
 
-        They are those of IMGKIT_NODES if it is set, else the launcher's `hosts`. On some clusters, each node
-        has a second name on the fast network. The user then lists these names in IMGKIT_NODES.
+        On some clusters, each node has a second name on the fast network. The user then lists these names in
+        IMGKIT_NODES.
 
         Parameters
         ----------
         nnodes : number of nodes that the launcher has started.
-        hosts_from : the variable that `hosts` come from.
 
         Raises
         ------
@@ -168,32 +174,26 @@ class Environment(dict[str, str]):
         """
         requested = self.requested_nodes()
         if not requested or nnodes == 1:
-            return hosts, hosts_from
+            return launcher_hosts
         if len(requested) != nnodes:
             raise NoPlan(
                 f"{len(requested)} hosts ({', '.join(requested[:8])}), but the launcher started {nnodes}",
                 where=NODES,
                 hint=f"leave {NODES} out, or list the {nnodes} hosts in the order of their ranks",
             )
-        return requested, NODES
+        return HostList(requested, NODES)
 
-    def find_head(
-        self, nnodes: int, hosts: tuple[str, ...], hosts_from: str, *variables: str
-    ) -> tuple[str, str]:
+    def find_head(self, nnodes: int, hosts: HostList, *variables: str) -> tuple[str, str]:
         """Return the address of node 0 (the head), and the variable that it comes from.
 
         It is the value of IMGKIT_HEAD, the first of `hosts`, or the value of the first of `variables` that is
         set, in this order. Return ``("", "")`` on one node, and if nothing says where node 0 is.
-
-        Parameters
-        ----------
-        hosts_from : the variable that `hosts` come from.
         """
         if nnodes == 1:
             return "", ""
         if self.get("IMGKIT_HEAD"):
             return self["IMGKIT_HEAD"], "IMGKIT_HEAD"
-        if hosts:
-            return hosts[0], hosts_from
+        if hosts.names:
+            return hosts.names[0], hosts.variable
         name = self.first_set(variables)
         return self.get(name, ""), name

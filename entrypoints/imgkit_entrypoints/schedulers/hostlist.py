@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable
-from typing import NoReturn
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, NoReturn
 
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.terminal import escape_controls
@@ -88,15 +88,18 @@ def fold_hosts(hosts: Iterable[str]) -> str:
         if label.isdigit():  # an address such as 10.0.0.7 has no domain
             label, dot, domain = host, "", ""
         match = _NUMBERED.fullmatch(label)
-        if match:
-            before, number, after = match.groups()
-            numbers_by_pattern.setdefault(f"{before}*{after}{dot}{domain}", []).append(number)
-        else:
+        if match is None:
             numbers_by_pattern[host] = []
+            continue
+        before, number, after = match.groups()
+        pattern = f"{before}*{after}{dot}{domain}"
+        numbers_by_pattern.setdefault(pattern, []).append(number)
     names = []
     for pattern, numbers in numbers_by_pattern.items():
         ranges = number_ranges(numbers)
-        names.append(pattern.replace("*", f"[{ranges}]" if len(set(numbers)) > 1 else ranges))
+        if len(set(numbers)) > 1:
+            ranges = f"[{ranges}]"
+        names.append(pattern.replace("*", ranges))
     return ",".join(names)
 
 
@@ -115,6 +118,28 @@ def number_ranges(numbers: Iterable[str]) -> str:
             ranges.append(number)
         previous = number
     return ",".join(ranges)
+
+
+class _NamePart(NamedTuple):
+    """A part of a host name: ``n`` of ``n[1-2]`` has the choice n, and ``[1-2]`` has 1 and 2."""
+
+    choices: list[str]
+    is_bracket: bool = False
+
+
+def _combine_parts(parts: Sequence[_NamePart]) -> list[str]:
+    """Return the host names of all combinations of the parts' choices, in the order of `expand_nodelist`."""
+    brackets = [index for index, part in enumerate(parts) if part.is_bracket]
+    # From the slowest to the fastest. Two brackets vary in reading order. With more, Slurm expands the part
+    # before the last bracket from its right end.
+    slowest_first = [*reversed(brackets[:-1]), *brackets[-1:]]
+    names = []
+    for numbers in itertools.product(*(parts[index].choices for index in slowest_first)):
+        texts = [part.choices[0] for part in parts]
+        for index, number in zip(slowest_first, numbers, strict=True):
+            texts[index] = number
+        names.append("".join(texts))
+    return names
 
 
 class _Expansion:
@@ -144,41 +169,36 @@ class _Expansion:
 
         An item is the text up to the next comma or the end of the list, such as ``n[1-2]``.
         """
-        parts: list[list[str]] = []  # choices for each part of the name: "n[1-2]" has ["n"] and ["1", "2"]
-        brackets: list[int] = []  # indices of the parts that were in brackets
-        position, size = start, 1  # the size is the number of hosts
+        parts: list[_NamePart] = []
+        host_count = 1
+        position = start
         while position < len(self.text) and self.text[position] != ",":
-            character = self.text[position]
-            end = self.text.find("]", position)
-            match = _NAME_PART.match(self.text, position)
-            if match:
-                parts.append([match[0]])
-                position = match.end()
-            elif character == "]":
-                self.refuse(position, "] without [")
-            elif character != "[":
-                self.refuse(position, f"a host name cannot contain {character!r}")
-            elif end < 0 or "[" in self.text[position + 1 : end]:
-                self.refuse(position, "[ without ]")
-            else:
-                brackets.append(len(parts))
-                parts.append(self.read_numbers(position + 1, end))
-                size *= len(parts[-1])
-                if size > MAX_HOSTS:
-                    self.refuse(position, f"more than {MAX_HOSTS} hosts")
-                position = end + 1
+            part, end = self.read_part(position)
+            parts.append(part)
+            host_count *= len(part.choices)
+            if host_count > MAX_HOSTS:
+                self.refuse(position, f"more than {MAX_HOSTS} hosts")
+            position = end
         if not parts:
             self.refuse(start, "a host name is missing")
-        if sum(len(part[-1]) for part in parts) > LONGEST_NAME:
+        if sum(len(part.choices[-1]) for part in parts) > LONGEST_NAME:
             self.refuse(start, f"a host name of more than {LONGEST_NAME} characters")
-        # The order of the brackets from the slowest to the fastest. Two brackets vary in reading order. With
-        # more, Slurm expands the part before the last bracket from its right end.
-        order = [*reversed(brackets[:-1]), *brackets[-1:]]
-        names = []
-        for choice in itertools.product(*(parts[index] for index in order)):
-            chosen = dict(zip(order, choice, strict=True))
-            names.append("".join(chosen.get(index, part[0]) for index, part in enumerate(parts)))
-        return names, position
+        return _combine_parts(parts), position
+
+    def read_part(self, position: int) -> tuple[_NamePart, int]:
+        """Return the part at `position`, such as ``n`` or ``[1-2]``, and the position of its end."""
+        match = _NAME_PART.match(self.text, position)
+        if match:
+            return _NamePart([match[0]]), match.end()
+        character = self.text[position]
+        if character == "]":
+            self.refuse(position, "] without [")
+        if character != "[":
+            self.refuse(position, f"a host name cannot contain {character!r}")
+        end = self.text.find("]", position)
+        if end < 0 or "[" in self.text[position + 1 : end]:
+            self.refuse(position, "[ without ]")
+        return _NamePart(self.read_numbers(position + 1, end), is_bracket=True), end + 1
 
     def read_numbers(self, position: int, end: int) -> list[str]:
         """Return the numbers in a bracket: those between the positions `position` and `end`.

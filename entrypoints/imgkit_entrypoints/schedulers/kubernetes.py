@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from imgkit_entrypoints.arguments import parse_digits
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.schedulers.environment import Environment
+from imgkit_entrypoints.schedulers.environment import Environment, HostList
 from imgkit_entrypoints.schedulers.placement import Placement
 
 NAME = "kubeflow"
@@ -75,9 +75,8 @@ def find_placement(env: Environment) -> Placement:
             hint="give --nnodes with the number of pods (RunAI: workers + 1)",
         )
     job_id = env.get("PET_RDZV_ID", "")
-    source = {"nnodes": nnodes_from, "node_rank": rank_from, "job_id": "PET_RDZV_ID" if job_id else ""}
-    hosts, source["hosts"] = env.choose_hosts(nnodes, (), "")
-    head, head_from = env.find_head(nnodes, hosts, source["hosts"], "PET_MASTER_ADDR", "MASTER_ADDR")
+    hosts = env.choose_hosts(nnodes, HostList())
+    head, head_from = env.find_head(nnodes, hosts, "PET_MASTER_ADDR", "MASTER_ADDR")
     port_from = env.first_set(("PET_MASTER_PORT", "MASTER_PORT"))
     # PET_RDZV_ENDPOINT is "HOST:PORT" or "HOST". It takes precedence over MASTER_ADDR, but not over
     # PET_MASTER_ADDR and the variables of the user.
@@ -93,12 +92,19 @@ def find_placement(env: Environment) -> Placement:
             where="PET_MASTER_ADDR, MASTER_ADDR",
             hint="give --head HOST: the first pod, under a name that the others can reach",
         )
-    source |= {"head": head_from, "port": port_from if nnodes > 1 else ""}
+    source = {
+        "nnodes": nnodes_from,
+        "node_rank": rank_from,
+        "job_id": "PET_RDZV_ID" if job_id else "",
+        "hosts": hosts.variable,
+        "head": head_from,
+        "port": port_from if nnodes > 1 else "",
+    }
     return Placement(
         scheduler=NAME,
         nnodes=nnodes,
         node_rank=node_rank,
-        hosts=hosts,
+        hosts=hosts.names,
         head=head,
         port=env.read_port(port_from) if port_from and nnodes > 1 else None,
         job_id=job_id,

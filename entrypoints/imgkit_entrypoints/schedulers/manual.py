@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import PurePath
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.schedulers.environment import NODES, Environment
+from imgkit_entrypoints.schedulers.environment import NODES, Environment, HostList
 from imgkit_entrypoints.schedulers.placement import Placement, Size
 
 NAME = "manual"
@@ -31,19 +31,23 @@ def find_placement(env: Environment) -> Placement:
     ------
     NoPlan : a flag is missing or contradicts another. The message names all missing flags.
     """
-    hosts = env.requested_nodes()
-    nnodes_from = env.first_set(("IMGKIT_NNODES", NODES))
-    nnodes = env.read_number(nnodes_from, least=1) if nnodes_from == "IMGKIT_NNODES" else max(1, len(hosts))
-    if hosts and len(hosts) != nnodes and nnodes > 1:
+    listed = env.requested_nodes()
+    if env.get("IMGKIT_NNODES"):
+        nnodes_from = "IMGKIT_NNODES"
+        nnodes = env.read_number(nnodes_from, least=1)
+    else:
+        nnodes_from = env.first_set((NODES,))
+        nnodes = max(1, len(listed))
+    if listed and len(listed) != nnodes and nnodes > 1:
         raise NoPlan(
-            f"{len(hosts)} hosts ({', '.join(hosts[:8])}), but --nnodes is {nnodes}",
+            f"{len(listed)} hosts ({', '.join(listed[:8])}), but --nnodes is {nnodes}",
             where=NODES,
             hint=f"leave --nnodes out, or list the {nnodes} hosts in the order of their ranks",
         )
     # With --nnodes 1, the list may still name several hosts. It then says nothing about this run.
-    hosts = hosts if len(hosts) == nnodes else ()
-    node_rank, rank_from = (0, nnodes_from) if nnodes == 1 else env.find_node_rank(hosts, "IMGKIT_NODE_RANK")
-    head, head_from = env.find_head(nnodes, hosts, NODES, "MASTER_ADDR")
+    hosts = HostList(listed, NODES) if len(listed) == nnodes else HostList()
+    node_rank, rank_from = env.find_node_rank(nnodes, nnodes_from, hosts, "IMGKIT_NODE_RANK")
+    head, head_from = env.find_head(nnodes, hosts, "MASTER_ADDR")
     missing = []
     if node_rank is None:
         missing.append("--node-rank RANK")
@@ -65,10 +69,21 @@ def find_placement(env: Environment) -> Placement:
         )
     # MASTER_PORT is the port at MASTER_ADDR, so it counts only with that head.
     port = env.read_port("MASTER_PORT") if head_from == "MASTER_ADDR" else None
-    source = {"nnodes": nnodes_from, "node_rank": rank_from, "head": head_from}
-    source |= {"hosts": NODES if hosts else "", "port": "MASTER_PORT" if port is not None else ""}
+    source = {
+        "nnodes": nnodes_from,
+        "node_rank": rank_from,
+        "head": head_from,
+        "hosts": hosts.variable,
+        "port": "" if port is None else "MASTER_PORT",
+    }
     return Placement(
-        scheduler=NAME, nnodes=nnodes, node_rank=node_rank, hosts=hosts, head=head, port=port, source=source
+        scheduler=NAME,
+        nnodes=nnodes,
+        node_rank=node_rank,
+        hosts=hosts.names,
+        head=head,
+        port=port,
+        source=source,
     )
 
 

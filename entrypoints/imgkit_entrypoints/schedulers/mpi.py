@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.schedulers.environment import NODES, Environment
+from imgkit_entrypoints.schedulers.environment import NODES, Environment, HostList
 from imgkit_entrypoints.schedulers.placement import Direct, Placement, WrongStart
 
 
@@ -109,14 +109,12 @@ class MpiLauncher:
         WrongStart : the process was started on one node, but the host list has several.
         NoPlan : no variable says where node 0 is, or the numbers contradict each other.
         """
-        hosts, hosts_from = env.find_hosts()
-        ranks = self._ranks(env, len(hosts))
+        hosts = env.find_hosts()
+        ranks = self._read_ranks(env, len(hosts.names))
         nnodes = ranks.world_size // ranks.local_world_size
-        self._check_hosts(env, nnodes, hosts, hosts_from)
-        size_from, local_from = self._size_variables(env)
-        source = {"nnodes": ", ".join(filter(None, (size_from or hosts_from, local_from)))}
-        node_rank, source["node_rank"] = self._node_rank(env, ranks, nnodes)
-        head, source["head"] = env.find_head(nnodes, hosts, hosts_from, "MASTER_ADDR")
+        self._check_hosts(env, nnodes, hosts)
+        node_rank, node_rank_from = self._node_rank(env, ranks, nnodes)
+        head, head_from = env.find_head(nnodes, hosts, "MASTER_ADDR")
         if nnodes > 1 and not head:
             host = env.hostname() if ranks.rank == 0 else ""
             raise NoPlan(
@@ -125,19 +123,30 @@ class MpiLauncher:
                 hint=f"{self._hint('IMGKIT_HEAD', host or 'HOST')}: the host of rank 0, under a name that "
                 "the other nodes can reach",
             )
-        # MASTER_PORT is the port at MASTER_ADDR, so it counts only with that head.
-        port = env.read_port("MASTER_PORT") if source["head"] == "MASTER_ADDR" else None
+        size_from = env.first_set(self.fields.world_size) or hosts.variable
+        local_size_from = env.first_set(self.fields.local_world_size)
         job_id_from = env.present(*self.fields.job_id)
-        source |= {"hosts": hosts_from, "job_id": ", ".join(job_id_from)}
+        source = {
+            "nnodes": ", ".join(env.present(size_from, local_size_from)),
+            "node_rank": node_rank_from,
+            "head": head_from,
+            "hosts": hosts.variable,
+            "job_id": ", ".join(job_id_from),
+        }
+        port = None
+        if head_from == "MASTER_ADDR":  # MASTER_PORT is the port at MASTER_ADDR, so it counts only with that
+            port = env.read_port("MASTER_PORT")
+        if port is not None:
+            source["port"] = "MASTER_PORT"
         return Placement(
             scheduler=self.NAME,
             nnodes=nnodes,
             node_rank=node_rank,
-            hosts=hosts,
+            hosts=hosts.names,
             head=head,
             port=port,
             job_id=".".join(env[name] for name in job_id_from),
-            source=source if port is None else {**source, "port": "MASTER_PORT"},
+            source=source,
             direct=ranks if ranks.local_world_size > 1 else None,
         )
 
@@ -145,44 +154,24 @@ class MpiLauncher:
         """Return a hint that shows how the launcher's start line sets the variable `name`."""
         return f"start it with `{' '.join((self.program, *self.export_options(name, value)))} ...`"
 
-    def _size_variables(self, env: Environment) -> tuple[str, str]:
-        """Return the variables with the number of all ranks and of those on this node.
-
-        A name is empty if no such variable is set.
-        """
-        return env.first_set(self.fields.world_size), env.first_set(self.fields.local_world_size)
-
-    def _ranks(self, env: Environment, hosts: int) -> Direct:
+    def _read_ranks(self, env: Environment, host_count: int) -> Direct:
         """Return the rank of this process, and the numbers of ranks in the job and on this node.
 
-        If no variable gives one of the two numbers, it is computed from the number of `hosts`.
+        If no variable gives one of the two numbers, it is computed from the number of hosts.
 
         Raises
         ------
         NoPlan : a number is unknown, or the numbers contradict each other.
         """
-        fields = self.fields
-        size_from, local_from = self._size_variables(env)
-        if not hosts and not (size_from and local_from):
-            raise self._unknown_number_error(
-                env, "nodes", fields.local_world_size if size_from else fields.world_size
-            )
-        if local_from:
-            local_size = env.read_number(local_from, least=1)
-        elif size_from:
-            local_size = max(1, env.read_number(size_from) // hosts)
-        elif self._is_alone(env):
-            local_size = 1
-        else:
-            raise self._unknown_number_error(
-                env, "ranks on this node", (*fields.local_world_size, *fields.world_size)
-            )
-        size = env.read_number(size_from, least=1) if size_from else local_size * hosts
-        rank_from, local_rank_from = env.first_name(fields.rank), env.first_set(fields.local_rank)
+        local_size = self._read_local_size(env, host_count)
+        size_from = env.first_set(self.fields.world_size)
+        size = env.read_number(size_from, least=1) if size_from else local_size * host_count
+        rank_from = env.first_name(self.fields.rank)
         rank = env.read_number(rank_from)
-        local_rank = (
-            env.read_number(env.first_name(fields.local_rank)) if local_rank_from or local_size > 1 else 0
-        )
+        local_rank_from = env.first_set(self.fields.local_rank)
+        local_rank = 0
+        if local_rank_from or local_size > 1:
+            local_rank = env.read_number(env.first_name(self.fields.local_rank))
         if local_rank >= local_size:
             problem = f"this is local rank {local_rank}, but the node has only ranks 0 to {local_size - 1}"
             raise NoPlan(problem, where=local_rank_from)
@@ -190,7 +179,7 @@ class MpiLauncher:
             raise NoPlan(
                 f"the job has {size} ranks, {local_size} of them on this node: nodes have different numbers "
                 "of ranks",
-                where=env.quote(size_from, local_from),
+                where=env.quote(size_from, env.first_set(self.fields.local_world_size)),
                 hint="start the same number of ranks on every node, preferably one: torchrun starts the "
                 "workers",
             )
@@ -200,6 +189,28 @@ class MpiLauncher:
                 where=env.quote(rank_from, size_from),
             )
         return Direct(rank=rank, local_rank=local_rank, world_size=size, local_world_size=local_size)
+
+    def _read_local_size(self, env: Environment, host_count: int) -> int:
+        """Return the number of ranks on this node. It may follow from those of all ranks and of hosts.
+
+        Raises
+        ------
+        NoPlan : the number of nodes, or of ranks on this node, is unknown.
+        """
+        fields = self.fields
+        size_from = env.first_set(fields.world_size)
+        local_size_from = env.first_set(fields.local_world_size)
+        for names in (fields.world_size, fields.local_world_size):
+            if not host_count and not env.first_set(names):
+                raise self._unknown_number_error(env, "nodes", names)
+        if local_size_from:
+            return env.read_number(local_size_from, least=1)
+        if size_from:
+            return max(1, env.read_number(size_from) // host_count)
+        if self._is_alone(env):
+            return 1
+        names = (*fields.local_world_size, *fields.world_size)
+        raise self._unknown_number_error(env, "ranks on this node", names)
 
     def _is_alone(self, env: Environment) -> bool:
         """Return whether this process looks like the only rank of its node.
@@ -225,7 +236,7 @@ class MpiLauncher:
             "container without --cleanenv",
         )
 
-    def _check_hosts(self, env: Environment, nnodes: int, hosts: tuple[str, ...], hosts_from: str) -> None:
+    def _check_hosts(self, env: Environment, nnodes: int, hosts: HostList) -> None:
         """Raise an error if the host list has another length than the number of nodes that were started.
 
         Raises
@@ -233,16 +244,17 @@ class MpiLauncher:
         WrongStart : only one node was started. The caller then tells the user how to start all of them.
         NoPlan : another number of nodes was started.
         """
-        if not hosts or len(hosts) == nnodes:
+        host_count = len(hosts.names)
+        if host_count in (0, nnodes):
             return
-        names = ", ".join(hosts[:8])
-        size_from, local_from = self._size_variables(env)
-        where = f"{hosts_from}, {size_from or local_from}"
+        names = ", ".join(hosts.names[:8])
+        size_from = env.first_set((*self.fields.world_size, *self.fields.local_world_size))
+        where = f"{hosts.variable}, {size_from}"
         if nnodes == 1:
-            problem = f"{self.NAME} started this on 1 node, but the job has {len(hosts)} ({names})"
-            raise WrongStart(problem, where=where, nnodes=len(hosts))
+            problem = f"{self.NAME} started this on 1 node, but the job has {host_count} ({names})"
+            raise WrongStart(problem, where=where, nnodes=host_count)
         raise NoPlan(
-            f"{self.NAME} started {nnodes} nodes, but {hosts_from} lists {len(hosts)}: {names}",
+            f"{self.NAME} started {nnodes} nodes, but {hosts.variable} lists {host_count}: {names}",
             where=where,
             hint=f"{self._hint(NODES, 'HOST,HOST,...')}, with the {nnodes} hosts in the order of their ranks",
         )

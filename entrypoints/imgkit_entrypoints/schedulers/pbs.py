@@ -52,28 +52,27 @@ def find_placement(env: Environment) -> Placement:
         hosts.
     NoPlan : the job's hosts are unknown, or this host is not one of them.
     """
-    # --nnodes 1 on the command line, which comes in as IMGKIT_NNODES, asks for this host alone.
-    hosts, hosts_from = env.find_hosts()
-    nnodes, nnodes_from = len(hosts), hosts_from
-    if not hosts:
+    hosts = env.find_hosts()
+    if hosts.names:
+        nnodes, nnodes_from = len(hosts.names), hosts.variable
+    elif env.get("IMGKIT_NNODES") == "1":  # --nnodes 1 asks for this host alone
         nnodes, nnodes_from = 1, "IMGKIT_NNODES"
-        if env.get("IMGKIT_NNODES") != "1":
-            raise NoPlan(
-                "this is a PBS job, but its host list is not visible here",
-                where=f"PBS_NODEFILE={env.get('PBS_NODEFILE', '')}",
-                hint=f'in the job script: export {NODES}="$({_UNIQUE_NODES} | paste -sd, -)", and pass it '
-                f'into the container (--env {NODES}="${NODES}"). To use this host alone: --nnodes 1',
-            )
-    names = ", ".join(hosts[:8])
+    else:
+        raise NoPlan(
+            "this is a PBS job, but its host list is not visible here",
+            where=f"PBS_NODEFILE={env.get('PBS_NODEFILE', '')}",
+            hint=f'in the job script: export {NODES}="$({_UNIQUE_NODES} | paste -sd, -)", and pass it '
+            f'into the container (--env {NODES}="${NODES}"). To use this host alone: --nnodes 1',
+        )
+    names = ", ".join(hosts.names[:8])
     if nnodes > 1 and _is_script(env):
         raise WrongStart(
             f"the job has {nnodes} hosts ({names}), but this is the job script's process: PBS starts nothing "
             "on the others",
-            where=f"{hosts_from}, {env.first_set(('PBS_ENVIRONMENT', 'PBS_TASKNUM', 'PBS_NODEFILE'))}",
+            where=f"{hosts.variable}, {env.first_set(('PBS_ENVIRONMENT', 'PBS_TASKNUM', 'PBS_NODEFILE'))}",
             nnodes=nnodes,
         )
-    ranks = ("PBS_NODENUM", "IMGKIT_NODE_RANK")
-    node_rank, rank_from = (0, nnodes_from) if nnodes == 1 else env.find_node_rank(hosts, *ranks)
+    node_rank, rank_from = env.find_node_rank(nnodes, nnodes_from, hosts, "PBS_NODENUM", "IMGKIT_NODE_RANK")
     if node_rank is None:
         host = short_host(env.hostname()) or "its name"
         raise NoPlan(
@@ -82,19 +81,26 @@ def find_placement(env: Environment) -> Placement:
             hint="start the command with mpiexec or pbsdsh, or give --node-rank",
         )
     if node_rank >= nnodes:
-        problem = f"this is host {node_rank} of the job, counted from 0, but {hosts_from} lists only {nnodes}"
-        raise NoPlan(f"{problem}: {names}", where=f"{rank_from}={node_rank}")
-    source = {"nnodes": nnodes_from, "node_rank": rank_from, "hosts": hosts_from}
-    head, source["head"] = env.find_head(nnodes, hosts, hosts_from)
-    source["job_id"] = env.first_set(("PBS_JOBID",))
-    job_id = env.get("PBS_JOBID", "")
+        raise NoPlan(
+            f"this is host {node_rank} of the job, counted from 0, but {hosts.variable} lists only {nnodes}: "
+            f"{names}",
+            where=f"{rank_from}={node_rank}",
+        )
+    head, head_from = env.find_head(nnodes, hosts)
+    source = {
+        "nnodes": nnodes_from,
+        "node_rank": rank_from,
+        "hosts": hosts.variable,
+        "head": head_from,
+        "job_id": env.first_set(("PBS_JOBID",)),
+    }
     return Placement(
         scheduler=NAME,
         nnodes=nnodes,
         node_rank=node_rank,
-        hosts=hosts,
+        hosts=hosts.names,
         head=head,
-        job_id=job_id,
+        job_id=env.get("PBS_JOBID", ""),
         source=source,
     )
 

@@ -139,6 +139,12 @@ class PlacementRequest:
         """Return the number of nodes on which this command is started, spares included, if requested."""
         return self.size.started if self.size else None
 
+    @property
+    def describes_node(self) -> bool:
+        """Return whether the flags say which node of several this is, so that no launcher has to."""
+        has_rank = self.head is not None and self.node_rank is not None
+        return has_rank and (self.nnodes or 1) > 1
+
 
 class WrongStart(NoPlan):
     """The error for an allocation of several nodes on which only this one process was started.

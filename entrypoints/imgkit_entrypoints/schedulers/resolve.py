@@ -39,44 +39,44 @@ def find_placement(
     ------
     NoPlan : no placement can be right. The hint says what to start instead.
     """
-    resolved_env = _flags_as_variables(request, Environment(env, read))
+    # The modules of the launchers read flags as variables.
+    env_with_flags = _flags_as_variables(request, Environment(env, read))
     try:
-        placement = _requested_placement(request, resolved_env)
+        placement = _detect_placement(request, env_with_flags)
     except NoPlan as error:
-        # The modules read flags as variables, but the error should name what the user has typed.
-        if error.where and error.where in resolved_env:
-            error.where = _flags_from_variables(env).get(error.where, error.where)
+        # The error should name what the user has typed.
+        if error.where and error.where in env_with_flags:
+            error.where = _flags_by_variable(env).get(error.where, error.where)
         raise
-    return _apply_request(request, _use_fast_network(placement, head_suffix), env)
+    return _with_requested_values(_with_fast_network(placement, head_suffix), request, env)
 
 
-def _requested_placement(request: PlacementRequest, resolved_env: Environment) -> Placement:
+def _detect_placement(request: PlacementRequest, env: Environment) -> Placement:
     """Return the placement by the first module that decides, in the order of `find_placement`.
 
-    Each module knows one launcher, such as Slurm. A claimant is a module whose launcher's variables are set.
+    Each module knows one launcher, such as Slurm.
     """
-    _refuse_nesting(resolved_env)
-    claimants = _find_launchers(resolved_env)
+    _refuse_nesting(env)
+    launchers = _find_launchers(env)
     if request.scheduler:
-        placement = _ask_launcher(_get_scheduler(request.scheduler, resolved_env), request, resolved_env)
-    elif request.nnodes and request.nnodes > 1 and request.node_rank is not None and request.head is not None:
+        placement = _ask_launcher(_get_scheduler(request.scheduler, env), request, env)
+    elif request.describes_node:
         # The flags say everything about this node, so no launcher needs to be asked.
-        placement = manual.find_placement(resolved_env)
-        _refuse_other_rank(claimants, placement, resolved_env)
-    elif len(claimants) > 1:
-        _refuse_two_launchers(claimants[:2], resolved_env)
+        placement = manual.find_placement(env)
+        _refuse_other_rank(launchers, placement, env)
+    elif len(launchers) > 1:
+        _refuse_two_launchers(launchers[:2], env)
+    elif launchers:
+        placement = _ask_launcher(launchers[0], request, env)
+    elif manual.claims(env):
+        placement = _ask_launcher(manual, request, env)
     else:
-        module: Scheduler = standalone
-        if claimants:
-            module = claimants[0]
-        elif manual.claims(resolved_env):
-            module = manual
-        placement = _ask_launcher(module, request, resolved_env)
-    _refuse_wrong_order(placement, resolved_env)
+        placement = _ask_launcher(standalone, request, env)
+    _refuse_wrong_order(placement, env)
     return placement
 
 
-def _use_fast_network(placement: Placement, suffix: str) -> Placement:
+def _with_fast_network(placement: Placement, suffix: str) -> Placement:
     """Return the placement with the head's name on the fast network.
 
     With the suffix ``-ib``, ``n1`` becomes ``n1-ib``. Only a name from Slurm's own list is changed. A head or
@@ -177,13 +177,13 @@ def _command_on_host(command: Sequence[str], env: Environment) -> tuple[str, ...
     return tuple(command)
 
 
-def _refuse_other_rank(claimants: Sequence[Scheduler], placement: Placement, env: Environment) -> None:
+def _refuse_other_rank(launchers: Sequence[Scheduler], placement: Placement, env: Environment) -> None:
     """Raise NoPlan if ``--node-rank`` differs from the rank that a launcher gives this process.
 
     In ``srun dist-run --node-rank $SLURM_NODEID``, the shell of the job script expands the variable before
     the tasks start. The flag is then 0 on every node, and no node would find the others.
     """
-    for module in claimants:
+    for module in launchers:
         try:
             launched = module.find_placement(env)
         except NoPlan:
@@ -218,9 +218,8 @@ def _refuse_wrong_order(placement: Placement, env: Environment) -> None:
     )
 
 
-# The variable that the modules read for a field of `PlacementRequest`. `_flags_as_variables` sets it from the
-# flag.
-_VARIABLES: Mapping[str, str] = {
+# The variable that the modules read for a field of `PlacementRequest`.
+_FLAG_VARIABLES: Mapping[str, str] = {
     "nnodes": "IMGKIT_NNODES",
     "node_rank": "IMGKIT_NODE_RANK",
     "head": "IMGKIT_HEAD",
@@ -235,20 +234,28 @@ def _flags_as_variables(request: PlacementRequest, env: Environment) -> Environm
     The modules of the launchers then only have to read variables.
     """
     variables = dict(env)
-    for field, name in _VARIABLES.items():
+    for field, name in _FLAG_VARIABLES.items():
         value = getattr(request, field)
         # None and False mean that the flag is not given, so a variable of the user stays.
-        if value is not None and value is not False:
-            variables[name] = str(int(value)) if isinstance(value, (bool, int)) else value
+        if value is True:
+            variables[name] = "1"
+        elif value is not None and value is not False:
+            variables[name] = str(value)
     return Environment(variables, env.read)
 
 
-def _flags_from_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the flag for each variable of `_VARIABLES` that is not set: ``--head`` for IMGKIT_HEAD."""
-    return {name: f"--{field.replace('_', '-')}" for field, name in _VARIABLES.items() if not env.get(name)}
+def _flags_by_variable(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the flag for each variable in `_FLAG_VARIABLES` that is not set: ``--head`` for IMGKIT_HEAD."""
+    flags = {}
+    for field, name in _FLAG_VARIABLES.items():
+        if not env.get(name):
+            flags[name] = f"--{field.replace('_', '-')}"
+    return flags
 
 
-def _apply_request(request: PlacementRequest, placement: Placement, env: Mapping[str, str]) -> Placement:
+def _with_requested_values(
+    placement: Placement, request: PlacementRequest, env: Mapping[str, str]
+) -> Placement:
     """Return the placement with the port, the spares and the direct rank that the user has requested.
 
     A direct rank is one that the launcher has started itself, without torchrun. The modules of the launchers
@@ -259,15 +266,18 @@ def _apply_request(request: PlacementRequest, placement: Placement, env: Mapping
     NoPlan : a flag contradicts the launcher.
     """
     _refuse_contradictions(placement, request)
-    port, direct, source = placement.port, placement.direct, dict(placement.source)
+    source = dict(placement.source)
+    port = placement.port
     if request.port is not None:
         port = request.port
-        source["port"] = _VARIABLES["port"]
-    # The launcher has started one process on each node, so each node is a rank.
+        source["port"] = _FLAG_VARIABLES["port"]
+    direct = placement.direct
     if request.direct and direct is None:
-        rank, nnodes = placement.node_rank, placement.nnodes
-        direct = Direct(rank=rank, local_rank=0, world_size=nnodes, local_world_size=1)
-    flags = _flags_from_variables(env)
+        # The launcher has started one process on each node, so each node is a rank.
+        direct = Direct(
+            rank=placement.node_rank, local_rank=0, world_size=placement.nnodes, local_world_size=1
+        )
+    flags = _flags_by_variable(env)
     return dataclasses.replace(
         placement,
         port=port,
@@ -322,7 +332,7 @@ class Scheduler(Protocol):
         """Return the line that starts `command` once on each node."""
 
 
-SHOWING: tuple[str, ...] = ("slurm", "pbs")
+ALWAYS_SHOWING: tuple[str, ...] = ("slurm", "pbs")
 """Schedulers of recipes whose variables are set in every job. The others set none in a job of one node."""
 
 
@@ -367,12 +377,12 @@ OVERLAPS: tuple[Overlap, ...] = (
 
 def _find_launchers(env: Environment) -> list[Scheduler]:
     """Return the launchers that show, without those that a known overlap explains."""
-    claimants = {module.NAME: module for module in LAUNCHERS if module.claims(env)}
+    launchers = {module.NAME: module for module in LAUNCHERS if module.claims(env)}
     # The order of the table matters, since a launcher that was removed does not explain another one.
     for overlap in OVERLAPS:
-        if overlap.first in claimants and not env.present(*overlap.unless):
-            claimants.pop(overlap.second, None)
-    return list(claimants.values())
+        if overlap.first in launchers and not env.present(*overlap.unless):
+            launchers.pop(overlap.second, None)
+    return list(launchers.values())
 
 
 def _get_scheduler(name: str, env: Environment) -> Scheduler:
@@ -398,7 +408,12 @@ def _get_scheduler(name: str, env: Environment) -> Scheduler:
 
 def launcher_variables(env: Mapping[str, str]) -> tuple[str, ...]:
     """Return one variable of each launcher that shows, as evidence of a job."""
-    return tuple(name for module in LAUNCHERS for name in module.claims(Environment(env))[:1])
+    variables = []
+    for module in LAUNCHERS:
+        names = module.claims(Environment(env))
+        if names:
+            variables.append(names[0])
+    return tuple(variables)
 
 
 def missing_launcher_clause(name: str, env: Mapping[str, str]) -> str:
@@ -406,21 +421,21 @@ def missing_launcher_clause(name: str, env: Mapping[str, str]) -> str:
 
     Otherwise return an empty text.
     """
-    if name not in SHOWING or launcher_variables(env):
+    if name not in ALWAYS_SHOWING or launcher_variables(env):
         return ""
     return f"the recipe says {name}, but no scheduler variable is set here"
 
 
-def _refuse_two_launchers(claimants: Sequence[Scheduler], env: Environment) -> NoReturn:
+def _refuse_two_launchers(launchers: Sequence[Scheduler], env: Environment) -> NoReturn:
     """Raise NoPlan because the variables of two launchers are set at once.
 
     Either of them may have started this process. The error names both, and the flag that chooses one of them.
     """
-    names = [f"{module.NAME} ({', '.join(module.claims(env)[:3])})" for module in claimants]
-    flags = " or ".join(f"--scheduler {module.NAME}" for module in claimants)
+    names = [f"{module.NAME} ({', '.join(module.claims(env)[:3])})" for module in launchers]
+    flags = " or ".join(f"--scheduler {module.NAME}" for module in launchers)
     raise NoPlan(
         f"{' and '.join(names)} both seem to have started this process",
-        where=", ".join(module.claims(env)[0] for module in claimants),
+        where=", ".join(module.claims(env)[0] for module in launchers),
         hint=f"choose one: {flags} (or set IMGKIT_SCHEDULER). For a separate run on each node: --scheduler "
         "standalone",
     )

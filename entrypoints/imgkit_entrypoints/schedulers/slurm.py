@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 
 from imgkit_entrypoints.arguments import parse_digits
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.schedulers.environment import Environment, short_host
+from imgkit_entrypoints.schedulers.environment import Environment, HostList, short_host
 from imgkit_entrypoints.schedulers.hostlist import expand_counts, expand_nodelist
 from imgkit_entrypoints.schedulers.placement import Direct, Placement, WrongStart
 
@@ -80,7 +80,8 @@ def find_placement(env: Environment) -> Placement:
         )
     if not env.present(*FIELDS["nnodes"], *FIELDS["hosts"]):
         return _find_placement_outside_step(env)
-    hosts, hosts_from = _expand_hosts(env, FIELDS["hosts"])
+    step_hosts = _expand_hosts(env, FIELDS["hosts"])
+    hosts = step_hosts.names
     nnodes_from = env.first_set(FIELDS["nnodes"])
     nnodes = env.read_number(nnodes_from, least=1) if nnodes_from else len(hosts)
     job_nodes, job_nodes_from = _job_nodes(env)
@@ -92,8 +93,8 @@ def find_placement(env: Environment) -> Placement:
             nnodes=job_nodes,
         )
     if hosts and len(hosts) != nnodes:
-        problem = f"{env[hosts_from]} has {len(hosts)} hosts, but {nnodes_from} says {nnodes}"
-        raise NoPlan(problem, where=hosts_from)
+        problem = f"{env[step_hosts.variable]} has {len(hosts)} hosts, but {nnodes_from} says {nnodes}"
+        raise NoPlan(problem, where=step_hosts.variable)
     rank_from = env.first_name(FIELDS["node_rank"])
     node_rank = env.read_number(rank_from) if nnodes > 1 else 0
     if node_rank >= nnodes:
@@ -103,25 +104,32 @@ def find_placement(env: Environment) -> Placement:
     node = env.get("SLURMD_NODENAME", "")
     if node in hosts and hosts[node_rank] != node and hosts.count(node) == 1:
         raise NoPlan(
-            f"{rank_from}={node_rank} is {hosts[node_rank]} in {env[hosts_from]}, but this node is {node}",
+            f"{rank_from}={node_rank} is {hosts[node_rank]} in {env[step_hosts.variable]}, but this node is "
+            f"{node}",
             where="SLURMD_NODENAME",
             hint="check whether the job script passes the environment of one task on to another",
         )
-    source = {"nnodes": nnodes_from or hosts_from, "node_rank": rank_from}
-    hosts, source["hosts"] = env.choose_hosts(nnodes, hosts, hosts_from)
-    head, source["head"] = env.find_head(nnodes, hosts, source["hosts"])
+    run_hosts = env.choose_hosts(nnodes, step_hosts)
+    head, head_from = env.find_head(nnodes, run_hosts)
     if nnodes > 1 and not head:
         raise NoPlan(
             f"the step has {nnodes} nodes, but SLURM_STEP_NODELIST, which lists them, is not set",
             where=env.quote(nnodes_from),
             hint="start the container without --cleanenv, or give --head HOST: the host of node 0",
         )
-    job_id, source["job_id"] = _job_id(env)
+    job_id, job_id_from = _job_id(env)
+    source = {
+        "nnodes": nnodes_from or step_hosts.variable,
+        "node_rank": rank_from,
+        "hosts": run_hosts.variable,
+        "head": head_from,
+        "job_id": job_id_from,
+    }
     return Placement(
         scheduler=NAME,
         nnodes=nnodes,
         node_rank=node_rank,
-        hosts=hosts,
+        hosts=run_hosts.names,
         head=head,
         job_id=job_id,
         source=source,
@@ -175,15 +183,12 @@ def _hetjob_variables(env: Environment) -> tuple[str, ...]:
     return tuple(name for name in sorted(env) if _HET.fullmatch(name))
 
 
-def _expand_hosts(env: Environment, names: Sequence[str]) -> tuple[tuple[str, ...], str]:
-    """Return the hosts in the first of the variables `names` that is set, and the name of this variable.
-
-    Return ``((), "")`` if none is set.
-    """
+def _expand_hosts(env: Environment, names: Sequence[str]) -> HostList:
+    """Return the hosts in the first of the variables `names` that is set."""
     name = env.first_set(names)
     if not name:
-        return (), ""
-    return expand_nodelist(env[name], where=name), name
+        return HostList()
+    return HostList(expand_nodelist(env[name], where=name), name)
 
 
 def _job_nodes(env: Environment) -> tuple[int, str]:
@@ -191,8 +196,8 @@ def _job_nodes(env: Environment) -> tuple[int, str]:
     name = env.first_set(JOB_FIELDS["nnodes"])
     if name:
         return env.read_number(name, least=1), name
-    hosts, name = _expand_hosts(env, JOB_FIELDS["hosts"])
-    return len(hosts), name
+    hosts = _expand_hosts(env, JOB_FIELDS["hosts"])
+    return len(hosts.names), hosts.variable
 
 
 def _is_shell(env: Environment) -> bool:
@@ -216,7 +221,7 @@ def _find_placement_outside_step(env: Environment) -> Placement:
     WrongStart : the job has several nodes, or this shell is not on the job's node.
     """
     nnodes, nnodes_from = _job_nodes(env)
-    hosts, hosts_from = _expand_hosts(env, JOB_FIELDS["hosts"])
+    hosts = _expand_hosts(env, JOB_FIELDS["hosts"])
     # A batch script has SLURM_NODEID, and a shell of salloc on the login node does not.
     is_on_node = env.first_set(FIELDS["node_rank"]) != ""
     if nnodes > 1:
@@ -229,15 +234,17 @@ def _find_placement_outside_step(env: Environment) -> Placement:
             nnodes=nnodes,
         )
     hostname = env.hostname()
-    if not is_on_node and hosts and hostname and short_host(hostname) != short_host(hosts[0]):
-        raise WrongStart(
-            f"this shell runs on {hostname}, but the job's node is {hosts[0]}",
-            where=env.quote(hosts_from),
-            nnodes=1,
-        )
+    if not is_on_node and hosts.names and hostname:
+        job_node = hosts.names[0]
+        if short_host(hostname) != short_host(job_node):
+            raise WrongStart(
+                f"this shell runs on {hostname}, but the job's node is {job_node}",
+                where=env.quote(hosts.variable),
+                nnodes=1,
+            )
     job_id, job_id_from = _job_id(env)
-    source = {"nnodes": nnodes_from, "hosts": hosts_from, "job_id": job_id_from}
-    return Placement(scheduler=NAME, nnodes=1, node_rank=0, hosts=hosts, job_id=job_id, source=source)
+    source = {"nnodes": nnodes_from, "hosts": hosts.variable, "job_id": job_id_from}
+    return Placement(scheduler=NAME, nnodes=1, node_rank=0, hosts=hosts.names, job_id=job_id, source=source)
 
 
 def _job_id(env: Environment) -> tuple[str, str]:

@@ -11,16 +11,12 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from file_tree import write_files
 
-NDR200, NDR, HDR100, SDR = (
-    "200 Gb/sec (2X NDR)",
-    "400 Gb/sec (4X NDR)",
-    "100 Gb/sec (2X HDR)",
-    "10 Gb/sec (4X SDR)",
-)
+NDR200, HDR100, SDR = "200 Gb/sec (2X NDR)", "100 Gb/sec (2X HDR)", "10 Gb/sec (4X SDR)"
 FE80 = "fe80::b226:28ff:fed3:b0f0"
 
 
@@ -62,9 +58,8 @@ class Net:
 class Expected:
     """Expected result of `fabric.choose_fabric` for a tree."""
 
-    kind: str
-    rate_Gbps: float | None
-    devices: tuple[str, ...]
+    fabric: str
+    """Kind, rate in Gbit/s and devices: ``infiniband 400 mlx5_0:1 mlx5_1:1``."""
     env: Mapping[str, str | None] = field(default_factory=dict)
     """Variables set for two nodes with NCCL 2.27.3; None: must not be set."""
     old_env: Mapping[str, str | None] = field(default_factory=dict)
@@ -98,13 +93,27 @@ def nic(number: int, port: PortRow, **fields: object) -> Nic:
     return Nic(name=f"mlx5_{number}", ports=(port,), pci=pci, **fields)  # type: ignore[arg-type]
 
 
-POD_GIDS = {8: ("::ffff:10.1.2.3", "IB/RoCE v1"), 9: ("::ffff:10.1.2.3", "RoCE v2")}
 LOCAL_ONLY = {0: (FE80, "IB/RoCE v1"), 1: (FE80, "RoCE v2")}
-V1_V2_AT = {
-    3: {2: ("::ffff:10.1.2.3", "IB/RoCE v1"), 3: ("::ffff:10.1.2.3", "RoCE v2")},
-    5: {4: ("::ffff:10.1.2.4", "IB/RoCE v1"), 5: ("::ffff:10.1.2.4", "RoCE v2")},
-}
+MAPPED_V1, MAPPED_V2 = ("::ffff:10.1.2.3", "IB/RoCE v1"), ("::ffff:10.1.2.3", "RoCE v2")
+POD_GIDS = {8: MAPPED_V1, 9: MAPPED_V2}
+V1_V2_AT = {3: {2: MAPPED_V1, 3: MAPPED_V2}, 5: {4: MAPPED_V1, 5: MAPPED_V2}}
 BOND = "mlx5_bond_0"
+
+
+def bond(
+    gids: Mapping[int, tuple[str, str]],
+    *,
+    slots: int = 4,
+    netdev: str = "",
+    verbs: bool = True,
+    **expected: Any,
+) -> Tree:
+    """A pod with one RoCE device of 100 Gbit/s."""
+    return Tree(
+        nics=(Nic(name=BOND, ports=(roce(gids, slots=slots),), netdev=netdev, verbs=verbs),),
+        expect=Expected(fabric="roce 100 mlx5_bond_0:1", **expected),
+    )
+
 
 TREES: dict[str, Tree] = {
     "ib4_ndr200": Tree(
@@ -117,9 +126,7 @@ TREES: dict[str, Tree] = {
             Net(name="ib0", address="10.20.0.5/16"),
         ),
         expect=Expected(
-            kind="infiniband",
-            rate_Gbps=800,
-            devices=("mlx5_0:1", "mlx5_1:1", "mlx5_2:1", "mlx5_3:1"),
+            fabric="infiniband 800 mlx5_0:1 mlx5_1:1 mlx5_2:1 mlx5_3:1",
             env={
                 "NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1,mlx5_2:1,mlx5_3:1",
                 "NCCL_IB_GID_INDEX": None,
@@ -130,69 +137,41 @@ TREES: dict[str, Tree] = {
             reported={"mlx5_4:1": "NCCL cannot mix InfiniBand and Ethernet"},
         ),
     ),
-    "roce_pod": Tree(
-        nics=(Nic(name=BOND, ports=(roce(POD_GIDS, slots=10),), netdev="net1"),),
-        expect=Expected(
-            kind="roce",
-            rate_Gbps=100,
-            devices=(f"{BOND}:1",),
-            env={"NCCL_IB_HCA": f"={BOND}:1", "NCCL_IB_GID_INDEX": None, "NCCL_SOCKET_NTHREADS": None},
-            old_env={"NCCL_IB_GID_INDEX": "9"},
-            reported={"9": "finds 9 on mlx5_bond_0:1 itself"},
-        ),
+    "roce_pod": bond(
+        POD_GIDS,
+        slots=10,
+        netdev="net1",
+        env={"NCCL_IB_HCA": f"={BOND}:1", "NCCL_IB_GID_INDEX": None, "NCCL_SOCKET_NTHREADS": None},
+        old_env={"NCCL_IB_GID_INDEX": "9"},
+        reported={"9": "finds 9 on mlx5_bond_0:1 itself"},
     ),
-    "roce_single_v2": Tree(
-        nics=(Nic(name=BOND, ports=(roce({0: (FE80, "IB/RoCE v1"), 3: ("::ffff:10.1.2.3", "RoCE v2")}),)),),
-        expect=Expected(
-            kind="roce",
-            rate_Gbps=100,
-            devices=(f"{BOND}:1",),
-            env={"NCCL_IB_GID_INDEX": None},
-            old_env={"NCCL_IB_GID_INDEX": "3"},
-            reported={"3": "10.1.2.3"},
-        ),
+    "roce_single_v2": bond(
+        {0: (FE80, "IB/RoCE v1"), 3: MAPPED_V2},
+        env={"NCCL_IB_GID_INDEX": None},
+        old_env={"NCCL_IB_GID_INDEX": "3"},
+        reported={"3": "10.1.2.3"},
     ),
-    "roce_no_ipv4": Tree(
-        nics=(Nic(name=BOND, ports=(roce(LOCAL_ONLY),), netdev="net1"),),
-        expect=Expected(
-            kind="roce",
-            rate_Gbps=100,
-            devices=(f"{BOND}:1",),
-            env={"NCCL_IB_GID_INDEX": None},
-            blocks=("net1 has no IPv4 address",),
-            old_blocks=("net1 has no IPv4 address",),
-        ),
+    "roce_no_ipv4": bond(
+        LOCAL_ONLY,
+        netdev="net1",
+        env={"NCCL_IB_GID_INDEX": None},
+        blocks=("net1 has no IPv4 address",),
+        old_blocks=("net1 has no IPv4 address",),
     ),
     "roce_two_nics_diff": Tree(
         nics=(nic(0, roce(V1_V2_AT[3], slots=6)), nic(1, roce(V1_V2_AT[5], slots=6))),
         expect=Expected(
-            kind="roce",
-            rate_Gbps=200,
-            devices=("mlx5_0:1", "mlx5_1:1"),
+            fabric="roce 200 mlx5_0:1 mlx5_1:1",
             env={"NCCL_IB_GID_INDEX": None, "NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1"},
             reported={"3 on mlx5_0:1, 5 on mlx5_1:1": " itself: "},
             old_blocks=("3 on mlx5_0:1, 5 on mlx5_1:1",),
         ),
     ),
-    "roce_idx10": Tree(
-        nics=(
-            Nic(
-                name=BOND,
-                ports=(
-                    roce(
-                        {10: ("::ffff:10.9.9.9", "RoCE v2"), 2: ("::ffff:10.1.2.3", "RoCE v2")},
-                        slots=12,
-                    ),
-                ),
-            ),
-        ),
-        expect=Expected(
-            kind="roce",
-            rate_Gbps=100,
-            devices=(f"{BOND}:1",),
-            old_env={"NCCL_IB_GID_INDEX": "2"},
-            reported={"2": "10.1.2.3"},
-        ),
+    "roce_idx10": bond(
+        {10: ("::ffff:10.9.9.9", "RoCE v2"), 2: MAPPED_V2},
+        slots=12,
+        old_env={"NCCL_IB_GID_INDEX": "2"},
+        reported={"2": "10.1.2.3"},
     ),
     "ports_down": Tree(
         nics=(
@@ -201,9 +180,7 @@ TREES: dict[str, Tree] = {
             nic(2, PortRow(state="3: ARMED")),
         ),
         expect=Expected(
-            kind="tcp",
-            rate_Gbps=25,
-            devices=("eth0",),
+            fabric="tcp 25 eth0",
             env={"NCCL_IB_DISABLE": "1", "NCCL_IB_HCA": None, "NCCL_SOCKET_IFNAME": "eth0"},
             reported={
                 "mlx5_0:1": "1: DOWN, phys_state: 3: Disabled",
@@ -220,18 +197,14 @@ TREES: dict[str, Tree] = {
             nic(3, PortRow(rate=SDR)),
         ),
         expect=Expected(
-            kind="infiniband",
-            rate_Gbps=None,
-            devices=("mlx5_0:1", "mlx5_1:1", "mlx5_2:1", "mlx5_3:1"),
+            fabric="infiniband None mlx5_0:1 mlx5_1:1 mlx5_2:1 mlx5_3:1",
             warns=("mlx5_2:1 is degraded", "mlx5_3:1: rate unknown"),
         ),
     ),
     "two_ports": Tree(
         nics=(Nic(name="mlx5_0", ports=(PortRow(), PortRow())),),
         expect=Expected(
-            kind="infiniband",
-            rate_Gbps=400,
-            devices=("mlx5_0:1", "mlx5_0:2"),
+            fabric="infiniband 400 mlx5_0:1 mlx5_0:2",
             env={"NCCL_IB_HCA": "=mlx5_0:1,mlx5_0:2"},
             reported={"mlx5_0:1,mlx5_0:2": "/sys/class/infiniband/mlx5_0/device: 0000:17:00.0"},
         ),
@@ -246,9 +219,7 @@ TREES: dict[str, Tree] = {
             ),
         ),
         expect=Expected(
-            kind="infiniband",
-            rate_Gbps=200,
-            devices=("mlx5_0:1", "mlx5_1:1"),
+            fabric="infiniband 200 mlx5_0:1 mlx5_1:1",
             reported={
                 "mlx5_1:1": "a virtual function",
                 "mlx5_0:1,mlx5_1:1": "/sys/class/infiniband/mlx5_0/device: 0000:17:00.0",
@@ -265,9 +236,7 @@ TREES: dict[str, Tree] = {
         ),
         nets=(Net(name="ens5", address="10.0.0.5/24", speed=100000, vendor="0x1d0f"),),
         expect=Expected(
-            kind="tcp",
-            rate_Gbps=100,
-            devices=("ens5",),
+            fabric="tcp 100 ens5",
             env={"NCCL_IB_DISABLE": None, "NCCL_SOCKET_NTHREADS": None},
             reported={"rdmap0s6:1": "cannot use it through verbs"},
             warns=("aws-ofi-nccl",),
@@ -287,9 +256,7 @@ TREES: dict[str, Tree] = {
             for number in range(4)
         ),
         expect=Expected(
-            kind="slingshot",
-            rate_Gbps=800,
-            devices=("cxi0", "cxi1", "cxi2", "cxi3"),
+            fabric="slingshot 800 cxi0 cxi1 cxi2 cxi3",
             env={
                 "NCCL_NET": "AWS Libfabric",
                 "NCCL_SOCKET_IFNAME": "hsn0,hsn1,hsn2,hsn3",
@@ -307,9 +274,7 @@ TREES: dict[str, Tree] = {
     ),
     "none": Tree(
         expect=Expected(
-            kind="tcp",
-            rate_Gbps=25,
-            devices=("eth0",),
+            fabric="tcp 25 eth0",
             env={
                 "NCCL_IB_DISABLE": "1",
                 "NCCL_SOCKET_IFNAME": "eth0",
@@ -332,9 +297,7 @@ TREES: dict[str, Tree] = {
             ("NVIDIA H100", "pci0000:20/0000:20:01.0/0000:22:00.0", 0),
         ),
         expect=Expected(
-            kind="roce",
-            rate_Gbps=200,
-            devices=("mlx5_0:1", "mlx5_1:1"),
+            fabric="roce 200 mlx5_0:1 mlx5_1:1",
             reported={
                 "mlx5_5:1": "storage or management",
                 "mlx5_6:1": "no IPv4 GID of type RoCE v2",
@@ -342,12 +305,7 @@ TREES: dict[str, Tree] = {
             },
         ),
     ),
-    "half_pod": Tree(
-        nics=(Nic(name=BOND, ports=(roce(POD_GIDS, slots=10),), verbs=False),),
-        expect=Expected(
-            kind="roce", rate_Gbps=100, devices=(f"{BOND}:1",), warns=("/dev/infiniband", "rdma/rdma=1")
-        ),
-    ),
+    "half_pod": bond(POD_GIDS, slots=10, verbs=False, warns=("/dev/infiniband", "rdma/rdma=1")),
 }
 
 

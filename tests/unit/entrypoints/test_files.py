@@ -236,17 +236,14 @@ def test_collectives_are_not_recorded_where_a_stranger_planted_links(shared: Pat
     assert "TORCH_FR_DUMP_TEMP_FILE" not in nccl.recorder_variables(env, "2.13", "7")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as a second user")
-def test_folder_that_this_user_cannot_write_is_refused(tmp_path: Path) -> None:
-    for folder in (tmp_path, *list(tmp_path.parents)[:3]):
-        folder.chmod(folder.stat().st_mode | 0o011)  # pytest's own folders are private
-    pid = os.fork()
-    if pid == 0:
-        os.setuid(12345)
-        try:
-            files.refuse_unusable_folder(tmp_path, "run folder", where="--run-dir", hint="another")
-        except UsageError as error:
-            os._exit(str(error).startswith("--run-dir: the run folder cannot be written: Permission denied"))
-        finally:
-            os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+@as_root
+def test_folder_that_this_user_cannot_write_is_refused(shared: Path) -> None:
+    shared.chmod(0o755)
+
+    def refuse() -> None:
+        with pytest.raises(
+            UsageError, match="--run-dir: the run folder cannot be written: Permission denied"
+        ):
+            files.refuse_unusable_folder(shared, "run folder", where="--run-dir", hint="another")
+
+    as_stranger(refuse)

@@ -59,12 +59,12 @@ HARMLESS = (
 
 @pytest.mark.parametrize("text", SECRETS)
 def test_formats_of_secrets_are_found(text: str) -> None:
-    assert secret_patterns.in_value(text)
+    assert secret_patterns.find_secret(text)
 
 
 @pytest.mark.parametrize("text", HARMLESS)
 def test_ordinary_values_are_no_secrets(text: str) -> None:
-    assert secret_patterns.in_value(text) == ""
+    assert secret_patterns.find_secret(text) == ""
     assert secret_patterns.mask_secrets(text) == text
 
 
@@ -79,135 +79,115 @@ def test_stars_hide_the_secret_and_keep_columns(text: str) -> None:
 
 
 def test_stars_keep_the_place_of_a_password() -> None:
-    assert secret_patterns.mask_secrets("https_proxy=http://ana:pw@proxy:3128") == (
-        "https_proxy=http://******@proxy:3128"
-    )
+    masked = secret_patterns.mask_secrets("https_proxy=http://ana:pw@proxy:3128")
+    assert masked == "https_proxy=http://******@proxy:3128"
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("HF_TOKEN", "x1"),
-        ("wandb_api_key", "x1"),
-        ("DB_PASSWORD", "x1"),
-        ("PGPASSWORD", "x1"),
-        ("MYSQL_PWD", "x1"),
-        ("SLURM_JWT", "x1"),
-        ("MUNGE_KEY", "abcdef0123456789"),
-        ("AWS_SECRET_ACCESS_KEY", "x1"),
-        ("SESSION_COOKIE", "x1"),
-        ("MYPASS", "x1"),
-    ],
-)
-def test_names_of_secrets_are_found(name: str, value: str) -> None:
-    assert secret_patterns.in_name(name, value)
+SUSPICIOUS_NAMES = """
+HF_TOKEN=x1 wandb_api_key=x1 DB_PASSWORD=x1 PGPASSWORD=x1 MYSQL_PWD=x1 SLURM_JWT=x1 MYPASS=x1
+MUNGE_KEY=abcdef0123456789 AWS_SECRET_ACCESS_KEY=x1 SESSION_COOKIE=x1
+"""
+ORDINARY_NAMES = """
+PWD=/home/ana HF_TOKEN=$TOKEN SORT_KEY=date TOKENIZERS_PARALLELISM=x SECRET_FILE=x COMPASS=x PAD_TOKEN=[PAD]
+"""
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("PWD", "/home/ana"),
-        ("HF_TOKEN", "$TOKEN"),
-        ("SORT_KEY", "date"),
-        ("TOKENIZERS_PARALLELISM", "x"),
-        ("SECRET_FILE", "x"),
-        ("COMPASS", "x"),
-        ("PAD_TOKEN", "[PAD]"),
-    ],
-)
-def test_ordinary_names_are_no_secrets(name: str, value: str) -> None:
-    assert not secret_patterns.in_name(name, value)
+@pytest.mark.parametrize("setting", [*SUSPICIOUS_NAMES.split(), *ORDINARY_NAMES.split()])
+def test_names_of_secrets_are_found(setting: str) -> None:
+    name, _, value = setting.partition("=")
+    assert secret_patterns.is_secret(name, value) == (setting in SUSPICIOUS_NAMES.split())
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        f"--token hf_{LETTERS[:34]}",
-        f"--hub_token=hf_{LETTERS[:34]}",
-        f"--trigger-token {LETTERS[:30]}",
-        *("--token x", "--password x", "--password=x", "--db-password x", "-password x", "--hf-token x1"),
-        *("--api-key x", "--wandb_api_key=x", "--secret x", "--aws-secret-access-key x", "--auth-token x"),
-        *("WANDB_API_KEY=x", "env A=1 MYPASS=x python a.py", "model.api_key=x", "--env HF_TOKEN=x"),
-        *("-e MY_SECRET=x", "--comment=PASSWORD=x", "curl -u ana:hunter2 https://example.org"),
-        "--index-url https://ana:hunter2@example.org/simple",
-    ],
-)
+SECRET_ARGUMENTS = f"""
+--token hf_{LETTERS[:34]}
+--hub_token=hf_{LETTERS[:34]}
+--trigger-token {LETTERS[:30]}
+--token x
+--password x
+--password=x
+--db-password x
+-password x
+--hf-token x1
+--api-key x
+--wandb_api_key=x
+--secret x
+--aws-secret-access-key x
+--auth-token x
+WANDB_API_KEY=x
+env A=1 MYPASS=x python a.py
+model.api_key=x
+--env HF_TOKEN=x
+-e MY_SECRET=x
+--comment=PASSWORD=x
+curl -u ana:hunter2 https://example.org
+--index-url https://ana:hunter2@example.org/simple
+"""
+ORDINARY_ARGUMENTS = """
+--tokenizer gpt2
+--max-tokens 4096
+--num-tokens 4k
+--tokens-per-sample=512
+--token-type x
+--token-file t
+--password-file secrets/pw
+--secret-file f
+--secret-name mine
+--api-key-file k
+SECRET_FILE=/run/x
+SECRET_FILE=x
+HF_TOKEN_PATH=t
+TOKENIZERS_PARALLELISM=false
+--api-key $WANDB_API_KEY
+--token ${X}
+--token=$(cat /run/secrets/t)
+WANDB_API_KEY=$KEY
+--pad-token [PAD]
+--eos-token </s>
+tokenizer.pad_token=PAD
+--initializer_token toy
+--token-dropout 0.1
+--trigger-token sks
+--use-auth-token true
+--require-secret train.py
+--key pixel_values
+--sort-key date
+--pat x
+--first-pass gemm
+--compass n
+--bypass x
+--pass-local-rank main.py
+--secret
+--password --user ana
+--password 1234
+--token none
+"""
+
+
+@pytest.mark.parametrize("text", SECRET_ARGUMENTS.strip().splitlines())
 def test_secrets_among_arguments_are_found_and_not_repeated(text: str) -> None:
-    description = secret_patterns.in_arguments(["dist-run", "train.py", *text.split()])
+    description = secret_patterns.find_secret_argument(["dist-run", "train.py", *text.split()])
     assert description
     assert not any(value in description for value in ("hunter2", LETTERS[:20], "=x"))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *(
-            "--tokenizer gpt2",
-            "--max-tokens 4096",
-            "--num-tokens 4k",
-            "--tokens-per-sample=512",
-            "--token-type x",
-        ),
-        *(
-            "--token-file t",
-            "--password-file secrets/pw",
-            "--secret-file f",
-            "--secret-name mine",
-            "--api-key-file k",
-        ),
-        *("SECRET_FILE=/run/x", "SECRET_FILE=x", "HF_TOKEN_PATH=t", "TOKENIZERS_PARALLELISM=false"),
-        *("--api-key $WANDB_API_KEY", "--token ${X}", "--token=$(cat /run/secrets/t)", "WANDB_API_KEY=$KEY"),
-        *("--pad-token [PAD]", "--eos-token </s>", "tokenizer.pad_token=PAD", "--initializer_token toy"),
-        *("--token-dropout 0.1", "--trigger-token sks", "--use-auth-token true", "--require-secret train.py"),
-        *(
-            "--key pixel_values",
-            "--sort-key date",
-            "--pat x",
-            "--first-pass gemm",
-            "--compass n",
-            "--bypass x",
-        ),
-        *(
-            "--pass-local-rank main.py",
-            "--secret",
-            "--password --user ana",
-            "--password 1234",
-            "--token none",
-        ),
-    ],
-)
+@pytest.mark.parametrize("text", ORDINARY_ARGUMENTS.strip().splitlines())
 def test_ordinary_arguments_are_no_secrets(text: str) -> None:
-    assert secret_patterns.in_arguments(["dist-run", "train.py", *text.split()]) == ""
+    assert secret_patterns.find_secret_argument(["dist-run", "train.py", *text.split()]) == ""
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        *(".env", "a/.env", ".env.local", ".ENV", ".netrc", ".pypirc", ".npmrc", "id_ed25519", "a/id_rsa"),
-        *("server.pem", "tls.KEY", ".ssh/", "a/.aws/", ".docker/config.json", "a/.config/gh/", ".kube/"),
-    ],
-)
+SUSPICIOUS_FILES = """
+.env a/.env .env.local .ENV .netrc .pypirc .npmrc id_ed25519 a/id_rsa server.pem tls.KEY .ssh/ a/.aws/
+.docker/config.json a/.config/gh/ .kube/
+"""
+ORDINARY_FILES = """
+.env.example .env/ env.py id_map.json a/id_list.csv .docker/ docker/config.json .docker/Dockerfile pem.py
+keys.txt ssh/ .ssh/known_hosts tokens.bin
+"""
+
+
+@pytest.mark.parametrize("path", [*SUSPICIOUS_FILES.split(), *ORDINARY_FILES.split()])
 def test_names_of_secret_files_are_found(path: str) -> None:
-    assert secret_patterns.in_file_name(path)
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        *(
-            ".env.example",
-            ".env/",
-            "env.py",
-            "id_map.json",
-            "a/id_list.csv",
-            ".docker/",
-            "docker/config.json",
-        ),
-        *(".docker/Dockerfile", "pem.py", "keys.txt", "ssh/", ".ssh/known_hosts", "tokens.bin"),
-    ],
-)
-def test_ordinary_file_names_are_no_secrets(path: str) -> None:
-    assert not secret_patterns.in_file_name(path)
+    assert secret_patterns.is_secret_file(path) == (path in SUSPICIOUS_FILES.split())
 
 
 @pytest.mark.parametrize(

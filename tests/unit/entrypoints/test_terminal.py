@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -57,14 +56,6 @@ def test_no_line_of_an_error_is_forged(message: str, where: str | None, hint: st
     assert first.isprintable()
     assert all(line.isprintable() and line.startswith(("  -> ", "     ")) for line in lines)
     assert sum(line.startswith("  -> ") for line in lines) == bool(hint)
-
-
-@given(TEXT)
-@example(f"{EVIL}\ud800")
-def test_json_holds_nothing_that_steers_a_terminal(text: str) -> None:
-    document = json.dumps({text: text})
-    assert document.isascii()
-    assert document.isprintable()
 
 
 @contextmanager

@@ -7,9 +7,9 @@ Limits and texts come from NCCL's user guide, "Troubleshooting", unless a check 
 from __future__ import annotations
 
 from imgkit_entrypoints.doctor.checks import health, machine, network, software
-from imgkit_entrypoints.doctor.checks.check import Check, Subject, Verdict
+from imgkit_entrypoints.doctor.checks.check import Check, CheckedNode, Verdict
 
-__all__ = ["CHECKS", "Check", "Subject", "Verdict"]
+__all__ = ["CHECKS", "Check", "CheckedNode", "Verdict"]
 
 CHECKS = (
     machine.check_image,

@@ -26,7 +26,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class CheckedNode:
     """Everything that the checks read about the node."""
 
     facts: HostFacts

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from xml.etree import ElementTree
 
 from imgkit_entrypoints.arguments import parse_digits
-from imgkit_entrypoints.doctor.checks.check import Check, Subject
+from imgkit_entrypoints.doctor.checks.check import Check, CheckedNode
 from imgkit_entrypoints.facts import health
 from imgkit_entrypoints.facts.health import PcieLink
 
@@ -39,29 +39,34 @@ _MAX_LINE_CHARACTERS = 160
 """How much of a line of the kernel log a check quotes."""
 
 
-def check_pcie(subject: Subject) -> Iterator[Check]:
+def check_pcie(node: CheckedNode) -> Iterator[Check]:
     """Check that the PCIe links of GPUs and NICs use all their lanes.
 
     A card that is badly seated uses fewer lanes, and is slower. A NIC with fewer lanes passes if its link is
     still as fast as its ports.
     """
-    port_rates = {}
-    for device in subject.facts.rdma:
-        port_rates[device.name] = sum(port.rate_Gbps or 0 for port in device.ports if port.active)
-    links = health.read_links(subject.reader, subject.facts)
+    port_rates_Gbps = {}
+    for device in node.facts.rdma:
+        rates = [port.rate_Gbps or 0 for port in device.ports if port.active]
+        port_rates_Gbps[device.name] = sum(rates)
+    links = health.read_links(node.reader, node.facts)
     warnings = []
     for link in links:
-        needed_Gbps = port_rates.get(link.device)
-        is_fast_enough = False
-        if needed_Gbps is not None and link.rate_Gbps is not None:
-            is_fast_enough = link.rate_Gbps >= needed_Gbps
-        if link.width < link.most_width and not is_fast_enough:
+        needed_Gbps = port_rates_Gbps.get(link.device)
+        if link.width < link.most_width and not _is_fast_enough(link, needed_Gbps):
             warnings.append(_narrow_link(link, needed_Gbps))
     yield from warnings
     if len(links) == 1 and not warnings:
         yield Check("pcie", "ok", "1 link of a GPU or NIC is wide enough")
     elif links and not warnings:
         yield Check("pcie", "ok", f"{len(links)} links of GPUs and NICs are wide enough")
+
+
+def _is_fast_enough(link: PcieLink, needed_Gbps: float | None) -> bool:
+    """Return whether a link is known to be as fast as the ports of its NIC."""
+    if needed_Gbps is None or link.rate_Gbps is None:
+        return False
+    return link.rate_Gbps >= needed_Gbps
 
 
 def _narrow_link(link: PcieLink, needed_Gbps: float | None) -> Check:
@@ -83,13 +88,13 @@ def _narrow_link(link: PcieLink, needed_Gbps: float | None) -> Check:
     return Check("pcie", "warn", evidence, fix)
 
 
-def check_port_errors(subject: Subject) -> Iterator[Check]:
+def check_port_errors(node: CheckedNode) -> Iterator[Check]:
     """Check that no port in use has counted errors, which come from a bad cable or switch.
 
     The counters keep old errors, so the remedy is to check them again after a run.
     """
-    counts = health.read_port_errors(subject.reader, subject.facts)
-    for name in subject.plan.devices:
+    counts = health.read_port_errors(node.reader, node.facts)
+    for name in node.plan.devices:
         errors = counts.get(name)
         if not errors:
             continue
@@ -101,14 +106,14 @@ def check_port_errors(subject: Subject) -> Iterator[Check]:
         yield Check("port errors", "warn", evidence, fix)
 
 
-def check_gpu_health(subject: Subject) -> Iterator[Check]:
+def check_gpu_health(node: CheckedNode) -> Iterator[Check]:
     """Check that nvidia-smi reports neither memory errors nor reduced clocks for any GPU.
 
     Without GPUs, or without a readable report of nvidia-smi, there is no result.
     """
-    if not subject.facts.gpu_devices:
+    if not node.facts.gpu_devices:
         return
-    report = health.run_nvidia_smi(subject.reader)
+    report = health.run_nvidia_smi(node.reader)
     if not report:
         return
     try:
@@ -166,15 +171,15 @@ def _active_clock_reasons(gpu: ElementTree.Element) -> set[str]:
     return reasons
 
 
-def check_xids(subject: Subject) -> Iterator[Check]:
+def check_xids(node: CheckedNode) -> Iterator[Check]:
     """Check that the kernel log has no Xid error of a GPU.
 
     NVIDIA's driver numbers its errors, and calls them Xids. Numbers that a faulty program causes are left
     out.
     """
-    if not subject.facts.gpu_devices:
+    if not node.facts.gpu_devices:
         return
-    log = health.read_xids(subject.reader)
+    log = health.read_xids(node.reader)
     # Only the last line is reported for each GPU and number.
     last_lines: dict[tuple[str, int], str] = {}
     for line in log.splitlines():

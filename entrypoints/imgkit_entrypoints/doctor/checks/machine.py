@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from imgkit_entrypoints.doctor.checks.check import Check, Subject, Verdict
+from imgkit_entrypoints.doctor.checks.check import Check, CheckedNode, Verdict
 from imgkit_entrypoints.facts import software, storage
 from imgkit_entrypoints.facts.compute import ONLY_NVIDIA
 from imgkit_entrypoints.facts.host_facts import Limit
@@ -27,80 +27,82 @@ DOCKER_SHM_BYTES = 64 * MIB
 MACHINES = {"linux/amd64": "x86_64", "linux/arm64": "aarch64"}
 
 
-def check_image(subject: Subject) -> Iterator[Check]:
+def check_image(node: CheckedNode) -> Iterator[Check]:
     """Check that imgkit has built the image, and that the image is for this machine's architecture.
 
     Without imgkit's file in the image, the expected hardware is unknown.
     """
-    if not subject.has_recipe:
+    if not node.has_recipe:
         evidence = "/opt/imgkit/system.json does not exist, so the expected hardware is unknown"
         yield Check("image", "unknown", evidence, "run inside an image that imgkit built")
         return
-    platform = str(software.manifest(subject.reader).get("platform", ""))
+    platform = str(software.manifest(node.reader).get("platform", ""))
     system, architecture, *_ = f"{platform}/".split("/")  # "linux/arm64/v8" has a variant as well
     machine = MACHINES.get(f"{system}/{architecture}")
-    evidence = f"/opt/imgkit/manifest.json: {platform or 'no platform'}; this machine is {subject.facts.arch}"
+    evidence = f"/opt/imgkit/manifest.json: {platform or 'no platform'}; this machine is {node.facts.arch}"
     if machine is None:
         yield Check("image", "unknown", evidence, "rebuild the image with imgkit build")
-    elif machine != subject.facts.arch:
+    elif machine != node.facts.arch:
         yield Check("image", "fail", evidence, "build an image for this machine: imgkit build --platform")
     else:
-        yield Check("image", "ok", f"{subject.system.title or 'imgkit'}; {evidence}")
+        yield Check("image", "ok", f"{node.system.title or 'imgkit'}; {evidence}")
 
 
-def check_gpus(subject: Subject) -> Iterator[Check]:
+def check_gpus(node: CheckedNode) -> Iterator[Check]:
     """Check that the node has as many GPUs as the recipe states.
 
     An image or a node for AMD GPUs fails, because imgkit supports only CUDA and NCCL. If the run is on CPUs
     on purpose, missing GPUs are only a warning.
     """
-    facts = subject.facts
-    expected = subject.system.node.gpus
+    facts = node.facts
+    expected = node.system.node.gpus
     evidence = f"{facts.gpus} visible ({facts.gpus_source})"
     if expected:
         evidence += f", the recipe says {expected} per node"
-    missing: Verdict = "warn" if subject.env.get("IMGKIT_DEVICE") == "cpu" else "fail"
-    if _is_for_other_gpus(subject):
-        # The image is made for AMD GPUs. Otherwise, the node has them.
+    verdict: Verdict = "warn" if node.env.get("IMGKIT_DEVICE") == "cpu" else "fail"
+    if _is_for_other_gpus(node):
         if facts.rocm:
             evidence += f"; made for AMD GPUs: {facts.rocm}"
         fix = "imgkit supports CUDA and NCCL only: use an image and a node for NVIDIA GPUs, "
         fix += "or CPUs only (--device cpu)"
-        yield Check("gpus", missing, evidence, fix)
+        yield Check("gpus", verdict, evidence, fix)
         return
+    # The driver shows GPUs in /proc even if the container was started without --nv.
+    are_hidden = facts.gpu_devices and "CUDA_VISIBLE_DEVICES" not in node.env
     requested = expected or len(facts.gpu_devices)
     fix = f"start the container with --nv, and request GPUs (Slurm: --gres=gpu:{requested})"
-    # The driver shows GPUs in /proc even if the container was started without --nv.
-    are_hidden = facts.gpu_devices and "CUDA_VISIBLE_DEVICES" not in subject.env
-    if not facts.gpus and (expected or are_hidden):
-        yield Check("gpus", missing, evidence, fix)
-    elif facts.gpus < expected:
-        yield Check("gpus", "warn", evidence, fix)
-    else:
-        models = {gpu.model for gpu in facts.gpu_devices if gpu.model and facts.gpus}
+    if facts.gpus:
+        if facts.gpus < expected:
+            yield Check("gpus", "warn", evidence, fix)
+            return
+        models = {gpu.model for gpu in facts.gpu_devices if gpu.model}
         yield Check("gpus", "ok", ", ".join([evidence, *sorted(models)]))
+    elif expected or are_hidden:
+        yield Check("gpus", verdict, evidence, fix)
+    else:
+        yield Check("gpus", "ok", evidence)
 
 
-def _is_for_other_gpus(subject: Subject) -> bool:
+def _is_for_other_gpus(node: CheckedNode) -> bool:
     """Return whether the image is made for AMD GPUs, or the node has only GPUs of other makers."""
-    facts = subject.facts
+    facts = node.facts
     if facts.rocm:
         return True
     if facts.gpus:
         return False
-    return bool(facts.amd_gpus or (subject.system.node.gpus and ONLY_NVIDIA in facts.gpus_source))
+    return bool(facts.amd_gpus or (node.system.node.gpus and ONLY_NVIDIA in facts.gpus_source))
 
 
-def report_driver(subject: Subject) -> Iterator[Check]:
+def report_driver(node: CheckedNode) -> Iterator[Check]:
     """Report the versions of the driver and of the image's CUDA.
 
     Whether the driver is too old for this CUDA is not checked here, because the table of known issues has an
     entry for it.
     """
-    if not subject.facts.gpus:
+    if not node.facts.gpus:
         return
-    cuda = subject.env.get("CUDA_VERSION", "")
-    version = subject.facts.driver_version
+    cuda = node.env.get("CUDA_VERSION", "")
+    version = node.facts.driver_version
     cuda_text = f"CUDA {cuda} (CUDA_VERSION)" if cuda else "CUDA_VERSION is not set"
     evidence = f"{version or 'unknown'} (/proc/driver/nvidia/version), {cuda_text}"
     if version and cuda:
@@ -109,29 +111,29 @@ def report_driver(subject: Subject) -> Iterator[Check]:
         yield Check("driver", "unknown", evidence, "compare both versions: nvidia-smi")
 
 
-def check_processors(subject: Subject) -> Iterator[Check]:
+def check_processors(node: CheckedNode) -> Iterator[Check]:
     """Check that there are enough processors to feed the GPUs with data.
 
     The recipe may state how many each GPU needs. Otherwise, one for each GPU is enough.
     """
-    per_gpu = subject.system.node.cpus_per_gpu or 1
-    needed = per_gpu * subject.facts.gpus
-    evidence = f"{subject.facts.cpus} allowed ({subject.facts.cpus_source})"
-    if subject.facts.cpus >= needed:
+    per_gpu = node.system.node.cpus_per_gpu or 1
+    needed = per_gpu * node.facts.gpus
+    evidence = f"{node.facts.cpus} allowed ({node.facts.cpus_source})"
+    if node.facts.cpus >= needed:
         yield Check("processors", "ok", evidence)
         return
-    evidence += f"; {subject.facts.gpus} GPUs need {per_gpu} each"
+    evidence += f"; {node.facts.gpus} GPUs need {per_gpu} each"
     fix = f"Slurm: --cpus-per-task={needed}, for srun as well; mpirun: --bind-to none; docker: --cpus"
     yield Check("processors", "warn", evidence, fix)
 
 
-def check_locked_memory(subject: Subject) -> Iterator[Check]:
+def check_locked_memory(node: CheckedNode) -> Iterator[Check]:
     """Check that the limit of locked memory is high enough for RDMA.
 
     RDMA locks its buffers in memory, so it fails if this limit is low. Without RDMA, there is no result.
     """
-    limit = subject.facts.memlock
-    if not subject.uses_rdma:
+    limit = node.facts.memlock
+    if not node.uses_rdma:
         return
     if limit == Limit():
         evidence = "/proc/self/limits has no line Max locked memory"
@@ -151,9 +153,9 @@ def check_locked_memory(subject: Subject) -> Iterator[Check]:
     )
 
 
-def check_shared_memory(subject: Subject) -> Iterator[Check]:
+def check_shared_memory(node: CheckedNode) -> Iterator[Check]:
     """Check that /dev/shm is large enough for NCCL between the ranks of a node and for data workers."""
-    size_bytes = subject.facts.shm_bytes
+    size_bytes = node.facts.shm_bytes
     if size_bytes is None:
         yield Check(SHM, "unknown", "the size cannot be read", "read the size: df -h /dev/shm")
         return
@@ -161,7 +163,7 @@ def check_shared_memory(subject: Subject) -> Iterator[Check]:
         yield Check(SHM, "ok", f"{size_bytes / GIB:.1f} GiB")
         return
     # NCCL fails with Docker's default size if it has to connect two GPUs.
-    is_too_small = size_bytes <= DOCKER_SHM_BYTES and subject.facts.gpus > 1
+    is_too_small = size_bytes <= DOCKER_SHM_BYTES and node.facts.gpus > 1
     yield Check(
         SHM,
         "fail" if is_too_small else "warn",
@@ -170,12 +172,12 @@ def check_shared_memory(subject: Subject) -> Iterator[Check]:
     )
 
 
-def check_disk(subject: Subject) -> Iterator[Check]:
+def check_disk(node: CheckedNode) -> Iterator[Check]:
     """Check that temporary files can be written, and measure how fast.
 
     If the facts come from a saved tree of files (``IMGKIT_ROOT``), there is no disk to check, and no result.
     """
-    if not subject.reader.live:
+    if not node.reader.live:
         return
     folder = tempfile.gettempdir()
     try:
@@ -187,12 +189,12 @@ def check_disk(subject: Subject) -> Iterator[Check]:
         yield Check("disk", "ok", f"{folder}: {rate_MBps:.0f} MB/s written")
 
 
-def check_limits(subject: Subject) -> Iterator[Check]:
+def check_limits(node: CheckedNode) -> Iterator[Check]:
     """Check the limits of the stack and of open files."""
     fix = "before the launch: ulimit -s 8192"
-    yield from _check_limit("stack", subject.facts.stack, STACK_BYTES, fix)
+    yield from _check_limit("stack", node.facts.stack, STACK_BYTES, fix)
     fix = "before the launch: ulimit -n 65536; docker: --ulimit nofile=16384"
-    yield from _check_limit("open files", subject.facts.open_files, OPEN_FILES, fix)
+    yield from _check_limit("open files", node.facts.open_files, OPEN_FILES, fix)
 
 
 def _check_limit(name: str, limit: Limit, least: int, fix: str) -> Iterator[Check]:
@@ -204,14 +206,14 @@ def _check_limit(name: str, limit: Limit, least: int, fix: str) -> Iterator[Chec
         yield Check(name, "warn", evidence, fix)
 
 
-def check_ports(subject: Subject) -> Iterator[Check]:
+def check_ports(node: CheckedNode) -> Iterator[Check]:
     """Check that the kernel does not assign the ports of jobs to outgoing connections.
 
     If it does, a connection of any program may already use the port on which torchrun wants to listen.
     """
-    if subject.facts.ephemeral_ports is None:
+    if node.facts.ephemeral_ports is None:
         return
-    first, last = subject.facts.ephemeral_ports
+    first, last = node.facts.ephemeral_ports
     evidence = f"/proc/sys/net/ipv4/ip_local_port_range: {first} {last}"
     # Ports of jobs follow from the job id and are all in this range (schedulers/placement.py).
     last_job_port = FIRST_PORT + PORTS - 1
@@ -223,16 +225,16 @@ def check_ports(subject: Subject) -> Iterator[Check]:
         yield Check("ports", "warn", evidence, fix)
 
 
-def check_processes(subject: Subject) -> Iterator[Check]:
+def check_processes(node: CheckedNode) -> Iterator[Check]:
     """Check that the limits of the user and the container allow enough processes and threads."""
-    limit = subject.facts.processes
-    source = subject.facts.processes_source
+    limit = node.facts.processes
+    source = node.facts.processes_source
     # The limit is unknown.
     if limit == Limit():
         return
     evidence = source or str(limit)
     # Each core has several threads of OpenMP, NCCL and data workers.
-    needed = max(MIN_PROCESSES, 4 * subject.facts.cpus)
+    needed = max(MIN_PROCESSES, 4 * node.facts.cpus)
     if limit.value is None or limit.value >= needed:
         yield Check("processes", "ok", evidence)
         return
@@ -243,14 +245,14 @@ def check_processes(subject: Subject) -> Iterator[Check]:
     yield Check("processes", "warn", evidence, fix)
 
 
-def report_iommu(subject: Subject) -> Iterator[Check]:
+def report_iommu(node: CheckedNode) -> Iterator[Check]:
     """Report that the node has an IOMMU, which may slow down traffic between GPUs.
 
     The verdict is ``unknown``, because only a measurement shows whether the traffic is slow.
     """
-    if subject.facts.gpus < 2:
+    if node.facts.gpus < 2:
         return
-    names = subject.reader.names("/sys/class/iommu")
+    names = node.reader.names("/sys/class/iommu")
     if names:
         evidence = f"/sys/class/iommu: {', '.join(names)}; "
         evidence += "an IOMMU can slow down or hang traffic between GPUs"
@@ -258,12 +260,12 @@ def report_iommu(subject: Subject) -> Iterator[Check]:
         yield Check("iommu", "unknown", evidence, fix)
 
 
-def report_nccl(subject: Subject) -> Iterator[Check]:
+def report_nccl(node: CheckedNode) -> Iterator[Check]:
     """Report the version of NCCL and the settings in nccl.conf files.
 
     NCCL reads these files besides the variables of the environment.
     """
-    facts = subject.facts
+    facts = node.facts
     if facts.nccl_version:
         yield Check("nccl", "ok", f"{facts.nccl_version} ({facts.nccl_source})")
     elif facts.gpus:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from imgkit_entrypoints import files
-from imgkit_entrypoints.doctor.checks.check import Check, Subject, Verdict
+from imgkit_entrypoints.doctor.checks.check import Check, CheckedNode, Verdict
 from imgkit_entrypoints.fabric import library_path, plugin, ports, sockets
 from imgkit_entrypoints.fabric.slingshot import find_plugin
 from imgkit_entrypoints.facts import health
@@ -14,36 +14,36 @@ from imgkit_entrypoints.facts.host_facts import Port, RdmaDevice
 from imgkit_entrypoints.system import HOST_LIBS
 
 
-def report_network(subject: Subject) -> Iterator[Check]:
+def report_network(node: CheckedNode) -> Iterator[Check]:
     """Report the kind of network that a run would use, and what is wrong with it.
 
     The plan of the network has blockers (a run on several nodes would fail), known issues and warnings. Each
     of them is a result.
     """
-    plan = subject.plan
+    plan = node.plan
     devices = ", ".join(plan.devices) or "no device"
     if plan.line_rate_Gbps:
         devices += f", {plan.line_rate_Gbps:g} Gbit/s"
     yield Check("network", "ok", f"{plan.kind} over {devices} ({plan.reason})")
     for blocker in plan.blockers:
-        yield Check("network", subject.network_verdict, blocker.what, blocker.fix)
+        yield Check("network", node.network_verdict, blocker.what, blocker.fix)
     for finding in (*plan.refusals, *plan.warnings):
         verdict: Verdict = "fail" if finding.is_failure else "warn"
         yield Check(finding.check, verdict, finding.what, finding.fix)
 
 
-def check_net_plugin(subject: Subject) -> Iterator[Check]:
+def check_net_plugin(node: CheckedNode) -> Iterator[Check]:
     """Check that the dynamic linker can load the network plug-in that NCCL_NET_PLUGIN names.
 
     The file may exist, but need other libraries that are missing.
     """
-    value = subject.plan.env.get(plugin.VARIABLE) or subject.env.get(plugin.VARIABLE, "")
-    if plugin.VARIABLE in subject.plan.unset or not value:
+    value = node.plan.env.get(plugin.VARIABLE) or node.env.get(plugin.VARIABLE, "")
+    if plugin.VARIABLE in node.plan.unset or not value:
         return
     fix = "put the folders of what it needs on LD_LIBRARY_PATH, or use a plug-in for this image's glibc"
-    for path in plugin.plugin_files(subject.facts, value):
+    for path in plugin.plugin_files(node.facts, value):
         problem = ""
-        if subject.reader.live:
+        if node.reader.live:
             # The plug-in is loaded in another process, because its constructors may do anything.
             problem = health.load_problem(path)
         evidence = f"{plugin.VARIABLE}={value}: {path}"
@@ -53,49 +53,49 @@ def check_net_plugin(subject: Subject) -> Iterator[Check]:
             yield Check("plug-in", "ok", evidence)
 
 
-def report_interface(subject: Subject) -> Iterator[Check]:
+def report_interface(node: CheckedNode) -> Iterator[Check]:
     """Report the network interface for the bootstrap of NCCL and Gloo.
 
     In the bootstrap, their processes find each other. It uses TCP, even if the data uses RDMA.
     """
-    if not subject.facts.interfaces:
+    if not node.facts.interfaces:
         fix = "start the container with /sys, without --contain"
         yield Check("interface", "unknown", "/sys/class/net shows no interface", fix)
         return
     # If no interface can be used, `report_network` reports it as a blocker.
-    for decision in subject.plan.decisions:
+    for decision in node.plan.decisions:
         if decision.variable == sockets.NCCL and decision.value:
             yield Check("interface", "ok", f"{decision.value}: {decision.reason}")
 
 
-def check_rdma_ports(subject: Subject) -> Iterator[Check]:
+def check_rdma_ports(node: CheckedNode) -> Iterator[Check]:
     """Report the RDMA ports in use, and check the other ports for faults.
 
     A port without a link is often unused on purpose. It is a fault only if no port can be used, or if its
     whole card has failed (`_ports_of_failed_cards`).
     """
-    all_ports = {port.name: port for device in subject.facts.rdma for port in device.ports}
-    used = [port for name, port in all_ports.items() if name in subject.plan.devices]
+    all_ports: dict[str, Port] = {}
+    for device in node.facts.rdma:
+        all_ports |= {port.name: port for port in device.ports}
+    used = [port for name, port in all_ports.items() if name in node.plan.devices]
     if used:
-        links = (f"{port.name} {port.link_layer} {port.rate}" for port in used)
-        yield Check("rdma ports", "ok", ", ".join(links))
-    failed = _ports_of_failed_cards(subject, used)
-    is_expected = subject.system.fabric.kind in ("infiniband", "roce")
-    for decision in subject.plan.decisions:
+        links = ", ".join(f"{port.name} {port.link_layer} {port.rate}" for port in used)
+        yield Check("rdma ports", "ok", links)
+    failed = _ports_of_failed_cards(node, used)
+    is_expected = node.system.fabric.kind in ("infiniband", "roce")
+    verdict: Verdict = "fail" if is_expected and not used else "warn"
+    fix = "report the node to the site with the output of ibstat; for INIT, check the subnet manager"
+    for decision in node.plan.decisions:
         # A decision that is not used has the name of a port that was left out, and the reason.
-        if decision.variable != ports.HCA or decision.used:
+        if decision.variable != ports.HCA or decision.used or decision.value not in all_ports:
             continue
-        port = all_ports.get(decision.value)
-        if port is None or port.active:
-            continue
-        if used and not port.has_link and port.name not in failed:
-            continue  # a port with another purpose, or without a cable
-        fix = "report the node to the site with the output of ibstat; for INIT, check the subnet manager"
-        verdict: Verdict = "fail" if is_expected and not used else "warn"
-        yield Check("rdma ports", verdict, f"{decision.value}: {decision.reason}", fix)
+        port = all_ports[decision.value]
+        has_other_purpose = bool(used) and not port.has_link and port.name not in failed
+        if not port.active and not has_other_purpose:
+            yield Check("rdma ports", verdict, f"{port.name}: {decision.reason}", fix)
 
 
-def _ports_of_failed_cards(subject: Subject, used: Sequence[Port]) -> set[str]:
+def _ports_of_failed_cards(node: CheckedNode, used: Sequence[Port]) -> set[str]:
     """Return the names of ports without a link whose card has failed, such as ``mlx5_3:1``.
 
     A card has failed if none of its ports has a link while most cards of its kind work. The second port of a
@@ -105,14 +105,14 @@ def _ports_of_failed_cards(subject: Subject, used: Sequence[Port]) -> set[str]:
     ----------
     used : ports that NCCL uses for the run.
     """
-    nics = subject.system.fabric.nics
+    nics = node.system.fabric.nics
     if nics is not None and len(used) >= nics:
         return set()
     used_devices = {port.device for port in used}
-    working_cards = {device.card for device in subject.facts.rdma if device.name in used_devices}
+    working_cards = {device.card for device in node.facts.rdma if device.name in used_devices}
     link_layers = {port.link_layer for port in used}
     failed_cards, failed_ports = set(), set()
-    for device in subject.facts.rdma:
+    for device in node.facts.rdma:
         if device.card in working_cards:
             continue
         for port in device.ports:
@@ -125,15 +125,15 @@ def _ports_of_failed_cards(subject: Subject, used: Sequence[Port]) -> set[str]:
     return failed_ports
 
 
-def check_verbs(subject: Subject) -> Iterator[Check]:
+def check_verbs(node: CheckedNode) -> Iterator[Check]:
     """Report the device files and libraries of InfiniBand and RoCE.
 
     If one of them is missing, the plan of the network has a warning, which `report_network` reports.
     """
-    facts, devices = subject.facts, _used_devices(subject)
-    if subject.plan.kind not in ("infiniband", "roce") or not devices:
+    facts, devices = node.facts, _used_devices(node)
+    if node.plan.kind not in ("infiniband", "roce") or not devices:
         return
-    failed_checks = {finding.check for finding in subject.plan.warnings if finding.is_failure}
+    failed_checks = {finding.check for finding in node.plan.warnings if finding.is_failure}
     if "rdma devices" not in failed_checks:
         device_files = ", ".join(device.verbs for device in devices)
         yield Check("rdma devices", "ok", f"{device_files} can be opened")
@@ -146,26 +146,26 @@ def check_verbs(subject: Subject) -> Iterator[Check]:
         yield Check("libibverbs", "ok", evidence)
 
 
-def report_gid(subject: Subject) -> Iterator[Check]:
+def report_gid(node: CheckedNode) -> Iterator[Check]:
     """Report the GID of RoCE ports. If a port has no IPv4 GID, `report_network` reports it."""
-    reasons = [item.reason for item in subject.plan.decisions if item.variable == ports.GID_INDEX]
-    if subject.plan.kind == "roce" and reasons and not subject.plan.blockers:
+    reasons = [item.reason for item in node.plan.decisions if item.variable == ports.GID_INDEX]
+    if node.plan.kind == "roce" and reasons and not node.plan.blockers:
         yield Check("gid", "ok", "; ".join(reasons))
 
 
-def check_slingshot(subject: Subject) -> Iterator[Check]:
+def check_slingshot(node: CheckedNode) -> Iterator[Check]:
     """Check that Slingshot's NICs can be opened, and that NCCL's plug-in and its libraries exist.
 
     On a node without Slingshot, there is no result.
     """
-    facts = subject.facts
-    links = subject.plan.links
-    if subject.plan.kind != "slingshot":
+    facts = node.facts
+    links = node.plan.links
+    if node.plan.kind != "slingshot":
         return
     closed = [device.name for device in facts.cxi if not device.opens]
     if closed:
         fix = "Slurm: use a job step with a network allocation; Singularity: no --contain"
-        yield Check("slingshot", subject.network_verdict, f"cannot be opened: {', '.join(closed)}", fix)
+        yield Check("slingshot", node.network_verdict, f"cannot be opened: {', '.join(closed)}", fix)
     else:
         names = ", ".join(f"/dev/{device.name}" for device in facts.cxi)
         yield Check("slingshot", "ok", f"{names} can be opened")
@@ -179,42 +179,42 @@ def check_slingshot(subject: Subject) -> Iterator[Check]:
         fix = "in the recipe: system.fabric.host_libs: auto, and their folders in system.runtime.host_libs; "
         fix += "otherwise NCCL uses TCP"
         evidence = f"not on the library path: {', '.join(missing)}"
-        yield Check("libfabric", subject.network_verdict, evidence, fix)
+        yield Check("libfabric", node.network_verdict, evidence, fix)
     else:
         yield Check("libfabric", "ok", plugin_path)
-    yield from _host_libraries(subject)
+    yield from _host_libraries(node)
 
 
-def _host_libraries(subject: Subject) -> Iterator[Check]:
+def _host_libraries(node: CheckedNode) -> Iterator[Check]:
     """Check that the dynamic linker can load the libraries that the plan takes from the host.
 
     Like a launch, this makes a folder with a link to each library, so that the linker searches as in a run.
     """
-    links = subject.plan.links
-    if not links or not subject.reader.live:
+    links = node.plan.links
+    if not links or not node.reader.live:
         return
     folder = library_path.links_folder(links)
-    search_path = subject.plan.env[library_path.VARIABLE]
+    search_path = node.plan.env[library_path.VARIABLE]
     try:
         files.make_links(Path(folder), links)
         problems = [health.load_problem(f"{folder}/{name}", search_path) for name in links]
     except OSError as error:
         problems = [str(error)]
-    problem = next(filter(None, problems), "")
-    if problem:
-        fix = f"to run without them: {HOST_LIBS}=none"
-        yield Check("host libraries", subject.network_verdict, problem, fix)
-    else:
-        yield Check("host libraries", "ok", f"{', '.join(links)} of the host can be loaded")
+    for problem in problems:
+        if problem:
+            fix = f"to run without them: {HOST_LIBS}=none"
+            yield Check("host libraries", node.network_verdict, problem, fix)
+            return
+    yield Check("host libraries", "ok", f"{', '.join(links)} of the host can be loaded")
 
 
-def check_gpudirect(subject: Subject) -> Iterator[Check]:
+def check_gpudirect(node: CheckedNode) -> Iterator[Check]:
     """Check that NICs can read the memory of GPUs directly, and that each NIC in use is near a GPU.
 
     NVIDIA calls this GPUDirect RDMA. Without GPUs or RDMA, there is no result.
     """
-    facts = subject.facts
-    if not (facts.gpus and subject.uses_rdma):
+    facts = node.facts
+    if not (facts.gpus and node.uses_rdma):
         return
     if facts.peermem:
         yield Check("gpudirect", "ok", facts.peermem)
@@ -225,23 +225,23 @@ def check_gpudirect(subject: Subject) -> Iterator[Check]:
         evidence = "/sys/module/nvidia_peermem does not exist, and there is no open kernel module for DMA-BUF"
         fix = "on the node: modprobe nvidia_peermem. Until then data is copied through host memory"
         yield Check("gpudirect", "warn", evidence, fix)
-    for device in _used_devices(subject):
-        yield _check_affinity(subject, device)
+    for device in _used_devices(node):
+        yield _check_affinity(node, device)
 
 
-def _used_devices(subject: Subject) -> list[RdmaDevice]:
+def _used_devices(node: CheckedNode) -> list[RdmaDevice]:
     """Return the RDMA devices of the ports in use: mlx5_0 for the port ``mlx5_0:1``."""
-    names = {name.partition(":")[0] for name in subject.plan.devices}
-    return [device for device in subject.facts.rdma if device.name in names]
+    names = {name.partition(":")[0] for name in node.plan.devices}
+    return [device for device in node.facts.rdma if device.name in names]
 
 
-def _check_affinity(subject: Subject, device: RdmaDevice) -> Check:
+def _check_affinity(node: CheckedNode, device: RdmaDevice) -> Check:
     """Check that an RDMA device is near a GPU: under the same PCI switch, or on the same NUMA node.
 
     Data between distant devices crosses the processors, which is slower.
     """
     evidence = f"{device.name}: {device.path}/device -> {device.pci or '?'}, numa_node {device.numa_node}"
-    match ports.gpu_distance(subject.facts, device):
+    match ports.gpu_distance(node.facts, device):
         case None:
             return Check("affinity", "unknown", evidence, "show the topology: nvidia-smi topo -m")
         case 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from imgkit_entrypoints.doctor.checks.check import Check, Subject
+from imgkit_entrypoints.doctor.checks.check import Check, CheckedNode
 from imgkit_entrypoints.fabric import lint
 from imgkit_entrypoints.facts import HostFacts, Reader
 from imgkit_entrypoints.facts.software import absent_files
@@ -19,29 +19,29 @@ LIBC = (
 )
 
 
-def check_scheduler(subject: Subject) -> Iterator[Check]:
+def check_scheduler(node: CheckedNode) -> Iterator[Check]:
     """Check that the variables of the recipe's scheduler are visible.
 
     A container that was started with ``--cleanenv`` hides them, and each node would then start a run of its
     own.
     """
-    problem = missing_launcher_clause(subject.system.scheduler, subject.env)
+    problem = missing_launcher_clause(node.system.scheduler, node.env)
     if problem:
         fix = "in a job: start the container without --cleanenv and --containall; elsewhere this is expected"
         yield Check("scheduler", "warn", problem, fix)
         return
-    names = launcher_variables(subject.env)
+    names = launcher_variables(node.env)
     if names:
         yield Check("scheduler", "ok", ", ".join(names))
 
 
-def check_glibc(subject: Subject) -> Iterator[Check]:
+def check_glibc(node: CheckedNode) -> Iterator[Check]:
     """Check that the image's glibc is new enough for the host's libraries that workers load.
 
     A library that needs ``GLIBC_2.38`` cannot be loaded with an older glibc. NCCL then uses TCP or ends.
     """
-    path, version = image_glibc(subject.facts, subject.reader)
-    needed = needed_glibc(subject.facts, subject.reader)
+    path, version = image_glibc(node.facts, node.reader)
+    needed = needed_glibc(node.facts, node.reader)
     if not version or not needed:
         return
     evidence = f"{path} has GLIBC_2.{version}"
@@ -49,7 +49,7 @@ def check_glibc(subject: Subject) -> Iterator[Check]:
     if too_new:
         fix = "use a newer base image, or a library built in the image instead of the host's"
         evidence += f", {', '.join(too_new)}, so it cannot be loaded"
-        yield Check("glibc", subject.network_verdict, evidence, fix)
+        yield Check("glibc", node.network_verdict, evidence, fix)
     else:
         evidence += f", the fabric's libraries need up to GLIBC_2.{max(needed.values())}"
         yield Check("glibc", "ok", evidence)
@@ -79,15 +79,15 @@ def newest_glibc(reader: Reader, path: str) -> int:
     return max(map(int, versions), default=0)
 
 
-def check_variables(subject: Subject) -> Iterator[Check]:
+def check_variables(node: CheckedNode) -> Iterator[Check]:
     """Check that files that variables name exist, and that NCCL or Gloo knows the name of each NCCL variable.
 
     A misspelled name has no effect, and nobody reports it.
     """
-    settings = {item.name: item.value for item in subject.facts.nccl_settings}
+    settings = {item.name: item.value for item in node.facts.nccl_settings}
     # The user's environment counts before an nccl.conf file, and that before the recipe.
-    env = {**subject.system.env, **settings, **subject.env}
-    for text, fix in absent_files(subject.reader, env):
+    env = {**node.system.env, **settings, **node.env}
+    for text, fix in absent_files(node.reader, env):
         yield Check("variables", "warn", text, fix)
     for name in lint.unknown_names(env):
         # `report_network` warns about a name that is similar to a known one. Names with TORCH_ are left out,
@@ -98,17 +98,17 @@ def check_variables(subject: Subject) -> Iterator[Check]:
             yield Check("variables", "unknown", evidence, fix)
 
 
-def check_image_mount(subject: Subject) -> Iterator[Check]:
+def check_image_mount(node: CheckedNode) -> Iterator[Check]:
     """Check that the image's files are not served by a squashfuse process of this Slurm job step.
 
     A signal of Slurm to the step would end this process, and with it the program that runs from the image.
     """
-    if "SLURM_JOB_ID" not in subject.env:
+    if "SLURM_JOB_ID" not in node.env:
         return
-    ancestors = set(_ancestors(subject.reader))
-    for pid in subject.reader.names("/proc", "[0-9]{1,9}"):
-        name = subject.reader.text(f"/proc/{pid}/comm") or ""
-        if name.startswith("squashfuse") and _parent(subject.reader, pid) in ancestors:
+    ancestors = set(_ancestors(node.reader))
+    for pid in node.reader.names("/proc", "[0-9]{1,9}"):
+        name = node.reader.text(f"/proc/{pid}/comm") or ""
+        if name.startswith("squashfuse") and _parent(node.reader, pid) in ancestors:
             evidence = f"/proc/{pid}/comm: {name} serves this image's files and belongs to the job step: "
             evidence += "a signal to the step (scancel, --signal=USR1@120) ends it and the program"
             fix = "use #SBATCH --signal=B:USR1@120 and a trap in the script. The site can install apptainer "

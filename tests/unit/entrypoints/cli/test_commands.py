@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from imgkit_entrypoints import facts
-from imgkit_entrypoints.apps.share import share
 from imgkit_entrypoints.cli import options
 from imgkit_entrypoints.cli.commands import COMMANDS, shim_text
 
@@ -31,25 +29,35 @@ def command(*args: str, env: dict[str, str] | None = None, cwd: Path | None = No
     )
 
 
+def plan_of(*line: str, **env: str) -> dict[str, Any]:
+    """The plan that a dry run of the command prints as JSON."""
+    result = command(line[0], *DRY, *line[1:], env=env)
+    assert result.returncode == 0, result.stderr
+    plan: dict[str, Any] = json.loads(result.stdout)
+    return plan
+
+
+def python_with(folder: Path, *line: str, **options: Any):
+    """Run a command with a folder in front of Python's path."""
+    code = "import sys; sys.path.insert(0, sys.argv.pop(1)); "
+    code += "from imgkit_entrypoints.cli.main import main; main()"
+    argv = [sys.executable, "-c", code, str(folder), *line]
+    return subprocess.run(argv, capture_output=True, text=True, check=False, **options)
+
+
 def test_options_come_in_any_order():
-    first = command("dist-train", *DRY, "--steps", "7", "--nproc", "2", "--lr", "0.1", "--device", "cpu")
-    second = command("dist-train", "--device", "cpu", "--nproc", "2", "--steps", "7", *DRY, "--lr", "0.1")
-    assert first.returncode == 0
-    assert first.stdout == second.stdout
-    assert json.loads(first.stdout)["argv"][-4:] == ["--steps", "7", "--lr", "0.1"]
-
-
-def test_variables_stand_in_for_flags():
-    plan = json.loads(command("dist-hello", *DRY, env={"IMGKIT_NPROC": "3"}).stdout)
-    assert plan["argv"][plan["argv"].index("--nproc-per-node") + 1] == "3"
+    first = plan_of("dist-train", "--steps", "7", "--nproc", "2", "--lr", "0.1", "--device", "cpu")
+    assert first == plan_of("dist-train", "--device", "cpu", "--nproc", "2", "--steps", "7", "--lr", "0.1")
+    assert first["argv"][-4:] == ["--steps", "7", "--lr", "0.1"]
 
 
 def test_switches_have_variables_too():
     env = {"IMGKIT_DRY_RUN": "1", "IMGKIT_NPROC": "3"}
     assert json.loads(command("dist-hello", "--json", env=env).stdout)["nproc"] == 3
     ranks = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-    sizes = {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "IMGKIT_DIRECT": "1", "IMGKIT_DRY_RUN": "1"}
-    assert json.loads(command("dist-hello", "--json", env=ranks | sizes).stdout)["mode"] == "direct"
+    assert (
+        plan_of("dist-hello", **ranks, OMPI_COMM_WORLD_LOCAL_SIZE="1", IMGKIT_DIRECT="1")["mode"] == "direct"
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,7 +85,7 @@ def test_dry_run_names_the_source_of_each_value():
 
 
 def test_dry_run_names_every_variable_of_the_json():
-    plan = json.loads(command("dist-hello", *DRY).stdout)
+    plan = plan_of("dist-hello")
     first = {line.partition(" ")[0] for line in command("dist-hello", "--dry-run").stdout.splitlines()}
     assert {*plan["env"], *plan["unset"]} <= first
 
@@ -86,35 +94,37 @@ def test_dry_run_of_the_doctor_starts_no_check():
     assert command("dist-doctor", "--dry-run").stdout.splitlines()[-1].endswith("apps.doctor")
 
 
-@pytest.mark.parametrize("value", ["3", "many"])
-def test_flag_beats_its_variable(value: str):
-    plan = json.loads(command("dist-hello", *DRY, "--nproc", "2", env={"IMGKIT_NPROC": value}).stdout)
-    assert plan["argv"][plan["argv"].index("--nproc-per-node") + 1] == "2"
+@pytest.mark.parametrize(
+    ("flags", "value", "nproc"),
+    [((), "3", "3"), (("--nproc", "2"), "3", "2"), (("--nproc", "2"), "many", "2")],
+)
+def test_variables_stand_in_for_flags(flags: tuple[str, ...], value: str, nproc: str):
+    plan = plan_of("dist-hello", *flags, IMGKIT_NPROC=value)
+    assert plan["argv"][plan["argv"].index("--nproc-per-node") + 1] == nproc
 
 
 def test_dist_run_leaves_the_scripts_arguments_alone():
-    plan = json.loads(
-        command("dist-run", *DRY, "--nproc", "2", "train.py", "--nproc", "x y", "--dry-run").stdout
-    )
+    plan = plan_of("dist-run", "--nproc", "2", "train.py", "--nproc", "x y", "--dry-run")
     assert plan["argv"][-4:] == ["train.py", "--nproc", "x y", "--dry-run"]
+    assert plan_of("dist-run", "-m", "pkg.train", "--lr", "1")["argv"][-4:] == [
+        "-m",
+        "pkg.train",
+        "--lr",
+        "1",
+    ]
 
 
 def test_pi_needs_no_gpu(tmp_path: Path):
     (tmp_path / "opt/imgkit").mkdir(parents=True)
     (tmp_path / "opt/imgkit/system.json").write_text('{"schema": 1, "node": {"gpus": 4}}')
-    env = {"IMGKIT_ROOT": str(tmp_path)}
-    plan = json.loads(command("dist-pi", *DRY, env=env).stdout)
+    plan = plan_of("dist-pi", IMGKIT_ROOT=str(tmp_path))
     assert (plan["env"]["IMGKIT_DEVICE"], plan["nproc"]) == ("cpu", 1)
 
 
 def test_dry_run_imports_no_torch(tmp_path: Path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); "
-    code += "from imgkit_entrypoints.cli.main import main; main()"
-    result = subprocess.run(
-        [sys.executable, "-c", code, "dist-train", *DRY], capture_output=True, text=True, check=False
-    )
+    result = python_with(tmp_path, "dist-train", *DRY)
     assert result.returncode == 0, result.stderr
 
 
@@ -122,20 +132,14 @@ def test_stop_file_keeps_single_ranks_from_starting_but_not_the_plan(tmp_path: P
     for folder in ("torch", "run"):
         (tmp_path / folder).mkdir()
     (tmp_path / "run/stop").touch()
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); "
-    code += "from imgkit_entrypoints.cli.main import main; main()"
     rank = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     env = {f"OMPI_COMM_WORLD_{name}": "1" if "SIZE" in name else "0" for name in rank}
     env |= {"PATH": "/usr/bin:/bin", "IMGKIT_DIRECT": "1", "IMGKIT_RUN_DIR": str(tmp_path / "run")}
-
-    def run(*args: str):
-        argv = [sys.executable, "-c", code, "dist-run", *args, "x.py"]
-        return subprocess.run(argv, capture_output=True, text=True, env=env, check=False)
-
-    refused = run()
+    refused = python_with(tmp_path, "dist-run", "x.py", env=env)
     assert refused.returncode == 2
     assert f"rm {tmp_path}/run/stop" in refused.stderr
-    assert json.loads(run(*DRY).stdout)["mode"] == "direct"
+    planned = python_with(tmp_path, "dist-run", *DRY, "x.py", env=env)
+    assert json.loads(planned.stdout)["mode"] == "direct"
 
 
 @pytest.mark.parametrize("words", [("dist-hello",), ("dist-run", "--dry-run", "x.py")])
@@ -165,8 +169,8 @@ def test_result_that_cannot_be_printed_ends_with_one(words: str, output: str):
 
 def test_hidden_torch_is_told(tmp_path: Path):
     (tmp_path / "torch").mkdir()
-    plan = json.loads(command("dist-run", *DRY, "x.py", env={"PYTHONPATH": str(tmp_path)}).stdout)
-    assert any("another torch" in text for text in plan["warnings"])
+    warnings = plan_of("dist-run", "x.py", PYTHONPATH=str(tmp_path))["warnings"]
+    assert any("another torch" in text for text in warnings)
 
 
 def test_shell_lines_can_be_evaluated():
@@ -223,27 +227,16 @@ def test_dist_env_names_the_image_and_not_its_variables(slingshot: dict[str, str
 
 
 def test_dry_run_names_a_plugin_without_file(slingshot: dict[str, str]):
-    plan = json.loads(command("dist-run", *DRY, "x.py", env={**slingshot, "NCCL_NET_PLUGIN": "own"}).stdout)
+    plan = plan_of("dist-run", "x.py", **{**slingshot, "NCCL_NET_PLUGIN": "own"})
     (text,) = (text for text in plan["warnings"] if "NCCL_NET_PLUGIN" in text)
     assert text.startswith("NCCL_NET_PLUGIN='own' (set by the user) cannot be opened, there is no own or ")
     assert "NCCL_NET_PLUGIN" not in plan["unset"]
-
-
-def test_dist_run_takes_a_module():
-    plan = json.loads(command("dist-run", *DRY, "-m", "pkg.train", "--lr", "1").stdout)
-    assert plan["argv"][-4:] == ["-m", "pkg.train", "--lr", "1"]
 
 
 def test_help_shows_both_groups_of_options():
     text = command("dist-train", "--help").stdout
     assert "--nproc" in text
     assert "--steps" in text
-
-
-def test_dist_env_reports_this_host():
-    report = json.loads(command("dist-env", "--json").stdout)
-    assert report["schema"] == 1
-    assert report["host"]["cpus"] >= 1
 
 
 def test_files_in_the_current_folder_do_not_matter(tmp_path: Path):
@@ -256,71 +249,31 @@ def test_every_command_has_a_shim_of_its_name():
         assert shim_text(spec).endswith(f'exec python3 -I -m imgkit_entrypoints {spec.name} "$@"\n')
 
 
-def test_gpus_without_device_files_do_not_count(tmp_path: Path):
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev" / "nvidiactl").touch()
-    assert facts.gather(tmp_path, {"CUDA_VISIBLE_DEVICES": "0,1"}).gpus == 0
-
-
-def test_visible_devices_limit_the_gpus(tmp_path: Path):
-    (tmp_path / "dev").mkdir()
-    for number in range(4):
-        (tmp_path / "dev" / f"nvidia{number}").touch()
-    assert facts.gather(tmp_path, {}).gpus == 4
-    assert facts.gather(tmp_path, {"CUDA_VISIBLE_DEVICES": "2,3"}).gpus == 2
-    assert facts.gather(tmp_path, {"CUDA_VISIBLE_DEVICES": "-1"}).gpus == 0
-
-
-@pytest.mark.parametrize(("intervals", "ranks"), [(10, 3), (7, 8), (1, 1), (100_000_007, 6)])
-def test_shares_of_pi_are_exact(intervals: int, ranks: int):
-    shares = [share(intervals, rank, ranks) for rank in range(ranks)]
-    assert shares[0][0] == 0
-    assert shares[-1][1] == intervals
-    assert all(before[1] == after[0] for before, after in itertools.pairwise(shares))
-
-
-def test_torchrun_s_spellings_are_understood() -> None:
+def test_torchrun_s_spellings_are_understood():
     old = ("--nproc_per_node=2", "--node_rank=1", "--master_addr=node1", "--master_port=7000")
-    result = command("dist-hello", *DRY, "--nnodes=2", *old)
-    assert result.returncode == 0, result.stderr
-    placement = json.loads(result.stdout)["placement"]
+    plan = plan_of("dist-hello", "--nnodes=2", *old)
+    placement = plan["placement"]
     # torchrun has the port that is given, the roll call the next.
     assert (placement["node_rank"], placement["head"], placement["port"]) == (1, "node1", 7001)
-    assert json.loads(result.stdout)["nproc"] == 2
+    assert plan["nproc"] == 2
 
 
-def test_dist_env_takes_the_launch_s_options() -> None:
+def test_dist_env_takes_the_launch_s_options():
     flags = ("--nnodes", "2", "--node-rank", "1", "--head", "node1")
     report = json.loads(command("dist-env", "--json", *flags).stdout)
+    assert (report["schema"], report["host"]["cpus"] >= 1) == (1, True)
     assert (report["placement"]["nnodes"], report["placement"]["head"]) == (2, "node1")
-    assert json.loads(command("dist-env", *DRY, *flags).stdout)["placement"]["node_rank"] == 1
+    assert plan_of("dist-env", *flags)["placement"]["node_rank"] == 1
 
 
 def test_absent_file_of_a_variable_is_in_the_plan():
-    plan = json.loads(command("dist-run", *DRY, "x.py", env={"NCCL_TOPO_FILE": "/gone.xml"}).stdout)
-    (text,) = [text for text in plan["warnings"] if "NCCL_TOPO_FILE" in text]
+    warnings = plan_of("dist-run", "x.py", NCCL_TOPO_FILE="/gone.xml")["warnings"]
+    (text,) = [text for text in warnings if "NCCL_TOPO_FILE" in text]
     assert "there is no such file" in text
     assert "--bind /gone.xml" in text
 
 
-TWO = (
-    "--nnodes",
-    "2",
-    "--node-rank",
-    "0",
-    "--head",
-    "127.0.0.1",
-    "--device",
-    "cpu",
-    "--rollcall-timeout",
-    "1",
-)
-WITH_A_STUB_OF_TORCH = """
-import sys
-sys.path.insert(0, sys.argv.pop(1))
-from imgkit_entrypoints.cli.main import main
-main()
-"""
+TWO_NODES = ("--nnodes=2", "--node-rank=0", "--head=127.0.0.1", "--device=cpu", "--rollcall-timeout=1")
 
 
 @pytest.fixture
@@ -332,15 +285,10 @@ def started(tmp_path: Path):
     def start(*args: str, env: dict[str, str] | None = None, stdin: str = "", usual_port: bool = False):
         with socket.create_server(("", 0)) as listener:  # tests beside this one take the usual port
             port = listener.getsockname()[1]
-        argv = [sys.executable, "-c", WITH_A_STUB_OF_TORCH, str(tmp_path / "stub"), "dist-hello"]
-        return subprocess.run(
-            [*argv, *TWO, *([] if usual_port else ["--port", str(port - 1)]), *args],
-            capture_output=True,
-            text=True,
-            input=stdin,
-            env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), **(env or {})},
-            check=False,
-        )
+        port_args = [] if usual_port else ["--port", str(port - 1)]
+        env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), **(env or {})}
+        line = ("dist-hello", *TWO_NODES, *port_args, *args)
+        return python_with(tmp_path / "stub", *line, input=stdin, env=env)
 
     return start
 
@@ -411,19 +359,13 @@ def test_value_that_is_no_choice_is_refused(line: str, value: str):
     assert f": invalid choice: {value} (choose from " in result.stderr
 
 
-def plan_of(name: str, *args: str, **env: str):
-    return json.loads(command(name, *DRY, *args, env=env).stdout)
-
-
 def test_workers_start_without_what_the_launcher_of_their_node_has_set():
     variables = {"PMIX_RANK": "0", "LD_PRELOAD": "/absent/libxalt_init.so"}
     plan = plan_of("dist-run", "train.py", **variables)
     assert set(variables) <= set(plan["unset"])
     assert plan["notes"][0].startswith("workers start without PMIX_* (1), LD_PRELOAD")
-    plan_with_kept_env = plan_of(
-        "dist-run", "--keep-env", "PMIX_*", "train.py", **variables, IMGKIT_KEEP_ENV="LD_PRELOAD"
-    )
-    assert not set(variables) & set(plan_with_kept_env["unset"])
+    kept = {**variables, "IMGKIT_KEEP_ENV": "LD_PRELOAD"}
+    assert not set(variables) & set(plan_of("dist-run", "--keep-env", "PMIX_*", "train.py", **kept)["unset"])
 
 
 def test_compiled_code_lies_in_a_private_folder_of_the_node(tmp_path: Path):

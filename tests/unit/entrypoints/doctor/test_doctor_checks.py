@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from file_tree import write_files
@@ -120,7 +122,12 @@ def examine(
     return node.examine(host, system, env or {}, reader=Reader(root=root), nnodes=nnodes)
 
 
-def verdicts(checks: tuple[Check, ...], name: str) -> list[str]:
+def results(name: str, host: HostFacts, *args: Any, **options: Any) -> list[Check]:
+    """The results of one check. The arguments are those of `examine`."""
+    return [check for check in examine(host, *args, **options) if check.name == name]
+
+
+def verdicts(checks: Iterable[Check], name: str) -> list[str]:
     return [check.verdict for check in checks if check.name == name]
 
 
@@ -194,85 +201,96 @@ def test_one_fault_is_named_with_its_fix(
     assert node.passed(checks) == (verdict != "fail")
 
 
+def nic(number: int, *, card: int | None = None, function: int = 0, state: str = PORT.state) -> RdmaDevice:
+    """A NIC with one port. Those with one `card` are on the same card."""
+    name, card = f"mlx5_{number}", number if card is None else card
+    port = dataclasses.replace(PORT, device=name, path=PORT.path.replace("mlx5_0", name), state=state)
+    return dataclasses.replace(
+        NIC, name=name, ports=(port,), pci=f"pci0000:{card}0/0000:{card}1:00.{function}"
+    )
+
+
 def test_dead_ports_fail_where_the_recipe_wants_them(image: Path) -> None:
-    port = dataclasses.replace(PORT, state="2: INIT")
-    checks = examine(IB, MN5, CUDA, root=image, rdma=(dataclasses.replace(NIC, ports=(port,)),))
-    hit = next(check for check in checks if check.name == "rdma ports")
+    hit, *_ = results("rdma ports", IB, MN5, CUDA, root=image, rdma=(nic(0, state="2: INIT"),))
     assert hit.verdict == "fail"
     assert "state: 2: INIT" in hit.evidence
     assert "no subnet manager" in hit.evidence
 
 
-def test_unplugged_second_port_does_not_matter(image: Path) -> None:
-    down = dataclasses.replace(PORT, number=2, state="1: DOWN", path=PORT.path[:-1] + "2")
-    checks = examine(IB, MN5, CUDA, root=image, rdma=(dataclasses.replace(NIC, ports=(PORT, down)),))
-    assert verdicts(checks, "rdma ports") == ["ok"]
+DOWN = "1: DOWN"
 
 
 @pytest.mark.parametrize(
-    ("state", "working", "card", "expected"),
+    ("system", "nics", "expected"),
     [
-        ("1: DOWN", 3, 4, ["ok", "warn"]),  # the fourth card has failed
-        ("1: DOWN", 1, 4, ["ok"]),  # half of the cards: nobody plugged them in
-        ("1: DOWN", 3, 0, ["ok"]),  # the second port of a working card, without a cable
+        (None, [nic(0), nic(1), nic(2), nic(4, state=DOWN)], ["ok", "warn"]),
+        (None, [nic(0), nic(4, state=DOWN)], ["ok"]),
+        (None, [nic(0), nic(1), nic(2), nic(3, card=0, function=1, state=DOWN)], ["ok"]),
+        (None, [nic(0), nic(1), nic(9, state=DOWN)], ["ok", "warn"]),
+        (MN5, [nic(0), nic(1), nic(9, state=DOWN)], ["ok"]),
+    ],
+    ids=[
+        "the fourth card has failed",
+        "nobody plugged in half of the cards",
+        "the second port of a working card has no cable",
+        "the third card has failed",
+        "the recipe counts fewer cards",
     ],
 )
-def test_dead_fourth_port_is_told_without_a_recipe(
-    state: str, working: int, card: int, expected: list[str]
+def test_port_without_a_link_is_a_fault_if_its_card_has_failed(
+    system: SystemFacts | None, nics: list[RdmaDevice], expected: list[str]
 ) -> None:
-    def nic(number: int, where: int, function: int, state: str) -> RdmaDevice:
-        path = f"/sys/class/infiniband/mlx5_{number}/ports/1"
-        port = dataclasses.replace(PORT, device=f"mlx5_{number}", path=path, state=state)
-        pci = f"pci0000:{where}0/0000:{where}1:00.{function}"
-        return dataclasses.replace(NIC, name=f"mlx5_{number}", pci=pci, ports=(port,), numa_node=0)
-
-    nics = [nic(number, number, 0, "4: ACTIVE") for number in range(working)]
-    checks = examine(IB, rdma=(*nics, nic(working, card, 1 if card == 0 else 0, state)))
-    assert verdicts(checks, "rdma ports") == expected
+    assert verdicts(examine(IB, system, rdma=tuple(nics)), "rdma ports") == expected
 
 
-def test_card_that_the_recipe_does_not_count_may_be_dead() -> None:
-    down = dataclasses.replace(PORT, device="mlx5_9", state="1: DOWN", path=PORT.path.replace("_0", "_9"))
-    nics = tuple(
-        dataclasses.replace(NIC, name=name, pci=f"pci0000:{name[-1]}0/0000:{name[-1]}1:00.0", ports=(port,))
-        for name, port in (
-            ("mlx5_0", PORT),
-            ("mlx5_1", dataclasses.replace(PORT, device="mlx5_1")),
-            ("mlx5_9", down),
-        )
-    )
-    assert verdicts(examine(IB, rdma=nics), "rdma ports") == ["ok", "warn"]
-    assert verdicts(examine(IB, MN5, rdma=nics), "rdma ports") == ["ok"]
+NO_PLUGIN = {**CUDA, "NCCL_NET_PLUGIN": "spcx"}
+RUNAI = dataclasses.replace(MN5, scheduler="runai")
+
+
+@pytest.mark.parametrize(
+    ("name", "system", "env", "changed", "expected"),
+    [
+        ("gpus", MN5, {"IMGKIT_DEVICE": "cpu"}, {"gpus": 0}, ["warn"]),
+        ("gpus", None, {}, {"gpus": 0}, ["fail"]),
+        ("gpus", None, {"CUDA_VISIBLE_DEVICES": ""}, {"gpus": 0}, ["ok"]),
+        ("known issue", MN5, CUDA, {"driver": OLD_DRIVER, "has_cuda_compat": True}, ["warn"]),
+        ("scheduler", RUNAI, {}, {}, []),
+        ("plug-in", MN5, NO_PLUGIN, {"image_env": NO_PLUGIN}, []),
+        ("plug-in", MN5, CUDA, {}, []),
+    ],
+    ids=[
+        "CPUs are requested",
+        "hidden GPUs without a recipe",
+        "GPUs that the user hides",
+        "CUDA's forward compatibility softens an old driver",
+        "a pod alone is no hidden job",
+        "a plug-in of the image without file is left out",
+        "no plug-in",
+    ],
+)
+def test_circumstances_change_the_verdict(
+    name: str,
+    system: SystemFacts | None,
+    env: dict[str, str],
+    changed: dict[str, object],
+    expected: list[str],
+) -> None:
+    assert verdicts(examine(IB, system, env, **changed), name) == expected
 
 
 @pytest.mark.parametrize("name", ["NCCL_TOPO_FILE", "NCCL_GRAPH_FILE"])
 def test_file_of_a_variable_has_to_exist(tmp_path: Path, name: str) -> None:
     (tmp_path / "topo.xml").write_text("<system/>")
-    assert verdicts(examine(GOOD, None, {name: "/topo.xml"}, root=tmp_path), "variables") == []
+    assert results("variables", GOOD, None, {name: "/topo.xml"}, root=tmp_path) == []
     for setting in ({"env": {name: "/gone.xml"}}, {"system": SystemFacts(env={name: "/gone.xml"})}):
-        (hit,) = [check for check in examine(GOOD, root=tmp_path, **setting) if check.name == "variables"]  # type: ignore[arg-type]
+        (hit,) = results("variables", GOOD, root=tmp_path, **setting)
         assert (hit.verdict, f"{name}=/gone.xml" in hit.evidence) == ("warn", True)
         assert "--bind /gone.xml" in hit.fix
 
 
 def test_variable_like_no_other_is_unknown_not_wrong() -> None:
-    (hit,) = [check for check in examine(GOOD, None, {"NCCL_SITE_X": "1"}) if check.name == "variables"]
+    (hit,) = results("variables", GOOD, None, {"NCCL_SITE_X": "1"})
     assert (hit.verdict, hit.fix.startswith("unset NCCL_SITE_X")) == ("unknown", True)
-
-
-def test_asked_for_processors_only_means_no_gpu_failure(image: Path) -> None:
-    checks = examine(IB, MN5, {"IMGKIT_DEVICE": "cpu"}, root=image, gpus=0)
-    assert verdicts(checks, "gpus") == ["warn"]
-
-
-def test_hidden_gpus_fail_without_a_recipe() -> None:
-    assert verdicts(examine(IB, gpus=0), "gpus") == ["fail"]
-    assert verdicts(examine(IB, None, {"CUDA_VISIBLE_DEVICES": ""}, gpus=0), "gpus") == ["ok"]
-
-
-def test_compat_folder_softens_an_old_driver() -> None:
-    checks = examine(IB, MN5, CUDA, driver=OLD_DRIVER, has_cuda_compat=True)
-    assert verdicts(checks, "known issue") == ["warn"]
 
 
 def test_roce_without_ipv4_fails_between_nodes_only() -> None:
@@ -288,15 +306,14 @@ def test_roce_without_ipv4_fails_between_nodes_only() -> None:
 @pytest.mark.parametrize("gone", ["libfabric.so.1", "libcxi.so.1", "libnccl-net.so"])
 def test_lacking_slingshot_library_is_named(gone: str) -> None:
     libraries = tuple(item for item in CXI.libraries if item.name != gone)
-    hit = next(check for check in examine(CXI, libraries=libraries, nnodes=2) if check.name == "libfabric")
-    assert hit.verdict == "fail"
-    assert hit.evidence.endswith(gone)
+    (hit,) = results("libfabric", CXI, libraries=libraries, nnodes=2)
+    assert (hit.verdict, hit.evidence.endswith(gone)) == ("fail", True)
 
 
 def test_slingshot_device_that_does_not_open_is_named() -> None:
     closed = (dataclasses.replace(CXI.cxi[0], opens=False),)
-    hits = [check for check in examine(CXI, cxi=closed, nnodes=2) if check.name == "slingshot"]
-    assert [(check.verdict, check.evidence) for check in hits] == [("fail", "cannot be opened: cxi0")]
+    (hit,) = results("slingshot", CXI, cxi=closed, nnodes=2)
+    assert (hit.verdict, hit.evidence) == ("fail", "cannot be opened: cxi0")
 
 
 def test_what_the_launcher_set_is_nobodys_wish(image: Path) -> None:
@@ -309,13 +326,13 @@ def test_what_the_launcher_set_is_nobodys_wish(image: Path) -> None:
 
 def test_hidden_nccl_settings_are_shown() -> None:
     setting = Setting(name="NCCL_ALGO", value="Ring", path="/etc/nccl.conf")
-    hit = next(check for check in examine(GOOD, nccl_settings=(setting,)) if check.name == "nccl.conf")
+    (hit,) = results("nccl.conf", GOOD, nccl_settings=(setting,))
     assert hit.evidence == "NCCL_ALGO=Ring (/etc/nccl.conf)"
 
 
 def test_iommu_is_unknown_not_a_failure(image: Path) -> None:
     (image / "sys/class/iommu/dmar0").mkdir(parents=True)
-    assert verdicts(examine(IB, MN5, CUDA, root=image), "iommu") == ["unknown"]
+    assert verdicts(examine(IB, root=image), "iommu") == ["unknown"]
 
 
 @pytest.mark.parametrize(
@@ -327,14 +344,8 @@ def test_iommu_is_unknown_not_a_failure(image: Path) -> None:
     ],
 )
 def test_hidden_job_is_told(env: dict[str, str], verdict: str, evidence: str) -> None:
-    system = dataclasses.replace(MN5, scheduler="slurm")
-    hits = [check for check in examine(IB, system, env) if check.name == "scheduler"]
-    assert [(check.verdict, evidence in check.evidence) for check in hits] == [(verdict, True)]
-
-
-def test_pod_alone_is_no_hidden_job() -> None:
-    system = dataclasses.replace(MN5, scheduler="runai")
-    assert verdicts(examine(IB, system), "scheduler") == []
+    (hit,) = results("scheduler", IB, dataclasses.replace(MN5, scheduler="slurm"), env)
+    assert (hit.verdict, evidence in hit.evidence) == (verdict, True)
 
 
 @pytest.mark.parametrize(
@@ -348,9 +359,9 @@ def test_host_library_needs_the_images_glibc(
     for path, minor in minor_versions.items():
         library = b"\x7fELF\xff\0GLIBC_2.2.5\0GLIBC_2.%d\0GLIBC_PRIVATE\0" % minor
         write_files(tmp_path, {path: library})
-    hits = [check for check in examine(IB, root=tmp_path, nnodes=2) if check.name == "glibc"]
-    assert [check.verdict for check in hits] == [verdict]
-    assert (f"needs GLIBC_2.{host_glibc}" in hits[0].evidence) == (verdict == "fail")
+    (hit,) = results("glibc", IB, root=tmp_path, nnodes=2)
+    assert hit.verdict == verdict
+    assert (f"needs GLIBC_2.{host_glibc}" in hit.evidence) == (verdict == "fail")
 
 
 PROCESSES = {"self": "python3 90", "90": "starter 80", "80": "starter 1", "91": "squashfuse_ll 80"}
@@ -380,32 +391,24 @@ def test_broken_manifest_is_unknown(image: Path) -> None:
         assert verdicts(examine(GOOD, SystemFacts(), root=image), "image") == ["unknown"]
 
 
+# The version line of a machine with an H200.
 OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (nixbld@)"
-"""On a machine with an H200."""
 
 
 @pytest.mark.parametrize(
-    ("driver", "env", "line"),
+    ("driver", "env", "version", "cuda"),
     [
-        (
-            OPEN_DRIVER,
-            {"CUDA_VERSION": "13.0.2"},
-            "580.159.04 (/proc/driver/nvidia/version), CUDA 13.0.2 (CUDA_VERSION)",
-        ),
-        (IB.driver, {}, "550.54.15 (/proc/driver/nvidia/version), CUDA_VERSION is not set"),
-        ("", {}, "unknown (/proc/driver/nvidia/version), CUDA_VERSION is not set"),
+        (OPEN_DRIVER, CUDA, "580.159.04", "CUDA 12.4.0.041 (CUDA_VERSION)"),
+        (IB.driver, {}, "550.54.15", "CUDA_VERSION is not set"),
+        ("", {}, "unknown", "CUDA_VERSION is not set"),
     ],
 )
-def test_driver_is_its_version_alone(driver: str, env: dict[str, str], line: str) -> None:
-    assert [check.evidence for check in examine(IB, None, env, driver=driver) if check.name == "driver"] == [
-        line
-    ]
+def test_driver_is_its_version_alone(driver: str, env: dict[str, str], version: str, cuda: str) -> None:
+    (hit,) = results("driver", IB, None, env, driver=driver)
+    assert hit.evidence == f"{version} (/proc/driver/nvidia/version), {cuda}"
 
 
-STRICT = (["--strict"], ["--strict", "--json"])
-
-
-@pytest.mark.parametrize("args", STRICT)
+@pytest.mark.parametrize("args", [["--strict"], ["--strict", "--json"]])
 def test_strict_makes_a_warning_a_failure(
     args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -417,36 +420,28 @@ def test_strict_makes_a_warning_a_failure(
     assert '"passed": false' in text if "--json" in args else "FAILED: --strict counts warnings" in text
 
 
-def saved(root: Path, memlock: str) -> Path:
-    """A tree of a RoCE node for IMGKIT_ROOT."""
-    port = {
-        "state": "4: ACTIVE",
-        "phys_state": "5: LinkUp",
-        "rate": "100 Gb/sec (4X EDR)",
-        "link_layer": "InfiniBand",
-    }
-    write_files(root / "sys/class/infiniband/mlx5_0/ports/1", port)
-    return write_files(root, {"proc/self/limits": f"Max locked memory         {memlock}  {memlock}  bytes"})
+@pytest.fixture
+def rdma_env(tmp_path: Path) -> dict[str, str]:
+    """The environment for a tree of an InfiniBand node that locks too little memory."""
+    port = {"state": "4: ACTIVE", "link_layer": "InfiniBand", "rate": "100 Gb/sec (4X EDR)"}
+    write_files(tmp_path / "sys/class/infiniband/mlx5_0/ports/1", port)
+    limits = "Max locked memory         65536  65536  bytes"
+    return {"IMGKIT_ROOT": str(write_files(tmp_path, {"proc/self/limits": limits}))}
 
 
-def test_json_has_all_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    root = saved(tmp_path, "65536")
-    assert node.main(["--json"], {"IMGKIT_ROOT": str(root)}) == 1
+def test_json_has_all_checks(rdma_env: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert node.main(["--json"], rdma_env) == 1
     report = json.loads(capsys.readouterr().out)
-    assert report["schema"] == 1
-    assert report["passed"] is False
-    names = {check["name"] for check in report["checks"] if check["verdict"] == "fail"}
-    assert "memlock" in names
+    assert (report["schema"], report["passed"]) == (1, False)
+    assert "memlock" in {check["name"] for check in report["checks"] if check["verdict"] == "fail"}
     assert set(report["checks"][0]) == {"name", "verdict", "evidence", "fix"}
 
 
-def test_table_puts_fixes_below(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    root = saved(tmp_path, "65536")
-    node.main([], {"IMGKIT_ROOT": str(root)})
-    lines = capsys.readouterr().out.splitlines()
-    at = next(number for number, line in enumerate(lines) if line.startswith("fail     memlock"))
-    assert lines[at + 1].strip().startswith("-> docker: --ulimit memlock=-1")
-    assert lines[-1].endswith("fail")
+def test_table_puts_fixes_below(rdma_env: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    node.main([], rdma_env)
+    text = capsys.readouterr().out
+    assert re.search(r"^fail     memlock .*\n +-> docker: --ulimit memlock=-1", text, re.MULTILINE)
+    assert text.endswith("fail\n")
 
 
 def test_wrong_option_exits_with_two(capsys: pytest.CaptureFixture[str]) -> None:
@@ -467,47 +462,32 @@ def test_gpus_of_others_end_with_the_reason(
     (image / "dev" / file).touch()
     seen = facts.gather(image, {})
     changes = {"gpu_devices": (), "gpus_source": seen.gpus_source, "amd_gpus": seen.amd_gpus}
-    checks = examine(IB, system, root=image, gpus=0, **changes)
-    (check,) = [check for check in checks if check.name == "gpus"]
+    (check,) = results("gpus", IB, system, root=image, gpus=0, **changes)
     assert check.verdict == verdict
     assert ("NVIDIA GPUs" in check.fix) == (verdict != "ok")
     assert "--nv" not in check.fix
 
 
-def plug(name: str, path: str) -> tuple[Library, ...]:
-    return (*IB.libraries, Library(name=name, path=path, target=path))
-
-
 def test_plugin_without_file_fails(image: Path) -> None:
-    checks = examine(IB, MN5, {**CUDA, "NCCL_NET_PLUGIN": "spcx"}, root=image)
-    assert verdicts(checks, "plug-in") == ["fail"]
-    assert "plug-in" not in {check.name for check in examine(IB, MN5, CUDA, root=image)}
+    checks = examine(IB, MN5, NO_PLUGIN, root=image)
+    (hit,) = (check for check in checks if check.name == "plug-in")
+    assert hit.verdict == "fail"
+    text = "NCCL_NET_PLUGIN='spcx' (set by the user) cannot be opened, there is no spcx or libnccl-net"
+    assert text in hit.evidence
     assert verdicts(checks, "network") == ["ok"]
-    (text,) = (check.evidence for check in checks if check.name == "plug-in")
-    assert (
-        "NCCL_NET_PLUGIN='spcx' (set by the user) cannot be opened, there is no spcx or libnccl-net" in text
-    )
 
 
-def test_plugin_of_the_image_without_file_is_left_out(image: Path) -> None:
-    env = {**CUDA, "NCCL_NET_PLUGIN": "spcx"}
-    assert verdicts(examine(IB, MN5, env, root=image, image_env=env), "plug-in") == []
-
-
-def test_plugin_that_the_linker_refuses_fails(tmp_path: Path) -> None:
-    broken = tmp_path / "libnccl-net-x.so"
-    broken.write_text("no library")
-    env = {"NCCL_NET_PLUGIN": "x"}
-    checks = examine(IB, MN5, env, root=Path("/"), libraries=plug(broken.name, str(broken)))
-    (check,) = (check for check in checks if check.name == "plug-in")
-    assert check.verdict == "fail"
-    assert f"{broken} cannot be opened: OSError: {broken}" in check.evidence
-
-
-def test_plugin_that_loads_is_ok() -> None:
-    env = {"NCCL_NET_PLUGIN": "libc.so.6"}
-    checks = examine(IB, MN5, env, root=Path("/"), libraries=plug("libc.so.6", "libc.so.6"))
-    assert verdicts(checks, "plug-in") == ["ok"]
+@pytest.mark.parametrize("works", [True, False])
+def test_plugin_fails_if_the_linker_refuses_it(tmp_path: Path, works: bool) -> None:
+    path = Path("libc.so.6")
+    if not works:
+        path = tmp_path / "libnccl-net-x.so"
+        path.write_text("no library")
+    plug = Library(name=path.name, path=str(path), target=str(path))
+    env = {"NCCL_NET_PLUGIN": path.name}
+    (check,) = results("plug-in", IB, MN5, env, root=Path("/"), libraries=(*IB.libraries, plug))
+    assert check.verdict == ("ok" if works else "fail")
+    assert (f"{path} cannot be opened: OSError: {path}" in check.evidence) != works
 
 
 @pytest.mark.parametrize("args", [[], ["--json"]])

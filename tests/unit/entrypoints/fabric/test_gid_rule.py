@@ -74,8 +74,3 @@ def test_rule_is_nccls_scan_exhaustively():
 @given(st.lists(st.sampled_from(KINDS), min_size=1, max_size=256))
 def test_rule_is_nccls_scan_anywhere(table: list[Slot]):
     assert rule(table) == scan(table)
-
-
-@given(st.lists(st.sampled_from((*KINDS[:5],)), max_size=20))
-def test_no_ipv4_means_no_pick(table: list[Slot]):
-    assert rule(table) == 0

@@ -10,6 +10,8 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 import pytest
 
@@ -51,74 +53,79 @@ TABLE: Mapping[tuple[str, str], tuple[str, str, str, str]] = {
     ("OMPI_MCA_coll_hcoll_enable", "0"): (KEPT, KEPT, KEPT, KEPT),
     ("OMPI_MCA_btl_tcp_if_include", "eth0"): (KEPT, KEPT, KEPT, KEPT),
 }
-CASES = [
-    pytest.param(tree, name, value, expected, id=f"{tree}-{name}={value}")
-    for (name, value), row in TABLE.items()
-    for tree, expected in zip(MACHINES, row, strict=True)
-]
 PLUGINS = tuple(
     Library(name=name, path=f"/opt/plugins/{name}", target=f"/opt/plugins/{name}")
     for name in ("libnccl-net-spcx.so", "libnccl-net-ofi.so")
 )
 
 
-def reached(plan: fabric.FabricPlan, env: Mapping[str, str], name: str) -> str | None:
-    """The value that a worker gets, as the launch composes it."""
-    child = {key: value for key, value in env.items() if key not in plan.unset} | dict(plan.env)
-    return child.get(name)
+class Case(NamedTuple):
+    host: HostFacts
+    """A machine with both plug-ins, whose environment has the variable."""
+    name: str
+    value: str
+    expected: str
+
+    def choose(
+        self, image: Mapping[str, str] | None, system: SystemFacts | None = None, value: str | None = None
+    ) -> fabric.FabricPlan:
+        """Return the plan for an image with these variables, with `value` in the environment."""
+        env = {} if value is None else {self.name: value}
+        return choose(replace(self.host, image_env=image), system, env)
+
+    def worker_value(self, plan: fabric.FabricPlan, value: str | None) -> str | None:
+        """The value that a worker gets, as the launch composes it."""
+        if self.name in plan.unset:
+            value = None
+        return plan.env.get(self.name, value)
 
 
-def with_plugins(host: HostFacts, image: Mapping[str, str] | None) -> HostFacts:
-    return replace(host, image_env=image, libraries=(*host.libraries, *PLUGINS))
+def choose(host: HostFacts, system: SystemFacts | None = None, env: Mapping[str, str] = MappingProxyType({})):
+    return fabric.choose_fabric(host, system, env, nnodes=2)
 
 
-@pytest.mark.parametrize(("on", "name", "value", "expected"), CASES)
-def test_facts_correct_the_image(machine: Machine, on: str, name: str, value: str, expected: str):
-    env = {name: value}
-    host = with_plugins(machine(on, env=env), {"PATH": "/bin", **env})
-    plan = fabric.choose_fabric(host, None, env, nnodes=2)
-    expected_value = {KEPT: value, GONE: None}.get(expected, expected)
-    assert reached(plan, env, name) == expected_value
-    assert (plan.kind, plan.devices) == (
-        fabric.choose_fabric(replace(host, image_env={}), None, {}, nnodes=2).kind,
-        fabric.choose_fabric(replace(host, image_env={}), None, {}, nnodes=2).devices,
-    )
-    decisions = [item for item in plan.decisions if item.variable == name]
+@pytest.fixture(
+    params=[
+        pytest.param((tree, *variable, expected), id=f"{tree}-{'='.join(variable)}")
+        for variable, row in TABLE.items()
+        for tree, expected in zip(MACHINES, row, strict=True)
+    ]
+)
+def case(request: pytest.FixtureRequest, machine: Machine) -> Case:
+    tree, name, value, expected = request.param
+    host = machine(tree, env={name: value})
+    return Case(replace(host, libraries=(*host.libraries, *PLUGINS)), name, value, expected)
+
+
+def test_facts_correct_the_image(case: Case):
+    image = {"PATH": "/bin", case.name: case.value}
+    plan, bare = case.choose(image, value=case.value), case.choose({})
+    expected = {KEPT: case.value, GONE: None}.get(case.expected, case.expected)
+    assert case.worker_value(plan, case.value) == expected
+    assert (plan.kind, plan.devices) == (bare.kind, bare.devices)
+    decisions = [item for item in plan.decisions if item.variable == case.name]
     assert not any("set by the user" in str(text) for text in (*decisions, *plan.warnings))
-    if expected_value != value:
+    if expected != case.value:
         assert any("the image" in item.reason for item in decisions), decisions
 
 
-@pytest.mark.parametrize(("on", "name", "value", "expected"), CASES)
-def test_other_value_than_the_images_is_the_users(
-    machine: Machine, on: str, name: str, value: str, expected: str
-):
-    env = {name: value}
-    host = with_plugins(machine(on, env=env), {"PATH": "/bin", name: "another"})
-    plan = fabric.choose_fabric(host, None, env, nnodes=2)
-    assert reached(plan, env, name) == value
-    assert {item.origin for item in plan.decisions if item.variable == name and item.value == value} <= {
-        "user"
-    }
+def test_other_value_than_the_images_is_the_users(case: Case):
+    plan = case.choose({"PATH": "/bin", case.name: "another"}, value=case.value)
+    assert case.worker_value(plan, case.value) == case.value
+    decisions = [item for item in plan.decisions if item.variable == case.name and item.value == case.value]
+    assert {item.origin for item in decisions} <= {"user"}
 
 
-@pytest.mark.parametrize(("on", "name", "value", "expected"), CASES)
-def test_recipe_replaces_the_image(machine: Machine, on: str, name: str, value: str, expected: str):
-    env, system = {name: "of the image"}, SystemFacts(env={name: value})
-    host = with_plugins(machine(on, env=env), {"PATH": "/bin", **env})
-    plan = fabric.choose_fabric(host, system, env, nnodes=2)
-    bare = fabric.choose_fabric(host, system, {}, nnodes=2)
-    assert reached(plan, env, name) == reached(bare, {}, name)
+def test_recipe_replaces_the_image(case: Case):
+    image, system = {"PATH": "/bin", case.name: "of the image"}, SystemFacts(env={case.name: case.value})
+    plan, bare = case.choose(image, system, "of the image"), case.choose(image, system)
+    assert case.worker_value(plan, "of the image") == case.worker_value(bare, None)
     assert dict(plan.env) == dict(bare.env)
 
 
-@pytest.mark.parametrize(("on", "name", "value", "expected"), CASES)
-def test_without_manifest_all_values_are_the_users(
-    machine: Machine, on: str, name: str, value: str, expected: str
-):
-    env = {name: value}
-    plan = fabric.choose_fabric(with_plugins(machine(on, env=env), None), None, env, nnodes=2)
-    assert reached(plan, env, name) == value
+def test_without_manifest_all_values_are_the_users(case: Case):
+    plan = case.choose(None, value=case.value)
+    assert case.worker_value(plan, case.value) == case.value
     assert "no variables of an image" in plan.image
 
 
@@ -126,10 +133,7 @@ def test_interface_of_the_partition_is_that_of_the_recipe(machine: Machine):
     partitions = {"a": Partition(interfaces=("eno1", "ib0")), "b": Partition(interfaces=("eth9",))}
     system = SystemFacts(env={"NCCL_SOCKET_IFNAME": "ib0"}, partitions=partitions)
     host = machine("ib4_ndr200")
-    plans = {
-        name: fabric.choose_fabric(host, system, {"SLURM_JOB_PARTITION": name}, nnodes=2)
-        for name in ("a", "b", "c")
-    }
+    plans = {name: choose(host, system, {"SLURM_JOB_PARTITION": name}) for name in ("a", "b", "c")}
     assert plans["a"].env["NCCL_SOCKET_IFNAME"].lstrip("=") == "eno1,ib0"
     assert plans["a"].env["GLOO_SOCKET_IFNAME"] == "eno1"
     (decision,) = (item for item in plans["a"].decisions if item.variable == "NCCL_SOCKET_IFNAME")
@@ -140,7 +144,7 @@ def test_interface_of_the_partition_is_that_of_the_recipe(machine: Machine):
     assert any("eth9" in item.value and "not used" in item.reason for item in plans["b"].decisions)
     assert plans["c"].env["NCCL_SOCKET_IFNAME"] == "ib0"
     user = {"SLURM_JOB_PARTITION": "a", "NCCL_SOCKET_IFNAME": "ib0"}
-    assert "NCCL_SOCKET_IFNAME" not in fabric.choose_fabric(host, system, user, nnodes=2).env
+    assert "NCCL_SOCKET_IFNAME" not in choose(host, system, user).env
 
 
 @pytest.mark.parametrize("image", [{}, {"NCCL_SOCKET_IFNAME": "ib0"}])
@@ -148,7 +152,7 @@ def test_recipes_value_in_the_environment_is_the_recipes(machine: Machine, image
     """A shell or a script that ``imgkit run`` has started has the recipe's variables."""
     env = {"NCCL_SOCKET_IFNAME": "ib0", "NCCL_NET_GDR_LEVEL": "PHB"}
     found = replace(machine("none", env=env), image_env=image)
-    started, alone = (fabric.choose_fabric(found, SystemFacts(env=env), part, nnodes=2) for part in (env, {}))
+    started, alone = choose(found, SystemFacts(env=env), env), choose(found, SystemFacts(env=env))
     assert started.decisions == alone.decisions
     assert (started.env, started.unset) == (alone.env, alone.unset)
     assert started.env["NCCL_SOCKET_IFNAME"] == "eth0"  # this machine has no ib0
@@ -157,22 +161,21 @@ def test_recipes_value_in_the_environment_is_the_recipes(machine: Machine, image
 def test_images_plugin_keeps_slingshots_guard_and_warning(machine: Machine):
     env = {"NCCL_NET_PLUGIN": "spcx"}
     host = machine("cxi4", env=env)
-    of_image = fabric.choose_fabric(replace(host, image_env=env), None, env, nnodes=2)
+    of_image = choose(replace(host, image_env=env), None, env)
     assert of_image.env["NCCL_NET"] == "AWS Libfabric"
     assert of_image.unset == ("NCCL_NET_PLUGIN",)
     assert any("aws-ofi-nccl" in str(text) for text in of_image.warnings)
     (decision,) = (item for item in of_image.decisions if item.variable == "NCCL_NET_PLUGIN")
     assert (decision.origin, decision.used) == ("image", False)
     assert decision.reason.startswith("from the image, not used: ")
-    of_user = fabric.choose_fabric(replace(host, image_env={"PATH": "/bin"}), None, env, nnodes=2)
+    of_user = choose(replace(host, image_env={"PATH": "/bin"}), None, env)
     assert "NCCL_NET" not in of_user.env
     assert of_user.unset == ()
 
 
 def test_images_ofi_plugin_that_is_absent_is_dropped(machine: Machine):
     env = {"NCCL_NET_PLUGIN": "ofi"}
-    host = replace(machine("cxi4", env=env), image_env=env)
-    plan = fabric.choose_fabric(host, None, env, nnodes=2)
+    plan = choose(replace(machine("cxi4", env=env), image_env=env), None, env)
     assert (plan.env["NCCL_NET"], plan.unset) == ("AWS Libfabric", ("NCCL_NET_PLUGIN",))
 
 
@@ -180,7 +183,7 @@ def test_decision_names_who_made_it(machine: Machine):
     env = {"NCCL_CROSS_NIC": "0", "NCCL_PROTO": "^LL128", "NCCL_NET_GDR_LEVEL": "SYS"}
     image = {"NCCL_PROTO": "^LL128", "NCCL_NET_GDR_LEVEL": "SYS"}
     system = SystemFacts(env={"FI_CXI_DEFAULT_TX_SIZE": "512"})
-    plan = fabric.choose_fabric(replace(machine("cxi4", env=env), image_env=image), system, env, nnodes=2)
+    plan = choose(replace(machine("cxi4", env=env), image_env=image), system, env)
     origins = {item.variable: item.origin for item in plan.decisions}
     assert origins["NCCL_CROSS_NIC"] == "user"
     assert origins["FI_CXI_DEFAULT_TX_SIZE"] == "recipe"
@@ -194,7 +197,7 @@ def test_nccl_conf_is_not_hidden_by_the_image(machine: Machine):
     env = {"NCCL_CROSS_NIC": "0"}
     setting = Setting(name="NCCL_CROSS_NIC", value="2", path="/home/u/.nccl.conf")
     host = replace(machine("none", env=env), image_env=env, nccl_settings=(setting,))
-    plan = fabric.choose_fabric(host, None, env, nnodes=2)
+    plan = choose(host, None, env)
     assert plan.env["NCCL_CROSS_NIC"] == "2"
     (decision,) = (item for item in plan.decisions if item.variable == "NCCL_CROSS_NIC")
     assert decision.origin == "user"
@@ -204,9 +207,11 @@ def test_nccl_conf_is_not_hidden_by_the_image(machine: Machine):
 def test_user_insists_by_nccl_conf(machine: Machine):
     env = {"NCCL_NET_PLUGIN": "spcx"}
     setting = Setting(name="NCCL_NET_PLUGIN", value="spcx", path="/home/u/.nccl.conf")
-    host = replace(with_plugins(machine("cxi4", env=env), env), nccl_settings=(setting,))
-    plan = fabric.choose_fabric(host, None, env, nnodes=2)
-    assert reached(plan, env, "NCCL_NET_PLUGIN") == "spcx"
+    host = machine("cxi4", env=env)
+    libraries = (*host.libraries, *PLUGINS)
+    host = replace(host, image_env=env, libraries=libraries, nccl_settings=(setting,))
+    plan = choose(host, None, env)
+    assert plan.env["NCCL_NET_PLUGIN"] == "spcx"
     assert "NCCL_NET" not in plan.env
 
 
@@ -216,9 +221,7 @@ def test_named_plugin_without_file_is_warned_about(machine: Machine, on: str, se
     env = {"NCCL_NET_PLUGIN": "spcx"}
     system = SystemFacts(env=env) if setter == "recipe" else None
     env_of_user = env if setter == "user" else {}
-    plan = fabric.choose_fabric(
-        replace(machine(on), image_env={"PATH": "/bin"}), system, env_of_user, nnodes=2
-    )
+    plan = choose(replace(machine(on), image_env={"PATH": "/bin"}), system, env_of_user)
     (warning,) = (str(text) for text in plan.warnings if "spcx" in str(text))
     assert "cannot be opened, there is no spcx or libnccl-net-spcx.so on the library path" in warning
     assert ("uses TCP" in warning) == (on == "cxi4")
@@ -235,7 +238,7 @@ def test_plugin_that_is_there_is_not_warned_about(planted, value: str):
         (folder / name).touch()
     (root / "opt/mine.so").touch()
     env = {"NCCL_NET_PLUGIN": value, "LD_LIBRARY_PATH": "/opt/hpcx", "IMGKIT_NCCL_VERSION": "2.27.3"}
-    plan = fabric.choose_fabric(facts.gather(root, env), None, env, nnodes=2)
+    plan = choose(facts.gather(root, env), None, env)
     assert plan.warnings == ()
 
 

@@ -39,16 +39,7 @@ def fake_pci(kind: str, vendor: str) -> dict[str, str]:
 
 
 def start(host: HostFacts, device: str = "auto", system: SystemFacts | None = None) -> plan.LaunchPlan:
-    placement = Placement(
-        nnodes=1,
-        node_rank=0,
-        scheduler="standalone",
-        hosts=("n0",),
-        head="",
-        port=None,
-        job_id="7",
-        source={},
-    )
+    placement = Placement(nnodes=1, node_rank=0, scheduler="standalone")
     return plan.decide_launch(
         Request(device=device),
         ("w",),

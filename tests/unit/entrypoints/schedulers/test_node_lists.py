@@ -11,66 +11,91 @@ from imgkit_entrypoints.schedulers.hostlist import expand_counts, expand_nodelis
 
 # Right-hand sides are the output of `scontrol show hostnames` of Slurm 22.05, which refuses text after a
 # bracket; newer versions write such text.
-LISTS = {
-    "n1": "n1",
-    "n1.dom,gpu-2": "n1.dom gpu-2",
-    "node-[42,49-51]": "node-42 node-49 node-50 node-51",
-    "rack[0-1]n[1-2]": "rack0n1 rack0n2 rack1n1 rack1n2",
-    "n[098-101]": "n098 n099 n100 n101",
-    "n[8-12]": "n8 n9 n10 n11 n12",
-    "n[1,03]": "n1 n03",
-    "a,b[1-2],c": "a b1 b2 c",
-    "n[3,1-2],n1": "n3 n1 n2 n1",
-    "x[10,2,9]": "x10 x2 x9",
-    "n[1-2]a[3-4]b[5-6]": "n1a3b5 n1a3b6 n2a3b5 n2a3b6 n1a4b5 n1a4b6 n2a4b5 n2a4b6",
-    "cn[0001-0003]i": "cn0001i cn0002i cn0003i",
-    "gpu[1-2]-hsn0": "gpu1-hsn0 gpu2-hsn0",
-    "[1-2]": "1 2",
-}
+LISTS = """
+n1 -> n1
+n1.dom,gpu-2 -> n1.dom gpu-2
+node-[42,49-51] -> node-42 node-49 node-50 node-51
+rack[0-1]n[1-2] -> rack0n1 rack0n2 rack1n1 rack1n2
+n[098-101] -> n098 n099 n100 n101
+n[8-12] -> n8 n9 n10 n11 n12
+n[1,03] -> n1 n03
+a,b[1-2],c -> a b1 b2 c
+n[3,1-2],n1 -> n3 n1 n2 n1
+x[10,2,9] -> x10 x2 x9
+n[1-2]a[3-4]b[5-6] -> n1a3b5 n1a3b6 n2a3b5 n2a3b6 n1a4b5 n1a4b6 n2a4b5 n2a4b6
+cn[0001-0003]i -> cn0001i cn0002i cn0003i
+gpu[1-2]-hsn0 -> gpu1-hsn0 gpu2-hsn0
+[1-2] -> 1 2
+"""
 
 
-@pytest.mark.parametrize("text", LISTS)
-def test_known_lists_expand(text: str) -> None:
-    assert expand_nodelist(text) == tuple(LISTS[text].split())
+@pytest.mark.parametrize("line", LISTS.strip().splitlines())
+def test_known_lists_expand(line: str) -> None:
+    text, _, hosts = line.partition(" -> ")
+    assert expand_nodelist(text) == tuple(hosts.split())
 
 
-# column of the caret, part of the reason
-MALFORMED = {
-    "n[1-2": (1, "[ without ]"),
-    "n[": (1, "[ without ]"),
-    "n[1,": (1, "[ without ]"),
-    "a,n[1-": (3, "[ without ]"),
-    "n[[1]]": (1, "[ without ]"),
-    "n1]": (2, "] without ["),
-    "n[1-2]]": (6, "] without ["),
-    "n[]": (2, "a number was expected"),
-    "n[1,]": (4, "a number was expected"),
-    "n[-3]": (2, "a number was expected"),
-    "a,,b": (2, "a host name is missing"),
-    ",a": (0, "a host name is missing"),
-    "a,": (2, "a host name is missing"),
-    "n[5-1]": (2, "goes down"),
-    "n[099-1]": (2, "goes down"),
-    "n[1-5:2]": (5, "only numbers"),
-    "bgl[000x133]": (7, "only numbers"),
-    "n[1 ]": (3, "only numbers"),
-    "n[0-65536]": (2, "more than 65536 hosts"),
-    "n[0-99999999999]": (2, "more than 65536 hosts"),
-    "n[1-300]m[1-300]": (9, "more than 65536 hosts"),
-    "n[0-65535],m": (11, "more than 65536 hosts"),
-    "a b": (1, "a host name cannot contain"),
-    "a,(null)": (2, "a host name cannot contain"),
-}
+# Each list, and below it the caret of the error and a part of the reason.
+MALFORMED = """
+n[1-2
+ ^ [ without ]
+n[
+ ^ [ without ]
+n[1,
+ ^ [ without ]
+a,n[1-
+   ^ [ without ]
+n[[1]]
+ ^ [ without ]
+n1]
+  ^ ] without [
+n[1-2]]
+      ^ ] without [
+n[]
+  ^ a number was expected
+n[1,]
+    ^ a number was expected
+n[-3]
+  ^ a number was expected
+a,,b
+  ^ a host name is missing
+,a
+^ a host name is missing
+a,
+  ^ a host name is missing
+n[5-1]
+  ^ goes down
+n[099-1]
+  ^ goes down
+n[1-5:2]
+     ^ only numbers
+bgl[000x133]
+       ^ only numbers
+n[1 ]
+   ^ only numbers
+n[0-65536]
+  ^ more than 65536 hosts
+n[0-99999999999]
+  ^ more than 65536 hosts
+n[1-300]m[1-300]
+         ^ more than 65536 hosts
+n[0-65535],m
+           ^ more than 65536 hosts
+a b
+ ^ a host name cannot contain
+a,(null)
+  ^ a host name cannot contain
+""".strip("\n").splitlines()
 
 
-@pytest.mark.parametrize("text", MALFORMED)
-def test_malformed_lists_are_pointed_at(text: str) -> None:
-    column, reason = MALFORMED[text]
+@pytest.mark.parametrize(("text", "error"), [*zip(MALFORMED[::2], MALFORMED[1::2], strict=True)])
+def test_malformed_lists_are_pointed_at(text: str, error: str) -> None:
+    expected_caret, _, reason = error.partition("^ ")
     with pytest.raises(NoPlan) as caught:
         expand_nodelist(text, where="SLURM_STEP_NODELIST")
     _, line, caret = str(caught.value.hint).split("\n")
     assert reason in caught.value.what
-    assert (line, caret) == (text, " " * column + "^")
+    assert (line, caret) == (text, f"{expected_caret}^")
     assert caught.value.where == "SLURM_STEP_NODELIST"
 
 

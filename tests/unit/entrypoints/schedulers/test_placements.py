@@ -1,24 +1,26 @@
-"""A table of environments: every launcher with one node, with several nodes, and with a wrong start.
+"""A table of environments: every launcher with one node, with several, with a wrong start, and in pairs.
 
 The environments of Slurm, Open MPI and Hydra are shortened real ones (Slurm 22.05, Open MPI 5.0, MPICH 5.0).
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.schedulers import resolve
-from imgkit_entrypoints.schedulers.placement import Direct, Placement, PlacementRequest
+from imgkit_entrypoints.schedulers.placement import Placement, PlacementRequest
 
 Env = dict[str, str]
+Read = Callable[[str], str | None]
 
 
-def files(**content: str) -> Callable[[str], str | None]:
+def files(**content: str) -> Read:
     """A reader of the host name and the node file only."""
     paths = {"hostname": "/proc/sys/kernel/hostname", "nodefile": "/var/spool/pbs/aux/7.head"}
     return {paths[name]: text for name, text in content.items()}.get
@@ -28,14 +30,14 @@ NOTHING = files()
 
 
 def placement_of(
-    env: Env, read: Callable[[str], str | None] = NOTHING, flags: Mapping[str, Any] | None = None
+    env: Env, read: Read = NOTHING, head_suffix: str = "", scheduler: str | None = None
 ) -> Placement:
-    return resolve.find_placement(PlacementRequest(**(flags or {})), env, read)
+    return resolve.find_placement(PlacementRequest(scheduler=scheduler), env, read, head_suffix=head_suffix)
 
 
 def test_suffix_is_for_the_head_of_slurms_list():
     env = slurm_step("jwb[0001-0002].juwels", 1, 2)
-    placement = resolve.find_placement(PlacementRequest(), env, NOTHING, head_suffix="i")
+    placement = placement_of(env, head_suffix="i")
     assert (placement.head, placement.hosts[0]) == ("jwb0001i.juwels", "jwb0001.juwels")
     assert placement.source["head"] == "SLURM_STEP_NODELIST, with the system's fabric.head_suffix 'i'"
 
@@ -50,7 +52,7 @@ def test_suffix_is_for_the_head_of_slurms_list():
 )
 def test_suffix_changes_no_name_of_the_user(extra: Env, nodes: int, head: str):
     env = slurm_step("n[1-2]" if nodes > 1 else "n1", 0, nodes) | extra
-    assert resolve.find_placement(PlacementRequest(), env, NOTHING, head_suffix="i").head == head
+    assert placement_of(env, head_suffix="i").head == head
 
 
 def slurm_job(nodes: int, nodelist: str, **extra: str) -> Env:
@@ -170,429 +172,398 @@ def trainer(rank: int, pods: int) -> Env:
     }
 
 
-# environment, files -> scheduler, nnodes, node_rank, hosts, head, port, job_id
-RIGHT: dict[str, tuple[Env, Callable[[str], str | None], tuple[Any, ...]]] = {
-    "slurm step, 1 node": (slurm_step("n1", 0, 1), NOTHING, ("slurm", 1, 0, ("n1",), "", None, "7.3")),
-    "slurm step, node 1 of 3": (
-        slurm_step("n[9-10],a1", 1, 3, SLURMD_NODENAME="n10"),
-        NOTHING,
-        ("slurm", 3, 1, ("n9", "n10", "a1"), "n9", None, "7.3"),
+class Case(NamedTuple):
+    env: Env
+    expected: str
+    """The placement in the form of `summary`, or a pattern for the message."""
+    hint: str = ""
+    read: Read = NOTHING
+
+
+def summary(placement: Placement) -> str:
+    """``slurm 1/3 hosts=n1,n2,n3 head=n1 job=7.3`` is node 1 of 3. A direct rank is added to it."""
+    fields = {
+        "hosts": ",".join(placement.hosts),
+        "head": placement.head,
+        "port": placement.port,
+        "job": placement.job_id,
+    }
+    if placement.direct:
+        ranks = placement.direct
+        fields["rank"] = f"{ranks.rank}/{ranks.world_size}"
+        fields["local"] = f"{ranks.local_rank}/{ranks.local_world_size}"
+    texts = [f"{name}={value}" for name, value in fields.items() if value]
+    return " ".join([f"{placement.scheduler} {placement.node_rank}/{placement.nnodes}", *texts])
+
+
+RIGHT = {
+    "slurm step, 1 node": Case(slurm_step("n1", 0, 1), "slurm 0/1 hosts=n1 job=7.3"),
+    "slurm step, node 1 of 3": Case(
+        slurm_step("n[9-10],a1", 1, 3, SLURMD_NODENAME="n10"), "slurm 1/3 hosts=n9,n10,a1 head=n9 job=7.3"
     ),
-    "slurm batch script, 1 node": (slurm_batch(1, "n1"), NOTHING, ("slurm", 1, 0, ("n1",), "", None, "7")),
-    "slurm salloc's shell on the 1 node": (
-        slurm_job(1, "n1"),
-        files(hostname="n1.cl\n"),
-        ("slurm", 1, 0, ("n1",), "", None, "7"),
+    "slurm batch script, 1 node": Case(slurm_batch(1, "n1"), "slurm 0/1 hosts=n1 job=7"),
+    "slurm salloc's shell on the 1 node": Case(
+        slurm_job(1, "n1"), "slurm 0/1 hosts=n1 job=7", read=files(hostname="n1.cl\n")
     ),
-    "slurm srun -N1 in a job of 4": (
-        {**slurm_step("n3", 0, 1), **slurm_job(4, "n[1-4]")},
-        NOTHING,
-        ("slurm", 1, 0, ("n3",), "", None, "7.3"),
+    "slurm srun -N1 in a job of 4": Case(
+        {**slurm_step("n3", 0, 1), **slurm_job(4, "n[1-4]")}, "slurm 0/1 hosts=n3 job=7.3"
     ),
-    "slurm with names on the fast network": (
-        slurm_step("n[1-2]", 1, 2, IMGKIT_NODES="n1i,n2i"),
-        NOTHING,
-        ("slurm", 2, 1, ("n1i", "n2i"), "n1i", None, "7.3"),
+    "slurm with names on the fast network": Case(
+        slurm_step("n[1-2]", 1, 2, IMGKIT_NODES="n1i,n2i"), "slurm 1/2 hosts=n1i,n2i head=n1i job=7.3"
     ),
-    "pbs script, 1 node": (
-        PBS_SCRIPT,
-        files(nodefile="x9\nx9\n"),
-        ("pbs", 1, 0, ("x9",), "", None, "7.head"),
+    "pbs script, 1 node": Case(PBS_SCRIPT, "pbs 0/1 hosts=x9 job=7.head", read=files(nodefile="x9\nx9\n")),
+    "pbs task, node 1 of 2, list handed in": Case(
+        pbs_task(1, IMGKIT_NODES="x9,x10"), "pbs 1/2 hosts=x9,x10 head=x9 job=7.head"
     ),
-    "pbs task, node 1 of 2, list handed in": (
-        pbs_task(1, IMGKIT_NODES="x9,x10"),
-        NOTHING,
-        ("pbs", 2, 1, ("x9", "x10"), "x9", None, "7.head"),
-    ),
-    "pbs task, node 0 of 2, node file bound": (
+    "pbs task, node 0 of 2, node file bound": Case(
         pbs_task(0, PBS_NODEFILE="/var/spool/pbs/aux/7.head"),
-        NODEFILE,
-        ("pbs", 2, 0, ("x9.cl", "x10.cl"), "x9.cl", None, "7.head"),
+        "pbs 0/2 hosts=x9.cl,x10.cl head=x9.cl job=7.head",
+        read=NODEFILE,
     ),
-    "pals in pbs, 1 node": (
-        pals(0, 1),
-        files(nodefile="x9\n"),
-        ("pals", 1, 0, ("x9",), "", None, "7.head.c0de"),
+    "pals in pbs, 1 node": Case(pals(0, 1), "pals 0/1 hosts=x9 job=7.head.c0de", read=files(nodefile="x9\n")),
+    "pals in pbs, node 1 of 2": Case(
+        pals(1, 2), "pals 1/2 hosts=x9.cl,x10.cl head=x9.cl job=7.head.c0de", read=NODEFILE
     ),
-    "pals in pbs, node 1 of 2": (
-        pals(1, 2),
-        NODEFILE,
-        ("pals", 2, 1, ("x9.cl", "x10.cl"), "x9.cl", None, "7.head.c0de"),
+    "pals without any SIZE": Case(
+        {**pals(1, 2, IMGKIT_NODES="x9,x10"), "PMI_SIZE": ""}, "pals 1/2 hosts=x9,x10 head=x9 job=7.head.c0de"
     ),
-    "pals without any SIZE": (
-        {**pals(1, 2, IMGKIT_NODES="x9,x10"), "PMI_SIZE": ""},
-        NOTHING,
-        ("pals", 2, 1, ("x9", "x10"), "x9", None, "7.head.c0de"),
-    ),
-    "pals with a list and nothing else that counts": (
+    "pals with a list and nothing else that counts": Case(
         {"PALS_RANKID": "1", "PALS_NODEID": "1", "PALS_LOCAL_RANKID": "0", "IMGKIT_NODES": "a,b"},
-        NOTHING,
-        ("pals", 2, 1, ("a", "b"), "a", None, ""),
+        "pals 1/2 hosts=a,b head=a",
     ),
-    "pals with PMIx in pbs": (
+    "pals with PMIx in pbs": Case(
         {**pals(1, 2), "PMI_RANK": "", "PMI_SIZE": "", "PMIX_RANK": "1"},
-        NODEFILE,
-        ("pals", 2, 1, ("x9.cl", "x10.cl"), "x9.cl", None, "7.head.c0de"),
+        "pals 1/2 hosts=x9.cl,x10.cl head=x9.cl job=7.head.c0de",
+        read=NODEFILE,
     ),
-    "openmpi, 1 node": (openmpi(0, 1), NOTHING, ("openmpi", 1, 0, (), "", None, "prterun-x9-77@1")),
-    "openmpi, node 1 of 2": (
-        openmpi(1, 2, IMGKIT_HEAD="x9"),
-        NOTHING,
-        ("openmpi", 2, 1, (), "x9", None, "prterun-x9-77@1"),
-    ),
-    "openmpi with the guide's -x MASTER_ADDR": (
+    "openmpi, 1 node": Case(openmpi(0, 1), "openmpi 0/1 job=prterun-x9-77@1"),
+    "openmpi, node 1 of 2": Case(openmpi(1, 2, IMGKIT_HEAD="x9"), "openmpi 1/2 head=x9 job=prterun-x9-77@1"),
+    "openmpi with the guide's -x MASTER_ADDR": Case(
         openmpi(1, 2, MASTER_ADDR="104.171.200.62", MASTER_PORT="1234"),
-        NOTHING,
-        ("openmpi", 2, 1, (), "104.171.200.62", 1234, "prterun-x9-77@1"),
+        "openmpi 1/2 head=104.171.200.62 port=1234 job=prterun-x9-77@1",
     ),
-    "hydra, 1 node": (hydra(0, 1), NOTHING, ("hydra", 1, 0, (), "", None, "")),
-    "hydra, node 1 of 2": (
-        hydra(1, 2, IMGKIT_NODES="x9, x10"),
-        NOTHING,
-        ("hydra", 2, 1, ("x9", "x10"), "x9", None, ""),
+    "hydra, 1 node": Case(hydra(0, 1), "hydra 0/1"),
+    "hydra, node 1 of 2": Case(hydra(1, 2, IMGKIT_NODES="x9, x10"), "hydra 1/2 hosts=x9,x10 head=x9"),
+    "runai, 1 pod": Case(pod(0, 1), "kubeflow 0/1"),
+    "runai, pod 1 of 3": Case(pod(1, 3), "kubeflow 1/3 head=job-master-0 port=23456"),
+    "later operator, pod 1 of 2 with 4 processes": Case(
+        later_pod(1, 2, 4), "kubeflow 1/2 head=job-master-0 port=23456"
     ),
-    "runai, 1 pod": (pod(0, 1), NOTHING, ("kubeflow", 1, 0, (), "", None, "")),
-    "runai, pod 1 of 3": (pod(1, 3), NOTHING, ("kubeflow", 3, 1, (), "job-master-0", 23456, "")),
-    "later operator, pod 1 of 2 with 4 processes": (
-        later_pod(1, 2, 4),
-        NOTHING,
-        ("kubeflow", 2, 1, (), "job-master-0", 23456, ""),
+    "pod whose PET_ and plain numbers disagree": Case(
+        {**later_pod(1, 2, 4), "RANK": "4"}, "kubeflow 1/2 head=job-master-0 port=23456"
     ),
-    "pod whose PET_ and plain numbers disagree": (
-        {**later_pod(1, 2, 4), "RANK": "4"},
-        NOTHING,
-        ("kubeflow", 2, 1, (), "job-master-0", 23456, ""),
-    ),
-    "runai v2, pod 1 of 2 with 4 GPUs": (
+    "runai v2, pod 1 of 2 with 4 GPUs": Case(
         {"PET_NNODES": "2", **pod(1, 8), "RUNAI_NUM_OF_GPUS": "4"},
-        NOTHING,
-        ("kubeflow", 2, 1, (), "job-master-0", 23456, ""),
+        "kubeflow 1/2 head=job-master-0 port=23456",
     ),
-    "trainer v2, pod 1 of 2": (
-        trainer(1, 2),
-        NOTHING,
-        ("kubeflow", 2, 1, (), "job-node-0-0.job", 29500, ""),
-    ),
-    "pods with an endpoint": (
+    "trainer v2, pod 1 of 2": Case(trainer(1, 2), "kubeflow 1/2 head=job-node-0-0.job port=29500"),
+    "pods with an endpoint": Case(
         {"PET_NNODES": "3", "PET_RDZV_ENDPOINT": "job-worker-0:29400", "RANK": "1", "WORLD_SIZE": "3"},
-        NOTHING,
-        ("kubeflow", 3, 1, (), "job-worker-0", 29400, ""),
+        "kubeflow 1/3 head=job-worker-0 port=29400",
     ),
-    "ssh to each of a list": (
-        {"IMGKIT_NODES": "x9,x10"},
-        files(hostname="x10\n"),
-        ("manual", 2, 1, ("x9", "x10"), "x9", None, ""),
+    "ssh to each of a list": Case(
+        {"IMGKIT_NODES": "x9,x10"}, "manual 1/2 hosts=x9,x10 head=x9", read=files(hostname="x10\n")
     ),
-    "workstation": ({}, NOTHING, ("standalone", 1, 0, (), "", None, "")),
-    "pod without an operator": (
-        {"KUBERNETES_SERVICE_HOST": "10.96.0.1"},
-        NOTHING,
-        ("standalone", 1, 0, (), "", None, ""),
+    "workstation": Case({}, "standalone 0/1"),
+    "pod without an operator": Case({"KUBERNETES_SERVICE_HOST": "10.96.0.1"}, "standalone 0/1"),
+    "pals inputs preset by the site": Case(
+        {"PALS_PPN": "4", "PALS_CPU_BIND": "none", "PALS_DEPTH": "8"}, "standalone 0/1"
     ),
-    "pals inputs preset by the site": (
-        {"PALS_PPN": "4", "PALS_CPU_BIND": "none", "PALS_DEPTH": "8"},
-        NOTHING,
-        ("standalone", 1, 0, (), "", None, ""),
+    "ssh into a slurm node": Case({"SLURM_JOB_ID": "7"}, "standalone 0/1"),
+    "slurm, rank 3 of 2 x 2": Case(
+        slurm_step("n[1-2]", 1, 2, "2(x2)", SLURM_PROCID="3", SLURM_LOCALID="1"),
+        "slurm 1/2 hosts=n1,n2 head=n1 job=7.3 rank=3/4 local=1/2",
     ),
-    "ssh into a slurm node": ({"SLURM_JOB_ID": "7"}, NOTHING, ("standalone", 1, 0, (), "", None, "")),
+    "slurm, the smaller of two nodes": Case(
+        slurm_step("n[1-2]", 1, 2, "2,1", SLURM_PROCID="2"),
+        "slurm 1/2 hosts=n1,n2 head=n1 job=7.3 rank=2/3 local=0/1",
+    ),
+    "pals, rank 3 of 2 x 2": Case(
+        pals(3, 4, 2, IMGKIT_NODES="x9,x10"),
+        "pals 1/2 hosts=x9,x10 head=x9 job=7.head.c0de rank=3/4 local=1/2",
+    ),
+    "openmpi, the guide's mpirun -np 4 -H a:2,b:2": Case(
+        openmpi(2, 4, 2, MASTER_ADDR="104.171.200.62", MASTER_PORT="1234"),
+        "openmpi 1/2 head=104.171.200.62 port=1234 job=prterun-x9-77@1 rank=2/4 local=0/2",
+    ),
+    "openmpi, ranks dealt round the nodes": Case(
+        {**openmpi(1, 4, 2, IMGKIT_HEAD="x9"), "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+        "openmpi 1/2 head=x9 job=prterun-x9-77@1 rank=1/4 local=0/2",
+    ),
+    "openmpi, a rank that both orders of placement have": Case(
+        openmpi(3, 6, 2, IMGKIT_HEAD="x9"),
+        "openmpi 1/3 head=x9 job=prterun-x9-77@1 rank=3/6 local=1/2",
+    ),
+    "hydra, 4 on this machine": Case(hydra(3, 4, 4), "hydra 0/1 rank=3/4 local=3/4"),
 }
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_environment_yields_placement(name: str) -> None:
-    env, read, expected = RIGHT[name]
-    placement = placement_of(env, read)
-    assert (
-        placement.scheduler,
-        placement.nnodes,
-        placement.node_rank,
-        placement.hosts,
-        placement.head,
-        placement.port,
-        placement.job_id,
-    ) == expected
-    assert placement.direct is None
-
-
-@pytest.mark.parametrize("name", RIGHT)
-def test_every_source_is_a_variable_that_was_set(name: str) -> None:
-    env, read, _ = RIGHT[name]
-    for sources in placement_of(env, read).source.values():
+    case = RIGHT[name]
+    placement = placement_of(case.env, case.read)
+    assert summary(placement) == case.expected
+    for sources in placement.source.values():
         for source in sources.split(", "):
-            assert source == "hostname" or env.get(source), source
+            assert source == "hostname" or case.env.get(source), source
 
 
-@pytest.mark.parametrize("name", [name for name, row in RIGHT.items() if row[2][0] == "kubeflow"])
+@pytest.mark.parametrize("name", [name for name, case in RIGHT.items() if "kubeflow" in case.expected])
 def test_local_rank_of_a_pod_changes_nothing(name: str) -> None:
-    env, read, _ = RIGHT[name]
-    assert placement_of({**env, "LOCAL_RANK": "0"}, read) == placement_of(env, read)
+    env = RIGHT[name].env
+    assert placement_of({**env, "LOCAL_RANK": "0"}) == placement_of(env)
 
 
-DIRECT: dict[str, tuple[Env, tuple[str, int, int], Direct]] = {
-    "slurm, rank 3 of 2 x 2": (
-        slurm_step("n[1-2]", 1, 2, "2(x2)", SLURM_PROCID="3", SLURM_LOCALID="1"),
-        ("slurm", 2, 1),
-        Direct(rank=3, local_rank=1, world_size=4, local_world_size=2),
-    ),
-    "slurm, the smaller of two nodes": (
-        slurm_step("n[1-2]", 1, 2, "2,1", SLURM_PROCID="2"),
-        ("slurm", 2, 1),
-        Direct(rank=2, local_rank=0, world_size=3, local_world_size=1),
-    ),
-    "pals, rank 3 of 2 x 2": (
-        pals(3, 4, 2, IMGKIT_NODES="x9,x10"),
-        ("pals", 2, 1),
-        Direct(rank=3, local_rank=1, world_size=4, local_world_size=2),
-    ),
-    "openmpi, the guide's mpirun -np 4 -H a:2,b:2": (
-        openmpi(2, 4, 2, MASTER_ADDR="104.171.200.62", MASTER_PORT="1234"),
-        ("openmpi", 2, 1),
-        Direct(rank=2, local_rank=0, world_size=4, local_world_size=2),
-    ),
-    "openmpi, ranks dealt round the nodes": (
-        {**openmpi(1, 4, 2, IMGKIT_HEAD="x9"), "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
-        ("openmpi", 2, 1),
-        Direct(rank=1, local_rank=0, world_size=4, local_world_size=2),
-    ),
-    "hydra, 4 on this machine": (
-        hydra(3, 4, 4),
-        ("hydra", 1, 0),
-        Direct(rank=3, local_rank=3, world_size=4, local_world_size=4),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", DIRECT)
-def test_several_ranks_a_node_are_direct(name: str) -> None:
-    env, where, expected = DIRECT[name]
-    placement = placement_of(env)
-    assert (placement.scheduler, placement.nnodes, placement.node_rank) == where
-    assert placement.direct == expected
-
-
-# environment, files -> words of the message, words of the command in the hint
-WRONG: dict[str, tuple[Env, Callable[[str], str | None], str, str]] = {
-    "slurm batch script of 2": (
+WRONG = {
+    "slurm batch script of 2": Case(
         slurm_batch(2, "n[1-2]"),
-        NOTHING,
         "the batch script, on 1 of the job's 2 nodes",
         "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=80 --kill-on-bad-exit=1 dist-run",
     ),
-    "slurm batch script whose id looks like a step's": (
-        slurm_batch(2, "n[1-2]", SLURM_STEP_ID="-5"),
-        NOTHING,
-        "the batch script",
-        "srun --nodes=2",
+    "slurm batch script whose id looks like a step's": Case(
+        slurm_batch(2, "n[1-2]", SLURM_STEP_ID="-5"), "the batch script", "srun --nodes=2"
     ),
-    "slurm salloc on the login node": (
-        slurm_job(2, "n[1-2]"),
-        NOTHING,
-        "salloc, outside the job of 2 nodes",
-        "srun --nodes=2",
+    "slurm salloc on the login node": Case(
+        slurm_job(2, "n[1-2]"), "salloc, outside the job of 2 nodes", "srun --nodes=2"
     ),
-    "slurm salloc of 1 on the login node": (
+    "slurm salloc of 1 on the login node": Case(
         slurm_job(1, "n1"),
-        files(hostname="login"),
         "runs on login, but the job's node is n1",
         "srun --nodes=1",
+        read=files(hostname="login"),
     ),
-    "slurm salloc's interactive step": (
+    "slurm salloc's interactive step": Case(
         {**slurm_step("n1", 0, 1, SLURM_STEP_ID="4294967290"), **slurm_job(2, "n[1-2]")},
-        NOTHING,
         "salloc, on 1 of the job's 2 nodes",
         "srun --nodes=2",
     ),
-    "slurm heterogeneous step": (
+    "slurm heterogeneous step": Case(
         slurm_step("n1", 0, 1, SLURM_JOB_NODELIST_HET_GROUP_0="n1", SLURM_JOB_NODELIST_HET_GROUP_1="n2"),
-        NOTHING,
         "heterogeneous",
         "one component",
     ),
-    "slurm heterogeneous salloc": (
+    "slurm heterogeneous salloc": Case(
         {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST_HET_GROUP_0": "n1", "SLURM_JOB_NODELIST_HET_GROUP_1": "n2"},
-        NOTHING,
         "heterogeneous",
         "one component",
     ),
-    "slurm list of another length": (slurm_step("n[1-3]", 0, 2), NOTHING, "3 hosts", ""),
-    "slurm list that is malformed": (slurm_step("n[1-2", 0, 2), NOTHING, r"\[ without \]", ""),
-    "slurm without node number": (
-        slurm_step("n[1-2]", 0, 2, SLURM_NODEID=""),
-        NOTHING,
-        "NODEID is not",
-        "cleanenv",
+    "slurm list of another length": Case(slurm_step("n[1-3]", 0, 2), "3 hosts"),
+    "slurm list that is malformed": Case(slurm_step("n[1-2", 0, 2), r"\[ without \]"),
+    "slurm without node number": Case(
+        slurm_step("n[1-2]", 0, 2, SLURM_NODEID=""), "NODEID is not", "cleanenv"
     ),
-    "slurm without list of nodes": (
+    "slurm without list of nodes": Case(
         slurm_step("", 1, 2),
-        NOTHING,
         "the step has 2 nodes, but SLURM_STEP_NODELIST, which lists them, is not set",
         "^start the container without --cleanenv, or give --head HOST: the host of node 0$",
     ),
-    "slurm step of no nodes": (
-        slurm_step("n1", 0, 1, SLURM_STEP_NUM_NODES="0"),
-        NOTHING,
-        "'0' is not a whole number of at least 1",
-        "",
+    "slurm step of no nodes": Case(
+        slurm_step("n1", 0, 1, SLURM_STEP_NUM_NODES="0"), "'0' is not a whole number of at least 1"
     ),
-    "slurm node number too high": (
-        slurm_step("n[1-2]", 2, 2),
-        NOTHING,
-        "SLURM_NODEID is 2, but the step has only nodes 0 to 1",
-        "",
+    "slurm node number too high": Case(
+        slurm_step("n[1-2]", 2, 2), "SLURM_NODEID is 2, but the step has only nodes 0 to 1"
     ),
-    "slurm task counts of another length": (
+    "slurm task counts of another length": Case(
         slurm_step("n[1-2]", 0, 2, "2(x3)"),
-        NOTHING,
         "SLURM_STEP_TASKS_PER_NODE has counts for 3 nodes, but the step has 2",
-        "",
     ),
-    "slurm environment of another task": (
-        slurm_step("n[1-2]", 0, 2, SLURMD_NODENAME="n2"),
-        NOTHING,
-        "SLURM_NODEID=0 is n1 in .*, but this node is n2",
-        "",
+    "slurm environment of another task": Case(
+        slurm_step("n[1-2]", 0, 2, SLURMD_NODENAME="n2"), "SLURM_NODEID=0 is n1 in .*, but this node is n2"
     ),
-    "pbs script of 2": (
+    "pbs script of 2": Case(
         PBS_SCRIPT,
-        NODEFILE,
         r"2 hosts \(x9.cl, x10.cl\), but this is the job script's process",
         "mpiexec -n 2 --ppn 1 --cpu-bind none dist-run",
+        read=NODEFILE,
     ),
-    "pbs script of 2, list handed in": (
-        {**PBS_SCRIPT, "IMGKIT_NODES": "x9,x10"},
-        NOTHING,
-        "the job script's process",
-        "pbsdsh -n",
+    "pbs script of 2, list handed in": Case(
+        {**PBS_SCRIPT, "IMGKIT_NODES": "x9,x10"}, "the job script's process", "pbsdsh -n"
     ),
-    "pbs interactive shell of 2": (
+    "pbs interactive shell of 2": Case(
         {**PBS_SCRIPT, "PBS_ENVIRONMENT": "PBS_INTERACTIVE"},
-        NODEFILE,
         "the job script's process",
         "mpiexec -n 2",
+        read=NODEFILE,
     ),
-    "pbs script without a visible list": (PBS_SCRIPT, NOTHING, "not visible here", r"awk '!seen\[\$0\]\+\+'"),
-    "pbs task without a list": (pbs_task(1), NOTHING, "not visible here", "export IMGKIT_NODES"),
-    "pbs task beyond the list": (pbs_task(2, IMGKIT_NODES="x9,x10"), NOTHING, "host 2 of the job", ""),
-    "pbs list that was sorted": (
+    "pbs script without a visible list": Case(PBS_SCRIPT, "not visible here", r"awk '!seen\[\$0\]\+\+'"),
+    "pbs task without a list": Case(pbs_task(1), "not visible here", "export IMGKIT_NODES"),
+    "pbs task beyond the list": Case(pbs_task(2, IMGKIT_NODES="x9,x10"), "host 2 of the job"),
+    "pbs list that was sorted": Case(
         pbs_task(0, IMGKIT_NODES="x10,x9"),
-        files(hostname="x9\n"),
         "node 0 according to PBS_NODENUM, but x9 is host 1 of IMGKIT_NODES",
         "sort does not",
+        read=files(hostname="x9\n"),
     ),
-    "pals on 1 of 2": (
+    "pals on 1 of 2": Case(
         pals(0, 1),
-        NODEFILE,
         "started this on 1 node, but the job has 2",
         "mpiexec -n 2 --ppn 1 --cpu-bind none dist-run",
+        read=NODEFILE,
     ),
-    "pals, several ranks on a node and none counted": (
+    "pals, several ranks on a node and none counted": Case(
         {"PALS_RANKID": "1", "PALS_NODEID": "0", "PALS_LOCAL_RANKID": "1", "IMGKIT_NODES": "a,b"},
-        NOTHING,
         "ranks on this node is unknown: none of PALS_LOCAL_SIZE, PMI_LOCAL_SIZE, PMI_SIZE, PALS_SIZE is set",
         "without --cleanenv",
     ),
-    "pals and no list": (
+    "pals and no list": Case(
         {"PALS_RANKID": "1", "PALS_NODEID": "1", "PALS_LOCAL_RANKID": "0"},
-        NOTHING,
         "PALS_RANKID=1, PALS_LOCAL_RANKID=0, PALS_NODEID=1.*number of nodes is unknown: none of PMI_SIZE, "
         "PALS_SIZE is set, and there is no host list",
         "--env IMGKIT_NODES=HOST,HOST",
     ),
-    "pals on 2 of 3": (
-        pals(0, 2, IMGKIT_NODES="a,b,c"),
-        NOTHING,
-        "started 2 nodes, but IMGKIT_NODES lists 3",
-        "--env IMGKIT_NODES=",
+    "pals on 2 of 3": Case(
+        pals(0, 2, IMGKIT_NODES="a,b,c"), "started 2 nodes, but IMGKIT_NODES lists 3", "--env IMGKIT_NODES="
     ),
-    "openmpi without a head": (openmpi(0, 2), files(hostname="x9"), "host has rank 0", "-x IMGKIT_HEAD=x9"),
-    "openmpi on 1 of 2": (
+    "openmpi without a head": Case(
+        openmpi(0, 2), "host has rank 0", "-x IMGKIT_HEAD=x9", read=files(hostname="x9")
+    ),
+    "openmpi on 1 of 2": Case(
         openmpi(0, 1, IMGKIT_NODES="x9,x10"),
-        NOTHING,
         "on 1 node, but the job has 2",
         "mpirun -np 2 --map-by ppr:1:node --bind-to none -x IMGKIT_NODES=x9,x10 dist-run",
     ),
-    "openmpi with uneven nodes": (openmpi(0, 3, 2), NOTHING, "different numbers of ranks", "same number"),
-    "hydra without a head": (hydra(1, 2), files(hostname="x10"), "host has rank 0", "-genv IMGKIT_HEAD HOST"),
-    "hydra on 1 of 2": (
+    "openmpi with uneven nodes": Case(openmpi(0, 3, 2), "different numbers of ranks", "same number"),
+    "hydra without a head": Case(
+        hydra(1, 2), "host has rank 0", "-genv IMGKIT_HEAD HOST", read=files(hostname="x10")
+    ),
+    "hydra on 1 of 2": Case(
         hydra(0, 1, IMGKIT_NODES="x9,x10"),
-        NOTHING,
         "on 1 node, but the job has 2",
         "mpiexec -n 2 -ppn 1 -bind-to none -genv IMGKIT_NODES x9,x10 dist-run",
     ),
-    "hydra rank beyond the size": (
-        hydra(2, 2, IMGKIT_HEAD="x9"),
-        NOTHING,
-        "rank 2, but the job has only ranks 0 to 1",
-        "",
+    "hydra rank beyond the size": Case(
+        hydra(2, 2, IMGKIT_HEAD="x9"), "rank 2, but the job has only ranks 0 to 1"
     ),
-    "bare PMI": ({"PMI_RANK": "0", "PMI_SIZE": "2"}, NOTHING, "number of nodes is unknown", "IMGKIT_NODES"),
-    "pod beyond the number": (
-        pod(3, 3),
-        NOTHING,
-        "pod 3, but WORLD_SIZE allows only pods 0 to 2",
-        "--nnodes",
+    "bare PMI": Case({"PMI_RANK": "0", "PMI_SIZE": "2"}, "number of nodes is unknown", "IMGKIT_NODES"),
+    "pod beyond the number": Case(pod(3, 3), "pod 3, but WORLD_SIZE allows only pods 0 to 2", "--nnodes"),
+    "pods without a first one": Case(
+        {"PET_NNODES": "2", "PET_NODE_RANK": "1"}, "where the first one is", "--head"
     ),
-    "pods without a first one": (
-        {"PET_NNODES": "2", "PET_NODE_RANK": "1"},
-        NOTHING,
-        "where the first one is",
-        "--head",
-    ),
-    "pods with an odd number": (
-        {**trainer(1, 2), "PET_NNODES": "two"},
-        NOTHING,
-        "'two' is not a whole number",
-        "",
-    ),
-    "pods of an elastic job": (
+    "pods with an odd number": Case({**trainer(1, 2), "PET_NNODES": "two"}, "'two' is not a whole number"),
+    "pods of an elastic job": Case(
         {"PET_NNODES": "1:3", "PET_RDZV_ENDPOINT": "job-worker-0:23456", "RANK": "1", "WORLD_SIZE": "3"},
-        NOTHING,
         "the number of pods is a range",
         "leave elasticPolicy out",
     ),
-    "list without this host": (
+    "list without this host": Case(
         {"IMGKIT_NODES": "x9,x10"},
-        files(hostname="login"),
         "--node-rank RANK is missing",
         "--node-rank RANK",
+        read=files(hostname="login"),
     ),
-    "rank of another launcher": (
+    "rank of another launcher": Case(
         {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-        NOTHING,
         "already one rank of several",
         "--direct",
     ),
-    "first of several ranks on a node": (
-        {**pod(0, 4), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
-        NOTHING,
-        "already one rank of several",
-        "--direct",
+    "first of several ranks on a node": Case(
+        {**pod(0, 4), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "already one rank of several", "--direct"
     ),
-    "torchrun worker in a pod": (
+    "torchrun worker in a pod": Case(
         {**trainer(1, 2), "GROUP_RANK": "1", "RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"},
-        NOTHING,
         "already a torchrun worker",
         "-u GROUP_RANK",
     ),
-    "torchrun worker": (
+    "torchrun worker": Case(
         {"TORCHELASTIC_RUN_ID": "7", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4"},
-        NOTHING,
         "already a torchrun worker",
         "env -u TORCHELASTIC_RUN_ID",
     ),
-    "lsf job of 2": (
+    "lsf job of 2": Case(
         {"LSB_DJOB_HOSTFILE": "/var/spool/pbs/aux/7.head"},
-        NODEFILE,
         "LSF job on 2 hosts",
         "--nnodes 2 --node-rank RANK --head x9.cl",
+        read=NODEFILE,
     ),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_start_is_refused_with_the_way_out(name: str) -> None:
-    env, read, message, hint = WRONG[name]
-    with pytest.raises(NoPlan, match=message) as caught:
-        placement_of(env, read)
+    case = WRONG[name]
+    with pytest.raises(NoPlan, match=case.expected) as caught:
+        placement_of(case.env, case.read)
     assert caught.value.exit_code == 5
-    assert re.search(hint, caught.value.hint or ""), caught.value.hint
+    assert re.search(case.hint, caught.value.hint or ""), caught.value.hint
+
+
+LAUNCHERS: dict[str, Env] = {
+    "slurm": slurm_step("n[1-2]", 1, 2),
+    "pals": {name: value for name, value in pals(1, 2).items() if not name.startswith("PBS")},
+    "pbs": pbs_task(1),
+    "openmpi": openmpi(1, 2),
+    "hydra": hydra(1, 2),
+    "kubeflow": trainer(1, 2),
+}
+"""Node 1 of 2 with each launcher."""
+# mpiexec is the right way to start inside a PBS job, so it decides.
+INSIDE = {("pals", "pbs"), ("pbs", "openmpi"), ("pbs", "hydra")}
+LIST = {"IMGKIT_NODES": "n1,n2"}
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_one_launcher_alone_decides(name: str) -> None:
+    assert placement_of(LIST | LAUNCHERS[name]).scheduler == name
+
+
+@pytest.mark.parametrize("pair", list(itertools.combinations(LAUNCHERS, 2)), ids="+".join)
+def test_pairs_are_decided_or_refused(pair: tuple[str, str]) -> None:
+    env = LIST | LAUNCHERS[pair[0]] | LAUNCHERS[pair[1]]
+    if pair in INSIDE:
+        assert placement_of(env).scheduler == next(name for name in pair if name != "pbs")
+    elif pair == ("slurm", "pals"):  # Slurm's Cray plugin sets PALS_ and PMI_, so they show no other launcher
+        assert placement_of(env).scheduler == "slurm"
+    else:
+        with pytest.raises(NoPlan) as caught:
+            placement_of(env)
+        assert all(name in caught.value.what for name in pair)
+        assert all(f"--scheduler {name}" in (caught.value.hint or "") for name in pair)
+
+
+@pytest.mark.parametrize("pair", list(itertools.permutations(LAUNCHERS, 2)), ids="+".join)
+def test_the_flag_decides_any_pair(pair: tuple[str, str]) -> None:
+    env = LIST | LAUNCHERS[pair[1]] | LAUNCHERS[pair[0]]
+    assert placement_of(env, scheduler=pair[0]).scheduler == pair[0]
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"PMI_RANK": "1", "PMI_SIZE": "2", "PMIX_RANK": "1"},  # srun's PMI
+        # pyxis sets RANK and LOCAL_RANK for an image with PYTORCH_VERSION, and enroot's hook the others.
+        {
+            **{"MASTER_ADDR": "n9", "MASTER_PORT": "1", "WORLD_SIZE": "16", "RANK": "8", "LOCAL_RANK": "0"},
+            "PYTORCH_VERSION": "2.5.1",
+        },
+    ],
+    ids=["pmi", "pyxis"],
+)
+def test_variables_of_others_change_nothing_in_a_step(others: Env) -> None:
+    assert placement_of(LAUNCHERS["slurm"] | others) == placement_of(LAUNCHERS["slurm"])
+
+
+@pytest.mark.parametrize("name", [name for name in LAUNCHERS if name != "kubeflow"])
+def test_exported_torch_variables_are_no_launcher(name: str) -> None:
+    """Many job scripts export them, and Slurm itself may run in pods."""
+    assert placement_of(LIST | LAUNCHERS[name] | pod(0, 8)).scheduler == name
+
+
+@pytest.mark.parametrize(
+    ("name", "launcher"),
+    [
+        *(("runai", "kubeflow"), ("kubernetes", "kubeflow")),
+        *(("mpi", "openmpi"), ("mpi", "hydra"), ("mpi", "pals")),
+    ],
+)
+def test_names_of_recipes_are_understood(name: str, launcher: str) -> None:
+    assert placement_of(LIST | LAUNCHERS[launcher], scheduler=name).scheduler == launcher
+
+
+def test_standalone_starts_alone_in_a_step() -> None:
+    assert summary(placement_of(LAUNCHERS["slurm"], scheduler="standalone")) == "standalone 0/1"
+
+
+@pytest.mark.parametrize("scheduler", [None, "slurm", "standalone"])
+def test_nesting_is_refused_whatever_the_flag(scheduler: str | None) -> None:
+    with pytest.raises(NoPlan, match="already a torchrun worker"):
+        placement_of(LAUNCHERS["slurm"] | {"TORCHELASTIC_RUN_ID": "7"}, scheduler=scheduler)
