@@ -551,7 +551,7 @@ TARGETS = (
     Target(
         name="inside",
         run=_text(inside.parse_probe),
-        seeds=lambda: [f'x\n{inside._MARK}{{"pip_conflicts": [], "files": {{}}}}'.encode()],
+        seeds=lambda: [f'x\n{inside._PREFIX}{{"pip_conflicts": [], "files": {{}}}}'.encode()],
         change=mutate.in_text,
     ),
     Target(
