@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 from file_tree import write_files
@@ -71,8 +72,7 @@ def test_sha_is_of_the_stream(pack_code: PackCode) -> None:
     for _ in range(2):
         with packed.open() as stream:
             data = stream.read()
-        assert hashlib.sha256(data).hexdigest() == packed.sha256
-        assert len(data) == packed.size_bytes
+        assert (hashlib.sha256(data).hexdigest(), len(data)) == (packed.sha256, packed.size_bytes)
 
 
 def test_umask_user_and_time_do_not_show(pack_code: PackCode, code: Path) -> None:
@@ -86,12 +86,11 @@ def test_umask_user_and_time_do_not_show(pack_code: PackCode, code: Path) -> Non
 
 
 def test_content_and_executable_bit_show(pack_code: PackCode, code: Path) -> None:
-    shas = [pack_code().sha256]
+    shas = {pack_code().sha256}
     (code / "run.sh").chmod(0o644)
-    shas.append(pack_code().sha256)
+    shas.add(pack_code().sha256)
     (code / "run.sh").write_text("#!/bin/ash")
-    shas.append(pack_code().sha256)
-    assert len(set(shas)) == 3
+    assert len(shas | {pack_code().sha256}) == 3
 
 
 def test_input_has_files_and_the_name_of_the_base(make_recipe: MakeRecipe, code: Path) -> None:
@@ -196,33 +195,21 @@ def test_large_code_refused_before_reading(make_recipe: MakeRecipe, code: Path) 
     with (code / "weights.bin").open("wb") as stream:
         stream.truncate(1_100_000_000)
     recipe = make_recipe(copy=(CopyStep(source=code),), lines={("image", "copy", 0): 7})
-    with pytest.raises(LargeContext, match=r"is 1\.1 GB: weights\.bin 1\.1 GB\n") as caught:
+    with pytest.raises(LargeContext, match=r"^mine\.yaml:7: .* is 1\.1 GB: weights\.bin 1\.1 GB\n"):
         pack(recipe, large=False)
-    assert caught.value.where == "mine.yaml:7"
     (code / ".dockerignore").write_text("weights.bin\n")
-    packed = pack(recipe, large=False)
-    assert packed.code.left_out == ("weights.bin",)
-
-
-class ProgressLog(Silent):
-    """Keeps the progress of a stage."""
-
-    def __init__(self) -> None:
-        self.progress: list[tuple[int, int | None]] = []
-
-    def advance(self, done_bytes: int, total_bytes: int | None = None) -> None:
-        self.progress.append((done_bytes, total_bytes))
+    assert pack(recipe, large=False).code.left_out == ("weights.bin",)
 
 
 def test_progress_ends_with_all_bytes(make_recipe: MakeRecipe, code: Path) -> None:
-    reading, sending = ProgressLog(), ProgressLog()
+    reading, sending = Mock(spec=Silent), Mock(spec=Silent)
     (code / "big").write_bytes(bytes(3 << 20))
-    recipe = make_recipe(copy=(CopyStep(source=code),))
-    packed = pack(recipe, report=reading)
+    packed = pack(make_recipe(copy=(CopyStep(source=code),)), report=reading)
     with packed.open(sending) as stream:
         stream.read()
-    assert reading.progress[-1] == sending.progress[-1] == (packed.size_bytes, packed.size_bytes)
-    assert len(sending.progress) == 4  # not one for each of the tar's chunks
+    end = call(packed.size_bytes, packed.size_bytes)
+    assert reading.advance.mock_calls[-1] == sending.advance.mock_calls[-1] == end
+    assert sending.advance.call_count == 4  # not one for each of the tar's chunks
 
 
 def test_links_inside_stay_links(pack_code: PackCode, code: Path) -> None:
@@ -277,18 +264,16 @@ def test_socket_and_fifo_refused(pack_code: PackCode, code: Path, monkeypatch: p
     monkeypatch.chdir(code)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("s")
-        with pytest.raises(UsageError, match="code/s is a socket, and only files") as caught:
+        with pytest.raises(UsageError, match=r"^mine\.yaml:2: .*code/s is a socket, and only files") as caught:
             pack_code()
-    assert caught.value.where == "mine.yaml:2"
     assert caught.value.hint == "add 's' to this copy's `ignore`"
     os.mkfifo("f")
     assert "f" not in names(pack_code(ignore=("s", "f")))
 
 
 def test_missing_source_names_recipe_line(pack_code: PackCode, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="gone: cannot be read: No such file") as caught:
+    with pytest.raises(UsageError, match=r"^mine\.yaml:2: .*gone: cannot be read: No such file"):
         pack_code(source=tmp_path / "gone")
-    assert caught.value.where == "mine.yaml:2"
 
 
 @contextlib.contextmanager

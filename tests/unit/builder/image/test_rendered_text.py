@@ -72,13 +72,9 @@ def test_hash_seed_changes_no_byte() -> None:
         "from imgkit_builder.image import render; from imgkit_builder.recipe.load import load; "
         "print(render.render_dockerfile(load('mn5-llm')))"
     )
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, check=True
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(outputs) == 1
+    argv = [sys.executable, "-c", code]
+    first, second = (subprocess.check_output(argv, env={"PYTHONHASHSEED": seed}) for seed in ("1", "2"))
+    assert first == second
 
 
 @pytest.mark.parametrize(
@@ -159,9 +155,8 @@ def test_docker_syntax_in_commands_is_inert(make_recipe: MakeRecipe, command: st
     ],
 )
 def test_line_end_in_value_refused(make_recipe: MakeRecipe, image: dict[str, object], key: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(f"{key}: a line end")) as caught:
+    with pytest.raises(UsageError, match=f"^mine.yaml:2: {re.escape(key)}: a line end"):
         render.render_dockerfile(make_recipe(**image))
-    assert caught.value.where == "mine.yaml:2"
 
 
 def test_drop_of_a_pattern_refused(make_recipe: MakeRecipe) -> None:
@@ -243,21 +238,14 @@ def with_secrets(make_recipe: MakeRecipe) -> Recipe:
 
 
 def test_step_with_secrets_mounts_only_its_own(make_recipe: MakeRecipe) -> None:
-    mounting_steps = [
-        line
-        for line in instructions(render.render_dockerfile(with_secrets(make_recipe)))
-        if "--mount" in line
-    ]
-    assert [re.findall(r"type=secret,id=(\w+)", line) for line in mounting_steps] == [
-        ["github"],
-        ["github", "netrc"],
-    ]
+    lines = instructions(render.render_dockerfile(with_secrets(make_recipe)))
+    pip, run = [line for line in lines if "--mount" in line]
+    assert re.findall(r"type=secret,id=(\w+)", pip) == ["github"]
+    assert re.findall(r"type=secret,id=(\w+)", run) == ["github", "netrc"]
     wrapper = "/run/imgkit/with-secrets"
     script = f"--mount=type=bind,source=imgkit/with-secrets,target={wrapper} sh {wrapper}"
-    assert f"{script} github=GITHUB_TOKEN -- env PYTHONDONTWRITEBYTECODE=1 " in mounting_steps[0]
-    assert (
-        f"{script} github=GITHUB_TOKEN netrc -- sh -c 'git clone https://$GITHUB_TOKEN@x" in mounting_steps[1]
-    )
+    assert f"{script} github=GITHUB_TOKEN -- env PYTHONDONTWRITEBYTECODE=1 " in pip
+    assert f"{script} github=GITHUB_TOKEN netrc -- sh -c 'git clone https://$GITHUB_TOKEN@x" in run
 
 
 # ---- the definition file

@@ -48,16 +48,9 @@ def packages(recipe: Recipe) -> LockedPlatform:
     )
 
 
-def resolution(
-    recipe: Recipe, old: LockedPlatform | None = None, options: LockOptions | None = None
-) -> Resolution:
-    return Resolution(
-        recipe=recipe,
-        request=lock_file.make_request(recipe),
-        base=BaseImage(name="registry.invalid/base:1", platform="linux/amd64"),
-        old=old,
-        options=options or LockOptions(),
-    )
+def resolution(recipe: Recipe, **fields: Any) -> Resolution:
+    base = BaseImage(name="registry.invalid/base:1", platform="linux/amd64")
+    return Resolution(recipe=recipe, request=lock_file.make_request(recipe), base=base, **fields)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +69,7 @@ def test_locked_versions_stay_unless_they_are_upgraded(
     pins: dict[str, str],
     debs: list[list[str]],
 ) -> None:
-    context = resolve.pack_request(resolution(recipe, packages, options))
+    context = resolve.pack_request(resolution(recipe, old=packages, options=options))
     content = json.loads(own_file(context, "imgkit/lock/settings.json"))
     assert (content["steps"]["0"]["pins"], content["debs"]) == (pins, debs)
 
@@ -173,16 +166,7 @@ def test_wrong_answer_names_the_log(
     monkeypatch.setattr(resolve.engines, "build", lambda *_, **__: built)
     monkeypatch.setattr(resolve.image_source, "store_files", store_files)
     monkeypatch.setattr(resolve.images, "remove_image", lambda *_: None)
-    folder = tmp_path / "answers"
-    folder.mkdir()
-    engine: Any = None
+    options: Any = {"builder": "auto", "values": SecretValues(), "folder": tmp_path, "report": Silent()}
     with pytest.raises(ToolFailed, match=f"an answer of the base {fault}") as caught:
-        resolve.resolve_packages(
-            engine,
-            resolution(recipe),
-            builder="auto",
-            values=SecretValues(),
-            folder=folder,
-            report=Silent(),
-        )
+        resolve.resolve_packages(None, resolution(recipe), **options)  # type: ignore[arg-type]
     assert caught.value.hint == "full log: /x.log"
