@@ -264,7 +264,9 @@ def test_socket_and_fifo_refused(pack_code: PackCode, code: Path, monkeypatch: p
     monkeypatch.chdir(code)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("s")
-        with pytest.raises(UsageError, match=r"^mine\.yaml:2: .*code/s is a socket, and only files") as caught:
+        with pytest.raises(
+            UsageError, match=r"^mine\.yaml:2: .*code/s is a socket, and only files"
+        ) as caught:
             pack_code()
     assert caught.value.hint == "add 's' to this copy's `ignore`"
     os.mkfifo("f")

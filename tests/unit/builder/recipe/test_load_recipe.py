@@ -7,6 +7,7 @@ whoever changes a message edits it.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -48,16 +49,10 @@ def test_smallest_recipe_has_defaults(write: Write) -> None:
 
 
 def test_short_forms_become_full_values(write: Write) -> None:
-    recipe = load(
-        write("""
-            image:
-              base: python:3.11-slim
-              platform: [arm64, linux/amd64]
-              constraints: {drop: [numpy]}
-        """)
-    )
-    assert recipe.image.platforms == ("linux/arm64", "linux/amd64")
-    assert recipe.image.constraints == Constraints(policy="drop", drop=("numpy",))
+    text = "image: {base: 'python:3', platform: [arm64, linux/amd64], constraints: {drop: [numpy]}}"
+    image = load(write(text)).image
+    assert image.platforms == ("linux/arm64", "linux/amd64")
+    assert image.constraints == Constraints(policy="drop", drop=("numpy",))
 
 
 def test_each_list_item_keeps_its_line(write: Write) -> None:
@@ -109,13 +104,8 @@ def test_anchors_expand(write: Write) -> None:
 
 
 def test_quoted_and_tagged_text_stays_text(write: Write) -> None:
-    recipe = load(
-        write("""
-            image:
-              base: python:3.11-slim
-              env: {A: "24.10", B: !!str 3:00:00, C: '0022', D: "yes"}
-        """)
-    )
+    entries = '{A: "24.10", B: !!str 3:00:00, C: \'0022\', D: "yes"}'
+    recipe = load(write(f"image: {{base: 'python:3', env: {entries}}}"))
     assert recipe.image.env == {"A": "24.10", "B": "3:00:00", "C": "0022", "D": "yes"}
 
 
@@ -208,14 +198,13 @@ def test_literal_token_is_warned_about_and_not_shown(write: Write) -> None:
         f"image: {{base: 'python:3', pip: [{{requirements: r.txt, options: [--index-url, '{url}']}}]}}\n"
     )
     warnings = load(file).warnings
-    assert sorted(warning.what for warning in warnings) == [
+    assert {warning.what for warning in warnings} == {
         "this looks like a GitHub token",
         "this looks like a URL with a token",
-    ]
-    assert all("secrets: [{id: mine, env: NAME}]" in warning.hint for warning in warnings)
-    assert all(
-        "0123456789abcdef" not in str(warning) and "ghp_a1" not in str(warning) for warning in warnings
-    )
+    }
+    for warning in warnings:
+        assert "secrets: [{id: mine, env: NAME}]" in warning.hint
+        assert not re.search("0123456789abcdef|ghp_a1", str(warning))
 
 
 def test_secret_without_a_step_is_a_warning(write: Write) -> None:
