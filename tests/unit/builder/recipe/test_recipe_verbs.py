@@ -107,11 +107,8 @@ def read(content: dict[str, Any]) -> Target:
 @pytest.mark.parametrize("name", recipe_names())
 def test_json_says_what_the_recipe_says(name: str) -> None:
     recipe, target = load(name), read(described(name))
-    assert (target.name, target.system, target.platforms) == (
-        recipe.name,
-        recipe.system,
-        recipe.image.platforms,
-    )
+    assert (target.name, target.system) == (recipe.name, recipe.system)
+    assert target.platforms == recipe.image.platforms
 
 
 @pytest.mark.parametrize(
