@@ -290,7 +290,7 @@ def _ignored(data: bytes, folder: Path) -> None:
         (folder / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "in" / name).touch()
     patterns = tuple(data.decode("utf-8", "replace").splitlines()[:3])
-    list(sources.walk_source(folder, patterns, hidden=()))
+    sources.list_source(folder, patterns)
 
 
 # ---- what a machine and a scheduler say

@@ -94,7 +94,7 @@ class BuildContext:
         raised before the last chunk.
         """
         digest = hashlib.sha256()
-        progress = _Progress(report, self.size_bytes)
+        progress = _TarProgress(report, self.size_bytes)
         for chunk in members.tar_chunks(self.members):
             progress.add(chunk)
             digest.update(chunk)
@@ -194,7 +194,7 @@ def seal_context(
     digest = hashlib.sha256()
     files_digest = hashlib.sha256()
     size_bytes = members.tar_size(contents)
-    progress = _Progress(report, size_bytes)
+    progress = _TarProgress(report, size_bytes)
     for member in contents:
         depends_on_base = member.name in (_DOCKERFILE, _MANIFEST)
         for chunk in members.member_chunks(member):
@@ -257,7 +257,7 @@ def check_code(recipe: Recipe) -> None:
         uv_export.export_uv_lock(recipe)
 
 
-class _Progress:
+class _TarProgress:
     """Reports how much of a tar has been read, once per MiB: a tar of small files has very many chunks."""
 
     def __init__(self, report: Reporter, total_bytes: int) -> None:

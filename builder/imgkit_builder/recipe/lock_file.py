@@ -275,7 +275,7 @@ def _select_platform(lock: Lock, recipe: Recipe, platform: str, file: Path) -> L
         raise UsageError(message, where=where, hint=hint)
     locked = lock.for_platform(platform)
     if locked is None:
-        platforms = ", ".join(other.platform for other in lock.platforms) or "none"
+        platforms = ", ".join(item.platform for item in lock.platforms) or "none"
         message = f"the lock is not for {platform}; it has: {platforms}"
         hint = f"{lock_command(recipe)} --platform {platform}; {_IGNORE_HINT}"
         raise UsageError(message, where=where, hint=hint)
