@@ -290,7 +290,7 @@ def _ignored(data: bytes, folder: Path) -> None:
         (folder / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "in" / name).touch()
     patterns = tuple(data.decode("utf-8", "replace").splitlines()[:3])
-    list(sources.walk_source(folder, patterns, hidden=()))
+    sources.list_source(folder, patterns)
 
 
 # ---- what a machine and a scheduler say
@@ -551,7 +551,7 @@ TARGETS = (
     Target(
         name="inside",
         run=_text(inside.parse_probe),
-        seeds=lambda: [f'x\n{inside._MARK}{{"pip_conflicts": [], "files": {{}}}}'.encode()],
+        seeds=lambda: [f'x\n{inside._PREFIX}{{"pip_conflicts": [], "files": {{}}}}'.encode()],
         change=mutate.in_text,
     ),
     Target(

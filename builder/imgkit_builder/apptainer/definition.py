@@ -85,8 +85,8 @@ def render_definition(recipe: Recipe, start: Start, labels: Mapping[str, str]) -
     ------
     UsageError : a definition cannot express a value of the recipe.
     """
-    look = ContextFile(member=LOOK, path=f"{INSIDE}/look.py")
-    links = ContextFile(member=LINKS, path=f"{INSIDE}/links.sh")
+    look = ContextFile(context_path=LOOK, path=f"{INSIDE}/look.py")
+    links = ContextFile(context_path=LINKS, path=f"{INSIDE}/links.sh")
     # Both steps come before those of the recipe. The second one removes both files from the image.
     inspect = f"if command -v python3 > /dev/null; then python3 -I -B {look.path} || :; fi"
     steps = (

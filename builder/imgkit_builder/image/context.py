@@ -17,14 +17,15 @@ import posixpath
 import re
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import BinaryIO
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, NamedTuple
 
 from imgkit_builder.base import files, process
 from imgkit_builder.base.progress import SILENT, Reporter
 from imgkit_builder.base.sizes import size_text
 from imgkit_builder.image import install, members, render, skeleton, uv_export, wheel
 from imgkit_builder.image.members import Code, PackedCode, TarMember
+from imgkit_builder.image.skeleton import CODE_FOLDER
 from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.recipe import requirements, sources, targets
@@ -47,7 +48,7 @@ LARGE_BYTES = 10**9
 """Larger code is packed only if the user agrees (``--large``): often it is data that nobody meant to pack."""
 _LARGEST_SHOWN = 3
 _WORTH_SHOWING = 1 / 100
-"""The message about large code names a folder or file only if it has this part of all bytes."""
+"""The message about large code names a folder or file only if it has this share of all bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +94,9 @@ class BuildContext:
         raised before the last chunk.
         """
         digest = hashlib.sha256()
-        for chunk in _report_progress(members.tar_chunks(self.members), report, self.size_bytes):
+        progress = _TarProgress(report, self.size_bytes)
+        for chunk in members.tar_chunks(self.members):
+            progress.add(chunk)
             digest.update(chunk)
             # The last chunk is then not sent, and an engine builds nothing from an unfinished tar.
             if chunk is members.END and digest.hexdigest() != self.sha256:
@@ -181,31 +184,26 @@ def seal_context(
         *own_files,
     ]
     # "copy" and "project", above the folder of each step
-    folders = {posixpath.dirname(part.member) for part in code.parts}
-    contents += [members.empty_folder(folder) for folder in folders]
-    for part in code.parts.values():
-        contents += part
+    parents = {posixpath.dirname(source.context_folder) for source in code.members}
+    contents += [members.empty_folder(parent) for parent in parents]
+    for code_members in code.members.values():
+        contents += code_members
     # Sorted by bytes: the order of texts would depend on how a name outside UTF-8 was decoded.
     contents.sort(key=lambda member: os.fsencode(member.name))
     # Both digests are computed in one reading, since the code may have gigabytes.
     digest = hashlib.sha256()
     files_digest = hashlib.sha256()
-    size_bytes = 0
-    total_bytes = sum(member.size_bytes for member in contents)
-
-    def chunks() -> Iterator[bytes]:
-        """Yield the tar, and add to `files_digest` what does not depend on the base."""
-        for member in contents:
-            depends_on_base = member.name in (_DOCKERFILE, _MANIFEST)
-            for chunk in members.member_chunks(member):
-                if not depends_on_base:
-                    files_digest.update(chunk)
-                yield chunk
-        yield members.END
-
-    for chunk in _report_progress(chunks(), report, total_bytes):
-        digest.update(chunk)
-        size_bytes += len(chunk)
+    size_bytes = members.tar_size(contents)
+    progress = _TarProgress(report, size_bytes)
+    for member in contents:
+        depends_on_base = member.name in (_DOCKERFILE, _MANIFEST)
+        for chunk in members.member_chunks(member):
+            digest.update(chunk)
+            if not depends_on_base:
+                files_digest.update(chunk)
+            progress.add(chunk)
+    digest.update(members.END)
+    progress.add(members.END)
     return BuildContext(
         dockerfile=dockerfile,
         manifest=manifest,
@@ -259,19 +257,22 @@ def check_code(recipe: Recipe) -> None:
         uv_export.export_uv_lock(recipe)
 
 
-def _report_progress(chunks: Iterator[bytes], report: Reporter, total_bytes: int) -> Iterator[bytes]:
-    """Yield `chunks` unchanged, and report their bytes.
+class _TarProgress:
+    """Reports how much of a tar has been read, once per MiB: a tar of small files has very many chunks."""
 
-    A report comes once per MiB only, because a tar of small files has very many chunks.
-    """
-    sent_bytes = 0
-    reported_bytes = 0
-    for chunk in chunks:
-        sent_bytes += len(chunk)
-        if sent_bytes - reported_bytes >= files.CHUNK_BYTES or chunk is members.END:
-            reported_bytes = sent_bytes
-            report.advance(sent_bytes, max(sent_bytes, total_bytes))
-        yield chunk
+    def __init__(self, report: Reporter, total_bytes: int) -> None:
+        self._report = report
+        self._total_bytes = total_bytes
+        self._read_bytes = 0
+        self._reported_bytes = 0
+
+    def add(self, chunk: bytes) -> None:
+        """Count a chunk of the tar."""
+        self._read_bytes += len(chunk)
+        unreported_bytes = self._read_bytes - self._reported_bytes
+        if unreported_bytes >= files.CHUNK_BYTES or self._read_bytes == self._total_bytes:
+            self._reported_bytes = self._read_bytes
+            self._report.advance(self._read_bytes, self._total_bytes)
 
 
 def _secret_files(recipe: Recipe) -> list[Path]:
@@ -294,10 +295,10 @@ def _collect_recipe_code(recipe: Recipe) -> PackedCode:
     packed = members.collect_code((code for code in codes if not code.is_skeleton), hidden)
     # Taken from these are only the members, not the names of files that stay out: a run brings those files.
     projects = members.collect_code((code for code in codes if code.is_skeleton), hidden)
-    parts = dict(packed.parts)
-    for code, part in projects.parts.items():
-        parts[code] = skeleton.select_skeleton(code, part)
-    return dataclasses.replace(packed, parts=parts)
+    code_members = dict(packed.members)
+    for code, project_members in projects.members.items():
+        code_members[code] = skeleton.select_skeleton(code, project_members)
+    return dataclasses.replace(packed, members=code_members)
 
 
 def _list_code(recipe: Recipe) -> Iterator[Code]:
@@ -306,14 +307,18 @@ def _list_code(recipe: Recipe) -> Iterator[Code]:
         if step.project is not None:
             yield Code(
                 source=step.project,
-                member=install.project_member(number),
+                context_folder=install.project_folder(number),
                 where=recipe.where("image", "pip", number, "project"),
                 ignore=step.ignore,
                 is_skeleton=_is_mounted(step) and not skeleton.unfit_reason(step.project),
             )
     for number, copy in enumerate(recipe.image.copy):
-        where = recipe.where("image", "copy", number)
-        yield Code(source=copy.source, member=render.copy_member(number), where=where, ignore=copy.ignore)
+        yield Code(
+            source=copy.source,
+            context_folder=render.copy_folder(number),
+            where=recipe.where("image", "copy", number),
+            ignore=copy.ignore,
+        )
 
 
 def _is_mounted(step: PipStep) -> bool:
@@ -321,7 +326,7 @@ def _is_mounted(step: PipStep) -> bool:
 
     That is so for an editable installation below ``/workspace``.
     """
-    return step.editable is not None and skeleton.is_mounted(step.editable)
+    return step.editable is not None and PurePosixPath(step.editable).is_relative_to(CODE_FOLDER)
 
 
 def whole_project_notes(recipe: Recipe) -> Iterator[str]:
@@ -346,12 +351,19 @@ def pack_early_code(recipe: Recipe) -> PackedCode:
 
     The build that makes a lock needs only this: `run` steps before pip may use it.
     """
-    early_members = set()
+    early_folders = set()
     for number, copy in enumerate(recipe.image.copy):
         if copy.after != "pip":
-            early_members.add(render.copy_member(number))
-    codes = [code for code in _list_code(recipe) if code.member in early_members]
+            early_folders.add(render.copy_folder(number))
+    codes = [code for code in _list_code(recipe) if code.context_folder in early_folders]
     return members.collect_code(codes, _secret_files(recipe))
+
+
+class _TopEntry(NamedTuple):
+    """A folder or file at the top of the code, and the line of the recipe that packs it."""
+
+    name: str
+    where: str
 
 
 def _refuse_large(packed: PackedCode) -> None:
@@ -361,23 +373,22 @@ def _refuse_large(packed: PackedCode) -> None:
     """
     if packed.size_bytes <= LARGE_BYTES:
         return
-    # Bytes per line of the recipe and per top-level folder or file of the code, as "data".
-    sizes: collections.Counter[tuple[str, str]] = collections.Counter()
-    for code, part in packed.parts.items():
-        for member in part:
-            top_name, _, _ = member.name.removeprefix(f"{code.member}/").partition("/")
-            sizes[code.where, top_name] += member.size_bytes
+    # Bytes of each folder or file at the top of the code, such as "data".
+    sizes: collections.Counter[_TopEntry] = collections.Counter()
+    for code, code_members in packed.members.items():
+        for member in code_members:
+            name, _, _ = member.name.removeprefix(f"{code.context_folder}/").partition("/")
+            sizes[_TopEntry(name=name, where=code.where)] += member.size_bytes
     total_bytes = sizes.total()
     largest = sizes.most_common(_LARGEST_SHOWN)
-    largest_names = []
-    for (_, name), size_bytes in largest:
+    descriptions = []
+    for entry, size_bytes in largest:
         if size_bytes > total_bytes * _WORTH_SHOWING:
-            largest_names.append(f"{name} {size_text(size_bytes)}")
-    # The line to change is the one of the largest part.
-    (where, _), _ = largest[0]
+            descriptions.append(f"{entry.name} {size_text(size_bytes)}")
+    largest_entry, _ = largest[0]
     raise LargeContext(
-        f"the code for the image is {size_text(total_bytes)}: {', '.join(largest_names)}",
-        where=where,
+        f"the code for the image is {size_text(total_bytes)}: {', '.join(descriptions)}",
+        where=largest_entry.where,
         hint="list what the image does not need under `ignore` or in .dockerignore; bind data when a job "
         "starts; to pack all of it: --large",
     )
@@ -424,7 +435,7 @@ def list_package_files(recipe: Recipe) -> Iterator[TarMember]:
         with members.explain_read_errors(file, recipe.where("image", "ca", number), "name another file"):
             data = files.read_bytes(file)
         # Certificates are joined to one file: without a line end, the next one would begin on the same line.
-        yield members.memory_file(render.certificate_member(number), data.rstrip() + b"\n")
+        yield members.memory_file(render.certificate_file(number), data.rstrip() + b"\n")
     if recipe.image.used_secrets:
         yield _template(install.WITH_SECRETS, "with-secrets.sh")
     if recipe.lock:
@@ -463,13 +474,13 @@ def _list_locked_step(recipe: Recipe, number: int) -> Iterator[TarMember]:
     if not wheels:
         return
     requirements_text = install.render_requirements(recipe, number)
-    yield members.memory_file(install.requirements_file(number).member, requirements_text.encode())
+    yield members.memory_file(install.requirements_file(number).context_path, requirements_text.encode())
     if number == UV_STEP:
-        yield members.memory_file(install.UV_LINKS.member, install.render_uv_links(recipe).encode())
+        yield members.memory_file(install.UV_LINKS.context_path, install.render_uv_links(recipe).encode())
     folder = install.kept_wheels(recipe, number)
     if folder is not None:
-        yield members.empty_folder(folder.member)
-        yield from _list_kept_files(recipe, folder.member, wheels)
+        yield members.empty_folder(folder.context_path)
+        yield from _list_kept_files(recipe, folder.context_path, wheels)
 
 
 def _list_kept_files(
@@ -502,10 +513,10 @@ def _list_requirements_files(recipe: Recipe) -> Iterator[TarMember]:
     """Yield the requirements of the pip steps and of the uv project, for a build without a lock."""
     if recipe.image.uv:
         program = importlib.resources.files(__package__).joinpath("inside_uv.py").read_bytes()
-        yield members.memory_file(install.UV_JSON.member, uv_export.export_uv_lock(recipe))
-        yield members.memory_file(install.UV_PROGRAM.member, program)
+        yield members.memory_file(install.UV_JSON.context_path, uv_export.export_uv_lock(recipe))
+        yield members.memory_file(install.UV_PROGRAM.context_path, program)
     for number, step in enumerate(recipe.image.pip):
-        member_name = install.requirements_file(number).member
+        member_name = install.requirements_file(number).context_path
         if step.project is not None:
             # Dependencies are installed in a step before the project, so that an edit of the project does not
             # install them again.

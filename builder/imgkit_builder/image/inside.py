@@ -14,7 +14,7 @@ from imgkit_builder.oci.manifest import MANIFEST_JSON
 from imgkit_entrypoints import json_text
 
 _T = TypeVar("_T")
-_MARK = "IMGKIT-SEEN "
+_PREFIX = "IMGKIT-SEEN "
 """Begins the line with the result, between what the image's start program prints."""
 
 # Even an old Python must run it, so that imgkit can report its version.
@@ -47,8 +47,8 @@ for path in sys.argv[1:]:
             seen["files"][path] = stream.read()
     except (OSError, UnicodeDecodeError):
         pass
-print("MARK" + json.dumps(seen))
-""".replace("MARK", _MARK)
+print("PREFIX" + json.dumps(seen))
+""".replace("PREFIX", _PREFIX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,16 +77,16 @@ def probe_argv(*files: str) -> list[str]:
 
 def parse_probe(output: str) -> ImageReport | None:
     """Return the result in the output of the program of `probe_argv`, or None if it printed none."""
-    return _parse_result(ImageReport, _MARK, output)
+    return _parse_result(ImageReport, _PREFIX, output)
 
 
-def _parse_result(kind: type[_T], mark: str, output: str) -> _T | None:
+def _parse_result(kind: type[_T], prefix: str, output: str) -> _T | None:
     """Return the last result in `output`, whatever the image prints around it.
 
-    A result is a line with `mark` and JSON that has the fields of `kind`. Return None if there is none.
+    A result is a line with `prefix` and JSON that has the fields of `kind`. Return None if there is none.
     """
     for line in reversed(output.splitlines()):
-        _, separator, text = line.partition(mark)
+        _, separator, text = line.partition(prefix)
         if not separator:
             continue
         try:
@@ -96,7 +96,7 @@ def _parse_result(kind: type[_T], mark: str, output: str) -> _T | None:
     return None
 
 
-_PYTHON_MARK = "IMGKIT-PYTHON "
+_PYTHON_PREFIX = "IMGKIT-PYTHON "
 
 # As `-I` would, which Python 2 does not have, it ignores the current folder.
 _PYTHON_PROGRAM = """
@@ -122,8 +122,8 @@ if sys.version_info >= (3, 8):
         except metadata.PackageNotFoundError:
             seen["torch"] = "of unknown version"
 sys.stdout.flush()
-print("\\nMARK" + json.dumps(seen))
-""".replace("MARK", _PYTHON_MARK).replace("MANIFEST", MANIFEST_JSON)
+print("\\nPREFIX" + json.dumps(seen))
+""".replace("PREFIX", _PYTHON_PREFIX).replace("MANIFEST", MANIFEST_JSON)
 
 # sh -c _FIND_PYTHON sh PROGRAM [PYTHON]
 _FIND_PYTHON = """\
@@ -163,4 +163,4 @@ def python_probe_argv(python: str = "") -> list[str]:
 
 def parse_python_probe(output: str) -> PythonReport | None:
     """Return the result in the output of the program of `python_probe_argv`, or None if it printed none."""
-    return _parse_result(PythonReport, _PYTHON_MARK, output)
+    return _parse_result(PythonReport, _PYTHON_PREFIX, output)

@@ -34,12 +34,20 @@ def main(folder: Path) -> int:
     lines = exported["requirements"]
     if "torch" in base:
         lines = exported["beside_torch"]  # without what only torch needs
-    lines = [line for line in lines if requirement_name(line) not in base]
-    to_install = [line for line in lines if requirement_name(line) not in exported["left_to_pip"]]
-    write_lines(folder / "requirements-uv.txt", "w", [" ".join(exported["index_options"]), *to_install])
-    # A constraint needs no hash; a URL or a folder is none.
-    pinned = [line for line in lines if re.match(r"[\w.-]+==", line)]
-    write_lines(constraint_file, "a", [line.partition(" --hash=")[0] for line in pinned])
+    requirements = [" ".join(exported["index_options"])]
+    constraints = []
+    for line in lines:
+        name = requirement_name(line)
+        if name in base:
+            continue
+        if name not in exported["left_to_pip"]:
+            requirements.append(line)
+        # A constraint needs no hash, and cannot be a URL or a folder.
+        constraint, _, _ = line.partition(" --hash=")
+        if re.match(r"[\w.-]+==", constraint):
+            constraints.append(constraint)
+    write_lines(folder / "requirements-uv.txt", "w", requirements)
+    write_lines(constraint_file, "a", constraints)
     return 0
 
 
@@ -105,8 +113,8 @@ def torch_errors(lines: list[str], base: dict[str, str]) -> list[str]:
         if requirement.marker and not requirement.marker.evaluate():
             continue
         name = requirement.name
+        base_release = parse_release(base_version)
         for specifier in requirement.specifier:
-            base_release = parse_release(base_version)
             if parse_release(specifier.version) == base_release:
                 print(f"{name}: the base's {base_version} stays in place of {specifier.version}")
             else:

@@ -35,9 +35,9 @@ _PYTHON_PIP = "python3 -m pip"
 # would run code that no hash of the lock covers.
 _LOCKED_OPTIONS = "--require-hashes --no-deps --only-binary=:all:"
 
-UV_JSON = ContextFile(member="imgkit/uv.json", path=f"{INSIDE}/uv.json")
-UV_PROGRAM = ContextFile(member="imgkit/inside_uv.py", path=f"{INSIDE}/inside_uv.py")
-UV_LINKS = ContextFile(member="imgkit/uv.html", path=f"{INSIDE}/uv.html")
+UV_JSON = ContextFile(context_path="imgkit/uv.json", path=f"{INSIDE}/uv.json")
+UV_PROGRAM = ContextFile(context_path="imgkit/inside_uv.py", path=f"{INSIDE}/inside_uv.py")
+UV_LINKS = ContextFile(context_path="imgkit/uv.html", path=f"{INSIDE}/uv.html")
 
 
 def pip_step_numbers(recipe: Recipe) -> list[int]:
@@ -53,7 +53,7 @@ def step_name(number: int) -> str:
     return "uv" if number == UV_STEP else str(number)
 
 
-def project_member(number: int) -> str:
+def project_folder(number: int) -> str:
     """Return the folder of the project of pip step `number` in the build context."""
     return f"project/{number}"
 
@@ -61,7 +61,7 @@ def project_member(number: int) -> str:
 def requirements_file(number: int) -> ContextFile:
     """Return the requirements file of pip step `number`."""
     name = f"requirements-{step_name(number)}.txt"
-    return ContextFile(member=f"imgkit/{name}", path=f"{INSIDE}/{name}")
+    return ContextFile(context_path=f"imgkit/{name}", path=f"{INSIDE}/{name}")
 
 
 def protection_step() -> Step:
@@ -70,13 +70,12 @@ def protection_step() -> Step:
     pip gets this file as a constraint in all later steps, so that it never replaces these packages.
     """
     # "pip freeze" would print "torch @ file://..." for a torch built in the base, as in NVIDIA's images.
-    parts = (
+    command = _join_commands(
         f"mkdir -p {INSIDE}",
         f"python3 -m pip list --format=freeze --disable-pip-version-check > {CONSTRAINT}",
         f"sed -n -i -E '/^({PROTECTED})==/Ip' {CONSTRAINT}",
     )
-    purpose = "every pip step below must keep the base's torch and NCCL"
-    return Step(origin=f"imgkit: {purpose}", command=f"{NEXT}&& ".join(parts))
+    return Step(origin="imgkit: every pip step below must keep the base's torch and NCCL", command=command)
 
 
 def constraint_step(recipe: Recipe) -> Step:
@@ -98,12 +97,12 @@ def constraint_step(recipe: Recipe) -> Step:
                 hint="letters, digits, '.', '_' and '-', without a version, for example: drop: [flash-attn]",
             )
     names = "|".join(re.sub(r"[-_.]+", "[-_.]+", name) for name in constraints.drop)
-    parts = (
+    lines = (
         'if [ -n "${PIP_CONSTRAINT:-}" ]; then',
         f"    sed -E '/^({names})([^A-Za-z0-9._-]|$)/Id' \"$PIP_CONSTRAINT\" > {BASE_CONSTRAINT};",
         f"else : > {BASE_CONSTRAINT}; fi",
     )
-    return Step(origin=where, command=NEXT.join(parts))
+    return Step(origin=where, command=NEXT.join(lines))
 
 
 def pip_step(recipe: Recipe, number: int, *, pip: str = _PYTHON_PIP) -> Step:
@@ -179,25 +178,25 @@ def project_step(recipe: Recipe, number: int, step: PipStep) -> Step:
     An editable project is put into its folder of the image, such as ``/workspace``, and stays there. Any
     other is installed from imgkit's folder, and its files are removed.
     """
-    member = project_member(number)
+    context_path = project_folder(number)
     origin = recipe.where("image", "pip", number)
-    options = ""
+    command = f"{_install_command(recipe, step)}{NEXT}    "
     if recipe.lock:
-        options = "--no-deps "  # the steps before have installed the locked dependencies
-    target = f"{INSIDE}/{member}"
+        command += "--no-deps "  # the steps before have installed the locked dependencies
     if step.editable:
-        options += "--editable "
-        target = posixpath.normpath(step.editable)
-    command = f"{_install_command(recipe, step)}{NEXT}    {options}{shlex.quote(target)}"
-    docker = command
-    if not step.editable:
-        docker += f"{NEXT}&& rm -rf {INSIDE}/project"
+        path = posixpath.normpath(step.editable)
+        command += f"--editable {shlex.quote(path)}"
+        docker = command
+    else:
+        path = f"{INSIDE}/{context_path}"
+        command += path
+        docker = f"{command}{NEXT}&& rm -rf {INSIDE}/project"
     return Step(
         origin=origin,
         command=command,
         docker=docker,
         mounts=secret_mounts(step.secrets),
-        files=(ContextFile(member=member, path=target, is_folder=True, origin=origin),),
+        files=(ContextFile(context_path=context_path, path=path, is_folder=True, origin=origin),),
     )
 
 
@@ -236,15 +235,23 @@ def apt_step(recipe: Recipe, origin: str) -> Step:
     line.
     """
     if recipe.lock:
-        folder = ContextFile(member=f"imgkit/{LOCKED_APT}", path=f"{INSIDE}/{LOCKED_APT}", is_folder=True)
-        script = shlex.join(("sh", f"{folder.path}/{SCRIPT}", recipe.reference, _lock_name(recipe)))
-        parts = [script, "apt-get clean", f"rm -rf /var/lib/apt/lists/* {folder.path}"]
-        return Step(origin=origin, command=f"{NEXT}&& ".join(parts), files=(folder,))
+        path = f"{INSIDE}/{LOCKED_APT}"
+        script = shlex.join(("sh", f"{path}/{SCRIPT}", recipe.reference, _lock_name(recipe)))
+        command = _join_commands(script, "apt-get clean", f"rm -rf /var/lib/apt/lists/* {path}")
+        folder = ContextFile(context_path=f"imgkit/{LOCKED_APT}", path=path, is_folder=True)
+        return Step(origin=origin, command=command, files=(folder,))
     install_command = "DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends"
     for package in recipe.image.apt:
         install_command += f"{NEXT}    {shlex.quote(package)}"
-    parts = ["apt-get update", install_command, "apt-get clean", "rm -rf /var/lib/apt/lists/*"]
-    return Step(origin=origin, command=f"{NEXT}&& ".join(parts))
+    command = _join_commands(
+        "apt-get update", install_command, "apt-get clean", "rm -rf /var/lib/apt/lists/*"
+    )
+    return Step(origin=origin, command=command)
+
+
+def _join_commands(*commands: str) -> str:
+    """Return a shell command that runs `commands` until one fails."""
+    return f"{NEXT}&& ".join(commands)
 
 
 LOCKED_APT = "locked-apt"
@@ -279,9 +286,11 @@ def render_packages(recipe: Recipe) -> str:
     requested = {re.split(r"[=/:]", package)[0] for package in recipe.image.apt}
     lines = []
     for deb in lock.apt:
-        mark = "manual" if deb.name in requested else "auto"  # for apt-mark
+        apt_mark = "auto"
+        if deb.name in requested:
+            apt_mark = "manual"
         urls = " ".join((deb.url, *snapshot_urls(deb, lock.source_date_epoch)))
-        lines.append(f"{deb.sha256} {deb.file} {mark} {deb.name}:{deb.architecture} {urls}\n")
+        lines.append(f"{deb.sha256} {deb.file} {apt_mark} {deb.name}:{deb.architecture} {urls}\n")
     return "".join(lines)
 
 
@@ -316,7 +325,7 @@ def kept_wheels(recipe: Recipe, number: int) -> ContextFile | None:
     if not any(wheel.file in recipe.kept for wheel in locked_wheels(recipe, number)):
         return None
     name = f"locked-pip-{step_name(number)}"
-    return ContextFile(member=f"imgkit/{name}", path=f"{INSIDE}/{name}", is_folder=True)
+    return ContextFile(context_path=f"imgkit/{name}", path=f"{INSIDE}/{name}", is_folder=True)
 
 
 def locked_pip_options(recipe: Recipe, number: int) -> str:
@@ -353,8 +362,9 @@ def render_requirements(recipe: Recipe, number: int) -> str:
             lines += [line for line in requirements.read_requirements(file) if line.startswith("-")]
     for wheel in locked_wheels(recipe, number):
         # A wheel that the recipe names by its URL may be in no index, so pip needs the URL again.
-        is_by_url = wheel.direct and wheel.file not in recipe.kept and number != UV_STEP
-        requirement = f"{wheel.name} @ {wheel.url}" if is_by_url else f"{wheel.name}=={wheel.version}"
+        requirement = f"{wheel.name}=={wheel.version}"
+        if wheel.direct and wheel.file not in recipe.kept and number != UV_STEP:
+            requirement = f"{wheel.name} @ {wheel.url}"
         lines.append(f"{requirement} --hash=sha256:{wheel.sha256}")
     return "".join(f"{line}\n" for line in lines)
 

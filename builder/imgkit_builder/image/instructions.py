@@ -26,7 +26,7 @@ class Text:
 class ContextFile:
     """A file, or the content of a folder: its path in the build context and its path in the image."""
 
-    member: str
+    context_path: str
     path: str
     is_folder: bool = False
     origin: str = ""
@@ -51,11 +51,11 @@ class Step:
     @property
     def text(self) -> str:
         """Return its first command on one line, or the purpose of a step of imgkit's own."""
-        purpose = self.origin.removeprefix("imgkit: ")
-        if purpose != self.origin:
-            return purpose
-        first = self.command.replace("\\\n", " ").partition("\n")[0]
-        return " ".join(first.split())
+        if self.origin.startswith("imgkit: "):
+            return self.origin.removeprefix("imgkit: ")
+        commands = self.command.replace("\\\n", " ")  # without continued lines
+        first_command, _, _ = commands.partition("\n")
+        return " ".join(first_command.split())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,7 @@ class Code:
     """A folder or file of the user, and its position in the context."""
 
     source: Path
-    member: str
+    context_folder: str
     """The folder that holds a file, or the content of a folder."""
     where: str
     """The recipe's line."""
@@ -59,7 +59,7 @@ class Code:
 class PackedCode:
     """What goes into the context of the user's code."""
 
-    parts: Mapping[Code, tuple[TarMember, ...]] = field(default_factory=dict)
+    members: Mapping[Code, tuple[TarMember, ...]] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     """Names that stay out although the recipe's `ignore` does not list them."""
     secret: tuple[str, ...] = ()
@@ -69,8 +69,8 @@ class PackedCode:
     def size_bytes(self) -> int:
         """Return the size of all files."""
         size_bytes = 0
-        for part in self.parts.values():
-            size_bytes += sum(member.size_bytes for member in part)
+        for members in self.members.values():
+            size_bytes += sum(member.size_bytes for member in members)
         return size_bytes
 
 
@@ -82,41 +82,40 @@ def collect_code(codes: Iterable[Code], hidden: Collection[Path]) -> PackedCode:
     UsageError : a source is missing or unreadable, or has something else than files, folders and links that
         stay in it.
     """
+    members: dict[Code, tuple[TarMember, ...]] = {}
     left_out: list[str] = []
     secret: list[str] = []
-    parts = {code: tuple(_list_members(code, hidden, left_out, secret)) for code in codes}
+    for code in codes:
+        with explain_read_errors(code.source, code.where, "name another source"):
+            status = code.source.stat()
+        folder = empty_folder(code.context_folder)
+        if not stat.S_ISDIR(status.st_mode):
+            name = f"{code.context_folder}/{code.source.name}"
+            members[code] = (folder, _regular_file(code.source, name, status, code.where))
+            continue
+        with explain_read_errors(code.source):
+            listing = sources.list_source(code.source, code.ignore, hidden=hidden)
+            members[code] = (folder, *_list_members(code, listing.entries))
+        left_out += listing.left_out
+        secret += listing.secret
     # Two steps may pack the same folder: each name once.
     return PackedCode(
-        parts=parts, left_out=tuple(dict.fromkeys(left_out)), secret=tuple(dict.fromkeys(secret))
+        members=members, left_out=tuple(dict.fromkeys(left_out)), secret=tuple(dict.fromkeys(secret))
     )
 
 
-def _list_members(
-    code: Code, hidden: Collection[Path], left_out: list[str], secret: list[str]
-) -> Iterator[TarMember]:
-    """Yield the members of the tar for `code`, a file or a folder with all that is in it.
-
-    `hidden` are files that must not be in the tar. `left_out` and `secret` receive names of files that stay
-    out because of a pattern, or because they usually hold secrets.
-    """
-    yield empty_folder(code.member)
-    with explain_read_errors(code.source, code.where, "name another source"):
-        status = code.source.stat()
-    if not stat.S_ISDIR(status.st_mode):
-        yield _regular_file(code.source, f"{code.member}/{code.source.name}", status, code.where)
-        return
+def _list_members(code: Code, entries: Iterable[sources.SourceEntry]) -> Iterator[TarMember]:
+    """Yield the members of the tar for the `entries` of the folder `code`."""
     root = code.source.resolve()
-    walk = sources.walk_source(code.source, code.ignore, hidden=hidden, left_out=left_out, secret=secret)
-    with explain_read_errors(code.source):
-        for item in walk:
-            path = Path(item.entry.path)
-            name = f"{code.member}/{item.name}"
-            if item.entry.is_dir(follow_symlinks=False):
-                yield empty_folder(name)
-            elif item.entry.is_symlink():
-                yield _link(path, name, root)
-            else:
-                yield _regular_file(path, name, path.lstat(), code.where)
+    for item in entries:
+        path = Path(item.entry.path)
+        name = f"{code.context_folder}/{item.name}"
+        if item.entry.is_dir(follow_symlinks=False):
+            yield empty_folder(name)
+        elif item.entry.is_symlink():
+            yield _link(path, name, root)
+        else:
+            yield _regular_file(path, name, path.lstat(), code.where)
 
 
 def _regular_file(path: Path, name: str, status: os.stat_result, where: str) -> TarMember:
@@ -132,7 +131,9 @@ def _regular_file(path: Path, name: str, status: os.stat_result, where: str) -> 
         kind = kinds.get(stat.S_IFMT(status.st_mode), "a device")
         problem = f"{path} is {kind}, and only files, folders and links go into an image"
         raise UsageError(problem, where=where, hint=_ignore_hint(path))
-    mode = 0o755 if status.st_mode & stat.S_IXUSR else 0o644
+    mode = 0o644
+    if status.st_mode & stat.S_IXUSR:
+        mode = 0o755
     return TarMember(name=name, mode=mode, size_bytes=status.st_size, source=path)
 
 
@@ -244,21 +245,26 @@ def _read_content(member: TarMember) -> Iterator[bytes]:
     if member.source is None:
         yield member.data
         return
-    remaining = member.size_bytes
+    unread_bytes = member.size_bytes
     with explain_read_errors(member.source), files.open_regular(member.source, buffering=0) as stream:
-        while remaining >= 0:
+        while True:
             # Ask for one byte more than expected: if it comes, the file has grown.
-            chunk = stream.read(min(files.CHUNK_BYTES, remaining + 1))
-            remaining -= len(chunk)
-            if not chunk or remaining < 0:
+            chunk = stream.read(min(files.CHUNK_BYTES, unread_bytes + 1))
+            if len(chunk) > unread_bytes:
+                raise _changed_size_error(member.source, "grew")
+            if not chunk:
                 break
+            unread_bytes -= len(chunk)
             yield chunk
-    if remaining:
-        change = "grew" if remaining < 0 else "shrank"
-        raise UsageError(
-            f"{member.source} {change} while it was read",
-            hint=f"build again when no program writes to it, or {_ignore_hint(member.source)}",
-        )
+    if unread_bytes:
+        raise _changed_size_error(member.source, "shrank")
+
+
+def _changed_size_error(file: Path, change: str) -> UsageError:
+    return UsageError(
+        f"{file} {change} while it was read",
+        hint=f"build again when no program writes to it, or {_ignore_hint(file)}",
+    )
 
 
 def find_text(members: Iterable[TarMember], texts: Collection[bytes]) -> str | None:

@@ -19,6 +19,7 @@ import posixpath
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -166,7 +167,7 @@ def _fill_template(name: str, layers: Layers, **values: object) -> str:
         docker_value=_docker_value,
         sh_value=lambda value, key: install.shell_value(key, value),
         docker_key=_docker_key,
-        copy_words=_copy_words,
+        copy_arguments=_copy_arguments,
         copy_file=_copy_file,
     )
     fields = {field.name: getattr(layers, field.name) for field in dataclasses.fields(layers)}
@@ -215,28 +216,30 @@ def _list_definition_steps(layers: Layers) -> Iterator[Step]:
     )
     if layers.ca:
         yield Step(origin=layers.ca.origin, command=f"{layers.ca.command}\n{_export(TRUST)}")
-    yield from _list_user_steps(layers.before_apt.copy, layers.before_apt.run, "/")
+    yield from _list_copy_steps(layers.before_apt.copy)
+    yield from _list_commands(layers.before_apt.run, "/")
     yield from map(_add_parentheses, layers.apt)
-    yield from _list_user_steps(layers.after_apt.copy, layers.after_apt.run, "/")
+    yield from _list_copy_steps(layers.after_apt.copy)
+    yield from _list_commands(layers.after_apt.run, "/")
     yield from map(_add_parentheses, (*layers.protect, *layers.pip))
     workdir = layers.workdir
     yield Step(origin=layers.env.origin, command=_export(layers.env.entries))
     yield Step(origin=workdir.origin, command=f"mkdir -p -- {shlex.quote(workdir.text)}")
-    yield from _list_user_steps((), layers.run, workdir.text)
+    yield from _list_commands(layers.run, workdir.text)
     yield _add_parentheses(layers.install_wheel)
     for project in layers.projects:
         (folder,) = project.files
         command = project.command
         # `%files` puts it below INSIDE, where a project stays that is not editable.
-        if folder.path != f"{INSIDE}/{folder.member}":
+        if folder.path != f"{INSIDE}/{folder.context_path}":
             command = f"{_copy_command(folder)}\n{command}"
         yield Step(origin=project.origin, command=command)
     if layers.projects:
         yield _imgkit_step("the projects are installed", f"rm -rf {INSIDE}/project")
-    yield from _list_user_steps(layers.copy, (), workdir.text)
+    yield from _list_copy_steps(layers.copy)
     if layers.copy:
         yield _imgkit_step("the copies are in their places", f"rm -rf {INSIDE}/copy")
-    yield from _list_user_steps((), layers.run_after_copy, workdir.text)
+    yield from _list_commands(layers.run_after_copy, workdir.text)
 
 
 def _add_parentheses(step: Step) -> Step:
@@ -254,12 +257,16 @@ def _imgkit_step(purpose: str, command: str, files: tuple[ContextFile, ...] = ()
     return Step(origin=f"imgkit: {purpose}", command=command, files=files)
 
 
-def _list_user_steps(copies: Sequence[ContextFile], runs: Sequence[Step], folder: str) -> Iterator[Step]:
-    """Yield a step for each of `copies`, then one for each of `runs`, whose command starts in `folder`."""
+def _list_copy_steps(copies: Iterable[ContextFile]) -> Iterator[Step]:
+    """Yield a step for each of `copies`, which copies the user's files to their path in the image."""
     for copy in copies:
         yield Step(origin=copy.origin, command=_copy_command(copy))
-    for run in runs:
-        yield Step(origin=run.origin, command=f"(cd -- {shlex.quote(folder)} && {run.command})")
+
+
+def _list_commands(steps: Iterable[Step], folder: str) -> Iterator[Step]:
+    """Yield the user's `steps`. Each command starts in `folder`, and cannot change that of the next one."""
+    for step in steps:
+        yield Step(origin=step.origin, command=f"(cd -- {shlex.quote(folder)} && {step.command})")
 
 
 def _export(variables: Mapping[str, str]) -> str:
@@ -270,7 +277,7 @@ def _export(variables: Mapping[str, str]) -> str:
 def _copy_command(code: ContextFile) -> str:
     """Return the shell commands that copy the content of a folder of the context to its path in the image."""
     target = shlex.quote(code.path)
-    return f"mkdir -p -- {target}\ncp -RP -- {INSIDE}/{code.member}/. {target}"
+    return f"mkdir -p -- {target}\ncp -RP -- {INSIDE}/{code.context_path}/. {target}"
 
 
 def docker_quote(value: str) -> str:
@@ -295,7 +302,7 @@ def _docker_key(value: str) -> str:
     return docker_quote(value)
 
 
-def _copy_words(paths: Sequence[str]) -> str:
+def _copy_arguments(paths: Sequence[str]) -> str:
     """Return the arguments of COPY as JSON.
 
     Some characters are escaped twice: the builder expands ``$`` and quotes in each path even after it has
@@ -308,7 +315,7 @@ def _copy_words(paths: Sequence[str]) -> str:
 def _copy_file(file: ContextFile) -> str:
     """Return the JSON form of COPY for one file, or for the content of a folder."""
     slash = "/" if file.is_folder else ""
-    return _copy_words([f"{file.member}{slash}", f"{file.path}{slash}"])
+    return _copy_arguments([f"{file.context_path}{slash}", f"{file.path}{slash}"])
 
 
 # Compile the entry points in the image, because a read-only image would compile them at every start. The
@@ -357,7 +364,7 @@ def build_layers(recipe: Recipe, *, base: str | None, platform: str | None, base
         ca = _certificates_step(recipe)
     origins: tuple[ContextFile, ...] = ()
     if recipe.lock:
-        origins = (ContextFile(member=install.LOCK_TOML, path=f"{INSIDE}/lock.toml"),)
+        origins = (ContextFile(context_path=install.LOCK_TOML, path=f"{INSIDE}/lock.toml"),)
     return Layers(
         image=image,
         name=recipe.name,
@@ -443,14 +450,14 @@ def _list_protection_steps(recipe: Recipe) -> tuple[Step, ...]:
 
 def _install_wheel() -> Step:
     """Return the step that installs the entry points."""
-    member = f"imgkit/{wheel.wheel_name()}"
-    path = f"{INSIDE}/{wheel.wheel_name()}"
+    name = wheel.wheel_name()
+    path = f"{INSIDE}/{name}"
     return _imgkit_step(
         "no index, no dependencies; forced, because a changed wheel can have the same version",
         # Nothing is constrained here, and pip would stop if the file of the base's PIP_CONSTRAINT is missing.
         f"{install.PIP} PIP_CONSTRAINT=''{NEXT}python3 -m pip install --no-cache-dir --no-compile --no-index"
         f" --no-deps --force-reinstall{NEXT}    {path}{NEXT}&& {COMPILE}",
-        files=(ContextFile(member=member, path=path),),
+        files=(ContextFile(context_path=f"imgkit/{name}", path=path),),
     )
 
 
@@ -461,7 +468,7 @@ def _list_copies(recipe: Recipe, after: str) -> tuple[ContextFile, ...]:
         if step.after != after:
             continue
         copy = ContextFile(
-            member=copy_member(number),
+            context_path=copy_folder(number),
             path=posixpath.normpath(step.target),
             is_folder=True,
             origin=recipe.where("image", "copy", number),
@@ -470,12 +477,12 @@ def _list_copies(recipe: Recipe, after: str) -> tuple[ContextFile, ...]:
     return tuple(copies)
 
 
-def certificate_member(number: int) -> str:
+def certificate_file(number: int) -> str:
     """Return the path of certificate `number` (from 0) in the build context."""
     return f"imgkit/ca-{number}.crt"
 
 
-def copy_member(number: int) -> str:
+def copy_folder(number: int) -> str:
     """Return the folder of copy step `number` (from 0) in the build context."""
     return f"copy/{number}"
 
@@ -507,21 +514,21 @@ def _certificates_step(recipe: Recipe) -> Step:
 
     It comes before the first use of the network, which may go through a proxy with such a certificate.
     """
-    members = [certificate_member(number) for number in range(len(recipe.image.ca))]
+    numbers = range(len(recipe.image.ca))
     files = []
-    for member in members:
-        path = f"{CERTIFICATES}/imgkit-{posixpath.basename(member)}"
-        files.append(ContextFile(member=member, path=path))
+    for number in numbers:
+        context_path = certificate_file(number)
+        path = f"{CERTIFICATES}/imgkit-{posixpath.basename(context_path)}"
+        files.append(ContextFile(context_path=context_path, path=path))
     # If the base has set PIP_CERT to a file of its own, its certificates are added: imgkit sets the variable,
     # too, and they must not get lost.
-    parts = (
+    lines = (
         f'if [ -f "${{PIP_CERT:-}}" ] && [ "$PIP_CERT" != {BUNDLE} ]; then',
         f'    cp -- "$PIP_CERT" {CERTIFICATES}/imgkit-base.crt; fi;',
         "if command -v update-ca-certificates > /dev/null; then update-ca-certificates;",
         f"else mkdir -p {posixpath.dirname(BUNDLE)} && cat {CERTIFICATES}/*.crt >> {BUNDLE}; fi",
     )
-    origin = _origins(recipe, "ca", range(len(members)))
-    return Step(origin=origin, files=tuple(files), command=NEXT.join(parts))
+    return Step(origin=_origins(recipe, "ca", numbers), files=tuple(files), command=NEXT.join(lines))
 
 
 def _list_run_steps(recipe: Recipe, after: str) -> tuple[Step, ...]:
@@ -534,25 +541,26 @@ def _run_step(recipe: Recipe, number: int, command: RunCommand) -> Step:
     """Return the step of the user's command `number`, quoted for a Dockerfile and for a definition."""
     text = command.command.strip()
     has_lines = "\n" in text
-    option = "-c"
-    quoted = shlex.quote(text)
     if has_lines:
         # -e: the first line that fails ends the step. Without it, a shell would go on with the next line.
-        option = "-ec"
-        quoted = _quote_on_one_line(text)
-    argv: tuple[str, ...] = ("/bin/sh", option, text)
-    posix = f"sh {option} {quoted}"
+        argv: tuple[str, ...] = ("/bin/sh", "-ec", text)
+        shell_command = f"sh -ec {_quote_on_one_line(text)}"
+    else:
+        argv = ("/bin/sh", "-c", text)
+        shell_command = f"sh -c {shlex.quote(text)}"
+    docker = text
+    needs_exec_form = has_lines or _is_docker_syntax(text)
     if command.secrets:
         argv = (*install.secret_argv(recipe, command.secrets), *argv)
-        posix = install.secret_prefix(recipe, command.secrets, "") + posix
-    if has_lines or (not command.secrets and _is_docker_syntax(text)):
+        shell_command = install.secret_prefix(recipe, command.secrets, "") + shell_command
+        docker = shell_command
+        needs_exec_form = has_lines
+    if needs_exec_form:
         # The exec form, a JSON list, keeps the whole text as it is, with its line ends.
         docker = json.dumps(argv, ensure_ascii=False)
-    else:
-        docker = posix if command.secrets else text
     return Step(
         origin=recipe.where("image", "run", number),
-        command=posix,
+        command=shell_command,
         docker=docker,
         mounts=install.secret_mounts(command.secrets),
     )
@@ -612,34 +620,36 @@ def _block(recipe: Recipe, key: str, entries: Mapping[str, str], default_origin:
 
 def _origins(recipe: Recipe, key: str, items: Iterable[str | int]) -> str:
     """Return the lines that state `items` of ``image.KEY``: ``mn5.yaml:12-14, mn5-llm.yaml:3``."""
-    # Each span is a file, its first line and its last line.
-    spans: list[tuple[str, int, int]] = []
+    ranges: list[_LineRange] = []
     for item in items:
-        file, _, number = recipe.where("image", key, item).rpartition(":")
+        file, _, line_text = recipe.where("image", key, item).rpartition(":")
         if not file:
-            return number  # the name of the recipe alone: no file states the value
-        line = int(number)
-        if spans and _continues(spans[-1], file, line):
-            _, first_line, _ = spans.pop()
-            spans.append((file, first_line, line))
+            return line_text  # the name of the recipe alone: no file states the value
+        line = int(line_text)
+        if ranges and ranges[-1].is_continued_by(file, line):
+            ranges[-1].last = line
         else:
-            spans.append((file, line, line))
-    texts = []
-    for file, first_line, last_line in spans:
-        text = f"{file}:{first_line}"
-        if last_line > first_line:
-            text += f"-{last_line}"
-        texts.append(text)
-    return ", ".join(texts)
+            ranges.append(_LineRange(file=file, first=line, last=line))
+    return ", ".join(map(str, ranges))
 
 
-def _continues(span: tuple[str, int, int], file: str, line: int) -> bool:
-    """Return whether `line` of `file` is the last line of `span` or the one behind it.
+@dataclass(slots=True, kw_only=True)
+class _LineRange:
+    """Lines of a file that follow each other."""
 
-    `span` is a file, its first line and its last line.
-    """
-    span_file, _, last_line = span
-    return file == span_file and line in (last_line, last_line + 1)
+    file: str
+    first: int
+    last: int
+
+    def is_continued_by(self, file: str, line: int) -> bool:
+        """Return whether `line` of `file` is the last one of this range, or the one behind it."""
+        return file == self.file and line in (self.last, self.last + 1)
+
+    def __str__(self) -> str:
+        text = f"{self.file}:{self.first}"
+        if self.last > self.first:
+            text += f"-{self.last}"
+        return text
 
 
 def refuse_value(value: str, form: str, where: str, hint: str) -> NoReturn:

@@ -74,11 +74,6 @@ raise ImportError(
 """
 
 
-def is_mounted(folder: str) -> bool:
-    """Return whether a run mounts its code over this folder of an image."""
-    return f"{posixpath.normpath(folder)}/".startswith(f"{CODE_FOLDER}/")
-
-
 def unfit_reason(project: Path) -> str:
     """Return why all files of a project must be packed: ``its setup.py is a program``.
 
@@ -109,21 +104,22 @@ def select_skeleton(code: Code, members: Iterable[TarMember]) -> tuple[TarMember
     They are pyproject.toml and files that it names, and folders in which the build backend looks for
     packages. The content of top-level modules is replaced by `_STUB`.
     """
-    members_by_name = {posixpath.relpath(member.name, code.member): member for member in members}
+    members_by_name = {posixpath.relpath(member.name, code.context_folder): member for member in members}
     project = _Project.read(code.source, members_by_name)
-    contents = {}
+    skeleton = {}
     for name, member in members_by_name.items():
-        if project.is_needed(name, is_folder=member.kind == tarfile.DIRTYPE):
-            contents[name] = member
+        if member.kind == tarfile.DIRTYPE:
+            is_needed = project.needs_folder(name)
+        else:
+            is_needed = project.needs_content(name)
+        if is_needed:
+            skeleton[name] = member
         elif project.is_module(name):
-            contents[name] = memory_file(member.name, _STUB)
+            skeleton[name] = memory_file(member.name, _STUB)
     # The folders of these files are needed, too.
-    folders = _list_parents(contents)
-    skeleton = []
-    for name, member in members_by_name.items():
-        if name in contents or name in folders:
-            skeleton.append(contents.get(name, member))
-    return tuple(skeleton)
+    for name in _list_parents(skeleton) & members_by_name.keys():
+        skeleton.setdefault(name, members_by_name[name])
+    return tuple(skeleton[name] for name in members_by_name if name in skeleton)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,10 +164,8 @@ class _Project:
             packages=frozenset(posixpath.dirname(name) for name in python_files if _is_init(name)),
         )
 
-    def is_needed(self, name: str, *, is_folder: bool) -> bool:
-        """Return whether the build backend needs the folder `name`, or the content of the file `name`."""
-        if is_folder:
-            return self.keeps_folder(name)
+    def needs_content(self, name: str) -> bool:
+        """Return whether the build backend reads the file `name`."""
         if name in _ROOT_FILES or name in self.references:
             return True
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.license_patterns):
@@ -187,11 +181,11 @@ class _Project:
         """Return whether the file `name` is a top-level package or module, of which a stub is enough."""
         folder, base_name = posixpath.split(name)
         if _is_init(name):
-            return self.keeps_folder(folder)
+            return self.needs_folder(folder)
         module = base_name.removesuffix(".py")
         return folder in ("", "src") and module != base_name and module in self.modules
 
-    def keeps_folder(self, name: str) -> bool:
+    def needs_folder(self, name: str) -> bool:
         """Return whether the backend may need the folder `name` to find the packages."""
         if name == ".":
             return True

@@ -60,8 +60,10 @@ def check_image(run: Runner, *, arch: str, manifest: Manifest | None) -> tuple[C
 
 def _last_line(text: str, default: str) -> str:
     """Return the last line of `text`, or `default` where it has none."""
-    *_, line = [default, *text.strip().splitlines()]
-    return line
+    lines = text.strip().splitlines()
+    if not lines:
+        return default
+    return lines[-1]
 
 
 def has_passed(image_id: str) -> bool:

@@ -67,18 +67,15 @@ def export_uv_lock(recipe: Recipe) -> bytes:
         # The same without torch and without packages that only torch needs, for a base that has a torch.
         beside_torch = _read_export([*argv, "--prune", "torch"], uv.project)
         pyproject = _read_pyproject(uv.project)
-        unsatisfied = next(_find_unsatisfied(pyproject, requirements, uv), None)
+        outdated = _find_outdated(pyproject, requirements, uv)
         options = index_options(recipe)
-    except (ToolFailed, OSError, ValueError, TypeError, AttributeError) as error:
-        message = str(error)
-        hint = None
-        if isinstance(error, ToolFailed):
-            message = error.what
-            hint = error.hint
-        raise UsageError(f"its uv.lock cannot be used: {message}", where=where, hint=hint) from error
-    if unsatisfied is not None:
+    except ToolFailed as error:
+        raise UsageError(f"its uv.lock cannot be used: {error.what}", where=where, hint=error.hint) from error
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UsageError(f"its uv.lock cannot be used: {error}", where=where) from error
+    if outdated:
         raise UsageError(
-            f"uv.lock is not up to date: {PYPROJECT} requires {unsatisfied}",
+            f"uv.lock is not up to date: {PYPROJECT} requires {outdated}",
             where=where,
             hint=f"write it again: uv lock --project {uv.project}",
         )
@@ -103,32 +100,33 @@ def _uv_settings(pyproject: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _find_unsatisfied(pyproject: dict[str, Any], lines: list[str], uv: UvProject) -> Iterator[str]:
-    """Yield requirements of the project that its uv.lock does not meet: it is not up to date.
+def _find_outdated(pyproject: dict[str, Any], lines: list[str], uv: UvProject) -> str:
+    """Return the first requirement of the project that its uv.lock does not meet.
 
     `lines` are the exported requirements of uv.lock. Requirements that cannot apply to an image, such as
-    those for Windows, are skipped. A result is ``numpy>=2, and uv.lock has 1.26``.
+    those for Windows, are skipped. The result is ``numpy>=2, and uv.lock has 1.26``, or empty if all are met.
     """
     from packaging.requirements import Requirement
 
     locked_versions = _list_locked_versions(lines)
-    overridden = _uv_settings(pyproject).get("override-dependencies", [])
-    ignored = {canonical_name(pyproject["project"]["name"]), *map(requirement_name, overridden)}
+    overrides = _uv_settings(pyproject).get("override-dependencies", [])
+    ignored = {requirement_name(text) for text in overrides}
+    ignored.add(canonical_name(pyproject["project"]["name"]))
     environments = _list_environments(pyproject)
     for text in _list_requirements(pyproject, uv):
         requirement = Requirement(text)
-        marker = requirement.marker
-        is_for_image = marker is None or any(map(marker.evaluate, environments))
         name = canonical_name(requirement.name)
-        if name in ignored or not is_for_image:
+        if name in ignored:
+            continue
+        if requirement.marker is not None and not any(map(requirement.marker.evaluate, environments)):
             continue
         if name not in locked_versions:
-            yield f"{text}, which uv.lock lacks"
-            continue
+            return f"{text}, which uv.lock lacks"
         versions = locked_versions[name]
-        is_met = any(requirement.specifier.contains(version, prereleases=True) for version in versions)
-        if versions and not is_met:
-            yield f"{text}, and uv.lock has {', '.join(versions)}"
+        fitting = [*requirement.specifier.filter(versions, prereleases=True)]
+        if versions and not fitting:
+            return f"{text}, and uv.lock has {', '.join(versions)}"
+    return ""
 
 
 def _list_locked_versions(lines: list[str]) -> dict[str, list[str]]:
@@ -157,7 +155,7 @@ def _list_requirements(pyproject: dict[str, Any], uv: UvProject) -> Iterator[str
     for group, requirements in pyproject.get("dependency-groups", {}).items():
         if canonical_name(group) in groups:
             # A group that includes another one has a table for it.
-            yield from (requirement for requirement in requirements if isinstance(requirement, str))
+            yield from (item for item in requirements if isinstance(item, str))
 
 
 def _list_environments(pyproject: dict[str, Any]) -> list[dict[str, str]]:
@@ -169,7 +167,7 @@ def _list_environments(pyproject: dict[str, Any]) -> list[dict[str, str]]:
     from packaging.markers import Marker
     from packaging.specifiers import SpecifierSet
 
-    allowed = [Marker(text) for text in _uv_settings(pyproject).get("environments", [])]
+    markers = [Marker(text) for text in _uv_settings(pyproject).get("environments", [])]
     requires_python = SpecifierSet(pyproject["project"].get("requires-python", ""))
     environments = []
     for python, machine in itertools.product(_PYTHONS, ("x86_64", "aarch64")):
@@ -183,7 +181,7 @@ def _list_environments(pyproject: dict[str, Any]) -> list[dict[str, str]]:
             "python_full_version": version,
             "extra": "",
         }
-        is_allowed = not allowed or any(marker.evaluate(environment) for marker in allowed)
+        is_allowed = not markers or any(marker.evaluate(environment) for marker in markers)
         if is_allowed and requires_python.contains(version):
             environments.append(environment)
     return environments
@@ -201,20 +199,22 @@ def _refuse_unlocked(requirements: list[str], left_to_pip: set[str], where: str)
     """
     for line in requirements:
         name = requirement_name(line)
-        if name in left_to_pip or re.fullmatch(PROTECTED, name) or _WHEEL.fullmatch(line):
-            continue
-        raise UsageError(
-            f"uv.lock has {hide_secrets(line)}, which is not a wheel with a sha256",
-            where=where,
-            hint=f"install it in a pip step: pip: [{{packages: [{name or 'NAME'}]}}]",
-        )
+        is_wheel = _WHEEL.fullmatch(line)
+        if not is_wheel and name not in left_to_pip and not re.fullmatch(PROTECTED, name):
+            raise UsageError(
+                f"uv.lock has {hide_secrets(line)}, which is not a wheel with a sha256",
+                where=where,
+                hint=f"install it in a pip step: pip: [{{packages: [{name or 'NAME'}]}}]",
+            )
 
 
 def _find_uv(where: str) -> str:
     """Return the program uv: the one beside imgkit's Python, or the one on PATH."""
     # "pip install uv" puts it next to imgkit's Python, whose folder is not always on PATH.
     neighbour = Path(sys.executable).with_name("uv")
-    program = str(neighbour) if neighbour.exists() else shutil.which("uv")
+    if neighbour.exists():
+        return str(neighbour)
+    program = shutil.which("uv")
     if program is None:
         raise ToolMissing("uv, which reads uv.lock, is not installed", where=where, hint=_INSTALL_UV)
     return program
@@ -270,6 +270,8 @@ def index_options(recipe: Recipe) -> list[str]:
                 where=recipe.where("image", "uv"),
                 hint=f"change tool.uv.index in {PYPROJECT}, or name its packages in a pip step with a secret",
             )
-        option = "--index-url" if index.get("default") else "--extra-index-url"
+        option = "--extra-index-url"
+        if index.get("default"):
+            option = "--index-url"
         options += [option, url]
     return options

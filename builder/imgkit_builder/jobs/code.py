@@ -411,13 +411,10 @@ def _list_folder(
     ------
     UsageError : a file cannot be read or usually holds a secret, or is a device, socket or pipe.
     """
-    left_out: list[str] = []
-    secret_names: list[str] = []
     patterns = [*data, *(f"!{name}" for name in allow)]  # "!" un-ignores a name, as in .gitignore
     try:
-        listed = _list_git_files(folder)
-        walk = sources.walk_source(folder, patterns, listed=listed, left_out=left_out, secret=secret_names)
-        entries = [_describe_file(entry) for entry in walk]
+        listing = sources.list_source(folder, patterns, listed=_list_git_files(folder))
+        entries = [_describe_file(entry) for entry in listing.entries]
     except FileNotFoundError as error:
         raise UsageError(
             "it was removed while imgkit read it", where=str(error.filename), hint="run the command again"
@@ -428,9 +425,9 @@ def _list_folder(
             where=str(error.filename),
             hint="chmod u+rX it, or list it in .gitignore or .dockerignore",
         ) from error
-    if secret_names:
-        raise _secret_files_error(folder, secret_names)
-    return entries, tuple(left_out)
+    if listing.secret:
+        raise _secret_files_error(folder, listing.secret)
+    return entries, listing.left_out
 
 
 def _secret_files_error(folder: Path, names: Sequence[str]) -> UsageError:

@@ -100,33 +100,17 @@ def read_wheels(text: str | bytes, step: int, digests: Mapping[str, str]) -> tup
     ValueError : `text` is not such JSON.
     """
     items = json_text.build_value(tuple[_ReportItem, ...], json_text.parse(text), "pip", closed=True)
-    built_files = _index_by_version(digests)
     wheels = []
     missing = []
     for item in items:
         package = f"{item.name}=={item.version}"
-        url = without_credentials(item.url)
-        file = unquote(urlsplit(url).path.rpartition("/")[2])
-        is_wheel = file.endswith(".whl")
-        if not is_wheel:  # a source distribution or a repository: the base may have built a wheel from it
-            file = built_files.get((canonical_name(item.name), item.version), "")
-        is_in_index = is_wheel and url.startswith(_HTTP)
-        sha256 = item.sha256 if is_in_index else digests.get(file, "")
-        if not is_in_index and not sha256:
+        wheel = _find_wheel(item, step, digests)
+        if wheel is None:
             missing.append(package)
             continue
-        if not _SHA256.fullmatch(sha256) or digests.get(file, sha256) != sha256:
-            raise Unresolved(step, f"{package} has no sha256, or another one than its file: {url}", package)
-        wheel = LockedWheel(
-            step=step,
-            name=item.name,
-            version=item.version,
-            file=file,
-            url=url if is_in_index else "",
-            sha256=sha256,
-            kept=not is_in_index,
-            direct=is_in_index and item.direct,
-        )
+        if not _SHA256.fullmatch(wheel.sha256) or digests.get(wheel.file, wheel.sha256) != wheel.sha256:
+            problem = f"{package} has no sha256, or another one than its file: {wheel.url}"
+            raise Unresolved(step, problem, package)
         wheels.append(wheel)
     if missing:
         packages = ", ".join(missing)
@@ -134,17 +118,45 @@ def read_wheels(text: str | bytes, step: int, digests: Mapping[str, str]) -> tup
     return tuple(sorted(wheels, key=lambda wheel: canonical_name(wheel.name)))
 
 
-def _index_by_version(files: Iterable[str]) -> dict[tuple[str, str], str]:
-    """Return the file names of wheels by package and version.
+def _find_wheel(item: _ReportItem, step: int, digests: Mapping[str, str]) -> LockedWheel | None:
+    """Return the wheel of a package that pip has found, or None if there is none.
 
-    ``flash_attn-2.5-py3-none-any.whl`` has the key ``("flash-attn", "2.5")``.
+    It is in an index, or among the files that the base has handed out, see `read_wheels`.
     """
-    index = {}
+    url = without_credentials(item.url)
+    file = unquote(urlsplit(url).path.rpartition("/")[2])
+    is_wheel = file.endswith(".whl")
+    name, version = item.name, item.version
+    if is_wheel and url.startswith(_HTTP):
+        return LockedWheel(
+            step=step,
+            name=name,
+            version=version,
+            file=file,
+            url=url,
+            sha256=item.sha256,
+            direct=item.direct,
+        )
+    if not is_wheel:
+        # A source distribution or a repository: the base may have built a wheel from it.
+        file = _find_built_wheel(name, version, digests)
+    if file not in digests:
+        return None
+    return LockedWheel(step=step, name=name, version=version, file=file, sha256=digests[file], kept=True)
+
+
+def _find_built_wheel(name: str, version: str, files: Iterable[str]) -> str:
+    """Return the one of `files` that is a wheel of the package: ``flash_attn-2.5-py3-none-any.whl``.
+
+    Of several, it is the last one. The result is empty if there is none.
+    """
+    wheel = ""
     for file in files:
-        name, _, rest = file.partition("-")
-        version = rest.partition("-")[0]
-        index[canonical_name(name), version] = file
-    return index
+        file_name, _, rest = file.partition("-")
+        file_version, _, _ = rest.partition("-")
+        if canonical_name(file_name) == canonical_name(name) and file_version == version:
+            wheel = file
+    return wheel
 
 
 def without_credentials(url: str) -> str:
@@ -223,9 +235,9 @@ _CAUSES = (
         UsageError,
         _KEEP_FILES_HINT,
     ),
-    _Cause("", "the packages of this step could not be resolved", UsageError),
 )
-"""Tried in this order: the first whose pattern occurs counts. The last pattern, "", occurs in any output."""
+"""Tried in this order: the first whose pattern occurs counts."""
+_UNKNOWN_CAUSE = _Cause("", "the packages of this step could not be resolved", UsageError)
 
 
 def explain_failure(recipe: Recipe, failure: Unresolved, *, log: str) -> ImgkitError:
@@ -260,7 +272,7 @@ def _find_cause(output: str) -> tuple[_Cause, tuple[str, ...]]:
         match = re.search(cause.pattern, output, re.IGNORECASE)
         if match is not None:
             return cause, match.groups("")
-    raise AssertionError("the last cause fits any output")
+    return _UNKNOWN_CAUSE, ()
 
 
 def last_output_lines(output: str) -> list[str]:
@@ -269,17 +281,19 @@ def last_output_lines(output: str) -> list[str]:
     They begin at the first error of pip (``ERROR:``) or apt (``E:``). If a setup.py has failed, pip prints
     its output up to the line ``[end of output]``, and the end of that explains more.
     """
-    framed, frame_end, _ = output.rpartition("[end of output]")
-    lines = []
-    for line in (framed or output).splitlines():
-        if line.strip() and not _NOISE.match(line):
-            lines.append(line.rstrip())
-    if frame_end:
-        return lines[-_MOST_LINES:]
+    setup_output, end_line, _ = output.rpartition("[end of output]")
+    if end_line:
+        return _without_noise(setup_output or output)[-_MOST_LINES:]
+    lines = _without_noise(output)
     for number, line in enumerate(lines):
         if line.startswith(("ERROR:", "E: ")):
             return lines[number : number + _MOST_LINES]
     return lines[-_MOST_LINES:]
+
+
+def _without_noise(output: str) -> list[str]:
+    """Return the lines of a program's output, without empty ones and those that report progress."""
+    return [line.rstrip() for line in output.splitlines() if line.strip() and not _NOISE.match(line)]
 
 
 def find_recipe_line(recipe: Recipe, step: int | str, packages: list[str]) -> str:
@@ -289,13 +303,12 @@ def find_recipe_line(recipe: Recipe, step: int | str, packages: list[str]) -> st
     """
     if step == UV_STEP:
         return recipe.where("image", "uv")
-    lines: dict[str, str] = {}
-    for requirement, where in _list_requirements(recipe, step):
-        lines.setdefault(requirement_name(requirement), where)
+    requirements = list(_list_requirements(recipe, step))
     for package in packages:
         name = requirement_name(package)
-        if name and name in lines:
-            return lines[name]
+        for requirement, where in requirements:
+            if name and requirement_name(requirement) == name:
+                return where
     if step == APT:
         return recipe.where("image", APT)
     return recipe.where("image", "pip", step)

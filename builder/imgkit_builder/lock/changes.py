@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from imgkit_builder.recipe.model import LockedPlatform
 from imgkit_builder.recipe.requirements import canonical_name
@@ -32,21 +32,28 @@ class Change:
         return f"{self.kind:4}  {self.name}  {versions}"
 
 
+class _Item(NamedTuple):
+    """What has a version in a lock. Two kinds may have items of the same name."""
+
+    kind: str
+    name: str
+
+
 def list_changes(old: LockedPlatform | None, new: LockedPlatform) -> tuple[Change, ...]:
     """Return what changes from the lock `old` to `new`. Removed packages come last.
 
     Without an old lock, everything is new.
     """
-    old_versions = {}
+    old_versions: dict[_Item, str] = {}
     if old:
-        old_versions = dict(_list_versions(old))
-    new_versions = dict(_list_versions(new))
+        old_versions = _read_versions(old)
+    new_versions = _read_versions(new)
     changes = []
-    for kind, name in {**new_versions, **old_versions}:
-        old_version = old_versions.get((kind, name), "")
-        new_version = new_versions.get((kind, name), "")
+    for item in {**new_versions, **old_versions}:
+        old_version = old_versions.get(item, "")
+        new_version = new_versions.get(item, "")
         if old_version != new_version:
-            changes.append(Change(kind=kind, name=name, old=old_version, new=new_version))
+            changes.append(Change(kind=item.kind, name=item.name, old=old_version, new=new_version))
     return tuple(changes)
 
 
@@ -55,21 +62,23 @@ def is_same(old: LockedPlatform | None, new: LockedPlatform) -> bool:
     return old is not None and old == dataclasses.replace(new, source_date_epoch=old.source_date_epoch)
 
 
-def _list_versions(part: LockedPlatform) -> Iterator[tuple[tuple[str, str], str]]:
-    """Yield kind and name of each item in the lock for a platform, and its version.
+def _read_versions(locked: LockedPlatform) -> dict[_Item, str]:
+    """Return the version of each item in the lock for a platform: ``apt git:amd64`` -> ``1:2.39``.
 
-    For example, ``(("apt", "git:amd64"), "1:2.39")``. For the base and for files, the beginning of the digest
-    takes the place of the version.
+    For the base and for files, the beginning of the digest takes the place of the version.
     """
-    yield ("base", part.base.name), (part.base.digest or part.base.id)[:19]
-    for deb in part.apt:
-        yield ("apt", f"{deb.name}:{deb.architecture}"), deb.version
-    steps: dict[str, list[str]] = {}
-    for wheel in part.pip:
-        # A later step may install a package in another version: "1.26, then 2.0".
-        steps.setdefault(canonical_name(wheel.name), []).append(wheel.version)
-    for name, versions in steps.items():
-        yield ("pip", name), ", then ".join(versions)
+    digest = locked.base.digest or locked.base.id
+    versions = {_Item("base", locked.base.name): digest[:19]}
+    for deb in locked.apt:
+        versions[_Item("apt", f"{deb.name}:{deb.architecture}")] = deb.version
+    for wheel in locked.pip:
+        item = _Item("pip", canonical_name(wheel.name))
+        if item in versions:
+            # A later step may install a package in another version.
+            versions[item] += f", then {wheel.version}"
+        else:
+            versions[item] = wheel.version
     # Digests are compared, too: a wheel that was built again has the same version and other content.
-    for file, sha256 in sorted(part.digests.items()):
-        yield ("file", file), sha256[:12]
+    for file, sha256 in sorted(locked.digests.items()):
+        versions[_Item("file", file)] = sha256[:12]
+    return versions

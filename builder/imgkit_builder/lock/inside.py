@@ -1,7 +1,7 @@
 """Resolves one step inside the base, by its apt or pip. Runs by path in the base; standard library only.
 
 ``inside.py apt PACKAGE...`` and ``inside.py STEP install ARGUMENTS``, with the arguments of the step's ``pip
-install``, read ``order.json`` next to them, and write into ``out/`` there: ``apt.txt``, the files that apt
+install``, read ``settings.json`` next to them, and write into ``out/`` there: ``apt.txt``, the files that apt
 would download, ``pip-STEP.json``, what pip reports, or ``failed.txt``. The files of a lock with files lie in
 ``out/files``. The exit code is 0 also after a failure.
 
@@ -44,17 +44,17 @@ def main(step: str, arguments: list[str]) -> None:
     if FAILED.exists():
         return
     FILES.mkdir(parents=True, exist_ok=True)
-    order = json.loads((FOLDER / "order.json").read_text(encoding="utf-8"))
+    settings = json.loads((FOLDER / "settings.json").read_text(encoding="utf-8"))
     try:
         if step == "apt":
-            resolve_apt(arguments, order)
+            resolve_apt(arguments, settings)
         else:
-            resolve_pip(step, arguments, order)
+            resolve_pip(step, arguments, settings)
     except subprocess.CalledProcessError as error:
         FAILED.write_text(f"{step}\n{error.output[-8000:]}", encoding="utf-8")
 
 
-def resolve_apt(packages: list[str], order: dict[str, Any]) -> None:
+def resolve_apt(packages: list[str], settings: dict[str, Any]) -> None:
     """Write to ``apt.txt`` which files apt would download for `packages`.
 
     The packages are also installed if a pip step follows, since it may need them, and their files are stored
@@ -65,31 +65,33 @@ def resolve_apt(packages: list[str], order: dict[str, Any]) -> None:
     CalledProcessError : apt failed.
     """
     os.environ.update(DEBIAN_FRONTEND="noninteractive", LC_ALL="C")
+    keep_files = settings["keep_files"]
     # Without this option, apt goes on with incomplete lists if an archive does not answer.
     run_program(["apt-get", "update", "-o", "APT::Update::Error-Mode=any"])
-    if order["debs"]:
-        pins = [PIN.format(name, version) for name, version in order["debs"]]
+    if settings["debs"]:
+        pins = [PIN.format(name, version) for name, version in settings["debs"]]
         PREFERENCES.write_text("".join(pins), encoding="utf-8")
     install = ["install", "-y", "--no-install-recommends", *packages]
     # By default apt names an MD5 sum where an index also has a SHA256.
     uris = run_program(["apt-get", "--print-uris", "-qq", "-o", "Acquire::ForceHash=SHA256", *install])
     (OUT / "apt.txt").write_text(uris, encoding="utf-8")
-    is_last = not order["steps"]
-    if uris and (order["keep_files"] or not is_last):
-        # Not apt's own folder: many images are configured to remove every .deb there.
-        (ARCHIVES / "partial").mkdir(parents=True, exist_ok=True)
-        options = ["-o", f"Dir::Cache::archives={ARCHIVES}", "-o", "APT::Keep-Downloaded-Packages=true"]
-        if is_last:
-            options.append("--download-only")
-        run_program(["apt-get", *options, *install])
+    has_pip_steps = bool(settings["steps"])
+    if not uris or not (keep_files or has_pip_steps):
+        return
+    # Not apt's own folder: many images are configured to remove every .deb there.
+    (ARCHIVES / "partial").mkdir(parents=True, exist_ok=True)
+    options = ["-o", f"Dir::Cache::archives={ARCHIVES}", "-o", "APT::Keep-Downloaded-Packages=true"]
+    if not has_pip_steps:
+        options.append("--download-only")
+    run_program(["apt-get", *options, *install])
     for file in sorted(ARCHIVES.glob("*.deb")):
-        if order["keep_files"]:
+        if keep_files:
             file.rename(FILES / file.name)
         else:
             file.unlink()
 
 
-def resolve_pip(step: str, arguments: list[str], order: dict[str, Any]) -> None:
+def resolve_pip(step: str, arguments: list[str], settings: dict[str, Any]) -> None:
     """Write to ``pip-STEP.json`` which packages pip installs for a step of the recipe.
 
     If the lock keeps files, their wheels are stored, too. The packages of every step but the last are
@@ -99,20 +101,21 @@ def resolve_pip(step: str, arguments: list[str], order: dict[str, Any]) -> None:
     ------
     CalledProcessError : pip found no solution, or could not build a wheel.
     """
-    keep_files = order["keep_files"]
-    steps = order["steps"]
-    is_last = step == list(steps)[-1]
+    keep_files = settings["keep_files"]
+    step_settings = settings["steps"][step]
+    *_, last_step = settings["steps"]
+    is_last = step == last_step
     report = OUT / f"pip-{step}.json"
     install = [*PIP, *arguments, *FIND_KEPT, "--report", str(report)]
     if not keep_files:
         install += ["--only-binary", ":all:"]
     if keep_files or is_last:
         install.append("--dry-run")
-    install_pinned(install, steps[step]["pins"])
+    install_pinned(install, step_settings["pins"])
     items = json.loads(report.read_text(encoding="utf-8"))["install"]
     report.write_text(json.dumps([summarize(item) for item in items]), encoding="utf-8")
     if keep_files and items:
-        store_wheels(items, steps[step]["options"], install=not is_last)
+        store_wheels(items, step_settings["options"], install=not is_last)
 
 
 def store_wheels(items: list[dict[str, Any]], step_options: list[str], *, install: bool) -> None:
@@ -133,19 +136,21 @@ def install_pinned(argv: list[str], pins: dict[str, str]) -> None:
     out, and pip runs again; if it names none, all are left out.
     """
     constraint = FOLDER / "pins.txt"
-    remaining = dict(pins)
-    while remaining:
-        lines = [f"{name}=={version}\n" for name, version in sorted(remaining.items())]
+    pins = dict(pins)
+    while pins:
+        lines = [f"{name}=={version}\n" for name, version in sorted(pins.items())]
         constraint.write_text("".join(lines), encoding="utf-8")
         try:
             run_program([*argv, "--constraint", str(constraint)])
             return
         except subprocess.CalledProcessError as error:
-            names = {re.sub(r"[-_.]+", "-", name).lower() for name in PINNED_NAME.findall(error.output)}
-            unfit = names & remaining.keys() or set(remaining)
-            print(f"imgkit: locked versions do not fit: {', '.join(sorted(unfit))}", flush=True)
-            for name in unfit:
-                del remaining[name]
+            blamed_names = PINNED_NAME.findall(error.output)
+        unfit = pins.keys() & {re.sub(r"[-_.]+", "-", name).lower() for name in blamed_names}
+        if not unfit:
+            unfit = set(pins)
+        print(f"imgkit: locked versions do not fit: {', '.join(sorted(unfit))}", flush=True)
+        for name in unfit:
+            del pins[name]
     run_program(argv)
 
 

@@ -46,7 +46,7 @@ from imgkit_entrypoints.files import replace_named_file
 FOLDER = f"{INSIDE}/lock"
 """The folder of the request, the programs and their answers in the base."""
 OUT = f"{FOLDER}/out"
-_MEMBER = "imgkit/lock"
+_CONTEXT_FOLDER = "imgkit/lock"
 _PROGRAM = "inside.py"
 _PACKAGE_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+~%:_!-]*\.(deb|whl)")
 _ANSWER_FILE = re.compile(r"(apt|failed)\.txt|pip-(uv|\d+)\.json")
@@ -221,18 +221,19 @@ def pack_request(resolution: Resolution) -> BuildContext:
     apt_steps = tuple(dataclasses.replace(step, command=apt) for step in layers.apt)
     layers = dataclasses.replace(layers, apt=apt_steps, pip=tuple(pip_steps))
     program_data = importlib.resources.files(__package__).joinpath(_PROGRAM).read_bytes()
+    settings = json.dumps(_make_settings(resolution)).encode()
     own_files = [
         *context.list_package_files(recipe),
-        members.empty_folder(_MEMBER),
-        members.memory_file(f"{_MEMBER}/order.json", json.dumps(_make_order(resolution)).encode()),
-        members.memory_file(f"{_MEMBER}/{_PROGRAM}", program_data),
+        members.empty_folder(_CONTEXT_FOLDER),
+        members.memory_file(f"{_CONTEXT_FOLDER}/settings.json", settings),
+        members.memory_file(f"{_CONTEXT_FOLDER}/{_PROGRAM}", program_data),
     ]
     if resolution.kept_wheels:
-        own_files.append(members.empty_folder(f"{_MEMBER}/kept"))
+        own_files.append(members.empty_folder(f"{_CONTEXT_FOLDER}/kept"))
     for name, file in resolution.kept_wheels.items():
         # Added by its path: a wheel can have gigabytes, and is read only while it is sent.
         size_bytes = file.stat().st_size
-        own_files.append(TarMember(name=f"{_MEMBER}/kept/{name}", size_bytes=size_bytes, source=file))
+        own_files.append(TarMember(name=f"{_CONTEXT_FOLDER}/kept/{name}", size_bytes=size_bytes, source=file))
     manifest = Manifest(
         imgkit=__version__,
         recipe=recipe.name,
@@ -245,46 +246,47 @@ def pack_request(resolution: Resolution) -> BuildContext:
     return context.seal_context(own_files, dockerfile, manifest, code=context.pack_early_code(recipe))
 
 
-def _make_order(resolution: Resolution) -> dict[str, object]:
+def _make_settings(resolution: Resolution) -> dict[str, object]:
     """Return the JSON that tells the program in the base (``inside.py``) what to do.
 
     For example, ``{"keep_files": false, "debs": [["git", "1:2.39"]], "steps": {"0": {"options": [], "pins":
     {"numpy": "1.26.4"}}}}``. Debs and pins are versions of the old lock, which stay if they still fit.
     """
     recipe = resolution.recipe
-    keeps_version = resolution.options.keeps_version
+    options = resolution.options
     debs: list[tuple[str, str]] = []
-    wheels = []
+    wheels: list[LockedWheel] = []
     if resolution.old:
-        wheels = [wheel for wheel in resolution.old.pip if keeps_version(wheel.name)]
-        debs = [(deb.name, deb.version) for deb in resolution.old.apt if keeps_version(deb.name)]
+        debs = [(deb.name, deb.version) for deb in resolution.old.apt if options.keeps_version(deb.name)]
+        wheels = [wheel for wheel in resolution.old.pip if options.keeps_version(wheel.name)]
     steps = {}
     for number in install.pip_step_numbers(recipe):
+        pins = {}
         if number == UV_STEP:
             # No pins: the versions of this step are those of uv.lock.
-            steps[install.step_name(number)] = {"options": uv_export.index_options(recipe), "pins": {}}
-            continue
-        # Each step has pins of its own, since two steps may install a package in two versions.
-        pins = {canonical_name(wheel.name): wheel.version for wheel in wheels if wheel.step == number}
-        pip_options = lock_file.collect_pip_options(recipe.image.pip[number])
+            pip_options = uv_export.index_options(recipe)
+        else:
+            pip_options = list(lock_file.collect_pip_options(recipe.image.pip[number]))
+            # Each step has pins of its own, since two steps may install a package in two versions.
+            pins = {canonical_name(wheel.name): wheel.version for wheel in wheels if wheel.step == number}
         steps[install.step_name(number)] = {"options": pip_options, "pins": pins}
-    return {"keep_files": resolution.options.keep_files, "debs": debs, "steps": steps}
+    return {"keep_files": options.keep_files, "debs": debs, "steps": steps}
 
 
-def find_kept_wheels(file: Path, part: LockedPlatform | None) -> dict[str, Path]:
+def find_kept_wheels(file: Path, locked: LockedPlatform | None) -> dict[str, Path]:
     """Return the stored wheels of a lock by their file names.
 
     They were built when the lock was made, because no index has them, and lie in a folder beside the lock
-    `file`. `part` is the lock for one platform; None stands for no lock, which has no wheels.
+    `file`. `locked` is the lock for one platform; None stands for no lock, which has no wheels.
 
     Raises
     ------
     UsageError : a wheel is missing.
     """
-    if part is None:
+    if locked is None:
         return {}
     folder = lock_file.kept_folder(file)
-    paths = {wheel.file: folder / wheel.file for wheel in part.pip if wheel.kept}
+    paths = {wheel.file: folder / wheel.file for wheel in locked.pip if wheel.kept}
     for name, path in paths.items():
         if not path.is_file():
             raise UsageError(
@@ -296,7 +298,7 @@ def find_kept_wheels(file: Path, part: LockedPlatform | None) -> dict[str, Path]
 
 
 def write_lock(
-    recipe: Recipe, file: Path, old: Lock | None, part: LockedPlatform, new_files: Path | None
+    recipe: Recipe, file: Path, old: Lock | None, locked: LockedPlatform, new_files: Path | None
 ) -> None:
     """Write the new lock of a recipe to `file`, and store its packages in a folder next to it.
 
@@ -305,9 +307,9 @@ def write_lock(
 
     Parameters
     ----------
-    old : the lock so far, whose parts for other platforms stay.
-    part : the new part for one platform.
-    new_files : the folder with the packages of `part`; None if no packages are stored.
+    old : the lock so far, which keeps its packages for other platforms.
+    locked : the new packages for one platform.
+    new_files : the folder with the files of these packages; None if no packages are stored.
 
     Raises
     ------
@@ -315,13 +317,13 @@ def write_lock(
         unchanged.
     """
     old = old or Lock(recipe=recipe.name, imgkit=__version__, platforms=())
-    new = Lock(recipe=recipe.name, imgkit=__version__, platforms=old.with_platform(part).platforms)
+    new = Lock(recipe=recipe.name, imgkit=__version__, platforms=old.with_platform(locked).platforms)
     content = lock_file.render_lock(new)
     # Names, versions and URLs come from the base, whose answers may be wrong. Parse them as any other lock.
     lock_file.parse_lock(content, file)
     folder = lock_file.kept_folder(file)
     if new_files is not None:
-        _store_packages(part, new_files, folder)
+        _store_packages(locked, new_files, folder)
     hint = "choose a folder that this user may write to"
     with replace_named_file(file, failed="the lock cannot be written", hint=hint) as stream:
         stream.write(content.encode())
@@ -329,10 +331,10 @@ def write_lock(
         (folder / name).unlink(missing_ok=True)
 
 
-def _store_packages(part: LockedPlatform, new_files: Path, folder: Path) -> None:
-    """Copy the packages of `part` that are in `new_files` to `folder`."""
+def _store_packages(locked: LockedPlatform, new_files: Path, folder: Path) -> None:
+    """Copy the packages of `locked` that are in `new_files` to `folder`."""
     folder.mkdir(exist_ok=True)
-    for name in sorted(part.digests):
+    for name in sorted(locked.digests):
         source = new_files / name
         if source.is_file():
             with files.open_regular(source) as package, files.replace_file(folder / name) as stream:
@@ -341,6 +343,6 @@ def _store_packages(part: LockedPlatform, new_files: Path, folder: Path) -> None
 
 def _file_names(lock: Lock) -> set[str]:
     names: set[str] = set()
-    for part in lock.platforms:
-        names |= part.digests.keys()
+    for locked in lock.platforms:
+        names |= locked.digests.keys()
     return names

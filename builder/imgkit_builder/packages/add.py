@@ -448,9 +448,9 @@ class _Steps:
         if request.project is not None:
             # The project is copied and not mounted, because a build writes into the folder.
             requirements.append(f"{INSIDE}/project")
-            code = Code(source=request.project, member="project", where="--project", ignore=_NOT_SENT)
-            for part in members.collect_code([code], ()).parts.values():
-                tar += part
+            code = Code(source=request.project, context_folder="project", where="--project", ignore=_NOT_SENT)
+            for code_members in members.collect_code([code], ()).members.values():
+                tar += code_members
         order = {
             "requirements": requirements,
             "options": pip_options,

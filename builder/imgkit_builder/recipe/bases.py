@@ -120,7 +120,9 @@ def load_table() -> tuple[Base, ...]:
     try:
         data = problems.parse_toml(files.read_text(TABLE))
         for tag, row in data["bases"].items():
-            cells = {name: Cell(value, data["sources"][source]) for name, (value, source) in row.items()}
+            cells = {}
+            for column, (value, source) in row.items():
+                cells[column] = Cell(value, data["sources"][source])
             bases.append(Base(tag=tag, **cells))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         message = f"the table of bases is damaged: {error!r}"
@@ -201,7 +203,9 @@ def node_platform(system: SystemFacts) -> str:
 
     It follows from their GPUs: those with Grace are arm64.
     """
-    return "linux/arm64" if _ARM_GPU.search(system.node.gpu_model) else "linux/amd64"
+    if _ARM_GPU.search(system.node.gpu_model):
+        return "linux/arm64"
+    return "linux/amd64"
 
 
 def _bases_for_driver(branch: int) -> list[Base]:

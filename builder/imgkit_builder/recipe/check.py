@@ -228,35 +228,38 @@ def _check_text(path: KeyPath, node: Scalar, problems: Collector) -> None:
     In ``PATH: /x:$PATH``, the base's value is inserted. Another use of ``$`` has no meaning, and is an error
     or gives a warning. So do secrets, because anybody who can pull the image can read them.
     """
-    name = str(path[-1])
-    parents = path[:-1]
+    *parents, name = path
     # ("image", "args", "VERSION"), ("image", "env", "PATH"), ("image", "pip", 0, "env", "CC")
-    is_argument = parents == ("image", "args")
-    is_variable = is_argument or (parents[:1] == ("image",) and parents[-1] == "env")
-    if is_variable:
-        problem = next(rules.variable_value(name, node.text, has_earlier_value=not is_argument), None)
-        if problem is not None:
-            problems.error(node.position, path, *problem)
-            return
-    has_name = is_variable or parents in (("image", "labels"), ("system", "env"))
-    _warn_of_secret(path, node, problems, has_name=has_name)
+    is_argument = parents == ["image", "args"]
+    is_variable = is_argument or (parents[:1] == ["image"] and parents[-1] == "env")
+    if not is_variable:
+        has_own_name = parents in (["image", "labels"], ["system", "env"])
+        _warn_of_secret(path, node, problems, has_own_name=has_own_name)
+        return
+    variable = str(name)
+    fault = rules.variable_fault(variable, node.text, has_earlier_value=not is_argument)
+    if fault is not None:
+        problems.error(node.position, path, *fault)
+        return
+    _warn_of_secret(path, node, problems, has_own_name=True)
     # Any other `$NAME` than that of the variable itself would stay in the value as it is.
     has_reference = re.search(r"\$\{?[A-Za-z_]", node.text)
-    if is_variable and has_reference and rules.split_inherited(name, node.text) is None:
+    if has_reference and rules.split_inherited(variable, node.text) is None:
         problems.warn(node.position, path, "variables are not expanded: the $ stays", "write the whole value")
 
 
-def _warn_of_secret(path: KeyPath, node: Scalar, problems: Collector, *, has_name: bool) -> None:
+def _warn_of_secret(path: KeyPath, node: Scalar, problems: Collector, *, has_own_name: bool) -> None:
     """Warn if a value looks like a secret, or if its name does, as ``API_TOKEN``.
 
-    `has_name` says that the last part of `path` is a name that the author chose, as of a variable or label.
+    `has_own_name` says that the author chose the last key of `path`: the name of a variable or label.
     """
     secret = secret_patterns.find_secret(node.text)
     if secret:
-        is_step = path[:2] in (("image", "pip"), ("image", "run"))
-        hint = named_files.IN_HISTORY if is_step else _PUBLIC_HINT
+        hint = _PUBLIC_HINT
+        if path[:2] in (("image", "pip"), ("image", "run")):
+            hint = named_files.IN_HISTORY
         problems.warn(node.position, path, f"this looks like {secret}", hint)
-    elif has_name and secret_patterns.is_secret(str(path[-1]), node.text):
+    elif has_own_name and secret_patterns.is_secret(str(path[-1]), node.text):
         problems.warn(node.position, path, "this looks like a secret", _PUBLIC_HINT)
 
 
@@ -305,13 +308,15 @@ def _check_declared_secrets(tree: Table, problems: Collector) -> dict[str, tuple
     declared: dict[str, tuple[Scalar, KeyPath]] = {}
     for path, secret in _select_tables(tree, "image", "secrets", ANY):
         name = secret.entries.get("id")
-        if isinstance(name, Scalar) and name.text in declared:
-            problems.error(name.position, (*path, "id"), f"{name.text} is declared twice", "keep one of them")
-        elif isinstance(name, Scalar):
-            declared[name.text] = name, path
-        sources = {"env", "file"} & secret.entries.keys()
-        if len(sources) != 1:
-            present = "both" if sources else "neither"
+        if isinstance(name, Scalar):
+            if name.text in declared:
+                message = f"{name.text} is declared twice"
+                problems.error(name.position, (*path, "id"), message, "keep one of them")
+            declared.setdefault(name.text, (name, path))
+        if ("env" in secret.entries) == ("file" in secret.entries):
+            present = "both"
+            if "env" not in secret.entries:
+                present = "neither"
             message = f"needs exactly one of env, file; it has {present}"
             hint = "env: NAME is a variable of this machine, file: PATH a file"
             problems.error(secret.position, path, message, hint)
@@ -331,9 +336,9 @@ def _check_pip_steps(tree: Table, problems: Collector) -> None:
     for path, step in _select_tables(tree, "image", "pip", ANY):
         _check_pip_step(path, step, problems)
     for path, option in tree.select("image", "pip", ANY, "options", ANY):
-        index = path[-1]
         # Later items may be values of the options before them.
-        if index == 0 and isinstance(option, Scalar) and re.match("[^-]", option.text):
+        is_first = path[-1] == 0
+        if is_first and isinstance(option, Scalar) and re.match("[^-]", option.text):
             message = f"{option.text!r} is not an option"
             hint = "options begin with -; packages go to `packages`"
             problems.error(option.position, path, message, hint)
@@ -346,9 +351,12 @@ def _check_pip_step(path: KeyPath, step: Table, problems: Collector) -> None:
     """
     sources = [key for key in _PIP_SOURCES if key in step.entries]
     if len(sources) != 1:
-        present = " and ".join(sources) or "none of them"
+        present = "none of them"
+        hint = "add packages: [NAME]"
+        if sources:
+            present = " and ".join(sources)
+            hint = "write a step for each"
         message = f"needs exactly one of {', '.join(_PIP_SOURCES)}; it has {present}"
-        hint = "write a step for each" if sources else "add packages: [NAME]"
         problems.error(step.position, path, message, hint)
     for key, reason in _PROJECT_KEYS.items():
         if key in step.entries and "project" not in step.entries:
@@ -364,15 +372,15 @@ def _check_platforms(tree: Table, problems: Collector) -> None:
     for path, node in tree.select("image", "platform"):
         if isinstance(node, Items) and not node.items:
             problems.error(node.position, path, "is empty", "allowed: amd64, arm64")
-        platforms = set()
+        names = set()
         for index, item in node.children():
-            if not isinstance(item, Scalar) or not item.text:
+            if not isinstance(item, Scalar):
                 continue
             name = item.text.removeprefix("linux/")
-            if name in platforms:
+            if name and name in names:
                 message = f"linux/{name} is listed twice"
                 problems.error(item.position, (*path, index), message, "keep one of them")
-            platforms.add(name)
+            names.add(name)
 
 
 def _check_runtime(tree: Table, problems: Collector) -> None:
@@ -394,9 +402,9 @@ def _check_runtime(tree: Table, problems: Collector) -> None:
 def _check_scheduler(tree: Table, problems: Collector) -> None:
     """Report a scheduler that is neither shipped nor a plug-in's."""
     for path, node in tree.select_texts("system", "scheduler"):
-        if not systems.is_scheduler(node.text):
-            hint = allowed_hint(systems.resolve_alias(node.text), systems.scheduler_names())
-            problems.error(node.position, path, f"{node.text!r} is not known", hint)
+        fault = systems.scheduler_fault(node.text)
+        if fault is not None:
+            problems.error(node.position, path, *fault)
 
 
 def check_system(facts: SystemFacts, tree: Table, problems: Collector) -> None:

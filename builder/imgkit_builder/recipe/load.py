@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from imgkit_builder.recipe import bases, rules, system_files, systems
 from imgkit_builder.recipe.check import check, check_system
@@ -66,22 +66,26 @@ def load(ref: str | Path, *, build_args: Sequence[str] = ()) -> Recipe:
     # The recipe's name is that of its file and no key in it, so the checks of the keys do not cover it.
     for message, hint in rules.recipe_name(file.stem):
         problems.error(Position(file=file, line=1, column=1), (), message, hint)
-    tree, is_complete = read_with_parents(file, problems)
-    if tree is None:
+    merged = _read_with_parents(file, problems)
+    if merged.tree is None:
         raise RecipeErrors(problems.errors)
-    tree = _replace_args(tree, build_args)
-    document = _make_document(tree, problems, file, is_complete=is_complete)
+    tree = _replace_args(merged.tree, build_args)
+    document = _make_document(tree, problems, file, is_complete=merged.is_complete)
     positions = _positions(tree)
     image: Image = _make_absolute(document.image, ("image",), positions)
+    counted_files = _list_counted_files(image)
+    digests = {}
+    for named_file in (*counted_files, *_list_project_files(image)):
+        digests[named_file] = hashlib.sha256(files.read_bytes(named_file)).hexdigest()
     return Recipe(
         name=file.stem,
         description=document.description,
         image=image,
         system=document.system,
         file=file,
-        sha256=_hash_content(file.stem, document, image, problems),
+        sha256=_hash_content(file.stem, document, [digests[counted] for counted in counted_files]),
         positions=positions,
-        sources=dict(problems.digests),
+        sources={**problems.digests, **digests},
         warnings=tuple(problems.warnings),
     )
 
@@ -153,15 +157,16 @@ def load_system(name: str) -> KnownSystem:
     """
     file = system_files.locate_system(name, Path.cwd() / "recipe")
     problems = Collector(shows=(FOLDER.resolve(), file.parent.resolve()))
-    tree, proof = _read_system(file, (), problems)
-    if tree is None:
+    system = _read_system(file, (), problems)
+    values = system.values
+    if values is None:
         raise RecipeErrors(problems.errors)
     # The checks are those of a recipe, which must have an image. Nobody builds this one.
-    base = Scalar(position=tree.position, text="scratch:none")
-    recipe = _set_node(_empty_table(tree.position), ("system",), tree)
+    base = Scalar(position=values.position, text="scratch:none")
+    recipe = _set_node(_empty_table(values.position), ("system",), values)
     recipe = _set_node(recipe, ("image", "base"), base)
     facts = _make_document(recipe, problems, file, is_complete=True).system
-    return KnownSystem(name=name, file=file, facts=facts, proof=proof)
+    return KnownSystem(name=name, file=file, facts=facts, proof=system.proof)
 
 
 def _empty_table(position: Position) -> Table:
@@ -227,13 +232,32 @@ def _make_absolute(value: Any, path: KeyPath, positions: Mapping[KeyPath, Positi
     return dataclasses.replace(value, **changes)
 
 
-def _hash_content(name: str, document: Document, image: Image, problems: Collector) -> str:
-    """Return the sha256 of a recipe: of its values, and of the content of files that it names.
+def _list_counted_files(image: Image) -> list[Path]:
+    """Return the files whose content counts for the sha256 of a recipe.
 
-    These files are requirements, the lock of a uv project, and certificates. `document` has their paths as
-    they are written, so that the digest does not depend on where the recipe lies; `image` has absolute ones.
-    `problems` receives the digest of each file, and that of each project's pyproject.toml. The code of
-    projects does not count here: the digest of the build context covers it.
+    They are certificates, requirements, and the lock of a uv project. The code of projects does not count
+    here: the digest of the build context covers it.
+    """
+    counted_files = list(image.ca)
+    counted_files += [step.requirements for step in image.pip if step.requirements is not None]
+    if image.uv is not None:
+        counted_files.append(image.uv.project / UV_LOCK)
+    return counted_files
+
+
+def _list_project_files(image: Image) -> list[Path]:
+    """Return the pyproject.toml of each project that is installed."""
+    projects = [step.project for step in image.pip if step.project is not None]
+    if image.uv is not None:
+        projects.append(image.uv.project)
+    return [project / PYPROJECT for project in projects]
+
+
+def _hash_content(name: str, document: Document, file_digests: Sequence[str]) -> str:
+    """Return the sha256 of a recipe: of its name and values, and of the content of files that it names.
+
+    `document` has the paths of files as they are written, so that the result does not depend on where the
+    recipe lies.
     """
     content = {"name": name, **dataclasses.asdict(document)}
     # Only a build with --base current uses this key, and then the base itself is recorded. Any other build
@@ -241,19 +265,8 @@ def _hash_content(name: str, document: Document, image: Image, problems: Collect
     del content["image"]["current_base"]
     # Sorted, so that the order of keys in a file makes no difference.
     digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode())
-    counted_files = list(image.ca)
-    counted_files += [step.requirements for step in image.pip if step.requirements is not None]
-    projects = [step.project for step in image.pip if step.project is not None]
-    if image.uv is not None:
-        counted_files.append(image.uv.project / UV_LOCK)
-        projects.append(image.uv.project)
-    for file in counted_files:
-        file_digest = hashlib.sha256(files.read_bytes(file))
-        problems.digests[file] = file_digest.hexdigest()
-        digest.update(file_digest.digest())
-    for project in projects:
-        pyproject = project / PYPROJECT
-        problems.digests[pyproject] = hashlib.sha256(files.read_bytes(pyproject)).hexdigest()
+    for file_digest in file_digests:
+        digest.update(bytes.fromhex(file_digest))
     return digest.hexdigest()
 
 
@@ -321,42 +334,54 @@ def _locate_shipped(name: str) -> Path:
     raise UsageError(f"there is no recipe {name!r}", hint=hint)
 
 
-def read_with_parents(
-    file: Path, problems: Collector, children: Sequence[Path] = ()
-) -> tuple[Table | None, bool]:
+class _MergedRecipe(NamedTuple):
+    """A recipe with the values of those that it extends."""
+
+    tree: Table | None
+    """None if the recipe's own file cannot be read."""
+    is_complete: bool
+    """Whether every file could be read. Otherwise, keys may be missing."""
+
+
+def _read_with_parents(file: Path, problems: Collector, children: Sequence[Path] = ()) -> _MergedRecipe:
     """Read the recipe `file` and the recipes that it extends, and merge them.
 
     Parameters
     ----------
     problems : receives what is wrong with the files.
     children : the resolved files that extend `file`, to find a circle.
-
-    Returns
-    -------
-    The merged values, or None if `file` itself cannot be read; and whether every file could be read.
     """
     tree = read_yaml(file, problems)
     if tree is None:
-        return None, False
+        return _MergedRecipe(None, is_complete=False)
     # The name of a known system stands for a recipe with the newest base that its nodes run.
     if not {"image", "system"} & set(tree.entries) and file in system_files.find_systems().values():
-        return _make_recipe_of_system(file, problems), True
+        return _MergedRecipe(_make_recipe_of_system(file, problems), is_complete=True)
     _refuse_system_file(tree, problems)
-    # Done before the parent is read: whether this recipe names a system decides what becomes of the parent's.
-    child, names_system, is_child_complete = _merge_named_system(tree.without("extends"), file, problems)
+    child = tree.without("extends")
+    is_complete = True
+    named_system = _find_named_system(tree)
+    if named_system is not None:
+        name, changes = named_system
+        system = _read_named_system(name, changes, ("system",), (), problems)
+        if system is None:
+            child = child.without("system")
+            is_complete = False
+        else:
+            child = _set_node(child, ("system",), system)
     if "extends" not in tree.entries:
-        return child, is_child_complete
+        return _MergedRecipe(child, is_complete)
     chain = (*children, file.resolve())
-    parent_file = _locate_named(tree.entries["extends"], file, ("extends",), chain, problems, "recipe")
+    parent_file = _locate_named(tree.entries["extends"], ("extends",), chain, problems, "recipe")
     if parent_file is None:
-        return child, False
-    parent, is_parent_complete = read_with_parents(parent_file, problems, chain)
+        return _MergedRecipe(child, is_complete=False)
+    parent, is_parent_complete = _read_with_parents(parent_file, problems, chain)
     if parent is None:
-        return child, False
-    if names_system:
+        return _MergedRecipe(child, is_complete=False)
+    if named_system is not None:
         # Keys of the parent's system would mix two machines, so a named system replaces all of it.
         parent = parent.without("system")
-    return merge_tables(parent, child, ()), is_child_complete and is_parent_complete
+    return _MergedRecipe(merge_tables(parent, child, ()), is_complete and is_parent_complete)
 
 
 def _make_recipe_of_system(file: Path, problems: Collector) -> Table:
@@ -380,7 +405,7 @@ def _make_recipe_of_system(file: Path, problems: Collector) -> Table:
     tree = _empty_table(position)
     for key, text in (("base", base.reference), ("platform", bases.node_platform(facts))):
         tree = _set_node(tree, ("image", key), Scalar(position=position, text=text))
-    system, _ = _read_system(file, (), problems)
+    system = _read_system(file, (), problems).values
     if system is None:
         return tree
     return _set_node(tree, ("system",), system)
@@ -388,7 +413,7 @@ def _make_recipe_of_system(file: Path, problems: Collector) -> Table:
 
 def _unknown_driver_error(name: str) -> UsageError:
     """Return the error for a system without a recipe whose driver is unknown."""
-    *_, newest = (base for base in bases.load_table() if base.driver)
+    newest = [base for base in bases.load_table() if base.driver][-1]
     hint = (
         f"write {name}.yaml with two lines, `image: {{base: {newest.reference}}}` and `system: {name}`, "
         f"and use ./{name}.yaml. That base needs driver {newest.driver}; "
@@ -411,35 +436,35 @@ def _refuse_system_file(tree: Table, problems: Collector) -> None:
         raise RecipeErrors(problems.errors)
 
 
-def _merge_named_system(tree: Table, file: Path, problems: Collector) -> tuple[Table, bool, bool]:
-    """Put the values of a known system into a recipe that names one.
+def _find_named_system(tree: Table) -> tuple[YamlNode, Table] | None:
+    """Return the name of the system that a recipe names, and the keys that change some of its values.
 
-    The recipe `tree` may have ``system: NAME``, or ``system: {extends: NAME}`` with keys that change some
-    values.
-
-    Returns
-    -------
-    The recipe with the values; whether it names a system, which then replaces that of a parent recipe; and
-    whether that system could be read.
+    A recipe has ``system: NAME``, or ``system: {extends: NAME}`` with these keys. Any other gives None.
     """
     system = tree.entries.get("system")
-    if system is None or (isinstance(system, Scalar) and system.type == "nothing"):
-        return tree, False, True
-    # `system: NAME` is short for `system: {extends: NAME}` without changes.
-    name = system
-    changes = _empty_table(system.position)
     if isinstance(system, Table):
         if "extends" not in system.entries:
-            return tree, False, True
-        name = system.entries["extends"]
-        changes = system.without("extends")
-    base = None
-    system_file = _locate_named(name, file, ("system",), (), problems, "system")
-    if system_file is not None:
-        base, _ = _read_system(system_file, (), problems)
-    if base is None:
-        return tree.without("system"), True, False
-    return _set_node(tree, ("system",), merge_tables(base, changes, ("system",))), True, True
+            return None
+        return system.entries["extends"], system.without("extends")
+    if system is None or (isinstance(system, Scalar) and system.type == "nothing"):
+        return None
+    return system, _empty_table(system.position)
+
+
+def _read_named_system(
+    name: YamlNode, changes: Table, path: KeyPath, chain: Sequence[Path], problems: Collector
+) -> Table | None:
+    """Return the values of the system `name`, with `changes`. After a problem, report it and return None.
+
+    `path`, `chain` and `problems` are those of `_locate_named`.
+    """
+    file = _locate_named(name, path, chain, problems, "system")
+    if file is None:
+        return None
+    values = _read_system(file, chain, problems).values
+    if values is None:
+        return None
+    return merge_tables(values, changes, ("system",))
 
 
 # Far below Python's limit of recursion.
@@ -451,14 +476,13 @@ _NAME_HINTS = {
 
 
 def _locate_named(
-    ref: YamlNode, source: Path, path: KeyPath, chain: Sequence[Path], problems: Collector, noun: str
+    ref: YamlNode, path: KeyPath, chain: Sequence[Path], problems: Collector, noun: str
 ) -> Path | None:
     """Return the file that a key such as ``extends: NAME`` names. After a problem, report it and return None.
 
     Parameters
     ----------
-    ref : the value of the key: a name, or a path that starts at the folder of `source`.
-    source : the file that holds the key.
+    ref : the value of the key: a name, or a path that starts at the folder of the file with the key.
     path : the key, for messages.
     chain : the resolved files that extend each other up to here. The new file must not be one of them.
     problems : receives the problem.
@@ -468,6 +492,7 @@ def _locate_named(
         message = f"must be the name or path of one {noun}, not {describe_kind(ref)}"
         problems.error(ref.position, path, message, _NAME_HINTS[noun])
         return None
+    source = ref.position.file
     try:
         if noun == "recipe":
             file = locate_recipe(ref.text, source.parent)
@@ -486,8 +511,8 @@ def _locate_named(
     # Links are resolved, since a link back to a file of the chain is a circle, too.
     resolved = file.resolve()
     if resolved in chain:
-        cycle = (*chain[chain.index(resolved) :], resolved)
-        names = " -> ".join(step.name for step in cycle)
+        circle = (*chain[chain.index(resolved) :], resolved)
+        names = " -> ".join(member.name for member in circle)
         problems.error(ref.position, path, f"is circular: {names}", "remove one `extends`")
         return None
     if len(chain) > _MOST_PARENTS:
@@ -496,36 +521,37 @@ def _locate_named(
     return file
 
 
-def _read_system(file: Path, children: Sequence[Path], problems: Collector) -> tuple[Table | None, Proof]:
-    """Return the values of the system in `file`, and the note of how they were tested.
+class _SystemFile(NamedTuple):
+    """The content of a file that describes a system."""
 
-    A value that the file does not state comes from the system that it extends. After a problem, report it and
-    return None in place of the values. `children` are the resolved files that extend `file`, to find circles.
+    values: Table | None
+    """None after a problem."""
+    proof: Proof = Proof()
+
+
+def _read_system(file: Path, children: Sequence[Path], problems: Collector) -> _SystemFile:
+    """Read the system in `file`. A value that it does not state comes from the system that it extends.
+
+    A problem is reported. `children` are the resolved files that extend `file`, to find circles.
     """
     tree = read_yaml(file, problems)
     if tree is None:
-        return None, Proof()
+        return _SystemFile(None)
     # A system has no image: packages in it would change the image of each recipe that names the system.
     for key in ("image", "system"):
         if key in tree.entries:
             hint = "write its keys without `system:` above them"
             problems.error(tree.keys[key], (), "a system has no image", hint)
-            return None, Proof()
+            return _SystemFile(None)
     proof = Proof()
     if "proof" in tree.entries:
         proof = _read_proof(tree.entries["proof"], problems)
     values = tree.without("proof", "extends")
-    parent = tree.entries.get("extends")
-    if parent is None:
-        return values, proof
+    if "extends" not in tree.entries:
+        return _SystemFile(values, proof)
     chain = (*children, file.resolve())
-    parent_file = _locate_named(parent, file, ("extends",), chain, problems, "system")
-    if parent_file is None:
-        return None, proof
-    base, _ = _read_system(parent_file, chain, problems)
-    if base is None:
-        return None, proof
-    return merge_tables(base, values, ("system",)), proof
+    merged = _read_named_system(tree.entries["extends"], values, ("extends",), chain, problems)
+    return _SystemFile(merged, proof)
 
 
 def _read_proof(node: YamlNode, problems: Collector) -> Proof:

@@ -12,7 +12,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from imgkit_builder.recipe import requirements
 from imgkit_builder.recipe.model import (
@@ -36,7 +36,7 @@ from imgkit_builder.recipe.problems import (
     parse_toml_file,
     shorten_path,
 )
-from imgkit_builder.recipe.validation import validate
+from imgkit_builder.recipe.validation import Mistake, validate
 from imgkit_entrypoints import files, secret_patterns
 from imgkit_entrypoints.errors import UsageError
 from imgkit_recipes import FOLDER
@@ -61,32 +61,38 @@ def lock_path(recipe: Recipe) -> Path:
 
 def render_lock(lock: Lock) -> str:
     """Return the content of the file. The same lock gives the same bytes."""
-    return _HEADER + "".join(_render_table(lock, ""))
+    return _HEADER + _render_table(lock, "")
 
 
-def _render_table(table: Any, path: str) -> Iterator[str]:
-    """Yield the TOML text of a dataclass, piece by piece: first its plain values, then the tables below it.
+def _render_table(table: Any, path: str) -> str:
+    """Return the TOML text of a dataclass: first its plain values, then the tables below it.
 
     TOML requires that order. `path` is the dotted key of the table, such as ``platforms.base``, and empty for
     the lock itself. Values that equal their default are left out.
     """
-    tables = []
+    values = ""
+    tables = ""
     for field in dataclasses.fields(table):
         value = getattr(table, field.name)
         key = f"{path}.{field.name}".removeprefix(".")
         if dataclasses.is_dataclass(value):
-            tables.append((f"[{key}]", key, value))
+            content = _render_table(value, key)
+            if content:  # a table without values would say nothing
+                tables += _render_heading(f"[{key}]", content)
         elif isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
-            tables += [(f"[[{key}]]", key, item) for item in value]
+            for item in value:
+                # An item without values must stay: the number of items counts.
+                tables += _render_heading(f"[[{key}]]", _render_table(item, key))
         elif field.name == "schema" or value != field.default:
-            yield f"{field.name} = {_render_value(value)}\n"
-    for heading, key, value in tables:
-        lines = "".join(_render_table(value, key))
-        # A table without lines would say nothing. An item of a list must stay: the number of items counts.
-        is_item = heading.startswith("[[")
-        if lines or is_item:
-            separator = "" if lines.startswith("\n") else "\n"
-            yield f"\n{heading}{separator}{lines}"
+            values += f"{field.name} = {_render_value(value)}\n"
+    return values + tables
+
+
+def _render_heading(heading: str, content: str) -> str:
+    """Return a table of TOML: its heading and its content, which may begin with another table."""
+    if content.startswith("\n"):
+        return f"\n{heading}{content}"
+    return f"\n{heading}\n{content}"
 
 
 def _render_value(value: str | bool | int | tuple[str, ...]) -> str:
@@ -129,21 +135,20 @@ def parse_lock(content: str, file: Path) -> Lock:
     problems = Collector(shows=(file.parent.resolve(),))
     # An editor of Windows may have changed the line ends.
     values = parse_toml_file(content.replace("\r\n", "\n"), file, problems, LOCK_HINT)
-    lock, lock_problems = _validate(values)
-    for path, message, hint in lock_problems:
-        text = f"{key_text(path)}: {message}{_describe_package(path, values)}"
-        problems.error(Position(file=file, line=0, column=0), (), text, hint)
-    if lock is None or lock_problems:
+    lock, mistakes = _validate(values)
+    for mistake in mistakes:
+        message = mistake.message.replace("a mapping", "a table")  # the word of TOML
+        text = f"{key_text(mistake.path)}: {message}{_describe_package(mistake.path, values)}"
+        problems.error(Position(file=file, line=0, column=0), (), text, mistake.hint or LOCK_HINT)
+    if lock is None or mistakes:
         raise RecipeErrors(problems.errors, of=file.name)
     return lock
 
 
 _IGNORE_HINT = "to ignore the lock: --no-lock"
-_Problem = tuple[KeyPath, str, str]
-"""The path of a value, what is wrong with it, and a hint."""
 
 
-def _validate(values: dict[str, Any]) -> tuple[Lock | None, list[_Problem]]:
+def _validate(values: dict[str, Any]) -> tuple[Lock | None, Sequence[Mistake]]:
     """Return the lock that the parsed `values` state, and what is wrong with them.
 
     The lock may be None if something is wrong.
@@ -152,17 +157,19 @@ def _validate(values: dict[str, Any]) -> tuple[Lock | None, list[_Problem]]:
     schema = values.get("schema", LOCK_SCHEMA)
     if isinstance(schema, int) and schema > LOCK_SCHEMA:
         hint = "use that imgkit, or make the lock again: imgkit lock RECIPE"
-        return None, [(("schema",), f"schema {schema} is that of a later imgkit", hint)]
+        return None, [
+            _make_mistake("schema", message=f"schema {schema} is that of a later imgkit", hint=hint)
+        ]
     if schema != LOCK_SCHEMA:
-        return None, [(("schema",), f"{schema!r} is not a schema of a lock", LOCK_HINT)]
+        return None, [_make_mistake("schema", message=f"{schema!r} is not a schema of a lock")]
     lock, mistakes = validate(Lock, values)
-    problems = []
-    for mistake in mistakes:
-        message = mistake.message.replace("a mapping", "a table")  # the word of TOML
-        problems.append((mistake.path, message, mistake.hint or LOCK_HINT))
-    if lock is not None:
-        problems += [(path, message, LOCK_HINT) for path, message in _find_contradictions(lock)]
-    return lock, problems
+    if lock is None:
+        return None, mistakes
+    return lock, list(_find_contradictions(lock))
+
+
+def _make_mistake(*path: str | int, message: str, hint: str = "") -> Mistake:
+    return Mistake(path=path, kind="rule", message=message, hint=hint)
 
 
 def _describe_package(path: KeyPath, values: Any) -> str:
@@ -171,43 +178,47 @@ def _describe_package(path: KeyPath, values: Any) -> str:
     A path such as ``platforms[0].apt[17].sha256`` does not tell the user which package is meant.
     """
     name = ""
-    node = values
-    for part in path:
+    table = values
+    for key in path:
         try:
-            node = node[part]
+            table = table[key]
         except (KeyError, IndexError, TypeError):
             break
         # An item of a list of tables: a platform or a package. The innermost counts.
-        if isinstance(part, int) and isinstance(node, dict):
-            name = str(node.get("name", ""))[:60]
+        if isinstance(key, int) and isinstance(table, dict):
+            name = str(table.get("name", ""))[:60]
     if not name:
         return ""
     return f" (package {name})"
 
 
-def _find_contradictions(lock: Lock) -> Iterator[tuple[KeyPath, str]]:
-    """Yield contradictions between values of a lock: the path of the value to change, and a message.
+def _find_contradictions(lock: Lock) -> Iterator[Mistake]:
+    """Yield contradictions between values of a lock, each with the key of the value to change.
 
     For example, a wheel must belong to a pip step that the lock's request has.
     """
     platforms = set()
-    for number, part in enumerate(lock.platforms):
+    for number, locked in enumerate(lock.platforms):
         path = ("platforms", number)
-        if part.platform in platforms:
-            yield (*path, "platform"), f"{part.platform} occurs twice"
-        platforms.add(part.platform)
-        if part.base.name != part.request.base:
-            message = f"{part.base.name!r} must be {part.request.base!r}, the base in the request"
-            yield (*path, "base", "name"), message
-        if not (part.base.digest or part.base.id):
-            yield (*path, "base"), "must have a digest or an id"
-        first_step = UV_STEP if part.request.uv else 0
-        last_step = len(part.request.pip) - 1
-        for index, wheel in enumerate(part.pip):
-            if not first_step <= wheel.step <= last_step:
-                yield (*path, "pip", index, "step"), f"there is no pip step {wheel.step} in the request"
+        if locked.platform in platforms:
+            yield _make_mistake(*path, "platform", message=f"{locked.platform} occurs twice")
+        platforms.add(locked.platform)
+        base = locked.base
+        if base.name != locked.request.base:
+            message = f"{base.name!r} must be {locked.request.base!r}, the base in the request"
+            yield _make_mistake(*path, "base", "name", message=message)
+        if not (base.digest or base.id):
+            yield _make_mistake(*path, "base", message="must have a digest or an id")
+        steps = set(range(len(locked.request.pip)))
+        if locked.request.uv:
+            steps.add(UV_STEP)
+        for index, wheel in enumerate(locked.pip):
+            if wheel.step not in steps:
+                message = f"there is no pip step {wheel.step} in the request"
+                yield _make_mistake(*path, "pip", index, "step", message=message)
             if not (wheel.url or wheel.kept):
-                yield (*path, "pip", index, "url"), "is missing, and the wheel is not a kept one"
+                message = "is missing, and the wheel is not a kept one"
+                yield _make_mistake(*path, "pip", index, "url", message=message)
 
 
 def attach_lock(recipe: Recipe, *, platform: str, base: str | None = None, required: bool = False) -> Recipe:
@@ -215,7 +226,7 @@ def attach_lock(recipe: Recipe, *, platform: str, base: str | None = None, requi
 
     Parameters
     ----------
-    platform : the platform of the image, such as ``linux/arm64``. A lock has a part for each.
+    platform : the platform of the image, such as ``linux/arm64``. A lock has packages for each.
     base : the base image, if it is not that of the recipe.
     required : whether a missing lock is an error. Otherwise the recipe is returned without a lock.
 
@@ -233,11 +244,11 @@ def attach_lock(recipe: Recipe, *, platform: str, base: str | None = None, requi
         # "" notes that there was no lock. A lock that appears later changes the image.
         return dataclasses.replace(recipe, sources={**recipe.sources, file: ""})
     lock = read_lock(file)
-    part = _select_platform(lock, recipe, platform, file)
-    _refuse_stale(recipe, part, file, base)
+    locked = _select_platform(lock, recipe, platform, file)
+    _refuse_stale(recipe, locked.request, file, base)
     folder = kept_folder(file)
-    kept_files = {name: folder / name for name in part.digests if (folder / name).is_file()}
-    for wheel in part.pip:
+    kept_files = {name: folder / name for name in locked.digests if (folder / name).is_file()}
+    for wheel in locked.pip:
         if wheel.kept and wheel.file not in kept_files:
             raise UsageError(
                 f"{wheel.file} is missing, which was built when the lock was made",
@@ -245,40 +256,40 @@ def attach_lock(recipe: Recipe, *, platform: str, base: str | None = None, requi
                 hint=f"copy that folder to this machine too, or: {lock_command(recipe)} --keep-files",
             )
     sources = {**recipe.sources, file: hashlib.sha256(files.read_bytes(file)).hexdigest()}
-    # The image stores only the part of the lock for its own platform.
-    lock_text = render_lock(dataclasses.replace(lock, platforms=(part,)))
-    return dataclasses.replace(recipe, lock=part, lock_text=lock_text, kept=kept_files, sources=sources)
+    # The image stores what the lock has for its own platform only.
+    lock_text = render_lock(dataclasses.replace(lock, platforms=(locked,)))
+    return dataclasses.replace(recipe, lock=locked, lock_text=lock_text, kept=kept_files, sources=sources)
 
 
 def _select_platform(lock: Lock, recipe: Recipe, platform: str, file: Path) -> LockedPlatform:
-    """Return the part of `lock` for `platform`. `file` is the path of the lock, for messages.
+    """Return what `lock` has for `platform`. `file` is the path of the lock, for messages.
 
     Raises
     ------
-    UsageError : the lock has no such part, or belongs to another recipe.
+    UsageError : the lock is not for this platform, or belongs to another recipe.
     """
     where = str(shorten_path(file))
     if lock.recipe != recipe.name:
         message = f"it is the lock of the recipe {lock.recipe!r}, and not of {recipe.name!r}"
         hint = f"rename or remove it, or: {lock_command(recipe)}; {_IGNORE_HINT}"
         raise UsageError(message, where=where, hint=hint)
-    part = lock.for_platform(platform)
-    if part is None:
-        platforms = ", ".join(locked.platform for locked in lock.platforms) or "none"
+    locked = lock.for_platform(platform)
+    if locked is None:
+        platforms = ", ".join(item.platform for item in lock.platforms) or "none"
         message = f"the lock is not for {platform}; it has: {platforms}"
         hint = f"{lock_command(recipe)} --platform {platform}; {_IGNORE_HINT}"
         raise UsageError(message, where=where, hint=hint)
-    return part
+    return locked
 
 
-def _refuse_stale(recipe: Recipe, part: LockedPlatform, file: Path, base: str | None) -> None:
+def _refuse_stale(recipe: Recipe, locked: LockRequest, file: Path, base: str | None) -> None:
     """Refuse a stale lock: the recipe now asks for other packages, options or another base.
 
     Without this, a build would install what the recipe asked for when the lock was made.
 
     Parameters
     ----------
-    part : the part of the lock for the image's platform. It states what the recipe asked for.
+    locked : what the recipe asked for when the lock was made.
     file : the path of the lock, for messages.
     base : the base image, if it is not that of the recipe.
 
@@ -293,14 +304,13 @@ def _refuse_stale(recipe: Recipe, part: LockedPlatform, file: Path, base: str | 
         message = f"a file of the recipe cannot be read: {error}"
         where = recipe.where("image", "pip")
         raise UsageError(message, where=where, hint=f"restore it, or: {hint}") from error
-    difference = first_difference(request, part.request)
+    difference = first_difference(request, locked)
     if difference is None:
         return
-    path, change = difference
-    where = recipe.where(*path)
-    if base and path == ("image", "base"):
+    where = recipe.where(*difference.path)
+    if base and difference.path == ("image", "base"):
         where = "--base"
-    raise UsageError(f"the lock {file.name} is stale: {change}", where=where, hint=hint)
+    raise UsageError(f"the lock {file.name} is stale: {difference.change}", where=where, hint=hint)
 
 
 def kept_folder(file: Path) -> Path:
@@ -321,8 +331,14 @@ _STEP_FIELDS = {
     "env": ("env", "variables"),
 }
 """Fields of a `LockedStep` -> their key in a recipe, and the noun for messages."""
-_Difference = tuple[KeyPath, str]
-"""The path of a value in a recipe, or of the list that lacks one, and how it differs from the lock's."""
+
+
+class Difference(NamedTuple):
+    """How a recipe differs from what it was when it was locked."""
+
+    path: KeyPath
+    """The changed value, or the list that lacks one."""
+    change: str
 
 
 def make_request(recipe: Recipe, *, base: str | None = None) -> LockRequest:
@@ -399,58 +415,55 @@ def hide_secrets(text: str) -> str:
     return secret_patterns.mask_secrets(re.sub(r"://[^/@\s]*@", "://", text))
 
 
-def first_difference(new: LockRequest, locked: LockRequest) -> _Difference | None:
+def first_difference(new: LockRequest, locked: LockRequest) -> Difference | None:
     """Return the first change of a recipe since it was locked, or None if there is none.
 
-    `new` is what the recipe asks for now, and `locked` what it asked for when the lock was made. The result
-    is the key of the changed value and a message.
+    `new` is what the recipe asks for now, and `locked` what it asked for when the lock was made.
     """
     if new.base != locked.base:
-        return ("image", "base"), f"the base is {new.base}, and was {locked.base}"
-    difference = _list_difference(new.apt, locked.apt)
-    if difference is not None:
-        index, change = difference
-        return ("image", "apt", *index), f"the apt packages {change}"
+        return Difference(("image", "base"), f"the base is {new.base}, and was {locked.base}")
+    if new.apt != locked.apt:
+        return _list_difference(("image", "apt"), "the apt packages", new.apt, locked.apt)
     if new.constraints != locked.constraints:
         message = f"constraints: {' '.join(new.constraints)}, and was {' '.join(locked.constraints)}"
-        return ("image", "constraints"), message
-    if new.uv and new.uv != locked.uv:
-        return ("image", "uv"), "uv.lock, or the chosen extras and groups, have changed"
+        return Difference(("image", "constraints"), message)
     if new.uv != locked.uv:
-        return ("image", "uv"), "there is no uv project"
+        change = "there is no uv project"
+        if new.uv:
+            change = "uv.lock, or the chosen extras and groups, have changed"
+        return Difference(("image", "uv"), change)
     return _step_difference(new.pip, locked.pip)
 
 
-def _step_difference(new: Sequence[LockedStep], locked: Sequence[LockedStep]) -> _Difference | None:
+def _step_difference(new: Sequence[LockedStep], locked: Sequence[LockedStep]) -> Difference | None:
     """Return the first change in the pip steps of a recipe, see `first_difference`."""
     # Compare the steps that both lists have.
     for number, (step, locked_step) in enumerate(zip(new, locked, strict=False)):
         for field, (key, noun) in _STEP_FIELDS.items():
-            difference = _list_difference(getattr(step, field), getattr(locked_step, field))
-            if difference is not None:
-                index, change = difference
-                return ("image", "pip", number, key, *index), f"the {noun} of this pip step {change}"
+            values = getattr(step, field)
+            locked_values = getattr(locked_step, field)
+            if values != locked_values:
+                path = ("image", "pip", number, key)
+                return _list_difference(path, f"the {noun} of this pip step", values, locked_values)
     # Only now compare their number: for an inserted step, the changed steps behind it say more.
-    if len(new) == len(locked):
-        return None
-    path: KeyPath = ("image", "pip")
+    change = f"there are {len(new)} pip steps, and were {len(locked)}"
     if len(new) > len(locked):
-        path = (*path, len(locked))  # the first new step
-    return path, f"there are {len(new)} pip steps, and were {len(locked)}"
+        first_new = len(locked)
+        return Difference(("image", "pip", first_new), change)
+    if len(new) < len(locked):
+        return Difference(("image", "pip"), change)
+    return None
 
 
-def _list_difference(values: Sequence[str], locked: Sequence[str]) -> tuple[tuple[int, ...], str] | None:
-    """Return how a list of a recipe differs from the `locked` list, or None if both are equal.
+def _list_difference(path: KeyPath, noun: str, values: Sequence[str], locked: Sequence[str]) -> Difference:
+    """Return the first change in a list of a recipe at the key `path`, which differs from the `locked` one.
 
-    The result is the index of the first new value, as a tuple to append to a key, and the change in words:
-    ``((2,), "have 'zsh', which the lock does not know")``. The tuple is empty if no value is new.
+    For example, ``the apt packages have 'zsh', which the lock does not know``. `noun` is the list's name.
     """
-    if values == locked:
-        return None
-    for number, value in enumerate(values):
+    for index, value in enumerate(values):
         if value not in locked:
-            return (number,), f"have {value!r}, which the lock does not know"
+            return Difference((*path, index), f"{noun} have {value!r}, which the lock does not know")
     for value in locked:
         if value not in values:
-            return (), f"no longer have {value!r}"
-    return (), "have another order"
+            return Difference(path, f"{noun} no longer have {value!r}")
+    return Difference(path, f"{noun} have another order")

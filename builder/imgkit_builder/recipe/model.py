@@ -479,11 +479,14 @@ class Lock:
     """Sorted by platform."""
 
     def for_platform(self, platform: str) -> LockedPlatform | None:
-        """Return the part of the lock for `platform`, or None."""
-        return next((part for part in self.platforms if part.platform == platform), None)
+        """Return what the lock has for `platform`, or None."""
+        for locked in self.platforms:
+            if locked.platform == platform:
+                return locked
+        return None
 
-    def with_platform(self, part: LockedPlatform) -> Lock:
-        """Return a lock in which `part` replaces the part for its platform, or is added."""
-        parts = {locked.platform: locked for locked in (*self.platforms, part)}
-        platforms = tuple(parts[name] for name in sorted(parts))
+    def with_platform(self, new: LockedPlatform) -> Lock:
+        """Return a lock in which `new` replaces what there is for its platform, or is added."""
+        by_name = {locked.platform: locked for locked in (*self.platforms, new)}
+        platforms = tuple(by_name[name] for name in sorted(by_name))
         return dataclasses.replace(self, platforms=platforms)

@@ -13,7 +13,7 @@ from imgkit_builder.recipe.problems import ANY, Collector, KeyPath, Position, ne
 from imgkit_builder.recipe.rules import parse_reference
 from imgkit_builder.recipe.yaml_tree import Scalar, Table
 from imgkit_entrypoints import files, secret_patterns
-from imgkit_entrypoints.rules import Unfit
+from imgkit_entrypoints.rules import Fault, Unfit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,19 +71,18 @@ def _find_file(named: NamedFile, *, folder_allowed: bool) -> Path | None:
     text = named.node.text
     folder = named.node.position.file.resolve().parent
     try:
-        message, hint = _find_problem(text, folder, folder_allowed=folder_allowed)
+        fault = _find_fault(text, folder, folder_allowed=folder_allowed)
     except (OSError, ValueError, RuntimeError) as error:
         # RuntimeError: a circle of links, before Python 3.13
-        message = f"{text!r} cannot be checked: {error}"
-        hint = "name a file in the recipe's folder"
-    if message:
-        named.error(message, hint)
+        fault = f"{text!r} cannot be checked: {error}", "name a file in the recipe's folder"
+    if fault is not None:
+        named.error(*fault)
         return None
     return (folder / text).resolve()
 
 
-def _find_problem(text: str, folder: Path, *, folder_allowed: bool) -> tuple[str, str]:
-    """Return why a recipe in `folder` cannot name the file `text`, and a hint. Both are empty if it can.
+def _find_fault(text: str, folder: Path, *, folder_allowed: bool) -> Fault | None:
+    """Return why a recipe in `folder` cannot name the file `text`, or None if it can.
 
     The file must exist and lie below `folder`, also if it is a link.
     """
@@ -94,18 +93,21 @@ def _find_problem(text: str, folder: Path, *, folder_allowed: bool) -> tuple[str
     if Path(text).is_absolute() or text.startswith("~"):
         return f"{text} is not relative", f"paths start at the recipe's folder, {folder}"
     if not target.is_relative_to(folder):
-        way = "" if ".." in Path(text).parts else " through a symbolic link"
+        way = " through a symbolic link"
+        if ".." in Path(text).parts:
+            way = ""
         return f"{text} leaves the recipe's folder{way}", f"put it below {folder}"
     if not target.exists():
-        siblings = [sibling.name for sibling in file.parent.glob("*")]
-        nearest = nearest_name(file.name, siblings)
-        hint = f"did you mean {nearest}?" if nearest else "create it"
+        nearest = nearest_name(file.name, [sibling.name for sibling in file.parent.glob("*")])
+        hint = "create it"
+        if nearest:
+            hint = f"did you mean {nearest}?"
         return f"there is no {text} in {folder}", hint
     if target.is_dir() and not folder_allowed:
         return f"{text} is a folder", "name a file"
     if not (target.is_dir() or target.is_file()):
         return f"{text} is neither a file nor a folder", "name a regular file"
-    return "", ""
+    return None
 
 
 def _ngc_base(tree: Table) -> str:

@@ -63,16 +63,22 @@ class Problem:
             text += f"; {self.hint}"
         # A recipe can hold control characters and texts of any length.
         text = shorten_message(terminal.escape_controls(text))
-        if not self.source.strip():
-            return text
-        index = self.position.column - 1
-        start = 0
-        if len(self.source) > 2 * _CONTEXT_CHARACTERS:
-            start = max(0, index - _CONTEXT_CHARACTERS)
-        before = terminal.escape_controls(self.source[start:index])
-        after = terminal.escape_controls(self.source[index : start + 2 * _CONTEXT_CHARACTERS])
-        marker = " " * len(before) + "^"
-        return f"{text}\n    {before}{after}\n    {marker}"
+        if self.source.strip():
+            text += _quote_line(self.source, self.position.column)
+        return text
+
+
+def _quote_line(line: str, column: int) -> str:
+    """Return two further lines of a message: `line`, of which a long one is cut, and ``^`` below `column`."""
+    index = column - 1
+    start = 0
+    if len(line) > 2 * _CONTEXT_CHARACTERS:
+        start = max(0, index - _CONTEXT_CHARACTERS)
+    end = start + 2 * _CONTEXT_CHARACTERS
+    before = terminal.escape_controls(line[start:index])
+    after = terminal.escape_controls(line[index:end])
+    marker = " " * len(before) + "^"
+    return f"\n    {before}{after}\n    {marker}"
 
 
 def warning_lines(problems: Iterable[Problem]) -> tuple[str, ...]:
@@ -199,8 +205,11 @@ def file_label(file: Path) -> str:
 def key_text(path: KeyPath) -> str:
     """Return the dotted form: ``image.pip[0].packages[2]``."""
     text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}"
+    for key in path:
+        if isinstance(key, int):
+            text += f"[{key}]"
+        else:
+            text += f".{key}"
     return text.removeprefix(".")
 
 
@@ -307,24 +316,24 @@ def parse_toml_file(text: str, file: Path, problems: Collector, hint: str) -> di
         raise RecipeErrors(problems.errors, of=file.name) from error
 
 
-def _check_limits(values: dict[str, Any]) -> None:
+def _check_limits(value: Any, depth: int = 0) -> None:
     """Refuse values that Python's TOML reader accepts and other programs do not.
+
+    `depth` is the number of tables and lists around `value`.
 
     Raises
     ------
     ValueError : an integer has more than 64 bits, the limit of TOML.
     RecursionError : more than `DEEPEST` tables and lists lie within each other.
     """
-    level: list[Any] = [values]
-    for _ in range(DEEPEST):
-        next_level: list[Any] = []
-        for value in level:
-            if isinstance(value, dict):
-                next_level += value.values()
-            elif isinstance(value, list):
-                next_level += value
-            elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-                raise ValueError("an integer has more than 64 bits")
-        level = next_level
-    if level:
+    if depth == DEEPEST:
         raise RecursionError
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise ValueError("an integer has more than 64 bits")
+    children: Iterable[Any] = ()
+    if isinstance(value, dict):
+        children = value.values()
+    elif isinstance(value, list):
+        children = value
+    for child in children:
+        _check_limits(child, depth + 1)

@@ -147,9 +147,11 @@ def pip_option(text: str) -> Iterator[Fault]:
     Options that name a file are refused, because the file would not be in the image.
     """
     # pip reads a short option together with its value: -rfile is -r file.
-    option = text.partition("=")[0]
+    option, _, _ = text.partition("=")
     if option in _PIP_FILE_OPTIONS or re.match(r"-[rce].", text):
-        key = "`image.constraints`" if option in ("-c", "--constraint") else "`requirements`"
+        key = "`requirements`"
+        if option in ("-c", "--constraint"):
+            key = "`image.constraints`"
         yield f"{text!r} names a file that is not in the image", f"use {key}"
     elif text.startswith("-") and re.search(r"\s", text):
         yield f"{text!r} is more than one word", f"write {', '.join(text.split())} as separate items"
@@ -233,22 +235,22 @@ def shell_command(text: str) -> Iterator[Fault]:
         yield "ends with a backslash, which would join it with the next instruction", "remove it"
 
 
-def variable_value(name: str, value: str, *, has_earlier_value: bool) -> Iterator[Fault]:
-    """Accept the value of a variable. ``PATH: /x:$PATH`` adds to the base's value.
+def variable_fault(name: str, value: str, *, has_earlier_value: bool) -> Fault | None:
+    """Return what is wrong with a variable's `value` that refers to the variable, or None if it is right.
 
-    Refuse other uses of ``$PATH`` in it, which could not be expanded, such as ``/x$PATH``. Without
-    `has_earlier_value`, there is no value to add to, and ``$PATH`` is refused altogether.
+    ``PATH: /x:$PATH`` adds to the base's value. Other uses of ``$PATH`` in it could not be expanded, such as
+    ``/x$PATH``. Without `has_earlier_value`, there is no value to add to, and every use is wrong.
     """
     try:
         parts = split_inherited(name, value)
     except ValueError:
-        yield (
+        return (
             f"imgkit cannot expand {value!r}",
             f"add to the base's value by whole elements: {name}: /FIRST:${name} or {name}: ${name}:/LAST",
         )
-        return
-    if parts is not None and not has_earlier_value:
-        yield f"an argument has no earlier value: {value!r}", "write the value, or use image.env"
+    if parts is None or has_earlier_value:
+        return None
+    return f"an argument has no earlier value: {value!r}", "write the value, or use image.env"
 
 
 def split_inherited(name: str, value: str) -> tuple[str, str] | None:

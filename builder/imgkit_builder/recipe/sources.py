@@ -8,11 +8,12 @@ Files that usually hold secrets stay out unless `ignore` brings them back by nam
 
 from __future__ import annotations
 
+import enum
 import fnmatch
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,11 +60,11 @@ class SourceEntry:
 class _Patterns:
     """Patterns of one list, which apply to the paths below its folder."""
 
-    above: str
-    """For patterns of a folder above the source: the source's path below that folder, such as ``src/``."""
-    below: str
-    """For patterns of a folder below the source: its path, such as ``docs/``. Otherwise empty."""
     spec: GitIgnoreSpec
+    above: str = ""
+    """For patterns of a folder above the source: the source's path below that folder, such as ``src/``."""
+    below: str = ""
+    """For patterns of a folder below the source: its path, such as ``docs/``. Otherwise empty."""
 
     def excludes(self, path: str) -> bool | None:
         """Return whether the patterns leave out `path`, a path below the source. None: no pattern matches."""
@@ -89,165 +90,157 @@ _Rules = tuple[_Patterns | _GitList, ...]
 """Lists of patterns. The last list that has a pattern for a path decides whether it stays out."""
 
 
-def walk_source(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceListing:
+    """What is below a source. A folder among the omitted names has a final slash."""
+
+    entries: tuple[SourceEntry, ...]
+    """The files and folders that go into the image, a folder before its content."""
+    left_out: tuple[str, ...]
+    """Names that stay out although the patterns of the recipe do not list them."""
+    secret: tuple[str, ...]
+    """Names that stay out because they usually hold secrets."""
+
+
+def list_source(
     source: Path,
     ignore: Iterable[str] = (),
     *,
     listed: Iterable[str] | None = None,
     hidden: Collection[Path] = (),
-    left_out: list[str] | None = None,
-    secret: list[str] | None = None,
-) -> Iterator[SourceEntry]:
-    """Yield the files and folders below `source` that go into the image, a folder before its content.
+) -> SourceListing:
+    """Return the files and folders below `source` that go into the image, and the names that stay out.
 
     Parameters
     ----------
     ignore : patterns of the recipe. ``!NAME`` brings back what another list leaves out.
     listed : the paths of files that git lists below `source`. With them, ``.gitignore`` files are not read.
-    hidden : resolved paths that must not be in an image.
-    left_out : receives the names of what is left out, unless `ignore` does so; folders have a final slash.
-    secret : receives the names of files that are left out because they usually hold secrets.
+    hidden : resolved paths that must not be in an image. They are in no list of the result.
 
     Raises
     ------
     OSError : a folder or a list of patterns cannot be read; its `filename` is set.
     UsageError : a pattern is invalid, or has more than four stars.
     """
-    ignore = tuple(ignore)
-    recipe_patterns = _Patterns(above="", below="", spec=_compile(ignore, "ignore"))
-    exceptions = []
-    for pattern in ignore:
-        _, _, last_part = pattern.rstrip("/").rpartition("/")
-        name = last_part.removeprefix("!")
-        # Only a pattern with a name, such as "!keys/a.key", brings back a secret. "!data/" and "!*" bring
-        # back other files: a secret that happens to lie there stays out.
-        if pattern.startswith("!") and name.strip("*?"):
-            exceptions.append(name)
+    patterns = tuple(ignore)
+    recipe_patterns = _Patterns(spec=_compile(patterns, "ignore"))
     walker = _Walker(
         recipe_patterns=recipe_patterns,
+        override_rules=(_read_dockerignore(source), recipe_patterns),
         reads_gitignore=listed is None,
-        late=(*_read_dockerignore(source), recipe_patterns),
         hidden=frozenset(hidden),
-        left_out=[] if left_out is None else left_out,
-        secret=[] if secret is None else secret,
-        exceptions=tuple(exceptions),
+        exceptions=_list_exceptions(patterns),
     )
-    # The list of git replaces its patterns, since git has applied them.
-    early: _Rules = _read_parent_gitignores(source)
-    if listed is not None:
-        early = (_GitList(names=_with_folders(listed)),)
-    yield from walker.walk_folder(source, "", early)
+    if listed is None:
+        git_rules: _Rules = _read_parent_gitignores(source)
+    else:
+        # git has applied its patterns already.
+        git_rules = (_GitList(names=_with_folders(listed)),)
+    walker.add_folder(source, "", git_rules)
+    return SourceListing(
+        entries=tuple(walker.entries), left_out=tuple(walker.left_out), secret=tuple(walker.secret)
+    )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def _list_exceptions(patterns: Iterable[str]) -> tuple[str, ...]:
+    """Return the names that `patterns` bring back even if they hold secrets: ``!keys/a.key`` -> ``a.key``.
+
+    ``!data/`` and ``!*`` bring back other files only: a secret that happens to lie there stays out.
+    """
+    names = []
+    for pattern in patterns:
+        _, _, last_part = pattern.rstrip("/").rpartition("/")
+        name = last_part.removeprefix("!")
+        if pattern.startswith("!") and name.strip("*?"):
+            names.append(name)
+    return tuple(names)
+
+
+class _Decision(enum.Enum):
+    """What becomes of a file or folder below a source."""
+
+    INCLUDE = enum.auto()
+    HIDE = enum.auto()
+    """It stays out, and nobody needs to know."""
+    LEAVE_OUT = enum.auto()
+    """It stays out, and the user is told its name."""
+    REFUSE_SECRET = enum.auto()
+
+
+@dataclass(slots=True, kw_only=True)
 class _Walker:
     """Walks a source, and decides for each entry whether it stays out."""
 
     recipe_patterns: _Patterns
-    late: tuple[_Patterns, ...]
+    override_rules: _Rules
     """Patterns of ``.dockerignore`` and of the recipe, which win over those of ``.gitignore``."""
     reads_gitignore: bool
     hidden: frozenset[Path]
-    left_out: list[str]
-    secret: list[str]
     exceptions: tuple[str, ...]
-    """The last parts of the recipe's patterns that bring something back: ``a.key`` of ``!keys/a.key``."""
+    """Names that are packed even if they look like secrets."""
+    entries: list[SourceEntry] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    secret: list[str] = field(default_factory=list)
 
-    def walk_folder(self, folder: Path, prefix: str, early: _Rules) -> Iterator[SourceEntry]:
-        """Yield the files and folders below `folder` that go into the image.
+    def add_folder(self, folder: Path, prefix: str, git_rules: _Rules) -> None:
+        """Add all that is below `folder` to the lists of this object.
 
         Parameters
         ----------
         prefix : the path of `folder` below the source, with a final slash; empty for the source itself.
-        early : the rules of the folders above, such as their ``.gitignore``. They have the least weight.
+        git_rules : the rules of git for the folders above. They have the least weight.
         """
         with os.scandir(folder) as scan:
             entries = sorted(scan, key=lambda entry: os.fsencode(entry.name))
         siblings = {entry.name for entry in entries}
         if self.reads_gitignore and ".gitignore" in siblings:
-            file = folder / ".gitignore"
-            early = (*early, *_make_patterns(_read_lines(file), file, below=prefix))
+            git_rules = (*git_rules, _read_patterns(folder / ".gitignore", below=prefix))
+        rules = (*git_rules, *self.override_rules)
         for entry in entries:
             name = prefix + entry.name
             is_folder = entry.is_dir(follow_symlinks=False)
             if is_folder:
                 # With the slash, it matches patterns such as "data/". As in git, all below it stays out then.
                 name += "/"
-            if self._includes(entry, name, siblings, early):
-                yield SourceEntry(name=name.rstrip("/"), entry=entry)
+            decision = self._decide(entry, name, siblings, rules)
+            if decision is _Decision.LEAVE_OUT:
+                self.left_out.append(name)
+            elif decision is _Decision.REFUSE_SECRET:
+                self.secret.append(name)
+            elif decision is _Decision.INCLUDE:
+                self.entries.append(SourceEntry(name=name.rstrip("/"), entry=entry))
                 if is_folder:
-                    yield from self.walk_folder(Path(entry.path), name, early)
+                    self.add_folder(Path(entry.path), name, git_rules)
 
-    def _includes(self, entry: os.DirEntry[str], name: str, siblings: set[str], early: _Rules) -> bool:
-        """Return whether `entry` goes into the image. If not, note its name in `left_out` or `secret`.
+    def _decide(self, entry: os.DirEntry[str], name: str, siblings: set[str], rules: _Rules) -> _Decision:
+        """Return whether `entry` goes into the image.
 
         Parameters
         ----------
         name : the path of `entry` below the source, with a final slash if it is a folder.
         siblings : the names in its folder.
-        early : the rules of the folders above.
+        rules : all rules for its folder.
         """
         if entry.name in NEVER or entry.name.startswith(TEMPORARY) or self._is_hidden(entry):
-            return False
-        if self._stays_out(entry, name, siblings, early):
-            if self.recipe_patterns.excludes(name) is None:
-                self.left_out.append(name)
-            return False
-        if not self._is_brought_back(entry, name) and _is_secret(entry, name):
-            self.secret.append(name)
-            return False
-        return True
-
-    def _stays_out(self, entry: os.DirEntry[str], name: str, siblings: set[str], early: _Rules) -> bool:
-        """Return whether `entry` stays out, because of a pattern or because a program made it.
-
-        Patterns win: only if no pattern matches, it counts whether `entry` is a cache or an output of imgkit.
-        """
-        decision = _last_decision((*early, *self.late), name)
-        if decision is not None:
-            return decision
-        if name.endswith("/"):
-            return self._is_generated(entry, name, early)
-        return _is_output(entry.name, siblings)
-
-    def _is_generated(self, folder: os.DirEntry[str], prefix: str, early: _Rules) -> bool:
-        """Return whether a program, not a person, made all that is in `folder`.
-
-        The folder is a cache, a virtual environment or the folder of a run, or contains only outputs of
-        imgkit. `prefix` is its path below the source, with a final slash.
-        """
-        with os.scandir(folder) as scan:
-            entries = list(scan)
-        names = {entry.name for entry in entries}
-        if not names.isdisjoint(MARKERS) or names >= _RUN_FOLDER_NAMES:
-            return True
-        for entry in entries:
-            if entry.name.startswith(TEMPORARY):
-                continue
-            if entry.is_dir(follow_symlinks=False):
-                is_output = all(Path(entry.path, name).exists() for name in _RUN_FOLDER_NAMES)
-            else:
-                is_output = _is_output(entry.name, names)
-            # Somebody wrote a pattern for this file, so the folder is not only a program's.
-            is_named = _last_decision((*early, *self.late), prefix + entry.name) is not None
-            if is_named or not is_output:
-                return False
-        return bool(entries)
-
-    def _is_brought_back(self, entry: os.DirEntry[str], name: str) -> bool:
-        """Return whether a pattern of the recipe, such as ``!keys/a.key``, asks for `entry` by its name.
-
-        Then it goes into the image even if it looks like a secret.
-        """
-        has_name = any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in self.exceptions)
-        return has_name and self.recipe_patterns.excludes(name) is False
+            return _Decision.HIDE
+        excluded_by_recipe = self.recipe_patterns.excludes(name)
+        if excluded_by_recipe:
+            return _Decision.HIDE
+        if excluded_by_recipe is None and _stays_out(entry, name, siblings, rules):
+            return _Decision.LEAVE_OUT
+        # Only a pattern of the recipe with its name, such as "!keys/a.key", brings back a secret.
+        has_exception = any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in self.exceptions)
+        is_brought_back = excluded_by_recipe is False and has_exception
+        if not is_brought_back and _is_secret(entry, name):
+            return _Decision.REFUSE_SECRET
+        return _Decision.INCLUDE
 
     def _is_hidden(self, entry: os.DirEntry[str]) -> bool:
         return any(entry.name == path.name and Path(entry.path).resolve() == path for path in self.hidden)
 
 
 def describe_left_out(names: Sequence[str]) -> str:
-    """Return names that `walk_source` leaves out as text: ``a, b (git, Docker or imgkit ignores it)``."""
+    """Return names that `list_source` leaves out as text: ``a, b (git, Docker or imgkit ignores it)``."""
     text = ", ".join(names[:5])
     if len(names) > 5:
         text += f" and {len(names) - 5} more"
@@ -276,6 +269,45 @@ def _last_decision(rules: _Rules, path: str) -> bool | None:
         if decision is not None:
             return decision
     return None
+
+
+def _stays_out(entry: os.DirEntry[str], name: str, siblings: set[str], rules: _Rules) -> bool:
+    """Return whether `entry` stays out, because of a pattern or because a program made it.
+
+    Patterns win: only if no pattern matches, it counts whether `entry` is a cache or an output of imgkit. The
+    parameters are those of `_Walker._decide`.
+    """
+    decision = _last_decision(rules, name)
+    if decision is not None:
+        return decision
+    if name.endswith("/"):
+        return _is_generated(entry, name, rules)
+    return _is_output(entry.name, siblings)
+
+
+def _is_generated(folder: os.DirEntry[str], prefix: str, rules: _Rules) -> bool:
+    """Return whether a program, not a person, made all that is in `folder`.
+
+    The folder is a cache, a virtual environment or the folder of a run, or contains only outputs of imgkit.
+    `prefix` is its path below the source, with a final slash.
+    """
+    with os.scandir(folder) as scan:
+        entries = list(scan)
+    names = {entry.name for entry in entries}
+    if not names.isdisjoint(MARKERS) or names >= _RUN_FOLDER_NAMES:
+        return True
+    for entry in entries:
+        if entry.name.startswith(TEMPORARY):
+            continue
+        if _last_decision(rules, prefix + entry.name) is not None:
+            return False  # somebody wrote a pattern for this file
+        if entry.is_dir(follow_symlinks=False):
+            is_output = all(Path(entry.path, name).exists() for name in _RUN_FOLDER_NAMES)
+        else:
+            is_output = _is_output(entry.name, names)
+        if not is_output:
+            return False
+    return bool(entries)
 
 
 def _is_secret(entry: os.DirEntry[str], name: str) -> bool:
@@ -336,8 +368,10 @@ def _count_stars(pattern: str) -> int:
     """Return the number of stars in `pattern`. pathspec's time to match it multiplies with each."""
     count = 0
     for part in pattern.split("/"):
-        # The part ** stands for any folders, and takes the time of one star.
-        count += 1 if part == "**" else part.count("*")
+        if part == "**":  # any folders: this takes the time of one star
+            count += 1
+        else:
+            count += part.count("*")
     return count
 
 
@@ -351,9 +385,8 @@ def _read_parent_gitignores(source: Path) -> tuple[_Patterns, ...]:
     patterns: tuple[_Patterns, ...] = ()
     for folder in (source, *source.parents):
         if folder != source:
-            file = folder / ".gitignore"
             above = f"{source.relative_to(folder).as_posix()}/"
-            patterns = (*_make_patterns(_read_lines(file), file, above=above), *patterns)
+            patterns = (_read_patterns(folder / ".gitignore", above=above), *patterns)
         is_repository_root = os.path.lexists(folder / ".git")
         if is_repository_root:
             if _last_decision(patterns, ""):
@@ -362,7 +395,7 @@ def _read_parent_gitignores(source: Path) -> tuple[_Patterns, ...]:
     return ()  # not in a repository: a .gitignore in the home folder does not concern this folder
 
 
-def _read_dockerignore(source: Path) -> tuple[_Patterns, ...]:
+def _read_dockerignore(source: Path) -> _Patterns:
     """Return the patterns of the source's ``.dockerignore``, converted to the form of gitignore.
 
     In Docker's form, a pattern matches only from the folder of the file on, so a slash is added: ``*.bin`` ->
@@ -381,19 +414,17 @@ def _read_dockerignore(source: Path) -> tuple[_Patterns, ...]:
         pattern = line.strip()
         if not pattern or pattern.startswith("#"):
             continue
-        negation = "!" if pattern.startswith("!") else ""
+        negation = ""
+        if pattern.startswith("!"):
+            negation = "!"
         path = os.path.normpath(pattern.removeprefix("!").strip().lstrip("/"))
         anchored_patterns.append(f"{negation}/{path}")
-    return _make_patterns(anchored_patterns, file)
+    return _Patterns(spec=_compile(anchored_patterns, str(file)))
 
 
-def _make_patterns(
-    lines: Sequence[str], file: Path, *, above: str = "", below: str = ""
-) -> tuple[_Patterns, ...]:
-    """Return the patterns of `file` as one item, or no item if it has none."""
-    if not lines:
-        return ()
-    return (_Patterns(above=above, below=below, spec=_compile(lines, str(file))),)
+def _read_patterns(file: Path, *, above: str = "", below: str = "") -> _Patterns:
+    """Return the patterns of a ``.gitignore``. Without such a file, they are empty, and match nothing."""
+    return _Patterns(spec=_compile(_read_lines(file), str(file)), above=above, below=below)
 
 
 def _read_lines(file: Path) -> list[str]:

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from imgkit_builder.recipe.problems import allowed_hint
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed
+from imgkit_entrypoints.rules import Fault
 from imgkit_entrypoints.system import SystemFacts
 
 if TYPE_CHECKING:
@@ -135,12 +137,19 @@ def is_scheduler(name: str) -> bool:
     return name in SHIPPED or name in _plugins()
 
 
+def scheduler_fault(name: str) -> Fault | None:
+    """Return what is wrong with a value of ``system.scheduler``, or None if a scheduler has this name."""
+    if is_scheduler(name):
+        return None
+    return f"{name!r} is not known", allowed_hint(_resolve_alias(name), scheduler_names())
+
+
 def scheduler_names() -> tuple[str, ...]:
     """Return the values that ``system.scheduler`` can have: shipped schedulers, then those of plug-ins."""
     return (*SHIPPED, *plugin_names())
 
 
-def resolve_alias(alias: str) -> str:
+def _resolve_alias(alias: str) -> str:
     """Return the scheduler of which `alias` is another name: ``torque`` -> ``pbs``.
 
     If it is no alias, return it unchanged.

@@ -14,7 +14,7 @@ from imgkit_builder.oci.manifest import InstalledProject
 from imgkit_builder.recipe import problems, rules, systems
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.model import Document, Recipe, RunCommand
-from imgkit_builder.recipe.problems import Collector, KeyPath, Position, RecipeErrors, allowed_hint, key_text
+from imgkit_builder.recipe.problems import Collector, KeyPath, Position, RecipeErrors, key_text
 from imgkit_builder.recipe.requirements import PYPROJECT, project_name
 from imgkit_builder.recipe.validation import validate
 from imgkit_entrypoints import json_text, terminal
@@ -106,7 +106,9 @@ def list_projects(steps: Iterable[PipStep]) -> tuple[InstalledProject, ...]:
             continue
         # The image has the name that pip records, whatever the folder is called.
         name = project_name(step.project / PYPROJECT)
-        folder = posixpath.normpath(step.editable) if step.editable else ""
+        folder = ""
+        if step.editable:
+            folder = posixpath.normpath(step.editable)
         projects.append(InstalledProject(name=name, folder=folder, step=number))
     return tuple(projects)
 
@@ -144,12 +146,11 @@ def _check_scheduler(system: SystemFacts, position: Position, collector: Collect
 
     The rules of a scheduler see valid values only, so they are skipped after other errors.
     """
-    name = system.scheduler
-    if not systems.is_scheduler(name):
-        hint = allowed_hint(systems.resolve_alias(name), systems.scheduler_names())
-        collector.error(position, ("system", "scheduler"), f"{name!r} is not known", hint)
+    unknown = systems.scheduler_fault(system.scheduler)
+    if unknown is not None:
+        collector.error(position, ("system", "scheduler"), *unknown)
     elif not collector.errors:
-        for fault in systems.find_registration(name).faults(system):
+        for fault in systems.find_registration(system.scheduler).faults(system):
             collector.error(position, ("system", *fault.path), fault.what, fault.hint)
 
 
@@ -176,15 +177,17 @@ def _list_values(
     children = _list_children(value)
     if children is None:
         yield _make_row(path, value, positions)
-    elif not children:
+        return
+    if not children:
         yield _make_row(path, None, positions)
-    else:
-        for key, child in children:
-            # Of a step, list only the keys that it has: `path[-1]` is its index in the list of steps.
-            is_unused_key = isinstance(path[-1], int) and child in ((), None, {})
-            is_unused_drop = path == ("image", "constraints") and key == "drop" and not child
-            if not is_unused_key and not is_unused_drop:
-                yield from _list_values((*path, key), child, positions)
+        return
+    # Of a step, which has an index in a list, and of the constraints, only the keys that are set.
+    is_step = isinstance(path[-1], int)
+    for key, child in children:
+        is_unset = child in ((), None, {})
+        if is_unset and (is_step or path == ("image", "constraints")):
+            continue
+        yield from _list_values((*path, key), child, positions)
 
 
 def _make_row(path: KeyPath, value: Any, positions: Mapping[KeyPath, Position]) -> dict[str, Any]:
@@ -235,14 +238,18 @@ def format_table(text: str) -> list[str]:
     title = recipe["name"]
     if recipe["description"]:
         title += f": {recipe['description']}"
-    rows = []
-    for row in recipe["values"]:
-        value = "-" if row["value"] in (None, "") else str(row["value"])
-        rows.append((row["key"], terminal.escape_controls(value), _describe_source(row)))
-    key_width = max(len(key) for key, _, _ in rows)
-    value_width = min(max(len(value) for _, value, _ in rows), _WIDEST_VALUE)
+    rows = recipe["values"]
+    values = []
+    for row in rows:
+        value = "-"
+        if row["value"] not in (None, ""):
+            value = terminal.escape_controls(str(row["value"]))
+        values.append(value)
+    key_width = max(len(row["key"]) for row in rows)
+    value_width = min(max(map(len, values)), _WIDEST_VALUE)
     lines = [title, f"file    {recipe['file']}", f"sha256  {recipe['sha256']}", ""]
-    lines += [f"{key:{key_width}}  {value:{value_width}}  {source}" for key, value, source in rows]
+    for row, value in zip(rows, values, strict=True):
+        lines.append(f"{row['key']:{key_width}}  {value:{value_width}}  {_describe_source(row)}")
     return lines
 
 

@@ -148,12 +148,13 @@ def key_paths(model: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...
 
 def allowed_keys(path: KeyPath, model: Any) -> list[str]:
     """Return the keys that `model` allows beside the last key of `path`."""
-    parents = [part for part in path[:-1] if isinstance(part, str)]
-    return [keys[-1] for keys in key_paths(model) if _matches(parents, keys[:-1])]
+    parents = [key for key in path[:-1] if isinstance(key, str)]  # without indices of lists
+    names = []
+    for *pattern, name in key_paths(model):
+        if len(pattern) == len(parents) and all(map(_is_key, parents, pattern)):
+            names.append(name)
+    return names
 
 
-def _matches(path: list[str], pattern: tuple[str, ...]) -> bool:
-    """Return whether `path` fits `pattern`, in which `ANY` stands for every name."""
-    if len(path) != len(pattern):
-        return False
-    return all(expected in (part, ANY) for part, expected in zip(path, pattern, strict=True))
+def _is_key(key: str, pattern: str) -> bool:
+    return pattern in (key, ANY)

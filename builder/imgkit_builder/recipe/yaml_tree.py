@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from imgkit_builder.recipe.problems import ANY, Collector, KeyPath, Position, error_reason
 from imgkit_entrypoints import files
+from imgkit_entrypoints.rules import Fault
 
 if TYPE_CHECKING:
     import yaml
@@ -67,11 +68,11 @@ class YamlNode:
     def deepest(self, path: KeyPath) -> tuple[YamlNode, KeyPath]:
         """Return the node at `path`, or the last existing one above it, and the path of that node."""
         node = self
-        for depth, part in enumerate(path):
+        for depth, key in enumerate(path):
             children = dict(node.children())
-            if part not in children:
+            if key not in children:
                 return node, path[:depth]
-            node = children[part]
+            node = children[key]
         return node, path
 
     def position_of(self, path: KeyPath) -> Position:
@@ -84,10 +85,10 @@ class YamlNode:
         if not pattern:
             yield (), self
             return
-        for part, child in self.children():
-            if pattern[0] in (ANY, part):
+        for key, child in self.children():
+            if pattern[0] in (ANY, key):
                 for path, node in child.select(*pattern[1:]):
-                    yield (part, *path), node
+                    yield (key, *path), node
 
     def select_texts(self, *pattern: str) -> Iterator[tuple[KeyPath, Scalar]]:
         """Yield path and node of each text that fits `pattern`, see `select`.
@@ -100,9 +101,9 @@ class YamlNode:
 
     def walk(self, path: KeyPath = ()) -> Iterator[tuple[KeyPath, YamlNode]]:
         """Yield every node below this one with its path."""
-        for part, child in self.children():
-            yield (*path, part), child
-            yield from child.walk((*path, part))
+        for key, child in self.children():
+            yield (*path, key), child
+            yield from child.walk((*path, key))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,11 +174,15 @@ def to_data(node: YamlNode) -> Any:
 def describe_kind(node: YamlNode) -> str:
     """Return the kind of `node` for messages: ``an integer``, ``a date``, ``a list``."""
     if isinstance(node, Scalar):
-        texts = {"text": "text", "nothing": "empty", "integer": "an integer"}
-        return texts.get(node.type, f"a {node.type}")
+        return _describe_type(node.type)
     if isinstance(node, Items):
         return "a list"
     return "a mapping"
+
+
+def _describe_type(scalar_type: ScalarType) -> str:
+    texts = {"text": "text", "nothing": "empty", "integer": "an integer"}
+    return texts.get(scalar_type, f"a {scalar_type}")
 
 
 class _TooManyError(Exception):
@@ -205,7 +210,7 @@ def read_yaml(file: Path, problems: Collector) -> Table | None:
             problems.error(start, (), "the recipe is empty", "it needs at least `image: {base: NAME:TAG}`")
             return None
         # `compose` makes nodes and no objects, so a tag of the file cannot run code.
-        tree = _Converter(file, problems).convert(root, ())
+        tree = _Converter(file, problems).convert(root, (), frozenset())
     except yaml.MarkedYAMLError as error:
         _report_syntax(error, file, problems)
         return None
@@ -261,7 +266,7 @@ def _report_syntax(error: yaml.MarkedYAMLError, file: Path, problems: Collector)
 
     There is a hint for common mistakes, such as a text that must be quoted.
     """
-    message = " ".join(part for part in (error.context, error.problem) if part)
+    message = " ".join(text for text in (error.context, error.problem) if text)
     # The position of the problem, or where its construct begins.
     mark = error.problem_mark or error.context_mark
     if "end" in message and "stream" in message:
@@ -273,7 +278,11 @@ def _report_syntax(error: yaml.MarkedYAMLError, file: Path, problems: Collector)
     if "'\\t'" in message:
         _report_tabs(position, file, problems)
         return
-    hint = next((hint for part, hint in _SYNTAX_HINTS if part in message), "")
+    hint = ""
+    for known_text, known_hint in _SYNTAX_HINTS:
+        if known_text in message:
+            hint = known_hint
+            break
     message = message.replace("'<stream end>'", "the end of the file")
     problems.error(position, (), f"not YAML: {message}", hint)
 
@@ -296,12 +305,12 @@ class _Converter:
         self._file = file
         self._problems = problems
         self._count = 0
-        self._open_ids: set[int] = set()  # of the lists and mappings around the current node
 
-    def convert(self, node: yaml.Node, path: KeyPath) -> YamlNode | None:
+    def convert(self, node: yaml.Node, path: KeyPath, ancestors: frozenset[int]) -> YamlNode | None:
         """Return our node for PyYAML's `node`, whose key in the recipe is `path`.
 
         After a problem, report it and return None. An alias (``*NAME``) is replaced by a copy of its anchor.
+        `ancestors` are the ids of the lists and mappings that contain `node`.
 
         Raises
         ------
@@ -314,31 +323,23 @@ class _Converter:
         if self._count > MAX_NODES:
             raise _TooManyError
         position = self._position(node)
-        if id(node) in self._open_ids:
+        if id(node) in ancestors:
             self._problems.error(position, path, "this anchor contains itself", "write out its values")
             return None
         if isinstance(node, yaml.ScalarNode) and node.tag in _TYPES:
             return Scalar(position=position, text=node.value, type=_TYPES[node.tag])
-        if isinstance(node, yaml.CollectionNode) and node.tag in _COLLECTIONS:
-            # If the same node comes again while its children are converted, an alias in it names itself.
-            self._open_ids.add(id(node))
-            try:
-                if isinstance(node, yaml.MappingNode):
-                    return self._convert_mapping(node, position, path)
-                return self._convert_list(node, position, path)
-            finally:
-                self._open_ids.discard(id(node))
-        tag = str(node.tag).replace("tag:yaml.org,2002:", "!!")
-        hint = "text that begins with ! must be quoted"
-        self._problems.error(position, path, f"the tag {tag} is not allowed", hint)
-        return None
-
-    def _convert_list(self, node: yaml.Node, position: Position, path: KeyPath) -> Items:
-        """Return our list for PyYAML's `node`. Items with a problem are reported and left out."""
-        items = [self.convert(item, (*path, index)) for index, item in enumerate(node.value)]
+        if not isinstance(node, yaml.CollectionNode) or node.tag not in _COLLECTIONS:
+            tag = str(node.tag).replace("tag:yaml.org,2002:", "!!")
+            hint = "text that begins with ! must be quoted"
+            self._problems.error(position, path, f"the tag {tag} is not allowed", hint)
+            return None
+        ancestors |= {id(node)}
+        if isinstance(node, yaml.MappingNode):
+            return self._convert_mapping(node, path, ancestors)
+        items = [self.convert(item, (*path, index), ancestors) for index, item in enumerate(node.value)]
         return Items(position=position, items=tuple(item for item in items if item is not None))
 
-    def _convert_mapping(self, node: yaml.MappingNode, position: Position, path: KeyPath) -> Table:
+    def _convert_mapping(self, node: yaml.MappingNode, path: KeyPath, ancestors: frozenset[int]) -> Table:
         """Return our mapping for PyYAML's `node`.
 
         Keys and values with a problem are reported and left out.
@@ -346,46 +347,44 @@ class _Converter:
         entries = {}
         keys: dict[str, Position] = {}
         for key, value in node.value:
-            key_position = self._position(key)
-            if not self._is_usable_key(key, key_position, path):
+            position = self._position(key)
+            fault = _find_key_fault(key)
+            if fault is not None:
+                self._problems.error(position, path, *fault)
                 continue
             name = str(key.value)
             if name in keys:
                 message = f"stated twice; the first is on line {keys[name].line}"
-                self._problems.error(key_position, (*path, name), message, "keep one of them")
+                self._problems.error(position, (*path, name), message, "keep one of them")
                 continue
-            keys[name] = key_position
-            child = self.convert(value, (*path, name))
+            keys[name] = position
+            child = self.convert(value, (*path, name), ancestors)
             if isinstance(child, Scalar) and child.type == "nothing" and not child.text:
                 # `key:` without a value: PyYAML gives it the position of the next token, perhaps lines later.
-                child = Scalar(position=key_position, text="", type="nothing")
+                child = Scalar(position=position, text="", type="nothing")
             if child is not None:
                 entries[name] = child
-        return Table(position=position, entries=entries, keys=keys)
-
-    def _is_usable_key(self, key: yaml.Node, position: Position, path: KeyPath) -> bool:
-        """Return whether `key` is text. If it is not, report it.
-
-        YAML reads an unquoted key such as ``on`` or ``3.10`` as a boolean or a number.
-        """
-        import yaml
-
-        key_type = _TYPES.get(key.tag)
-        if key.tag == _MERGE:
-            hint = "write its keys here, or begin the recipe with `extends: NAME`"
-            self._problems.error(position, path, "<< is not supported", hint)
-        elif not isinstance(key, yaml.ScalarNode) or key_type is None:
-            self._problems.error(position, path, "a key must be text", "write `key: value`")
-        elif key_type == "text":
-            return True
-        elif not key.value:
-            self._problems.error(position, path, "a key is missing")
-        else:
-            kind = describe_kind(Scalar(position=position, text=key.value, type=key_type))
-            message = f"YAML reads the key {key.value} as {kind}"
-            self._problems.error(position, path, message, f'quote it: "{key.value}"')
-        return False
+        return Table(position=self._position(node), entries=entries, keys=keys)
 
     def _position(self, node: yaml.Node) -> Position:
         mark = node.start_mark
         return Position(file=self._file, line=mark.line + 1, column=mark.column + 1)
+
+
+def _find_key_fault(key: yaml.Node) -> Fault | None:
+    """Return why a key of a mapping cannot be used, or None if it is text.
+
+    YAML reads an unquoted key such as ``on`` or ``3.10`` as a boolean or a number.
+    """
+    import yaml
+
+    if key.tag == _MERGE:
+        return "<< is not supported", "write its keys here, or begin the recipe with `extends: NAME`"
+    key_type = _TYPES.get(key.tag)
+    if not isinstance(key, yaml.ScalarNode) or key_type is None:
+        return "a key must be text", "write `key: value`"
+    if key_type == "text":
+        return None
+    if not key.value:
+        return "a key is missing", ""
+    return f"YAML reads the key {key.value} as {_describe_type(key_type)}", f'quote it: "{key.value}"'

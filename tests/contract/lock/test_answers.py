@@ -26,13 +26,12 @@ def item(**download: Any) -> str:
 
 
 def test_debs_that_apt_printed(apt_answer: str) -> None:
-    debs = {deb.name: deb for deb in answers.read_debs(apt_answer)}
-    assert list(debs) == ["jq", "libjq1", "libnuma1", "libonig5"]
-    onig = debs["libonig5"]
+    jq, libjq1, libnuma1, onig = answers.read_debs(apt_answer)
+    assert (libjq1.name, libnuma1.name, onig.name) == ("libjq1", "libnuma1", "libonig5")
     assert (onig.version, onig.architecture, onig.size_bytes) == ("6.9.8-1", "amd64", 187828)
     assert onig.sha256 == ONIG
-    assert debs["jq"].version == "1.6-2.1+deb12u2"
-    assert debs["jq"].url.startswith("http://archive.example/debian/pool/main/j/jq/jq_1.6")
+    assert (jq.name, jq.version) == ("jq", "1.6-2.1+deb12u2")
+    assert jq.url.startswith("http://archive.example/debian/pool/main/j/jq/jq_1.6")
 
 
 def test_epoch_of_a_deb_is_part_of_its_version() -> None:
@@ -71,38 +70,31 @@ def test_credentials_and_fragments_are_not_in_a_lock() -> None:
     assert wheel.file == "flash_attn-2.5.5+cu12-py3-none-any.whl"
 
 
-def test_source_needs_a_wheel_that_the_base_built() -> None:
-    archive = {"hash": "sha256=" + "d" * 64}
-    text = item(url="https://i.example/flash_attn-2.5.5.tar.gz", archive_info=archive)
+FILE = "flash_attn-2.5.5-cp311-cp311-linux_x86_64.whl"
+
+
+@pytest.mark.parametrize(
+    "download",
+    [
+        {"url": "https://i.example/flash_attn-2.5.5.tar.gz", "archive_info": {"hash": "sha256=" + "d" * 64}},
+        {"url": "https://git.example/flash.git", "vcs_info": {"vcs": "git", "commit_id": "f" * 40}},
+        {"url": f"file:///opt/wheels/{FILE}", "archive_info": {}},
+    ],
+    ids=["source", "git repository", "folder of the base"],
+)
+def test_wheel_that_no_index_has_must_be_kept(download: dict[str, Any]) -> None:
     with pytest.raises(Unresolved, match=r"no index has a wheel of flash_attn==2\.5\.5") as error:
-        answers.read_wheels(text, 0, {})
+        answers.read_wheels(item(**download), 0, {})
     assert error.value.packages == "flash_attn==2.5.5"
-    file = "flash_attn-2.5.5-cp311-cp311-linux_x86_64.whl"
-    (wheel,) = answers.read_wheels(text, 0, {file: "e" * 64})
-    assert (wheel.file, wheel.sha256, wheel.url, wheel.kept) == (file, "e" * 64, "", True)
-
-
-def test_git_repository_needs_a_wheel_too() -> None:
-    text = item(url="https://git.example/flash.git", vcs_info={"vcs": "git", "commit_id": "f" * 40})
-    with pytest.raises(Unresolved, match="no index has a wheel"):
-        answers.read_wheels(text, 0, {})
-
-
-def test_wheel_in_a_folder_of_the_base_must_be_kept() -> None:
-    file = "flash_attn-2.5.5-py3-none-any.whl"
-    text = item(url=f"file:///opt/wheels/{file}", archive_info={})
-    with pytest.raises(Unresolved, match="no index has a wheel"):
-        answers.read_wheels(text, 0, {})
-    (wheel,) = answers.read_wheels(text, 0, {file: "e" * 64})
-    assert wheel.kept
+    (wheel,) = answers.read_wheels(item(**download), 0, {FILE: "e" * 64})
+    assert (wheel.file, wheel.sha256, wheel.url, wheel.kept) == (FILE, "e" * 64, "", True)
 
 
 @pytest.mark.parametrize("sha256", ["b" * 64, ""])
 def test_file_that_differs_from_its_index_is_refused(sha256: str) -> None:
-    file = "flash_attn-2.5.5-py3-none-any.whl"
-    text = item(url=f"https://i.example/{file}", archive_info={"hashes": {"sha256": sha256}})
+    text = item(url=f"https://i.example/{FILE}", archive_info={"hashes": {"sha256": sha256}})
     with pytest.raises(Unresolved, match="no sha256, or another one than its file"):
-        answers.read_wheels(text, 0, {file: "a" * 64})
+        answers.read_wheels(text, 0, {FILE: "a" * 64})
 
 
 @pytest.mark.parametrize("text", ["[1]", '[{"name": "x"}]', '[{"name": 1}]', "[", "{}"])

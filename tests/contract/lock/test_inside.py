@@ -33,13 +33,17 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"http://{address}"
 
 
+def write_settings(folder: Path, keep_files: bool, steps: Any, *debs: tuple[str, str]) -> None:
+    settings = {"keep_files": keep_files, "debs": debs, "steps": steps}
+    (folder / "settings.json").write_text(json.dumps(settings))
+
+
 def resolve(folder: Path, index: str, *packages: str, keep_files: bool = False, **pins: str) -> Path:
     """Run the program for a last pip step in `folder`, and return the folder of its answers."""
     options = ["--index-url", index, "--no-build-isolation"]
     steps = {"0": {"options": options, "pins": {f"imgkit-test-{name}": pin for name, pin in pins.items()}}}
-    order = {"keep_files": keep_files, "debs": [], "steps": steps}
     shutil.copy(inside.__file__, folder / "inside.py")
-    (folder / "order.json").write_text(json.dumps(order))
+    write_settings(folder, keep_files, steps)
     env = {"PATH": os.environ["PATH"], "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "0"}
     argv = [sys.executable, str(folder / "inside.py"), "0", "install", "--no-cache-dir", *options, *packages]
     subprocess.run(argv, env=env, check=True, timeout=120)
@@ -53,14 +57,12 @@ def report(out: Path) -> dict[str, Any]:
 def test_report_has_the_sha256_that_the_index_lacks(index: str, tmp_path: Path) -> None:
     out = resolve(tmp_path, index, "imgkit-test-one", "imgkit-test-two", one="1.0", two="0.9")
     items = report(out)
+    one = items["imgkit-test-one"]
     # The pin that fits stays; the other one is dropped.
-    assert {name: item["version"] for name, item in items.items()} == {
-        "imgkit-test-one": "1.0",
-        "imgkit-test-two": "1.5",
-    }
-    assert items["imgkit-test-one"]["url"].startswith(f"{index}/imgkit-test-one/")
-    assert len(items["imgkit-test-one"]["sha256"]) == 64
-    assert not items["imgkit-test-one"]["direct"]
+    assert (one["version"], items["imgkit-test-two"]["version"]) == ("1.0", "1.5")
+    assert one["url"].startswith(f"{index}/imgkit-test-one/")
+    assert len(one["sha256"]) == 64
+    assert not one["direct"]
     assert not list((out / "files").iterdir())
 
 
@@ -107,8 +109,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_apt_states_sha256_and_keeps_locked_versions(base: Path) -> None:
-    order = {"keep_files": False, "debs": [["jq", "1.6"]], "steps": {}}
-    (base / "order.json").write_text(json.dumps(order))
+    write_settings(base, False, {}, ("jq", "1.6"))
     inside.main("apt", ["jq", "x"])
     assert (base / "out/apt.txt").read_text() == "'http://a.example/x.deb' x_1_all.deb 5 SHA256:00\n"
     assert (base / "pins").read_text() == "Package: jq\nPin: version 1.6\nPin-Priority: 1001\n\n"
@@ -118,12 +119,12 @@ def test_apt_states_sha256_and_keeps_locked_versions(base: Path) -> None:
 
 @pytest.mark.parametrize(("keep_files", "steps"), [(True, {}), (False, {"0": {}})])
 def test_apt_installs_for_a_later_step_only(base: Path, keep_files: bool, steps: dict[str, Any]) -> None:
-    (base / "order.json").write_text(json.dumps({"keep_files": keep_files, "debs": [], "steps": steps}))
+    write_settings(base, keep_files, steps)
     inside.main("apt", ["jq"])
     assert ("--download-only" in (base / "log").read_text().splitlines()[2]) == keep_files
 
 
 def test_failure_of_apt_is_written(base: Path) -> None:
-    (base / "order.json").write_text(json.dumps({"keep_files": True, "debs": [], "steps": {}}))
+    write_settings(base, True, {})
     inside.main("apt", ["no-such"])
     assert (base / "out/failed.txt").read_text() == "apt\nE: Unable to locate package no-such\n"

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 
 import pytest
+from sample_lock import locked_platform, locked_wheel
 
 from imgkit_builder.image import context, install, render
-from imgkit_builder.lock import answers
 from imgkit_builder.recipe import lock_file
 from imgkit_builder.recipe.load import load
-from imgkit_builder.recipe.model import UV_STEP, Lock, LockedBase, LockedPlatform, Recipe
+from imgkit_builder.recipe.model import UV_STEP, Lock, LockedBase, Recipe
 from imgkit_entrypoints.errors import UsageError
 
 RECORDED = Path(__file__).parents[1] / "image" / "my-project"
@@ -27,24 +26,26 @@ def recipe(tmp_path: Path) -> Recipe:
     return load(tmp_path / "mine.yaml")
 
 
-def locked(recipe: Recipe, tmp_path: Path) -> Recipe:
-    """Return the recipe with a lock beside it, made of what the program in a base writes."""
-    report = json.dumps([wheel("certifi", "2026.10.18"), wheel("einops", "0.8.0")])
-    part = LockedPlatform(
-        platform="linux/amd64",
-        source_date_epoch=1_700_000_000,
+def locked(recipe: Recipe) -> Recipe:
+    """Return the recipe with a lock beside it."""
+    platform = locked_platform(
         request=lock_file.make_request(recipe),
         base=LockedBase(name="python:3", digest=f"sha256:{'b' * 64}"),
-        pip=answers.read_wheels(report, UV_STEP, {}),
+        pip=(
+            locked_wheel("certifi", "2026.10.18", step=UV_STEP),
+            locked_wheel("einops", "0.8.0", step=UV_STEP),
+        ),
     )
     file = lock_file.lock_path(recipe)
-    file.write_text(lock_file.render_lock(Lock(recipe="mine", imgkit="0.3.0", platforms=(part,))))
+    file.write_text(lock_file.render_lock(Lock(recipe="mine", imgkit="0.3.0", platforms=(platform,))))
     return lock_file.attach_lock(recipe, platform="linux/amd64")
 
 
-def wheel(name: str, version: str) -> dict[str, object]:
-    url = f"https://files.example.org/{name}-{version}-py3-none-any.whl"
-    return {"name": name, "version": version, "url": url, "sha256": "a" * 64, "direct": False}
+def test_changed_lock_of_uv_changes_the_recipe(recipe: Recipe, tmp_path: Path) -> None:
+    lock = tmp_path / "my-project/uv.lock"
+    lock.write_text(lock.read_text() + "\n")
+    assert load(recipe.file).sha256 != recipe.sha256
+    assert {path.name for path in recipe.sources} >= {"uv.lock", "pyproject.toml"}
 
 
 def context_files(recipe: Recipe) -> dict[str, bytes]:
@@ -52,10 +53,10 @@ def context_files(recipe: Recipe) -> dict[str, bytes]:
 
 
 def test_locked_step_needs_the_lock_alone(recipe: Recipe, tmp_path: Path) -> None:
-    recipe = locked(recipe, tmp_path)
+    recipe = locked(recipe)
     shutil.rmtree(tmp_path / "my-project")
     files = context_files(recipe)
-    digest = "a" * 64
+    digest = "b" * 64
     assert files["imgkit/requirements-uv.txt"].splitlines() == [
         f"certifi==2026.10.18 --hash=sha256:{digest}".encode(),
         f"einops==0.8.0 --hash=sha256:{digest}".encode(),
@@ -69,7 +70,7 @@ def test_locked_step_needs_the_lock_alone(recipe: Recipe, tmp_path: Path) -> Non
 
 
 def test_kept_wheels_ask_no_server(recipe: Recipe, tmp_path: Path) -> None:
-    first = locked(recipe, tmp_path)
+    first = locked(recipe)
     folder = tmp_path / "mine.lock.files"
     folder.mkdir()
     names = [wheel.file for wheel in install.locked_wheels(first, UV_STEP)]
@@ -83,32 +84,37 @@ def test_kept_wheels_ask_no_server(recipe: Recipe, tmp_path: Path) -> None:
     assert "<a " not in install.render_uv_links(complete)
 
 
-@pytest.mark.parametrize("change", ["lock", "extras", "none"])
-def test_other_uv_project_makes_the_lock_stale(recipe: Recipe, tmp_path: Path, change: str) -> None:
-    locked(recipe, tmp_path)
-    file = tmp_path / "mine.yaml"
-    if change == "lock":
-        lock = tmp_path / "my-project" / "uv.lock"
-        lock.write_text(lock.read_text() + "\n")
-    else:
-        file.write_text(TEXT.replace("my-project}", "my-project, extras: [plots]}"))
-    if change == "none":
-        file.write_text(TEXT.partition("  uv:")[0])
+@pytest.mark.parametrize(
+    ("text", "lock_end", "line", "reason"),
+    [
+        (TEXT, "\n", 3, "uv.lock, or the chosen extras and groups, have changed"),
+        (
+            TEXT.replace("my-project}", "my-project, extras: [plots]}"),
+            "",
+            3,
+            "uv.lock, or the chosen extras and groups, have changed",
+        ),
+        ("image: {base: 'python:3'}", "", 1, "there is no uv project"),
+    ],
+    ids=["lock", "extras", "none"],
+)
+def test_other_uv_project_makes_the_lock_stale(
+    recipe: Recipe, tmp_path: Path, text: str, lock_end: str, line: int, reason: str
+) -> None:
+    locked(recipe)
+    recipe.file.write_text(text)
+    with (tmp_path / "my-project/uv.lock").open("a") as lock:
+        lock.write(lock_end)
     with pytest.raises(UsageError) as caught:
-        lock_file.attach_lock(load(file), platform="linux/amd64")
-    reason = (
-        "there is no uv project"
-        if change == "none"
-        else "uv.lock, or the chosen extras and groups, have changed"
-    )
+        lock_file.attach_lock(load(recipe.file), platform="linux/amd64")
     assert caught.value.what == f"the lock mine.lock is stale: {reason}"
-    assert caught.value.where == ("mine.yaml:2" if change == "none" else "mine.yaml:3")
+    assert caught.value.where == f"mine.yaml:{line}"
 
 
 def test_wheels_of_no_uv_project_are_refused(recipe: Recipe, tmp_path: Path) -> None:
-    lock = locked(recipe, tmp_path).lock
+    lock = locked(recipe).lock
     assert lock is not None
-    part = dataclasses.replace(lock, request=dataclasses.replace(lock.request, uv=""))
-    text = lock_file.render_lock(Lock(recipe="mine", imgkit="0.3.0", platforms=(part,)))
+    platform = dataclasses.replace(lock, request=dataclasses.replace(lock.request, uv=""))
+    text = lock_file.render_lock(Lock(recipe="mine", imgkit="0.3.0", platforms=(platform,)))
     with pytest.raises(UsageError, match="there is no pip step -1 in the request"):
         lock_file.parse_lock(text, tmp_path / "mine.lock")

@@ -187,7 +187,7 @@ def test_ended_save_keeps_the_old_archive(image: str, tmp_path: Path, number: si
         assert leftovers == []
     else:
         assert [name[:8] for name in leftovers] == [".imgkit-"]
-        assert [file.name for file in sources.walk_source(tmp_path)] == ["x.tar"]
+        assert [entry.name for entry in sources.list_source(tmp_path).entries] == ["x.tar"]
     assert imgkit("save", image, "-o", target).returncode == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "x.tar",

@@ -7,6 +7,7 @@ import csv
 import hashlib
 import io
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 import imgkit_builder
 import imgkit_entrypoints
 import imgkit_recipes
+from imgkit_builder.image import wheel as wheels
 from imgkit_builder.image.wheel import make_wheel, wheel_name
 from imgkit_entrypoints.cli.commands import COMMANDS
 
@@ -62,20 +64,21 @@ def test_same_bytes_from_site_packages(tmp_path: Path) -> None:
 
 def test_record_names_every_member() -> None:
     archive = zipfile.ZipFile(io.BytesIO(make_wheel()))
-    record = next(name for name in archive.namelist() if name.endswith("/RECORD"))
-    rows = {row[0]: row[1:] for row in csv.reader(archive.read(record).decode().splitlines())}
-    assert list(rows) == archive.namelist()
-    for name, (digest, size) in rows.items():
-        if name != record:
-            data = archive.read(name)
-            expected = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-            assert (digest, size) == (f"sha256={expected}", str(len(data)))
+    names = archive.namelist()
+    rows = []
+    for name in names[:-1]:
+        data = archive.read(name)
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        rows.append([name, f"sha256={digest}", str(len(data))])
+    record = archive.read(names[-1]).decode()
+    assert names[-1].endswith("/RECORD")
+    assert list(csv.reader(record.splitlines())) == [*rows, [names[-1], "", ""]]
 
 
 def test_no_times_tests_or_caches() -> None:
     archive = zipfile.ZipFile(io.BytesIO(make_wheel()))
     assert {member.date_time for member in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
-    assert not [name for name in archive.namelist() if "__pycache__" in name or "/tests/" in name]
+    assert not re.search("__pycache__|/tests/", " ".join(archive.namelist()))
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +95,7 @@ def install(environment: Path, wheel: Path) -> None:
 
 
 def test_pip_installs_running_commands(environment: Path, tmp_path: Path) -> None:
-    wheel = make_wheel()
-    (tmp_path / wheel_name()).write_bytes(wheel)
+    (tmp_path / wheel_name()).write_bytes(make_wheel())
     install(environment, tmp_path / wheel_name())
     for command in COMMANDS:
         assert os.access(environment / "bin" / command.name, os.X_OK)
@@ -114,20 +116,16 @@ def test_pip_installs_running_commands(environment: Path, tmp_path: Path) -> Non
     assert report.stdout.startswith("{")
 
 
-def test_changed_wheel_replaces_its_equal(environment: Path, tmp_path: Path) -> None:
-    wheel = make_wheel()
+def test_changed_wheel_replaces_its_equal(
+    environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / wheel_name()
-    path.write_bytes(wheel)
+    path.write_bytes(make_wheel())
     install(environment, path)
-    changed = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(wheel)) as old, zipfile.ZipFile(changed, "w") as new:
-        for member in old.infolist():
-            data = old.read(member)
-            extra = b"CHANGED = True\n" if member.filename == "imgkit_entrypoints/__init__.py" else b""
-            if not member.filename.endswith("RECORD"):
-                new.writestr(member, data + extra)
-        new.writestr(next(n for n in old.namelist() if n.endswith("RECORD")), "")
-    path.write_bytes(changed.getvalue())
+    contents = dict(wheels.entrypoints_files())
+    contents["imgkit_entrypoints/__init__.py"] += b"CHANGED = True\n"
+    monkeypatch.setattr(wheels, "entrypoints_files", contents.items)
+    path.write_bytes(make_wheel())
     install(environment, path)
     code = "import imgkit_entrypoints; assert imgkit_entrypoints.CHANGED"
     subprocess.run([environment / "bin/python", "-I", "-c", code], check=True)

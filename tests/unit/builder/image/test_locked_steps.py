@@ -31,34 +31,27 @@ def recipe(tmp_path: Path) -> Recipe:
 
 
 @pytest.mark.parametrize(
-    ("url", "urls"),
+    ("url", "snapshot"),
     [
-        (
-            DEB.url,
-            (
-                "https://snapshot.debian.org/archive/debian/20231114T221320Z/pool/main/j/jq/jq_1.6%2b_amd64.deb",
-                "https://snapshot.debian.org/archive/debian/20231115T221320Z/pool/main/j/jq/jq_1.6%2b_amd64.deb",
-            ),
-        ),
+        (DEB.url, "https://snapshot.debian.org/archive/debian/{}/pool/main/j/jq/jq_1.6%2b_amd64.deb"),
         (
             "http://security.example.org/debian-security/pool/updates/x.deb",
-            (
-                "https://snapshot.debian.org/archive/debian-security/20231114T221320Z/pool/updates/x.deb",
-                "https://snapshot.debian.org/archive/debian-security/20231115T221320Z/pool/updates/x.deb",
-            ),
+            "https://snapshot.debian.org/archive/debian-security/{}/pool/updates/x.deb",
         ),
         (
             "http://archive.example.org/ubuntu/pool/main/x.deb",
-            (
-                "https://snapshot.ubuntu.com/ubuntu/20231114T221320Z/pool/main/x.deb",
-                "https://snapshot.ubuntu.com/ubuntu/20231115T221320Z/pool/main/x.deb",
-            ),
+            "https://snapshot.ubuntu.com/ubuntu/{}/pool/main/x.deb",
         ),
-        ("https://vendor.example.org/compute/repos/ubuntu2204/x86_64/x.deb", ()),
     ],
 )
-def test_snapshot_service_is_that_of_the_distribution(url: str, urls: tuple[str, ...]) -> None:
-    assert install.snapshot_urls(dataclasses.replace(DEB, url=url), 1700000000) == urls
+def test_snapshot_service_is_that_of_the_distribution(url: str, snapshot: str) -> None:
+    urls = install.snapshot_urls(dataclasses.replace(DEB, url=url), 1700000000)
+    assert urls == (snapshot.format("20231114T221320Z"), snapshot.format("20231115T221320Z"))
+
+
+def test_package_of_a_vendor_has_no_snapshot() -> None:
+    url = "https://vendor.example.org/compute/repos/ubuntu2204/x86_64/x.deb"
+    assert install.snapshot_urls(dataclasses.replace(DEB, url=url), 1700000000) == ()
 
 
 def test_packages_that_the_recipe_does_not_name_are_automatic(recipe: Recipe) -> None:
@@ -75,6 +68,6 @@ def test_requirements_keep_the_options_of_the_recipes_file(recipe: Recipe) -> No
 
 def test_kept_wheels_need_no_index(recipe: Recipe) -> None:
     assert "--no-index" not in install.locked_pip_options(recipe, 0)
-    with_kept_file = dataclasses.replace(recipe, kept={WHEEL.file: Path("any")})
-    assert "--no-index" in install.locked_pip_options(with_kept_file, 0)
-    assert "--find-links /opt/imgkit/locked-pip-0" in install.locked_pip_options(with_kept_file, 0)
+    options = install.locked_pip_options(dataclasses.replace(recipe, kept={WHEEL.file: Path("any")}), 0)
+    assert "--no-index" in options
+    assert "--find-links /opt/imgkit/locked-pip-0" in options

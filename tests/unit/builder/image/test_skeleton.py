@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +9,10 @@ from typing import Any
 
 import pytest
 from file_tree import write_files
+from packed_context import git, pack
 
 from imgkit_builder.image import context, skeleton
 from imgkit_builder.image.context import BuildContext
-from imgkit_builder.oci.manifest import BaseImage
 from imgkit_builder.recipe.model import CopyStep, PipStep, Recipe
 
 MakeRecipe = Callable[..., Recipe]
@@ -30,11 +29,6 @@ SRC = {
 FLAT = {"my_letters/__init__.py": "A = 1\n", "my_letters/model/__init__.py": "B = 1\n", "data/x.bin": "0"}
 
 
-def pack(recipe: Recipe) -> BuildContext:
-    revision = context.code_revision(recipe)
-    return context.pack_context(recipe, base=BaseImage(name="b"), platform="linux/amd64", revision=revision)
-
-
 @pytest.fixture
 def project(tmp_path: Path, make_recipe: MakeRecipe) -> Any:
     """``project({"pyproject.toml": ...})``: a function that packs an editable project with these files."""
@@ -42,7 +36,12 @@ def project(tmp_path: Path, make_recipe: MakeRecipe) -> Any:
     def write(texts: dict[str, str], **step: Any) -> Any:
         folder = write_files(tmp_path / "project", texts)
         pip = PipStep(**{"project": folder, "editable": "/workspace", **step})
-        return lambda **image: pack(replace(make_recipe(pip=(pip,), **image), file=folder / "mine.yaml"))
+
+        def build(**image: Any) -> BuildContext:
+            recipe = replace(make_recipe(pip=(pip,), **image), file=folder / "mine.yaml")
+            return pack(recipe, revision=context.code_revision(recipe))
+
+        return build
 
     return write
 
@@ -58,23 +57,19 @@ def packed(built: BuildContext) -> dict[str, str]:
     return contents
 
 
-@pytest.mark.parametrize(
-    ("texts", "new"), [(SRC, "my_letters/deep/er/__init__.py"), (FLAT, "my_letters/deep/er/__init__.py")]
-)
-def test_edit_and_commit_leave_the_context_alone(
-    texts: dict[str, str], new: str, tmp_path: Path, project: Any
-) -> None:
+@pytest.mark.parametrize("texts", [SRC, FLAT], ids=["src", "flat"])
+def test_edit_and_commit_leave_the_context_alone(texts: dict[str, str], tmp_path: Path, project: Any) -> None:
     build = project({"pyproject.toml": SETUPTOOLS + PROJECT, **texts})
     folder = tmp_path / "project"
-    git = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b"]
-    for argv in (["init", "-q"], ["add", "."], ["commit", "-qm1"]):
-        subprocess.run([*git, *argv], check=True)
+    git(folder, "init", "-q")
+    git(folder, "add", ".")
+    git(folder, "commit", "-qm1")
     before = build()
     for name in texts:
         (folder / name).write_text("edited\n")
-    write_files(folder, {new: "", "notes.txt": ""})
-    subprocess.run([*git, "add", "."], check=True)
-    subprocess.run([*git, "commit", "-qam2"], check=True)
+    write_files(folder, {"my_letters/deep/er/__init__.py": "", "notes.txt": ""})
+    git(folder, "add", ".")
+    git(folder, "commit", "-qam2")
     after = build()
     assert (after.sha256, after.manifest.revision) == (before.sha256, "")
 

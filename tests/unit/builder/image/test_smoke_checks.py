@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import platform
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -42,7 +43,13 @@ GOOD: dict[str, Any] = {
         str(system.SYSTEM_JSON): system.to_json(system.SystemFacts(title="MareNostrum 5")),
     },
 }
-DIST_ENV = Finished(argv=("dist-env",), returncode=0, output='a warning\n{"schema": 1}\n')
+
+
+def finished(output: str, returncode: int = 0) -> Finished:
+    return Finished(argv=("program",), returncode=returncode, output=output)
+
+
+DIST_ENV = finished('a warning\n{"schema": 1}\n')
 
 
 def checks(
@@ -51,8 +58,7 @@ def checks(
     def run(argv: Sequence[str]) -> Finished:
         if argv[0] == "dist-env":
             return env
-        text = "banner\nIMGKIT-SEEN " + json.dumps({**GOOD, **seen}) + "\nbye\n"
-        return Finished(argv=tuple(argv), returncode=0, output=text)
+        return finished("banner\nIMGKIT-SEEN " + json.dumps({**GOOD, **seen}) + "\nbye\n")
 
     return {check.name: check for check in smoke.check_image(run, arch=arch, manifest=manifest)}
 
@@ -86,16 +92,11 @@ def test_each_fault_fails_its_check(seen: dict[str, Any], failed: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "env",
-    [
-        Finished(argv=("dist-env",), returncode=127, output="dist-env: not found"),
-        Finished(argv=("dist-env",), returncode=0, output="no object"),
-        Finished(argv=("dist-env",), returncode=0, output='{"cut": '),
-        Finished(argv=("dist-env",), returncode=1, output='{"schema": 1}'),
-    ],
+    ("returncode", "output"),
+    [(127, "dist-env: not found"), (0, "no object"), (0, '{"cut": '), (1, '{"schema": 1}')],
 )
-def test_broken_dist_env_fails(env: Finished) -> None:
-    assert failures(env=env) == ["dist-env"]
+def test_broken_dist_env_fails(returncode: int, output: str) -> None:
+    assert failures(env=finished(output, returncode)) == ["dist-env"]
 
 
 def test_manifest_of_other_build_fails() -> None:
@@ -112,7 +113,7 @@ def test_image_without_torch_is_skipped() -> None:
     bare = dataclasses.replace(MANIFEST, base=BaseImage(name="debian", probe=Probe(python="3.11.2")))
     files = {**GOOD["files"], MANIFEST_JSON: manifests.to_json(bare)}
     results = checks(manifest=bare, torch="", cuda="", nccl="", pip_conflicts=[], files=files)
-    assert (results["torch"].verdict, results["nccl"].verdict) == ("skip", "skip")
+    assert results["torch"].verdict == results["nccl"].verdict == "skip"
     assert passed(tuple(results.values()))
 
 
@@ -121,21 +122,21 @@ def test_lost_torch_is_no_skip() -> None:
 
 
 def test_silent_python_is_one_failure() -> None:
-    def run(argv: Sequence[str]) -> Finished:
-        return Finished(argv=tuple(argv), returncode=1, output="exec /usr/bin/python3: exec format error\n")
-
-    (only,) = smoke.check_image(run, arch="amd64", manifest=None)
-    assert (only.verdict, "exec format error" in only.found) == ("fail", True)
+    silent = finished("exec /usr/bin/python3: exec format error\n", 1)
+    (only,) = smoke.check_image(lambda argv: silent, arch="amd64", manifest=None)
+    assert only.verdict == "fail"
+    assert "exec format error" in only.found
 
 
 def test_program_tells_about_this_python(tmp_path: Any) -> None:
-    (tmp_path / "file").write_text("text")
-    argv = inside.probe_argv(str(tmp_path / "file"), str(tmp_path / "absent"))
-    process = subprocess.run([sys.executable, *argv[1:]], capture_output=True, text=True, check=True)
+    file = tmp_path / "file"
+    file.write_text("text")
+    _, *argv = inside.probe_argv(str(file), str(tmp_path / "absent"))
+    process = subprocess.run([sys.executable, *argv], capture_output=True, text=True, check=True)
     seen = inside.parse_probe("noise\n" + process.stdout)
     assert seen is not None
-    assert seen.python.split(".")[:2] == [str(sys.version_info.major), str(sys.version_info.minor)]
-    assert seen.files == {str(tmp_path / "file"): "text"}
+    assert seen.python == platform.python_version()
+    assert seen.files == {str(file): "text"}
 
 
 @pytest.mark.parametrize("output", ["", "IMGKIT-SEEN {cut", 'IMGKIT-SEEN {"machine": "x86_64"}'])

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from file_tree import write_files
+from packed_context import own_file
 from sample_lock import locked_deb, locked_platform, locked_wheel
 
 from imgkit_builder.base.progress import Silent
@@ -37,7 +39,7 @@ def recipe(tmp_path: Path) -> Recipe:
 
 
 @pytest.fixture
-def part(recipe: Recipe) -> LockedPlatform:
+def packages(recipe: Recipe) -> LockedPlatform:
     return locked_platform(
         request=lock_file.make_request(recipe),
         base=LockedBase(name="registry.invalid/base:1", id=f"sha256:{'c' * 64}"),
@@ -46,40 +48,30 @@ def part(recipe: Recipe) -> LockedPlatform:
     )
 
 
-def resolution(
-    recipe: Recipe, old: LockedPlatform | None = None, options: LockOptions | None = None
-) -> Resolution:
-    return Resolution(
-        recipe=recipe,
-        request=lock_file.make_request(recipe),
-        base=BaseImage(name="registry.invalid/base:1", platform="linux/amd64"),
-        old=old,
-        options=options or LockOptions(),
-    )
+def resolution(recipe: Recipe, **fields: Any) -> Resolution:
+    base = BaseImage(name="registry.invalid/base:1", platform="linux/amd64")
+    return Resolution(recipe=recipe, request=lock_file.make_request(recipe), base=base, **fields)
 
 
-def order(recipe: Recipe, part: LockedPlatform | None, options: LockOptions) -> dict[str, Any]:
-    """Return what the program in the base reads."""
-    context = resolve.pack_request(resolution(recipe, part, options))
-    (member,) = (member for member in context.members if member.name.endswith("order.json"))
-    content: dict[str, Any] = json.loads(member.data)
-    return content
-
-
-def test_locked_versions_stay(recipe: Recipe, part: LockedPlatform) -> None:
-    content = order(recipe, part, LockOptions())
-    assert content["steps"]["0"]["pins"] == {"einops": "0.8.1", "tqdm": "4.1"}
-    assert content["debs"] == [["jq", "1.6"]]
-
-
-def test_upgrade_frees_the_named_packages_only(recipe: Recipe, part: LockedPlatform) -> None:
-    content = order(recipe, part, LockOptions(upgrade=True, packages=("TQDM", "jq")))
-    assert content["steps"]["0"]["pins"] == {"einops": "0.8.1"}
-    assert content["debs"] == []
-
-
-def test_upgrade_of_all_frees_all(recipe: Recipe, part: LockedPlatform) -> None:
-    assert order(recipe, part, LockOptions(upgrade=True))["steps"]["0"]["pins"] == {}
+@pytest.mark.parametrize(
+    ("options", "pins", "debs"),
+    [
+        (LockOptions(), {"einops": "0.8.1", "tqdm": "4.1"}, [["jq", "1.6"]]),
+        (LockOptions(upgrade=True, packages=("TQDM", "jq")), {"einops": "0.8.1"}, []),
+        (LockOptions(upgrade=True), {}, []),
+    ],
+    ids=["stay", "upgrade of two", "upgrade of all"],
+)
+def test_locked_versions_stay_unless_they_are_upgraded(
+    recipe: Recipe,
+    packages: LockedPlatform,
+    options: LockOptions,
+    pins: dict[str, str],
+    debs: list[list[str]],
+) -> None:
+    context = resolve.pack_request(resolution(recipe, old=packages, options=options))
+    content = json.loads(own_file(context, "imgkit/lock/settings.json"))
+    assert (content["steps"]["0"]["pins"], content["debs"]) == (pins, debs)
 
 
 def test_base_is_asked_with_the_constraints_of_a_build(recipe: Recipe) -> None:
@@ -89,11 +81,11 @@ def test_base_is_asked_with_the_constraints_of_a_build(recipe: Recipe) -> None:
     assert "python3 -m pip list --format=freeze" in context.dockerfile
 
 
-def test_changes_are_named_old_and_new(part: LockedPlatform) -> None:
+def test_changes_are_named_old_and_new(packages: LockedPlatform) -> None:
     new = dataclasses.replace(
-        part, pip=(locked_wheel("einops", "0.8.2"), locked_wheel("rich", "1.0")), apt=()
+        packages, pip=(locked_wheel("einops", "0.8.2"), locked_wheel("rich", "1.0")), apt=()
     )
-    lines = [str(change) for change in changes.list_changes(part, new) if change.kind != "file"]
+    lines = [str(change) for change in changes.list_changes(packages, new) if change.kind != "file"]
     assert lines == [
         "pip   einops  0.8.1 -> 0.8.2",
         "pip   rich  1.0",
@@ -102,41 +94,43 @@ def test_changes_are_named_old_and_new(part: LockedPlatform) -> None:
     ]
 
 
-def test_time_alone_is_no_change(part: LockedPlatform) -> None:
-    assert changes.is_same(part, dataclasses.replace(part, source_date_epoch=5))
-    assert not changes.is_same(None, part)
+def test_time_alone_is_no_change(packages: LockedPlatform) -> None:
+    assert changes.is_same(packages, dataclasses.replace(packages, source_date_epoch=5))
+    assert not changes.is_same(None, packages)
 
 
 def test_files_lie_beside_the_lock_and_old_ones_go(
-    recipe: Recipe, part: LockedPlatform, tmp_path: Path
+    recipe: Recipe, packages: LockedPlatform, tmp_path: Path
 ) -> None:
-    built = tmp_path / "built"
-    built.mkdir()
-    part = dataclasses.replace(part, pip=(locked_wheel("einops", "0.8.1", kept=True),), apt=())
-    (built / part.pip[0].file).write_text("one")
     file = lock_file.lock_path(recipe)
-    resolve.write_lock(recipe, file, None, part, built)
-    assert lock_file.read_lock(file).platforms == (part,)
-    assert resolve.find_kept_wheels(file, part) == {
-        part.pip[0].file: tmp_path / "mine.lock.files" / part.pip[0].file
-    }
-    new = dataclasses.replace(part, pip=(locked_wheel("einops", "0.8.2", kept=True),))
-    (built / new.pip[0].file).write_text("two")
-    resolve.write_lock(recipe, file, lock_file.read_lock(file), new, built)
-    assert [file.name for file in (tmp_path / "mine.lock.files").iterdir()] == [new.pip[0].file]
+    kept = tmp_path / "mine.lock.files"
+    lock = None
+    for version in ("0.8.1", "0.8.2"):
+        wheel = locked_wheel("einops", version, kept=True)
+        packages = dataclasses.replace(packages, pip=(wheel,), apt=())
+        built = write_files(tmp_path / "built", {wheel.file: version})
+        resolve.write_lock(recipe, file, lock, packages, built)
+        lock = lock_file.read_lock(file)
+        assert lock.platforms == (packages,)
+        assert resolve.find_kept_wheels(file, packages) == {wheel.file: kept / wheel.file}
+        assert [path.name for path in kept.iterdir()] == [wheel.file]
 
 
-def test_answer_of_a_base_that_no_lock_may_hold_is_not_written(recipe: Recipe, part: LockedPlatform) -> None:
-    forged = dataclasses.replace(part, pip=(dataclasses.replace(part.pip[0], url="https://${HOME}/a.whl"),))
+def test_answer_of_a_base_that_no_lock_may_hold_is_not_written(
+    recipe: Recipe, packages: LockedPlatform
+) -> None:
+    forged = dataclasses.replace(
+        packages, pip=(dataclasses.replace(packages.pip[0], url="https://${HOME}/a.whl"),)
+    )
     with pytest.raises(UsageError, match=r"platforms\[0\]\.pip\[0\]\.url: .* must be a URL"):
         resolve.write_lock(recipe, lock_file.lock_path(recipe), None, forged, None)
     assert not lock_file.lock_path(recipe).exists()
 
 
-def test_missing_kept_wheel_is_named(recipe: Recipe, part: LockedPlatform) -> None:
-    part = dataclasses.replace(part, pip=(locked_wheel("einops", "0.8.1", kept=True),))
+def test_missing_kept_wheel_is_named(recipe: Recipe, packages: LockedPlatform) -> None:
+    packages = dataclasses.replace(packages, pip=(locked_wheel("einops", "0.8.1", kept=True),))
     with pytest.raises(UsageError, match=r"einops-0\.8\.1-py3-none-any\.whl is missing"):
-        resolve.find_kept_wheels(lock_file.lock_path(recipe), part)
+        resolve.find_kept_wheels(lock_file.lock_path(recipe), packages)
 
 
 def test_folder_that_cannot_be_written_is_named_before_the_base_is_asked(
@@ -149,8 +143,10 @@ def test_folder_that_cannot_be_written_is_named_before_the_base_is_asked(
     assert err.startswith(f"imgkit: {recipe.file.parent}: no permission to write the lock here\n")
 
 
-def test_lock_that_fits_the_recipe_passes_its_check(recipe: Recipe, part: LockedPlatform, call: Any) -> None:
-    resolve.write_lock(recipe, lock_file.lock_path(recipe), None, part, None)
+def test_lock_that_fits_the_recipe_passes_its_check(
+    recipe: Recipe, packages: LockedPlatform, call: Any
+) -> None:
+    resolve.write_lock(recipe, lock_file.lock_path(recipe), None, packages, None)
     assert call("lock", str(recipe.file), "--check", "--platform", "linux/amd64")[0] == 0
 
 
@@ -170,16 +166,7 @@ def test_wrong_answer_names_the_log(
     monkeypatch.setattr(resolve.engines, "build", lambda *_, **__: built)
     monkeypatch.setattr(resolve.image_source, "store_files", store_files)
     monkeypatch.setattr(resolve.images, "remove_image", lambda *_: None)
-    folder = tmp_path / "answers"
-    folder.mkdir()
-    engine: Any = None
+    options: Any = {"builder": "auto", "values": SecretValues(), "folder": tmp_path, "report": Silent()}
     with pytest.raises(ToolFailed, match=f"an answer of the base {fault}") as caught:
-        resolve.resolve_packages(
-            engine,
-            resolution(recipe),
-            builder="auto",
-            values=SecretValues(),
-            folder=folder,
-            report=Silent(),
-        )
+        resolve.resolve_packages(None, resolution(recipe), **options)  # type: ignore[arg-type]
     assert caught.value.hint == "full log: /x.log"

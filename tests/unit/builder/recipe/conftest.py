@@ -4,12 +4,7 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-import hypothesis
 import pytest
-
-# A busy machine is no failure.
-hypothesis.settings.register_profile("untimed", deadline=None)
-hypothesis.settings.load_profile("untimed")
 
 Write = Callable[..., Path]
 

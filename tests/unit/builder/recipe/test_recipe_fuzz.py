@@ -16,27 +16,7 @@ from imgkit_entrypoints.errors import UsageError
 from imgkit_recipes import FOLDER
 
 TEXTS = [file.read_text() for file in sorted(FOLDER.glob("*.yaml"))]
-PIECES = [
-    "- ",
-    ": ",
-    "[",
-    "]",
-    "{",
-    "}",
-    "&a ",
-    "*a",
-    "!!set ",
-    "<<: ",
-    "~",
-    "\t",
-    "\n",
-    "'",
-    '"',
-    "|",
-    ">",
-    "0x1",
-    "1:2:3",
-]
+PIECES = ("- ", ": ", *"[]{}~\t\n'\"|>", "&a ", "*a", "!!set ", "<<: ", "0x1", "1:2:3")
 
 
 def attempt(data: bytes) -> None:

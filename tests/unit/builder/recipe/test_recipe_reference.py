@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import yaml
+from file_tree import write_files
 
 from imgkit_builder.recipe.load import APPENDED, load
 from imgkit_builder.recipe.model import Document
@@ -47,12 +48,9 @@ def test_reference_has_every_key() -> None:
 def test_example_with_every_key_loads(write: Write) -> None:
     # Of two keys that only one scheduler each obeys, a recipe can have one.
     file = write(re.sub(r"^ *node_pools: .*\n", "", BLOCKS[1], flags=re.MULTILINE))
-    for folder in ("src", "patches"):
-        (file.parent / folder).mkdir()
-    (file.parent / "requirements.txt").write_text("einops\n")
-    for name in ("pyproject.toml", "uv.lock"):
-        shutil.copy(LOCKED / name, file.parent)
-    (file.parent / "company.crt").write_text("-----BEGIN CERTIFICATE-----\n")
+    shutil.copytree(LOCKED, file.parent, dirs_exist_ok=True)
+    texts = {"src/x": "", "patches/x": "", "requirements.txt": "einops"}
+    write_files(file.parent, {**texts, "company.crt": "-----BEGIN CERTIFICATE-----"})
     recipe = load(file)
     assert recipe.system.queue.chunk == ("sales_op=blanca",)
     assert recipe.image.constraints.drop == ("numpy",)

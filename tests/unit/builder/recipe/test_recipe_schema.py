@@ -47,44 +47,44 @@ def test_check_jsonschema_accepts_the_shipped_recipes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "data",
+    "recipe",
     [
-        {"image": {"base": "python:3", "platform": ["amd64", "linux/arm64"]}},
-        {"image": {"base": "python:3", "constraints": {"drop": ["numpy"]}}},
-        {"extends": "mn5"},
-        {"extends": "mn5", "image": {"pip": [{"packages": ["a"]}, {"requirements": "r.txt"}]}},
-        {"extends": "mn5", "image": {"run": ["make", {"command": "make", "after": "copy"}]}},
-        {"extends": "mn5", "image": {"pip": [{"project": ".", "editable": "/workspace/mine"}]}},
-        {"extends": "mn5", "image": {"secrets": [{"id": "x", "env": "X"}, {"id": "y", "file": "~/y"}]}},
-        {"image": {"base": "python:3"}, "system": {"node": {"gpus": 4, "cpus": 8}}},
+        "image: {base: 'python:3', platform: [amd64, linux/arm64]}",
+        "image: {base: 'python:3', constraints: {drop: [numpy]}}",
+        "extends: mn5",
+        "{extends: mn5, image: {pip: [{packages: [a]}, {requirements: r.txt}]}}",
+        "{extends: mn5, image: {run: [make, {command: make, after: copy}]}}",
+        "{extends: mn5, image: {pip: [{project: ., editable: /workspace/mine}]}}",
+        "{extends: mn5, image: {secrets: [{id: x, env: X}, {id: y, file: ~/y}]}}",
+        "{image: {base: 'python:3'}, system: {node: {gpus: 4, cpus: 8}}}",
     ],
 )
-def test_schema_accepts_good_recipe(data: Any) -> None:
-    assert accepts(data)
+def test_schema_accepts_good_recipe(recipe: str) -> None:
+    assert accepts(yaml.safe_load(recipe))
 
 
 @pytest.mark.parametrize(
-    "data",
+    "recipe",
     [
-        {},
-        {"image": {}},
-        {"image": {"base": "python:3", "platforms": ["linux/amd64"]}},
-        {"image": {"base": "python:3", "platform": "x86_64"}},
-        {"image": {"base": "python:3", "constraints": "drop"}},
-        {"image": {"base": "python:3", "constraints": {"policy": "keep"}}},
-        {"image": {"base": "python:3", "pip": [{"packages": ["a"], "requirements": "r.txt"}]}},
-        {"image": {"base": 24.1}},
-        {"extends": "mn5", "image": {"secrets": [{"id": "x", "env": "X", "file": "y"}]}},
-        {"image": {"base": "python:3", "pip": [{"packages": ["a"], "editable": "/x"}]}},
-        {"image": {"base": "python:3", "run": [{"after": "copy"}]}},
-        {"extends": "mn5", "foo": 1},
-        {"extends": "mn5", "system": {"node": {"gpu": 4}}},
-        {"extends": "mn5", "system": {"node": {"cpus": None}}},
-        {"extends": "mn5", "system": {"queue": {"required": ["acount"]}}},
+        "{}",
+        "image: {}",
+        "image: {base: 'python:3', platforms: [linux/amd64]}",
+        "image: {base: 'python:3', platform: x86_64}",
+        "image: {base: 'python:3', constraints: drop}",
+        "image: {base: 'python:3', constraints: {policy: keep}}",
+        "image: {base: 'python:3', pip: [{packages: [a], requirements: r.txt}]}",
+        "image: {base: 24.1}",
+        "{extends: mn5, image: {secrets: [{id: x, env: X, file: y}]}}",
+        "image: {base: 'python:3', pip: [{packages: [a], editable: /x}]}",
+        "image: {base: 'python:3', run: [{after: copy}]}",
+        "{extends: mn5, foo: 1}",
+        "{extends: mn5, system: {node: {gpu: 4}}}",
+        "{extends: mn5, system: {node: {cpus: null}}}",
+        "{extends: mn5, system: {queue: {required: [acount]}}}",
     ],
 )
-def test_schema_refuses_bad_recipe(data: Any) -> None:
-    assert not accepts(data)
+def test_schema_refuses_bad_recipe(recipe: str) -> None:
+    assert not accepts(yaml.safe_load(recipe))
 
 
 @pytest.mark.parametrize("case", sorted(MALFORMED.glob("*.yaml")), ids=lambda case: case.stem)

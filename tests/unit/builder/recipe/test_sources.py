@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from file_tree import write_files
@@ -30,8 +31,12 @@ def tree(tmp_path: Path) -> Tree:
 
 def listed_files(source: Path, *ignore: str) -> list[str]:
     """The files that count, without folders and lists of patterns."""
-    hits = sources.walk_source(source, ignore)
-    return [hit.name for hit in hits if hit.entry.is_file() and not hit.entry.name.endswith("ignore")]
+    entries = sources.list_source(source, ignore).entries
+    return [entry.name for entry in entries if entry.entry.is_file() and not entry.name.endswith("ignore")]
+
+
+def names(source: Path, *options: Any, **named: Any) -> list[str]:
+    return [entry.name for entry in sources.list_source(source, *options, **named).entries]
 
 
 def test_gitignore_counts_in_every_folder(tree: Tree) -> None:
@@ -97,7 +102,7 @@ def test_own_outputs_and_caches_stay_out(tree: Tree) -> None:
         "box.sif/bin/sh",
     )
     assert listed_files(root) == ["box.sif/bin/sh", "data.tar", "data.tar.sha256", "run.manifest.json"]
-    assert "old" not in [file.name for file in sources.walk_source(root)]
+    assert "old" not in names(root)
     assert "old/code-0a1b.sif" in listed_files(root, "!*.sif")
 
 
@@ -106,18 +111,16 @@ def test_temporary_names_never_count(tree: Tree) -> None:
     root = tree(part, f"{files.TEMPORARY}sif.0a.1b/spool.tar", f"{files.TEMPORARY}lock.mn5.sif", ".mine.part")
     listed = [part, f"{files.TEMPORARY}sif.0a.1b/spool.tar", ".mine.part"]
     assert listed_files(root, "!*") == [".mine.part"]
-    assert [file.name for file in sources.walk_source(root, listed=listed)] == [".mine.part"]
+    assert names(root, listed=listed) == [".mine.part"]
 
 
 def test_jobs_name_their_temporary_files_alike() -> None:
     """A job that was killed, or still runs, leaves its secret and a half checkpoint beside the code."""
-    templates = (FOLDER / "templates/job").glob("*.j2")
-    temporary_names = [name for file in templates for name in re.findall(r'mktemp "(\S+)"', file.read_text())]
-    run_names = [name.removeprefix("$dir/") for name in temporary_names if name.startswith("$dir/")]
+    templates = "".join(file.read_text() for file in (FOLDER / "templates/job").glob("*.j2"))
+    run_names = re.findall(r'mktemp "\$dir/(\S+)"', templates)
     assert ".imgkit-secret.XXXXXXXXXX" in run_names
-    assert [
-        name for name in (*run_names, disk.WRITING, disk.LEAVING) if not name.startswith(files.TEMPORARY)
-    ] == []
+    for name in (*run_names, disk.WRITING, disk.LEAVING):
+        assert name.startswith(files.TEMPORARY)
 
 
 def test_recipe_brings_a_file_back(tree: Tree) -> None:
@@ -126,20 +129,15 @@ def test_recipe_brings_a_file_back(tree: Tree) -> None:
 
 
 def test_names_that_stay_out_are_listed(tree: Tree) -> None:
-    left_out: list[str] = []
     root = tree("a.log", "data/x", "b.py", "c.py", **{".gitignore": "*.log\ndata/\n"})
-    list(sources.walk_source(root, ["b.py"], left_out=left_out))
-    assert left_out == ["a.log", "data/"]
+    assert sources.list_source(root, ["b.py"]).left_out == ("a.log", "data/")
 
 
 def test_hidden_file_cannot_be_brought_back(tree: Tree) -> None:
     root = tree("token.txt", "a.py")
     (root / "link").symlink_to("token.txt")
     hidden = [(root / "token.txt").resolve()]
-    assert [file.name for file in sources.walk_source(root, ["!token.txt"], hidden=hidden)] == [
-        "a.py",
-        "link",
-    ]
+    assert names(root, ["!token.txt"], hidden=hidden) == ["a.py", "link"]
 
 
 def test_list_of_patterns_that_is_a_fifo_is_none(tree: Tree) -> None:
@@ -181,11 +179,9 @@ PUBLIC = {
 
 def test_files_that_hold_secrets_stay_out_and_are_named(tree: Tree) -> None:
     root = tree(**SECRETS, **PUBLIC)
-    secret: list[str] = []
-    names = [file.name for file in sources.walk_source(root, secret=secret) if file.entry.is_file()]
-    assert sorted(names) == sorted(PUBLIC)
+    assert sorted(listed_files(root)) == sorted(PUBLIC)
     folders = {".ssh/config": ".ssh/", ".aws/credentials": ".aws/"}
-    assert sorted(secret) == sorted(folders.get(name, name) for name in SECRETS)
+    assert sorted(sources.list_source(root).secret) == sorted(folders.get(name, name) for name in SECRETS)
 
 
 def test_only_its_name_brings_a_secret_back(tree: Tree) -> None:
@@ -197,8 +193,5 @@ def test_only_its_name_brings_a_secret_back(tree: Tree) -> None:
 
 
 def test_ignored_secret_is_listed_once(tree: Tree) -> None:
-    left_out: list[str] = []
-    secret: list[str] = []
-    root = tree(**{".env": "x", ".gitignore": ".env\n"})
-    list(sources.walk_source(root, left_out=left_out, secret=secret))
-    assert (left_out, secret) == ([".env"], [])
+    listing = sources.list_source(tree(**{".env": "x", ".gitignore": ".env\n"}))
+    assert (listing.left_out, listing.secret) == ((".env",), ())
