@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imgkit_builder.apptainer import definition, rights
-from imgkit_builder.apptainer.definition import Start
+from imgkit_builder.apptainer.definition import DefinitionBase
 from imgkit_builder.base import checks, files
 from imgkit_builder.base.checks import Check
 from imgkit_builder.base.progress import Reporter
@@ -120,7 +120,7 @@ def build_sif(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
         job = ConversionJob(
             tool=tool, options=options, compression=compression, work=work, clock=clock, log=log
         )
-        base = _place_base(base, job)
+        base = _stage_base(base, job)
         planned = _plan_build(request, base, pack, clock)
         clock.stage("unpack the context")
         folder = work.folder / "build"
@@ -134,7 +134,7 @@ def build_sif(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
         log.write(planned.definition)
         clock.stage(f"build with {tool}")
         argv = runtime_build.build_arguments(tool, compression, work.part, str(file))
-        job.run(*argv, folder=folder, namespace=user_rights.namespace)
+        job.run(*argv, folder=folder, namespace=user_rights.needs_namespace)
         if not work.part.exists():
             raise ToolFailed(f"{tool} succeeded but wrote no file", hint=f"the full log: {log.name}")
         return _finish_sif(request, base, planned, job, tool)
@@ -168,7 +168,7 @@ def _find_tools(request: SifRequest) -> tuple[RuntimeTool, Compression]:
     return tool, compression
 
 
-def _plan_build(request: SifRequest, base: Start, pack: Pack, report: Reporter) -> BuildPlan:
+def _plan_build(request: SifRequest, base: DefinitionBase, pack: Pack, report: Reporter) -> BuildPlan:
     """Pack the build context with `pack`, and render the definition for the base `base`."""
     report.stage("context")
     context = pack(base.image)
@@ -182,7 +182,7 @@ def _plan_build(request: SifRequest, base: Start, pack: Pack, report: Reporter) 
     return BuildPlan(context=context, definition=text, labels=labels)
 
 
-def _place_base(base: Start, job: ConversionJob) -> Start:
+def _stage_base(base: DefinitionBase, job: ConversionJob) -> DefinitionBase:
     """Check a base that is a file on this machine, and put it where the runtime looks for it.
 
     An archive is unpacked to an OCI folder, and the base returned for it has the name and id that were read
@@ -210,7 +210,7 @@ def _place_base(base: Start, job: ConversionJob) -> Start:
 
 
 def _finish_sif(
-    request: SifRequest, base: Start, planned: BuildPlan, job: ConversionJob, tool: RuntimeTool
+    request: SifRequest, base: DefinitionBase, planned: BuildPlan, job: ConversionJob, tool: RuntimeTool
 ) -> BuiltSif:
     """Complete the file that the runtime has built, and move it to the target.
 
