@@ -148,7 +148,7 @@ def _next_commands(archive: Path, system: SystemFacts | None) -> dict[str, str]:
     """
     checksum_file = sidecar.sha256_path(archive)
     files = [str(archive), str(checksum_file), str(sidecar.json_path(archive))]
-    module = module_line(system) or ""
+    module = module_line(system)
     if system is not None and system.queue.sif:
         module = ""  # a job converts the archive, and loads the module
     return {

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 SCHEMA = 1
 """The version of the JSON that verbs print, under the key ``schema``."""
+_COMPLETED_SUFFIXES = (*RECIPE_SUFFIXES, *ARCHIVE_SUFFIXES, ".sif")
+"""How the names of the files end that the shell completes."""
 HERE = "here"
 """The value of ``--on`` for this machine, for use when imgkit.toml names a remote."""
 
@@ -42,12 +44,11 @@ def complete_names(incomplete: str) -> list[str]:
     folders = []
     files = []
     for path in sorted(Path(folder + slash).glob("*")):
-        if not path.name.startswith(start):
-            continue
-        if path.is_dir():
-            folders.append(f"{path}/")
-        if path.name.endswith((*RECIPE_SUFFIXES, *ARCHIVE_SUFFIXES, ".sif")):
-            files.append(str(path))
+        if path.name.startswith(start):
+            if path.is_dir():
+                folders.append(f"{path}/")
+            if path.name.endswith(_COMPLETED_SUFFIXES):
+                files.append(str(path))
     return [*names, *folders, *files]
 
 

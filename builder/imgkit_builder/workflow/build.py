@@ -325,7 +325,7 @@ def _prepare_sif(recipe: str | Path, request: SifBuildRequest, report: Reporter)
     options = Options(
         runtime=request.runtime,
         compression=locked.system.runtime.compression,
-        module_hint=module_line(locked.system) or None,
+        module_hint=module_line(locked.system),
         tmpdir=request.tmpdir,
         test=not request.no_test,
     )
