@@ -185,8 +185,10 @@ def format_columns(table: Sequence[Sequence[str]], *, max_width: int = sys.maxsi
         longest = max(len(cell) for cell in column)
         widths.append(min(longest, max_width))
     for row in rows:
-        padded_cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        yield "  ".join(padded_cells).rstrip()
+        line = ""
+        for cell, width in zip(row, widths, strict=True):
+            line += f"{cell.ljust(width)}  "
+        yield line.rstrip()
 
 
 @contextlib.contextmanager
