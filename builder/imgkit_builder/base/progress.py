@@ -24,8 +24,20 @@ class Reporter(Protocol):
         """Report a sentence that the user should always see."""
 
 
-class Silent(Reporter):
+class Silent:
     """A reporter that ignores everything."""
+
+    def stage(self, text: str) -> None:
+        """Ignore."""
+
+    def advance(self, done_bytes: int, total_bytes: int | None = None) -> None:
+        """Ignore."""
+
+    def line(self, text: str) -> None:
+        """Ignore."""
+
+    def note(self, text: str) -> None:
+        """Ignore."""
 
 
 SILENT = Silent()

@@ -145,7 +145,8 @@ class LiveReporter(Reporter):
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=done_bytes, total=total_bytes)
 
-    # It inherits `line`, which ignores a tool's output: the log has it, and ``-v`` shows it.
+    def line(self, text: str) -> None:
+        """Ignore the line. The log has it, and ``-v`` shows it."""
 
     def note(self, text: str) -> None:
         if self._progress is None:
