@@ -102,12 +102,12 @@ def install(folder: Path, request: Mapping[str, Any], versions: Mapping[str, str
     root = folder / "root"
     root.mkdir()
     if items:
-        exact = folder / "exact.txt"
-        exact.write_text("".join(f"{line}\n" for line in exact_requirements(items)), encoding="utf-8")
+        exact_file = folder / "exact.txt"
+        exact_file.write_text("".join(f"{line}\n" for line in exact_requirements(items)), encoding="utf-8")
         # The versions are exact, so nothing is constrained now. The variable still names the file, so that
         # the constraints of the image's own configuration do not apply either.
         constraints.write_text("", encoding="utf-8")
-        run_pip(["--no-deps", "--target", str(root), *request["options"], "-r", str(exact)], env)
+        run_pip(["--no-deps", "--target", str(root), *request["options"], "-r", str(exact_file)], env)
     names = sorted(path.name for path in root.iterdir())
     return {
         "packages": [summary(item) for item in items],
