@@ -14,7 +14,7 @@ from file_tree import write_files
 from imgkit_builder.jobs import systems
 from imgkit_builder.jobs.image_source import ImageSource
 from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.project import toml_file
+from imgkit_builder.project import origins, toml_file
 from imgkit_builder.project.toml_file import ProjectValues
 from imgkit_builder.recipe import targets
 from imgkit_entrypoints.errors import UsageError
@@ -70,6 +70,12 @@ def test_every_key_is_read_with_its_line(tmp_path: Path) -> None:
     assert {key: position.line for key, position in project.positions.items()} == lines
 
 
+def test_variable_of_a_flag_replaces_that_of_the_file(tmp_path: Path) -> None:
+    project = toml_file.read_file(written(FULL, tmp_path))
+    request = origins.fill_from_file(JobRequest.of(env=("HOME=/x", "B")), project)
+    assert request.container.env == ("A=1", "HOME=/x", "B")  # and not the value of HOME from here
+
+
 def test_huge_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         toml_file.read_file(written("\n" * 501, tmp_path))
@@ -94,7 +100,9 @@ def plan(call: Any) -> Callable[..., tuple[dict[str, str], str]]:
 
     def run(*args: str, on: Sequence[str] = ("--on", "here")) -> tuple[dict[str, str], str]:
         code, out, err = call("run", *on, "--dry-run", "-v", "--json", *args)
-        assert (code, err.partition("\n")[0]) == (0, "imgkit: values from imgkit.toml")
+        messages = [line for line in err.splitlines() if line.startswith("imgkit: ")]
+        remote_messages = [] if on else ["imgkit: /imgkit stands for the folder on mn5"]
+        assert (code, messages) == (0, ["imgkit: values from imgkit.toml", *remote_messages])
         data = json.loads(out)
         return {f"{row['name']} {row['value']}": row["source"] for row in data["values"]}, data["script"]
 
@@ -103,9 +111,9 @@ def plan(call: Any) -> Callable[..., tuple[dict[str, str], str]]:
 
 def test_flag_beats_the_file_which_beats_the_recipe(plan: Any) -> None:
     written(FULL)
-    origins, _ = plan("--time", "1h", "--env", "A=2", "--bind", "/x", "--", "dist-pi")
-    assert origins.pop("gpus 4").startswith("mn5.yaml:")
-    assert "env A=1" not in origins
+    sources, _ = plan("--time", "1h", "--env", "A=2", "--bind", "/x", "--", "dist-pi")
+    assert sources.pop("gpus 4").startswith("mn5.yaml:")
+    assert "env A=1" not in sources
     expected = {
         "account bsc98": "imgkit.toml:4",
         "nodes 2": "imgkit.toml:5",
@@ -118,17 +126,17 @@ def test_flag_beats_the_file_which_beats_the_recipe(plan: Any) -> None:
         "command dist-pi": "--",
         "name mine": "default",
     }
-    assert {name: origins[name] for name in expected} == expected
+    assert {name: sources[name] for name in expected} == expected
 
 
 def test_options_add_to_those_of_the_recipe(plan: Any) -> None:
     recipe = RECIPE.replace("{qos: acc_debug}", "{qos: acc_debug, options: [--exclusive]}")
     written(FULL + "time = '1h'\noptions = ['--dependency=afterok:13']\n", recipe=recipe)
-    origins, script = plan("--option=--nice")
+    sources, script = plan("--option=--nice")
     assert "\n#SBATCH --exclusive\n#SBATCH --dependency=afterok:13\n#SBATCH --nice\n" in script
-    assert origins["option --exclusive"] == "mine.yaml:3"
-    assert origins["option --dependency=afterok:13"] == "imgkit.toml:13"
-    assert origins["option --nice"] == "--option"
+    assert sources["option --exclusive"] == "mine.yaml:3"
+    assert sources["option --dependency=afterok:13"] == "imgkit.toml:13"
+    assert sources["option --nice"] == "--option"
 
 
 @pytest.mark.parametrize(
@@ -142,8 +150,8 @@ def test_options_add_to_those_of_the_recipe(plan: Any) -> None:
 def test_flag_beats_the_folder_of_code(plan: Any, args: tuple[str, ...], row: str, source: str) -> None:
     write_files(Path(), {"src/train.py": "", "other/train.py": ""})
     written(FULL + "time = '1h'\ncode = 'src'\n")
-    origins, script = plan(*args)
-    assert origins[row.format(Path().absolute())] == source
+    sources, script = plan(*args)
+    assert sources[row.format(Path().absolute())] == source
     assert ("/.imgkit-code/" in script) == (source != "--no-code")
 
 
@@ -165,11 +173,11 @@ def test_named_recipe_leaves_the_file_out(call: Any) -> None:
 def test_plan_of_a_run_says_what_decides(call: Any, plan: Any) -> None:
     written(FULL + "time = '1h'\n")
     call("remote", "add", "mn5", "me@far")
-    origins, script = plan(on=())
-    assert origins["remote mn5"] == "imgkit.toml:2"
-    assert origins[f"recipe {Path('mine.yaml').absolute()}"] == "imgkit.toml:3"
-    assert origins["group-readable True"] == "imgkit.toml:11"
-    assert origins["time 01:00:00"] == "imgkit.toml:12"
+    sources, script = plan(on=())
+    assert sources["remote mn5"] == "imgkit.toml:2"
+    assert sources[f"recipe {Path('mine.yaml').absolute()}"] == "imgkit.toml:3"
+    assert sources["group-readable True"] == "imgkit.toml:11"
+    assert sources["time 01:00:00"] == "imgkit.toml:12"
     assert '&& mkdir -m 750 "$dir"' in script
 
 
