@@ -191,6 +191,14 @@ def test_missing_engine_fails_only_builders(
         assert ("--with apptainer" in check.hint) == (purpose == "build" and way == "ok")
 
 
+@pytest.mark.parametrize(("purpose", "verdict"), [("any", "warn"), ("build", "warn"), ("sif", "fail")])
+def test_missing_runtime_fails_only_conversions(
+    programs: Path, purpose: str, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_check_engine", lambda: Check("docker", "ok", "x"))
+    assert look(purpose=purpose)["imgkit sif"].verdict == verdict
+
+
 def test_setuid_runtime_needs_no_namespaces(runtime: Path, root: Root) -> None:
     starter = write_program(runtime.parent.parent / "libexec/singularity/bin/starter-suid", "")
     starter.chmod(0o4755)

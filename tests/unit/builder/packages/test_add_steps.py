@@ -122,13 +122,22 @@ def test_modules_are_words_and_no_shell_text(
     assert not (tmp_path / "ran").exists()
 
 
-def test_equal_request_installs_nothing(tmp_path: Path, fake_program: FakeProgram, add_there: Add) -> None:
+def test_equal_request_installs_nothing(
+    tmp_path: Path, wheels: Path, fake_program: FakeProgram, add_there: Add
+) -> None:
     requirements = (f"lib @ file://{write_wheel(tmp_path, 'lib', '1.0')}",)
     assert not add_there(requirements=requirements).up_to_date
     fake_program("singularity", "exit 1")
     assert add_there(requirements=requirements).up_to_date
     with pytest.raises(UsageError, match=r"the file exists and holds 'lib @ file"):
         add_there()
+    output = tmp_path / "other.sqsh"
+    fake_program("singularity", RUNTIME)
+    added = add_there(wheels=wheels, output=output)
+    fake_program("singularity", "exit 1")
+    with pytest.raises(ToolFailed):  # the wheels may have changed, so pip is asked again
+        add_there(wheels=wheels, output=output)
+    assert record.read(output) == added.record
 
 
 def test_failure_of_pip_leaves_nothing(there: Path, wheels: Path, add_there: Add) -> None:

@@ -80,6 +80,15 @@ def test_image_is_known_by_either_digest(digest: str) -> None:
     refuse_unfit(RECORD, RECORD, digests=[digest])  # one package may be in two files
 
 
+def test_packages_fit_an_image_that_was_packed_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = file.with_name("again.sif")
+    image.touch()
+    with pytest.raises(UsageError, match="was made for another image"):
+        record.read_records_for([str(file)], image)
+    monkeypatch.setattr(record, "read_image_id", lambda _: "sha256:1")
+    assert record.read_records_for([str(file)], image) == (record.read(file),)
+
+
 @pytest.mark.parametrize("image_id", ["sha256:1", ""])  # an image without an id matches no other
 def test_other_image_is_refused_with_the_command(image_id: str) -> None:
     with pytest.raises(UsageError, match="was made for another image, pytorch") as caught:

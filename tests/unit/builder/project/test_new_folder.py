@@ -64,6 +64,9 @@ def test_missing_values_are_named(init: Init) -> None:
     assert "account in imgkit.toml, which mn5 needs" in out
     text = Path("x/imgkit.toml").read_text()
     assert '# remote = "mn5"' in text
+    assert '# queue = ""' in text
+    init("--recipe", "cpu", "y")
+    assert "queue = " not in Path("y/imgkit.toml").read_text()  # it has no scheduler
     assert 'qos = ""  # fill in: this system needs it' in text
 
 
