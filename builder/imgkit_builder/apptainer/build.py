@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imgkit_builder.apptainer import definition, rights
-from imgkit_builder.apptainer.definition import Start
+from imgkit_builder.apptainer.definition import DefinitionBase
 from imgkit_builder.base import checks, files
 from imgkit_builder.base.checks import Check
 from imgkit_builder.base.progress import Reporter
@@ -120,7 +120,7 @@ def build_sif(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
         job = ConversionJob(
             tool=tool, options=options, compression=compression, work=work, clock=clock, log=log
         )
-        base = _place_base(base, job)
+        base = _stage_base(base, job)
         planned = _plan_build(request, base, pack, clock)
         clock.stage("unpack the context")
         folder = work.folder / "build"
@@ -134,7 +134,7 @@ def build_sif(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
         log.write(planned.definition)
         clock.stage(f"build with {tool}")
         argv = runtime_build.build_arguments(tool, compression, work.part, str(file))
-        job.run(*argv, folder=folder, namespace=user_rights.namespace)
+        job.run(*argv, folder=folder, namespace=user_rights.needs_namespace)
         if not work.part.exists():
             raise ToolFailed(f"{tool} succeeded but wrote no file", hint=f"the full log: {log.name}")
         return _finish_sif(request, base, planned, job, tool)
@@ -147,8 +147,8 @@ def plan_build(request: SifRequest, pack: Pack, report: Reporter) -> tuple[Build
     """
     tool, compression = _find_tools(request)
     base = definition.find_base(request.recipe, name=request.base, base_from=request.base_from, report=report)
-    part = files.temporary_name(request.target.absolute(), "TOKEN")
-    argv = (str(tool.path), *runtime_build.build_arguments(tool, compression, part, f"../{_DEFINITION}"))
+    new_sif = files.temporary_name(request.target.absolute(), "TOKEN")
+    argv = (str(tool.path), *runtime_build.build_arguments(tool, compression, new_sif, f"../{_DEFINITION}"))
     return _plan_build(request, base, pack, report), shlex.join(argv)
 
 
@@ -168,7 +168,7 @@ def _find_tools(request: SifRequest) -> tuple[RuntimeTool, Compression]:
     return tool, compression
 
 
-def _plan_build(request: SifRequest, base: Start, pack: Pack, report: Reporter) -> BuildPlan:
+def _plan_build(request: SifRequest, base: DefinitionBase, pack: Pack, report: Reporter) -> BuildPlan:
     """Pack the build context with `pack`, and render the definition for the base `base`."""
     report.stage("context")
     context = pack(base.image)
@@ -182,7 +182,7 @@ def _plan_build(request: SifRequest, base: Start, pack: Pack, report: Reporter) 
     return BuildPlan(context=context, definition=text, labels=labels)
 
 
-def _place_base(base: Start, job: ConversionJob) -> Start:
+def _stage_base(base: DefinitionBase, job: ConversionJob) -> DefinitionBase:
     """Check a base that is a file on this machine, and put it where the runtime looks for it.
 
     An archive is unpacked to an OCI folder, and the base returned for it has the name and id that were read
@@ -210,7 +210,7 @@ def _place_base(base: Start, job: ConversionJob) -> Start:
 
 
 def _finish_sif(
-    request: SifRequest, base: Start, planned: BuildPlan, job: ConversionJob, tool: RuntimeTool
+    request: SifRequest, base: DefinitionBase, planned: BuildPlan, job: ConversionJob, tool: RuntimeTool
 ) -> BuiltSif:
     """Complete the file that the runtime has built, and move it to the target.
 
@@ -220,18 +220,18 @@ def _finish_sif(
     ------
     CheckFailed : the file is damaged, lacks labels, or fails its smoke test.
     """
-    part = job.work.part
+    new_sif = job.work.part
     clock = job.clock
     target = request.target.absolute()
     clock.stage("check")
-    sif = sif_image.check_structure(part)
+    sif = sif_image.check_structure(new_sif)
     labels = {name: str(value) for name, value in (check.read_labels(sif) or {}).items()}
     expected_labels = {name: value for name, value in planned.labels.items() if value}
-    check.compare_labels(labels, expected_labels, part)
-    record = _write_record(request, part, sif, labels, job)
-    results = _run_smoke_test(part, sif.arch, job, tool) if request.options.test else ()
+    check.compare_labels(labels, expected_labels, new_sif)
+    record = _write_record(request, new_sif, sif, labels, job)
+    results = _run_smoke_test(new_sif, sif.arch, job, tool) if request.options.test else ()
     clock.stage("make durable")
-    files.publish_file(part, target)
+    files.publish_file(new_sif, target)
     clock.finish()
     return BuiltSif(
         path=target,
@@ -247,15 +247,15 @@ def _finish_sif(
 
 
 def _write_record(
-    request: SifRequest, part: Path, sif: SifImage, labels: Mapping[str, str], job: ConversionJob
+    request: SifRequest, new_sif: Path, sif: SifImage, labels: Mapping[str, str], job: ConversionJob
 ) -> ImgkitRecord:
-    """Add two objects to the .sif `part`, a configuration and imgkit's record, and return the record.
+    """Add two objects to the .sif `new_sif`, a configuration and imgkit's record, and return the record.
 
     The configuration gives the file an image id, the digest of its bytes.
     """
     # A definition makes no layers, and no engine has a configuration of the image. So imgkit writes one in
     # the form of OCI, with the root partition as its only layer (ADR 14).
-    root = sif_image.root_sha256(part, advance=job.clock.advance)
+    root = sif_image.root_sha256(new_sif, advance=job.clock.advance)
     diff_id = f"sha256:{root}"
     config = {
         "architecture": sif.arch,
@@ -266,7 +266,7 @@ def _write_record(
     }
     raw = json.dumps(config, indent=1, sort_keys=True).encode()
     group = sif.require_root().group
-    frame.add_object(part, NewObject(datatype=DataType.JSON, name=_CONFIG_OBJECT, group=group, data=raw))
+    frame.add_object(new_sif, NewObject(datatype=DataType.JSON, name=_CONFIG_OBJECT, group=group, data=raw))
     record = ImgkitRecord(
         image_id=f"sha256:{hashlib.sha256(raw).hexdigest()}",
         diff_ids=(diff_id,),
@@ -277,12 +277,12 @@ def _write_record(
         imgkit=__version__,
         source=request.recipe.name,
     )
-    frame.put_record(part, record)
+    frame.put_record(new_sif, record)
     return record
 
 
-def _run_smoke_test(part: Path, arch: str, job: ConversionJob, tool: RuntimeTool) -> tuple[Check, ...]:
-    """Run the checks of the smoke test in the new file `part`, and return them.
+def _run_smoke_test(new_sif: Path, arch: str, job: ConversionJob, tool: RuntimeTool) -> tuple[Check, ...]:
+    """Run the checks of the smoke test in the new file `new_sif`, and return them.
 
     Raises
     ------
@@ -292,7 +292,7 @@ def _run_smoke_test(part: Path, arch: str, job: ConversionJob, tool: RuntimeTool
     isolation = runtime.isolation(tool)
     job.clock.note(isolation.description("python3"))
     results = smoke.check_image(
-        lambda argv: runtime.attempt(tool, runtime.exec_arguments(part, argv, isolation)),
+        lambda argv: runtime.attempt(tool, runtime.exec_arguments(new_sif, argv, isolation)),
         arch=arch,
         manifest=None,
     )

@@ -78,8 +78,8 @@ def links_script(links: Mapping[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def render_definition(recipe: Recipe, start: Start, labels: Mapping[str, str]) -> str:
-    """Return the definition that builds `recipe` on the base `start`. `labels` are added to the recipe's own.
+def render_definition(recipe: Recipe, base: DefinitionBase, labels: Mapping[str, str]) -> str:
+    """Return the definition that builds `recipe` on the base `base`. `labels` are added to the recipe's own.
 
     Raises
     ------
@@ -101,10 +101,10 @@ def render_definition(recipe: Recipe, start: Start, labels: Mapping[str, str]) -
     return render.render_build_definition(
         recipe,
         Additions(files=(look, links), steps=steps, labels=rows),
-        base=start.image.name,
-        platform=start.image.platform,
-        bootstrap=start.bootstrap,
-        source=start.location,
+        base=base.image.name,
+        platform=base.image.platform,
+        bootstrap=base.bootstrap,
+        source=base.location,
     )
 
 
@@ -115,7 +115,7 @@ FOLDER, FILE = "base", "base.sif"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class DefinitionBase:
     """The base of a build, and where its files are."""
 
     source: Archive | OciFolder | Path | None
@@ -144,7 +144,7 @@ class Start:
         return {"docker": self.image.name, "localimage": FILE, "oci": FOLDER}[self.bootstrap]
 
 
-def find_base(recipe: Recipe, *, name: str | None, base_from: str | None, report: Reporter) -> Start:
+def find_base(recipe: Recipe, *, name: str | None, base_from: str | None, report: Reporter) -> DefinitionBase:
     """Return the base of a build. If it is a file or folder on this machine, its image id is read.
 
     Parameters
@@ -162,16 +162,16 @@ def find_base(recipe: Recipe, *, name: str | None, base_from: str | None, report
         # A tag can name another image tomorrow, so that only a digest identifies the image.
         digest = name if "@sha256:" in name else ""
         image = BaseImage(name=name, digest=digest, platform=host_platform())
-        return Start(source=None, image=image)
+        return DefinitionBase(source=None, image=image)
     path = Path(str(base_from)).expanduser()
     if sif_image.is_sif(path):
-        start = _read_sif(path)
+        base = _read_sif(path)
     elif (path / "oci-layout").is_file():
         selected = stored.open_image(path).selected
         image = _describe_base(selected.config, selected.names, path)
-        start = Start(source=OciFolder(path=path.absolute()), image=image)
+        base = DefinitionBase(source=OciFolder(path=path.absolute()), image=image)
     elif path.is_file():
-        start = _read_archive(path)
+        base = _read_archive(path)
     else:
         message = "there is no such base"
         if path.exists():
@@ -181,25 +181,25 @@ def find_base(recipe: Recipe, *, name: str | None, base_from: str | None, report
             where=f"--base-from {base_from}",
             hint="an archive (imgkit save, docker save), an OCI folder, a .sif, or the word registry",
         )
-    _refuse_platform(start)
-    if start.image.id and start.image.name != name:
-        report.note(f"the base is {start.image.name}, but the recipe names {name}")
-    return start
+    _refuse_platform(base)
+    if base.image.id and base.image.name != name:
+        report.note(f"the base is {base.image.name}, but the recipe names {name}")
+    return base
 
 
-def identify_base(archive: Archive, config: ImageConfig, names: tuple[str, ...]) -> Start:
+def identify_base(archive: Archive, config: ImageConfig, names: tuple[str, ...]) -> DefinitionBase:
     """Return the base in `archive`, whose configuration and names have been read.
 
     Raises
     ------
     CheckFailed : the base is for another platform than this machine's.
     """
-    start = Start(source=archive, image=_describe_base(config, names, archive.path))
-    _refuse_platform(start)
-    return start
+    base = DefinitionBase(source=archive, image=_describe_base(config, names, archive.path))
+    _refuse_platform(base)
+    return base
 
 
-def check_space(start: Start, target: Path, temporary: Path) -> None:
+def check_space(base: DefinitionBase, target: Path, temporary: Path) -> None:
     """Check that there is enough space before the build begins.
 
     Nothing is checked for a base in a registry, whose size is unknown.
@@ -208,25 +208,25 @@ def check_space(start: Start, target: Path, temporary: Path) -> None:
     ------
     CheckFailed : there is too little on the disk of `target`, or on that of `temporary`.
     """
-    if start.source is None:
+    if base.source is None:
         return
-    if isinstance(start.source, Path):
-        image_bytes = int(start.source.stat().st_size * entries.UNPACKED_FACTOR)
+    if isinstance(base.source, Path):
+        image_bytes = int(base.source.stat().st_size * entries.UNPACKED_FACTOR)
         # The runtime unpacks the files of a .sif once, as they are not in layers.
         temporary_bytes = image_bytes
     else:
-        image_bytes = start.source.size_bytes
+        image_bytes = base.source.size_bytes
         temporary_bytes = int(image_bytes * RUNTIME_DISK_SHARE)
     require_space(image_bytes, temporary_bytes, target, temporary)
 
 
-def _read_archive(path: Path) -> Start:
+def _read_archive(path: Path) -> DefinitionBase:
     """Return the base in the archive `path`."""
     archive = Archive(path=path.absolute())
     config = entries.peek_config(archive)
     if config is None:
         # The archive is compressed or damaged. `identify_base` is called once all of it has been read.
-        return Start(source=archive, image=BaseImage(name=path.name, platform=host_platform()))
+        return DefinitionBase(source=archive, image=BaseImage(name=path.name, platform=host_platform()))
     return identify_base(archive, config, stored.open_image(path).selected.names)
 
 
@@ -244,7 +244,7 @@ def _describe_base(config: ImageConfig, names: tuple[str, ...], path: Path) -> B
     )
 
 
-def _read_sif(path: Path) -> Start:
+def _read_sif(path: Path) -> DefinitionBase:
     """Return the base in the .sif `path`."""
     sif = sif_image.read(path)
     name = sif.record.source if sif.record else ""
@@ -255,15 +255,15 @@ def _read_sif(path: Path) -> Start:
         platform=f"linux/{sif.arch}",
         standin=STANDIN_LABEL in (check.read_labels(sif) or {}),
     )
-    return Start(source=path.absolute(), image=image)
+    return DefinitionBase(source=path.absolute(), image=image)
 
 
-def _refuse_platform(start: Start) -> None:
+def _refuse_platform(base: DefinitionBase) -> None:
     """Raise CheckFailed if the base is for another platform than this machine's."""
-    platform, host = start.image.platform, host_platform()
+    platform, host = base.image.platform, host_platform()
     if platform != host:
         raise CheckFailed(
             f"the base is for {platform}, and a definition builds for {host}, this machine's platform",
-            where=start.image.name,
+            where=base.image.name,
             hint=f"build on a machine of that kind, or with Docker: imgkit build --platform {platform}",
         )

@@ -57,34 +57,34 @@ _END = struct.Struct("<Q8s")
 _MAX_DESCRIPTION_BYTES = 1 << 20
 
 
-def make_trailer(text: bytes, mark: bytes) -> bytes:
-    """Return the bytes to append to a file so that `read_trailer` finds `text` under `mark`.
+def make_trailer(text: bytes, magic: bytes) -> bytes:
+    """Return the bytes to append to a file so that `read_trailer` finds `text` under `magic`.
 
-    They are `text`, its length in 8 bytes, and `mark`, which has 8 bytes and names the kind of text.
+    They are `text`, its length in 8 bytes, and `magic`, which has 8 bytes and names the kind of text.
     """
-    return text + _END.pack(len(text), mark)
+    return text + _END.pack(len(text), magic)
 
 
-def has_trailer(stream: BinaryIO, mark: bytes) -> bool:
-    """Return whether the last bytes of the file are `mark`, with which the result of `make_trailer` ends."""
-    stream.seek(max(0, os.fstat(stream.fileno()).st_size - len(mark)))
-    return stream.read(len(mark)) == mark
+def has_trailer(stream: BinaryIO, magic: bytes) -> bool:
+    """Return whether the last bytes of the file are `magic`, with which the result of `make_trailer` ends."""
+    stream.seek(max(0, os.fstat(stream.fileno()).st_size - len(magic)))
+    return stream.read(len(magic)) == magic
 
 
-def read_trailer(stream: BinaryIO, start: int, size_bytes: int, mark: bytes) -> bytes | None:
-    """Return the text of a trailer: the text, its length and a mark that `make_trailer` put at a file's end.
+def read_trailer(stream: BinaryIO, start: int, size_bytes: int, magic: bytes) -> bytes | None:
+    """Return the text of the trailer that `make_trailer` put at a file's end, or None if there is none.
 
     The trailer is searched at the end of the part of `stream` that begins at byte `start` and has
-    `size_bytes`. Return None if this part does not end with `mark`, or if the recorded length is 0, over 1 MB
-    or larger than the part.
+    `size_bytes`. There is none if this part does not end with `magic`, or if the recorded length is 0, over
+    1 MB or larger than the part.
     """
     stream.seek(max(start + size_bytes - _END.size, 0))
     end = stream.read(_END.size)
     if len(end) < _END.size:
         return None
-    length, actual_mark = _END.unpack(end)
+    length, actual_magic = _END.unpack(end)
     max_length = min(_MAX_DESCRIPTION_BYTES, size_bytes - _END.size)
-    if actual_mark != mark or not 0 < length <= max_length:
+    if actual_magic != magic or not 0 < length <= max_length:
         return None
     stream.seek(start + size_bytes - _END.size - length)
     return stream.read(length)

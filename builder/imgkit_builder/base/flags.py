@@ -1,8 +1,8 @@
 """Flags of the command line, declared as fields of dataclasses.
 
 `option_field` makes a field that carries the names, help and metavar of its flag. A request, such as
-`JobRequest`, may contain other requests (`part`), whose flags it then has as well. The names of the fields
-are also the keywords of the Python API (`replace_fields`).
+`JobRequest`, may contain other requests (`part`), whose flags it then has as well. The names of the
+fields are also the keywords of the Python API (`replace_fields`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 Value = TypeVar("Value")
+# The key in the metadata of a field that holds a nested request. Its value is the class of that request.
+_NESTED = "nested"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +24,8 @@ class Flag:
 
     field: str
     """The name of the dataclass field, ``stop_before`` for ``--stop-before``."""
-    part: str
-    """The name of the part of the request that has the field. Empty if the request itself has it."""
+    nested_in: str
+    """The name of the field that holds the nested request with this field. Empty if the request has it."""
     names: tuple[str, ...]
     """The long name and then the short ones: ``("--account", "-A")``."""
     type: Any
@@ -42,8 +44,8 @@ class Flag:
         return self.default is True
 
     def value(self, request: Any) -> Any:
-        """Return the value of this flag's field in `request` or in the part that has the field."""
-        owner = getattr(request, self.part) if self.part else request
+        """Return the value of this flag's field in `request` or in the nested request that has the field."""
+        owner = getattr(request, self.nested_in) if self.nested_in else request
         return getattr(owner, self.field)
 
 
@@ -76,35 +78,44 @@ def option_field(
 def part(kind: type[Value], *, group: str = "") -> Value:
     """Return a dataclass field that holds another request, whose flags the dataclass then has as well.
 
-    ``container: ContainerRequest = part(ContainerRequest)`` gives a `JobRequest` the flags of a container.
+    ``container: ContainerRequest = part(ContainerRequest)`` gives a `JobRequest` the flags of a
+    container.
 
     Parameters
     ----------
     group : the heading above all of these flags in ``--help``. Empty: each flag keeps its own heading.
     """
     # For type checkers, the field has the type of the value that an instance holds in it.
-    part_field: Any = field(default_factory=kind, metadata={"part": kind, "group": group})
-    return typing.cast("Value", part_field)
+    nested_field: Any = field(default_factory=kind, metadata={_NESTED: kind, "group": group})
+    return typing.cast("Value", nested_field)
 
 
 def declared_options(owner: type[Any]) -> tuple[Flag, ...]:
-    """Return the flags that the dataclass `owner` and its parts declare, in the order of the fields.
+    """Return the flags of the dataclass `owner` and its nested requests, in the order of the fields.
 
-    A part is a field that contains another request (`part`). Fields without help are no flags.
+    Fields without help are no flags.
     """
     types = typing.get_type_hints(owner)  # noqa: TID251 - makes options of them
     flags: list[Flag] = []
     for item in dataclasses.fields(owner):
-        if "part" in item.metadata:
-            for part_flag in declared_options(item.metadata["part"]):
-                group = item.metadata["group"] or part_flag.group
-                flags.append(dataclasses.replace(part_flag, part=item.name, group=group))
-        elif "help" in item.metadata:  # other fields are no flags
+        metadata = dict(item.metadata)
+        if _NESTED in metadata:
+            for flag in declared_options(metadata[_NESTED]):
+                group = metadata["group"] or flag.group
+                flags.append(dataclasses.replace(flag, nested_in=item.name, group=group))
+        elif "help" in metadata:
             # The field stop_before is the flag --stop-before.
-            names = item.metadata["names"] or (f"--{item.name.replace('_', '-')}",)
-            metadata = {**item.metadata, "names": names}
+            names = metadata.pop("names") or (f"--{item.name.replace('_', '-')}",)
+            flag_type = types[item.name]
             flags.append(
-                Flag(field=item.name, part="", type=types[item.name], default=item.default, **metadata)
+                Flag(
+                    field=item.name,
+                    nested_in="",
+                    names=names,
+                    type=flag_type,
+                    default=item.default,
+                    **metadata,
+                )
             )
     return tuple(flags)
 
@@ -146,42 +157,24 @@ def option_arguments(kind: type[Any], request: Any) -> tuple[str, ...]:
 def replace_fields(request: Value, values: Mapping[str, Any]) -> Value:
     """Return a copy of `request` with other values for the fields that `values` names.
 
-    A field can be one of the request, or of a part, which is a request in a field: ``{"command": ("ls",)}``
-    changes ``request.launch.command``.
+    A field can be one of the request or of a nested request: ``{"command": ("ls",)}`` changes
+    ``request.launch.command``.
 
     Raises
     ------
-    TypeError : neither the request nor a part has a field with such a name.
+    TypeError : neither the request nor a nested request has a field with such a name.
     """
-    # Both the request and its parts are frozen, so that each part is replaced once, with all its changes.
-    part_of_field = _part_of_field(type(request))
+    remaining = dict(values)
     changes: dict[str, Any] = {}
-    part_changes: dict[str, dict[str, Any]] = {}
-    for name, value in values.items():
-        if name not in part_of_field:
-            raise TypeError(f"{type(request).__name__} has no field {name!r}")
-        part_name = part_of_field[name]
-        if part_name:
-            part_changes.setdefault(part_name, {})[name] = value
-        else:
-            changes[name] = value
-    for part_name, field_values in part_changes.items():
-        changes[part_name] = dataclasses.replace(getattr(request, part_name), **field_values)
     dataclass_value: Any = request  # mypy knows no bound that all dataclasses have
+    for item in dataclasses.fields(dataclass_value):
+        if item.name in remaining:
+            changes[item.name] = remaining.pop(item.name)
+        elif _NESTED in item.metadata:
+            names = [nested_item.name for nested_item in dataclasses.fields(item.metadata[_NESTED])]
+            nested_changes = {name: remaining.pop(name) for name in names if name in remaining}
+            changes[item.name] = dataclasses.replace(getattr(request, item.name), **nested_changes)
+    if remaining:
+        raise TypeError(f"{type(request).__name__} has no field {next(iter(remaining))!r}")
     changed_request: Value = dataclasses.replace(dataclass_value, **changes)
     return changed_request
-
-
-def _part_of_field(kind: type[Any]) -> Mapping[str, str]:
-    """Return for each field the name of the part that has it, or "" if the request itself has it.
-
-    In ``{"directory": "", "launch": "", "command": "launch"}``, `launch` is a part: a field that contains
-    another request, which has the field `command`.
-    """
-    parts = {}
-    for item in dataclasses.fields(kind):
-        parts[item.name] = ""
-        if "part" in item.metadata:
-            for part_item in dataclasses.fields(item.metadata["part"]):
-                parts[part_item.name] = item.name
-    return parts

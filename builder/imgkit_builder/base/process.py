@@ -42,7 +42,7 @@ MOST_BYTES = 8 << 20
 _ERROR_BYTES = 1 << 16
 """64 KB: how much of the end of standard error `filter_through` keeps."""
 # 64 KB: how much `run` reads at a time.
-_PIECE = 1 << 16
+_CHUNK_BYTES = 1 << 16
 # Lines of a failed build that matter although others follow: "ERROR: No matching distribution found".
 _ERROR = re.compile(r"\b(ERROR|FATAL)\b")
 # Lines of progress, which an error does not quote.
@@ -86,12 +86,12 @@ os.execv(sys.argv[2], sys.argv[2:])
 class _TooMuch(ToolFailed):
     """A program printed more than `MOST_BYTES`. The subclasses say to which stream."""
 
-    kind = ""
+    message = ""
+    """A text with the fields ``program``, ``limit_MB`` and ``line``, the first line of what it printed."""
 
     def __init__(self, program: str, start: bytes) -> None:
-        super().__init__(
-            f"{program} printed more than {MOST_BYTES >> 20} MB {self.kind} first line: {first_line(start)}"
-        )
+        line = first_line(start)
+        super().__init__(self.message.format(program=program, limit_MB=MOST_BYTES >> 20, line=line))
         self.start = start
         """The beginning of what the program printed."""
 
@@ -99,13 +99,13 @@ class _TooMuch(ToolFailed):
 class TooLong(_TooMuch):
     """A program printed more than `MOST_BYTES` of output."""
 
-    kind = "instead of a short answer; its"
+    message = "{program} printed more than {limit_MB} MB instead of a short answer; its first line: {line}"
 
 
 class ErrorsTooLong(_TooMuch):
     """A program printed more than `MOST_BYTES` of error messages, and neither read nor answered meanwhile."""
 
-    kind = "of error messages; their"
+    message = "{program} printed more than {limit_MB} MB of error messages; their first line: {line}"
 
 
 class Exited(ToolFailed):
@@ -138,7 +138,7 @@ class Finished:
 
 def first_line(output: bytes) -> str:
     """Return the first line of `output` that is not blank, cut for an error message, or ``(nothing)``."""
-    text = output[:_PIECE].decode(errors="replace").strip()
+    text = output[:_CHUNK_BYTES].decode(errors="replace").strip()
     line = text.partition("\n")[0].strip()
     return line[:_SHOWN_CHARACTERS] or "(nothing)"
 
@@ -153,12 +153,12 @@ def last_lines(output: str, limit: int = TAIL_LINES) -> list[str]:
     lines: list[str] = []
     error_numbers = []  # indices in `lines`
     for line in output.split("\n"):
-        text = line.rstrip().rpartition("\r")[2]
-        if _ERROR.search(text):
+        _, _, text = line.rstrip().rpartition("\r")
+        is_error = _ERROR.search(text) is not None
+        if is_error:
             error_numbers.append(len(lines))
-        elif not text or _is_progress(text):
-            continue
-        lines.append(text)
+        if is_error or (text and not _is_progress(text)):
+            lines.append(text)
     quoted_numbers = set(error_numbers[-(limit // 2) :])
     for number in reversed(range(len(lines))):
         if len(quoted_numbers) == limit:
@@ -246,10 +246,11 @@ def run_attached(argv: Sequence[str], *, until: Callable[[], bool] | None = None
     """
     require_program(argv[0])
     # A stream that is no terminal is inherited, so that a file gets what is printed unchanged.
-    stdout = subprocess.PIPE if sys.stdout.isatty() else None
-    stderr = subprocess.PIPE if sys.stderr.isatty() else None
-    if stdout and stderr:
-        stderr = subprocess.STDOUT  # one pipe, which keeps the order of both
+    stdout = stderr = None
+    if sys.stdout.isatty():
+        stdout = subprocess.PIPE
+    if sys.stderr.isatty():
+        stderr = subprocess.STDOUT if stdout else subprocess.PIPE  # one pipe keeps the order of both
     with subprocess.Popen(list(argv), stdout=stdout, stderr=stderr) as program:
         if until is not None:
             threading.Thread(target=_terminate_when, args=(program, until), daemon=True).start()
@@ -349,6 +350,8 @@ def run(
     """
     command = tuple(map(str, argv))
     require_program(command[0], hint, env)
+    # The deque drops the oldest chunks. All but the last are full, so that about `MOST_BYTES` remain.
+    chunks: collections.deque[bytes] = collections.deque(maxlen=MOST_BYTES // _CHUNK_BYTES)
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -359,22 +362,21 @@ def run(
     ) as process:
         assert process.stdout is not None  # noqa: S101 - for the type checker: stdout=PIPE
         try:
-            # The deque drops the oldest pieces. Every piece but the last is full, so that about `MOST_BYTES`
-            # remain.
-            pieces = collections.deque(
-                iter(partial(process.stdout.read, _PIECE), b""), maxlen=MOST_BYTES // _PIECE
-            )
+            for chunk in iter(partial(process.stdout.read, _CHUNK_BYTES), b""):
+                chunks.append(chunk)
         except BaseException:
             # Ctrl-C ends imgkit, but the program may ignore it.
             process.kill()
             raise
     # With text=True, the carriage return by which a progress bar rewrites its line would become a line break.
-    output = b"".join(pieces).decode(errors="replace").replace("\r\n", "\n")
+    output = b"".join(chunks).decode(errors="replace").replace("\r\n", "\n")
     finished = Finished(argv=command, returncode=process.returncode, output=output)
     if check and finished.returncode != 0:
         message = f"{command[0]} failed with exit code {finished.returncode}: {' '.join(command)}"
-        quoted = f"its last lines:\n{finished.tail()}"
-        raise ToolFailed(message, hint=f"{quoted}\n{hint}" if hint else quoted)
+        full_hint = f"its last lines:\n{finished.tail()}"
+        if hint:
+            full_hint += f"\n{hint}"
+        raise ToolFailed(message, hint=full_hint)
     return finished
 
 

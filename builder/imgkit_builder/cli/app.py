@@ -6,7 +6,6 @@ The module of a verb is imported only when the verb is used, so that ``imgkit --
 from __future__ import annotations
 
 import importlib
-import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -176,8 +175,8 @@ def main() -> None:
     wrong.
     """
     # Arguments after "--" belong to the user's program, which may have a --json of its own.
-    own_arguments = itertools.takewhile(lambda argument: argument != "--", sys.argv[1:])
-    as_json = "--json" in own_arguments
+    separator = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    as_json = "--json" in sys.argv[:separator]
     # typer raises errors instead of printing them, so that all errors are printed in one form.
     try:
         code = build_app()(standalone_mode=False)

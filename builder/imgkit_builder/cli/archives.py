@@ -113,19 +113,8 @@ def _sidecar_maker(
     is connected. The returned function adds the size and the digest of the archive, which are known later.
     """
 
-    def read_built_file(path: str, parse: Callable[[str], Parsed]) -> Parsed | None:
-        """Return the parsed file `path` of the image, or None if imgkit did not build the image."""
-        data = engine.read_file(connected, info.ref, path)
-        if data is None:
-            return None
-        try:
-            return parse(data.decode())
-        except (ValueError, TypeError, UsageError) as error:
-            report.note(f"another imgkit wrote {path} in the image; the sidecar leaves it out: {error}")
-            return None
-
-    system = read_built_file(str(systems.SYSTEM_JSON), systems.from_json)
-    manifest = read_built_file(manifests.MANIFEST_JSON, manifests.from_json)
+    system = _read_built_file(connected, info, report, str(systems.SYSTEM_JSON), systems.from_json)
+    manifest = _read_built_file(connected, info, report, manifests.MANIFEST_JSON, manifests.from_json)
     image = sidecar.SavedImage(
         id=info.id, tag=info.tag, platform=info.platform, diff_ids=info.diff_ids, labels=dict(info.labels)
     )
@@ -139,6 +128,20 @@ def _sidecar_maker(
     return describe
 
 
+def _read_built_file(
+    connected: Engine, info: ImageInfo, report: Reporter, path: str, parse: Callable[[str], Parsed]
+) -> Parsed | None:
+    """Return the parsed file `path` of the image, or None if imgkit did not build the image."""
+    data = engine.read_file(connected, info.ref, path)
+    if data is None:
+        return None
+    try:
+        return parse(data.decode())
+    except (ValueError, TypeError, UsageError) as error:
+        report.note(f"another imgkit wrote {path} in the image; the sidecar leaves it out: {error}")
+        return None
+
+
 def _next_commands(archive: Path, system: SystemFacts | None) -> dict[str, str]:
     """Return the commands that copy, verify and convert the archive, by their purpose.
 
@@ -148,7 +151,7 @@ def _next_commands(archive: Path, system: SystemFacts | None) -> dict[str, str]:
     """
     checksum_file = sidecar.sha256_path(archive)
     files = [str(archive), str(checksum_file), str(sidecar.json_path(archive))]
-    module = module_line(system) or ""
+    module = module_line(system)
     if system is not None and system.queue.sif:
         module = ""  # a job converts the archive, and loads the module
     return {

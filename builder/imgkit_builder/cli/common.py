@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 SCHEMA = 1
 """The version of the JSON that verbs print, under the key ``schema``."""
+_COMPLETED_SUFFIXES = (*RECIPE_SUFFIXES, *ARCHIVE_SUFFIXES, ".sif")
+"""How the names of the files end that the shell completes."""
 HERE = "here"
 """The value of ``--on`` for this machine, for use when imgkit.toml names a remote."""
 
@@ -42,12 +44,11 @@ def complete_names(incomplete: str) -> list[str]:
     folders = []
     files = []
     for path in sorted(Path(folder + slash).glob("*")):
-        if not path.name.startswith(start):
-            continue
-        if path.is_dir():
-            folders.append(f"{path}/")
-        if path.name.endswith((*RECIPE_SUFFIXES, *ARCHIVE_SUFFIXES, ".sif")):
-            files.append(str(path))
+        if path.name.startswith(start):
+            if path.is_dir():
+                folders.append(f"{path}/")
+            if path.name.endswith(_COMPLETED_SUFFIXES):
+                files.append(str(path))
     return [*names, *folders, *files]
 
 
@@ -184,8 +185,10 @@ def format_columns(table: Sequence[Sequence[str]], *, max_width: int = sys.maxsi
         longest = max(len(cell) for cell in column)
         widths.append(min(longest, max_width))
     for row in rows:
-        padded_cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        yield "  ".join(padded_cells).rstrip()
+        line = ""
+        for cell, width in zip(row, widths, strict=True):
+            line += f"{cell.ljust(width)}  "
+        yield line.rstrip()
 
 
 @contextlib.contextmanager

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
-import shutil
 from collections.abc import Mapping
 
 import typer
 
 from imgkit_builder import engine as engines
+from imgkit_builder.base import process
 from imgkit_builder.cli.common import (
     JSON,
     VERBOSE,
@@ -24,11 +25,12 @@ from imgkit_builder.cli.options import field_option
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.jobs import job_status, quoting, records, systems
 from imgkit_builder.jobs.submitted import FINAL_STATES, SubmittedJob
+from imgkit_builder.jobs.systems import JobShell
 from imgkit_builder.sif.conversion import Options
-from imgkit_builder.workflow.images import shell_command, smoke_test
+from imgkit_builder.workflow.images import ShellCommand, shell_command, smoke_test
 from imgkit_builder.workflow.names import image_name
 from imgkit_entrypoints import terminal
-from imgkit_entrypoints.errors import ToolMissing, UsageError
+from imgkit_entrypoints.errors import UsageError
 
 
 def verb_test(
@@ -93,27 +95,26 @@ def verb_shell(
         raise UsageError("--job takes its image from the job", where="IMAGE", hint=hint)
     if job:
         _refuse_flags({"--host": host, "--workdir": workdir, "--packages": packages}, "--job")
-        argv, description = _job_shell(job, node, must_run=not dry_run)
+        shell: JobShell | ShellCommand = _job_shell(job, node, must_run=not dry_run)
     elif not image:
         hint = "imgkit shell mn5.sif, or imgkit shell --job ID"
         raise UsageError("no image and no job was given", where="imgkit shell", hint=hint)
     else:
         _refuse_flags({"--node": node}, "an image")
-        command = shell_command(image, host=host, workdir=workdir, packages=packages)
-        argv, description = command.argv, command.reach
-        if verbose and command.image:
-            terminal.print_messages(*engines.image_facts(command.image).lines())
+        shell = shell_command(image, host=host, workdir=workdir, packages=packages)
+        if verbose and shell.image:
+            terminal.print_messages(*engines.image_facts(shell.image).lines())
+    command = shlex.join(shell.argv)
     if dry_run:
-        terminal.print_results(shlex.join(argv))
+        terminal.print_results(command)
         return
-    print_message(description)
+    print_message(shell.description)
     if verbose or not job:  # the command for a job on a remote has 1,600 characters
-        print_message(shlex.join(argv))
-    if shutil.which(argv[0]) is None:
-        install = "sudo apt-get install docker-cli (or docker.io)"
-        hint = "run this where the job was submitted" if job else install
-        raise ToolMissing(f"the program {argv[0]!r} is not on PATH", hint=hint)
-    os.execvp(argv[0], argv)  # noqa: S606 - an argv list, no shell; the terminal now belongs to that program
+        print_message(command)
+    program, *_ = shell.argv
+    install = "sudo apt-get install docker-cli (or docker.io)"
+    process.require_program(program, "run this where the job was submitted" if job else install)
+    os.execvp(program, shell.argv)  # noqa: S606 - an argv list, no shell; the terminal now belongs to it
 
 
 def _refuse_flags(flags: Mapping[str, object], conflict: str) -> None:
@@ -123,8 +124,8 @@ def _refuse_flags(flags: Mapping[str, object], conflict: str) -> None:
             raise UsageError(f"{flag} cannot be combined with {conflict}", where=flag, hint="leave it out")
 
 
-def _job_shell(job_id: str, node: str, *, must_run: bool) -> tuple[tuple[str, ...], str]:
-    """Return the command that opens a shell in the job, and a text that says where the shell runs.
+def _job_shell(job_id: str, node: str, *, must_run: bool) -> JobShell:
+    """Return the command that opens a shell in the job.
 
     Parameters
     ----------
@@ -137,27 +138,30 @@ def _job_shell(job_id: str, node: str, *, must_run: bool) -> tuple[tuple[str, ..
     job = record.job
     # The shell gets this variable, as the job has it.
     shell_line = f"export IMGKIT_RUN_DIR={shlex.quote(str(job.run_folder))}; {job.shell_line}"
-    command = systems.get_system(job.system).shell_command(job, shell_line, node)
+    shell = systems.get_system(job.system).shell_command(job, shell_line, node)
     if must_run:
         _refuse_idle_job(record)
-    if not job.shell_line and command.description == systems.NEW_CONTAINER:
+    if not job.shell_line and shell.description == systems.NEW_CONTAINER:
         raise UsageError(
             f"no shell opens in {job.handle}: imgkit starts a second container in a job only by "
             "Singularity and Apptainer",
             where="--job",
             hint="imgkit run --interactive opens one in a job of its own",
         )
-    if job.remote:
-        return connect_to(job.remote).interactive(command.argv), command.description
-    return command.argv, command.description
+    if not job.remote:
+        return shell
+    return dataclasses.replace(shell, argv=connect_to(job.remote).interactive(shell.argv))
 
 
 def _refuse_idle_job(record: SubmittedJob) -> None:
     """Raise UsageError if the scheduler says that the job waits or has ended."""
     state = job_status.refresh_state(record, scheduler_runner(record)).state
-    if state not in (*FINAL_STATES, "waiting"):
+    if state == "waiting":
+        verdict = "waits"
+    elif state in FINAL_STATES:
+        verdict = "has ended"
+    else:
         return
-    verdict = "waits" if state == "waiting" else "has ended"
     hint = f"imgkit status {record.job.handle}"
     raise UsageError(f"the job {record.job.handle} {verdict}", where="--job", hint=hint)
 

@@ -24,7 +24,7 @@ from imgkit_builder.jobs.remote import jobs as remote_jobs
 from imgkit_builder.jobs.remote.connection import Connection, Cut
 from imgkit_builder.jobs.submitted import FINAL_STATES, SubmittedJob
 from imgkit_entrypoints import terminal
-from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
+from imgkit_entrypoints.errors import EXIT_NO, ImgkitError, ToolFailed, UsageError
 from imgkit_entrypoints.launch import gpu_use
 
 
@@ -80,12 +80,9 @@ def _show_own_jobs(*, as_json: bool) -> None:
     jobs, is_complete = _refresh_states(old_records)
     for record, current in zip(old_records, jobs, strict=True):
         save_new_state(record, current)
+    lines = jobs_table(jobs) if jobs else ("no job waits or runs; imgkit runs lists those that have ended",)
     data = {"jobs": [job_data(record) for record in jobs], "complete": is_complete}
-    if jobs:
-        print_result(data, *jobs_table(jobs), as_json=as_json)
-    else:
-        no_jobs = "no job waits or runs; imgkit runs lists those that have ended"
-        print_result(data, no_jobs, as_json=as_json)
+    print_result(data, *lines, as_json=as_json)
     if not is_complete:
         raise typer.Exit(ToolFailed.exit_code)
 
@@ -102,14 +99,14 @@ def _refresh_states(jobs: Iterable[SubmittedJob]) -> tuple[list[SubmittedJob], b
     is_complete = True
     for record in jobs:
         current = record
-        if record.job.remote not in unreachable_remotes:
-            try:
+        try:
+            if record.job.remote not in unreachable_remotes:
                 current = job_status.refresh_state(record, scheduler_runner(record))
-            except ImgkitError as error:
-                print_message(f"{record.job.handle}: {error.what}")
-                is_complete = False
-                if isinstance(error, Cut):
-                    unreachable_remotes.add(record.job.remote)
+        except ImgkitError as error:
+            print_message(f"{record.job.handle}: {error.what}")
+            is_complete = False
+            if isinstance(error, Cut):
+                unreachable_remotes.add(record.job.remote)
         current_jobs.append(current)
     return current_jobs, is_complete
 
@@ -196,7 +193,8 @@ def can_follow(record: SubmittedJob) -> bool:
     system = systems.get_system(record.job.system)
     if record.job.remote:
         return True
-    return system.reports_state and system.log_source(record.job)[0] == "tail"
+    program, *_ = system.log_source(record.job)
+    return system.reports_state and program == "tail"
 
 
 def follow_job(record: SubmittedJob) -> int:
@@ -219,10 +217,12 @@ def follow_job(record: SubmittedJob) -> int:
     save_new_state(record, report.record)
     print_message(job_status.ending_text(report))
     state = report.record.state
+    if state in ("succeeded", "ended"):
+        return 0
     if state == "failed":
         for hint in job_status.failure_hints(report, run):
             print_message(hint)
-    return 0 if state in ("succeeded", "ended") else 1
+    return EXIT_NO
 
 
 def _follow_to_end(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> JobReport:
@@ -249,20 +249,19 @@ def _show_local_output(record: SubmittedJob, run: Callable[[Sequence[str]], Fini
         log.update(report.record.state, report.wait)
         return report.has_ended
 
-    # `argv` is "tail -F FILE". tail would complain about a file that does not exist yet, so wait for the
-    # file.
-    argv = systems.get_system(record.job.system).log_source(record.job)
-    log_file = Path(argv[-1])
+    argv = systems.get_system(record.job.system).log_source(record.job)  # "tail -n +1 -F FILE"
+    *_, log_file = argv
     for pause_s in job_status.poll_pauses():
         if has_ended():
             # Without -f or -F, tail prints the whole output and ends.
             print_argv = [argument for argument in argv if argument not in ("-f", "-F")]
             process.run_attached(print_argv)
             return
-        if log_file.exists():
-            break
+        # tail would complain about a file that does not exist yet.
+        if Path(log_file).exists():
+            process.run_attached(argv, until=has_ended)
+            return
         time.sleep(pause_s)
-    process.run_attached(argv, until=has_ended)
 
 
 def verb_logs(
@@ -334,7 +333,7 @@ def verb_wait(
         print_result(_report_to_dict(report), as_json=True)
     else:
         terminal.print_results(job_status.ending_text(report))
-    raise typer.Exit(0 if report.record.state == "succeeded" else 1)
+    raise typer.Exit(0 if report.record.state == "succeeded" else EXIT_NO)
 
 
 def verb_cancel(

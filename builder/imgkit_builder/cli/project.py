@@ -93,34 +93,34 @@ def verb_init(
       imgkit init --recipe mn5 -A bsc98 --qos acc_debug mine
     """
     remote, recipe = _select_remote_and_recipe(on, recipe)
-    parent = targets.load_target(recipe)
     options = new_folder.NewFolder(
         folder=folder.absolute(),
         recipe=recipe,
+        parent=targets.load_target(recipe),
         remote=remote,
-        values={"account": account, "queue": queue, "qos": qos, "time": time, "nodes": nodes},
+        values={"account": account, "queue": queue, "qos": qos, "time": time},
+        nodes=nodes,
     )
-    texts = new_folder.file_texts(options, parent)
-    next_steps = [*new_folder.next_steps(options, parent, folder)]
-    pip = program.pip_steps(options.folder, editable=not new_folder.copies_code(options, parent))
+    # These depend on the files that the folder has now.
+    texts = new_folder.file_texts(options)
+    next_steps = [*new_folder.next_steps(options, folder)]
+    pip = program.pip_steps(options.folder, editable=not options.copies_code)
+    mounts_code = not options.copies_code
     paths = new_folder.write_files(folder, texts)
-    added = new_folder.complete_gitignore(folder)
-    is_new_recipe = folder / options.recipe_file in paths
-    left_out = ""
-    if folder / toml_file.NAME in paths and not new_folder.copies_code(options, parent):
-        left_out = _left_out_notice(folder)
     lines = [f"wrote  {path}" for path in paths]
     for name in texts:
         if folder / name not in paths:
             lines.append(f"kept   {folder / name}")
-    if added:
-        lines.append(f"added  {' '.join(added)} to {folder / new_folder.GITIGNORE}")
-    if pip is not None and is_new_recipe:
+    added_lines = new_folder.complete_gitignore(folder)
+    if added_lines:
+        lines.append(f"added  {' '.join(added_lines)} to {folder / new_folder.GITIGNORE}")
+    if pip is not None and folder / options.recipe_file in paths:
         lines += [f"pip    {step}" for step in pip.steps]
         if pip.left_out:
             lines.append(f"omits  {', '.join(pip.left_out)}")
-    if left_out:
-        lines.append(f"note   {left_out}")
+    notice = _left_out_notice(folder) if mounts_code else ""
+    if notice:
+        lines.append(f"note   {notice}")
     lines += [f"next   {step}" for step in next_steps]
     print_result({"files": paths, "remote": remote, "recipe": recipe}, *lines, as_json=as_json)
 

@@ -102,19 +102,18 @@ def _list_bases(*, as_json: bool) -> None:
     """Print the base images that imgkit knows, with the versions of the software in them."""
     rows = []
     table: list[Sequence[str]] = []
+    titles = ["TAG"]
     for base in bases.load_table():
         row: dict[str, Any] = {"reference": base.reference, "tag": base.tag}
-        titles = ["TAG"]
+        titles = ["TAG"]  # the same for each base
         cells = [base.tag]
         for name, version in base.cells():
             row[name] = dataclasses.asdict(version) if version else None
             titles.append(name.replace("_", "-").upper())
             cells.append(version.value if version else "unknown")
-        if not table:
-            table.append(titles)
-        table.append(cells)
         rows.append(row)
-    print_result({"bases": rows}, *format_columns(table), as_json=as_json)
+        table.append(cells)
+    print_result({"bases": rows}, *format_columns([titles, *table]), as_json=as_json)
 
 
 def _list_systems(*, as_json: bool) -> None:

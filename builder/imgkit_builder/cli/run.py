@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
@@ -93,11 +93,41 @@ def verb_run(
     flags = request.changed(command=context.meta[COMMAND], system_flags=system_flags)
     if not flags.launch.command:
         refuse_command_as_recipe(recipe)
-    remote, project = find_remote(options)
-    _run_job(options, remote, flags, project)
+    _run_job(options, flags)
 
 
-def find_remote(options: JobOptions) -> tuple[Remote | None, ProjectFile | None]:
+class JobInputs(NamedTuple):
+    """What a job is made of: the values of the command line and of imgkit.toml, and the user's code."""
+
+    recipe: str
+    flags: JobRequest
+    """The request with the values of flags only."""
+    request: JobRequest
+    """The request with the values of flags and of imgkit.toml."""
+    code: CodeFolder | None
+    remote: Remote | None
+    """The remote on which the job runs. None for a job on this machine."""
+    project: ProjectFile | None
+    """The imgkit.toml whose values the job takes."""
+
+
+def read_inputs(options: JobOptions, flags: JobRequest) -> JobInputs:
+    """Read imgkit.toml and the folder of code, and return them with the values of the command line.
+
+    Raises
+    ------
+    UsageError : there is no such remote or recipe, imgkit.toml has problems, or the code cannot be read.
+    """
+    from imgkit_builder.project import origins
+
+    remote, project = _find_remote(options)
+    request = origins.fill_from_file(flags, project)
+    recipe = options.recipe if remote else _local_recipe(options, project)
+    code = read_code(request, as_json=options.as_json)
+    return JobInputs(recipe=recipe, flags=flags, request=request, code=code, remote=remote, project=project)
+
+
+def _find_remote(options: JobOptions) -> tuple[Remote | None, ProjectFile | None]:
     """Return the remote of a job, and the imgkit.toml whose values the job takes.
 
     The remote is None for a job on this machine. The file is None if there is no such file, and for a job on
@@ -185,9 +215,7 @@ def read_code(request: JobRequest, *, as_json: bool) -> CodeFolder | None:
     return confirm_large_code(read_folder, large=request.container.yes, may_ask=not as_json)
 
 
-def _run_job(
-    options: _Options, remote: Remote | None, flags: JobRequest, project: ProjectFile | None
-) -> None:
+def _run_job(options: _Options, flags: JobRequest) -> None:
     """Submit the job on the remote or on this machine, and follow its output.
 
     Without a scheduler or queue, the job is a command that replaces this process.
@@ -195,23 +223,22 @@ def _run_job(
     Parameters
     ----------
     flags : the request with the values of flags only.
-    project : the imgkit.toml with further values, or None.
     """
     from imgkit_builder.base import process
     from imgkit_builder.jobs import handle, submit
-    from imgkit_builder.project import origins
 
-    request = origins.fill_from_file(flags, project)
-    recipe = options.recipe if remote else local_recipe(options, project)
-    code = read_code(request, as_json=options.as_json)
-    prepared = submit.prepare(recipe, request, code, remote=remote, base=options.base or "")
+    inputs = read_inputs(options, flags)
+    remote = inputs.remote
+    prepared = submit.prepare(
+        inputs.recipe, inputs.request, inputs.code, remote=remote, base=options.base or ""
+    )
     if options.dry_run:
-        _show_dry_run(options, prepared, remote, flags, project)
+        _show_dry_run(options, prepared, inputs)
         return
     if remote and prepared.script.foreground:
         _check_interactive(options)
     transport = handle.transport_to(remote, prepared, may_ask=may_ask())
-    _announce_job(options, prepared, transport, recipe)
+    _announce_job(options, prepared, transport, inputs.recipe)
     record = None
     with exit_on_sigterm(), reporter(as_json=options.as_json) as report:
         ready = submit.make_ready(prepared, transport, report)
@@ -251,7 +278,7 @@ def _check_interactive(options: _Options) -> None:
         )
 
 
-def local_recipe(options: JobOptions, project: ProjectFile | None) -> str:
+def _local_recipe(options: JobOptions, project: ProjectFile | None) -> str:
     """Return the recipe of a job on this machine, from the command line or from imgkit.toml.
 
     Raises
@@ -309,13 +336,7 @@ def _announce_job(options: _Options, prepared: PreparedJob, transport: Transport
         print_message(f"{recipe} on this machine, submitted with {program} (its scheduler is {scheduler})")
 
 
-def _show_dry_run(
-    options: _Options,
-    prepared: PreparedJob,
-    remote: Remote | None,
-    flags: JobRequest,
-    project: ProjectFile | None,
-) -> None:
+def _show_dry_run(options: _Options, prepared: PreparedJob, inputs: JobInputs) -> None:
     """Print the script of the job, and with ``--verbose`` also all values and their sources.
 
     imgkit does not connect to a remote for this. Texts such as ``/imgkit`` stand for paths there that it does
@@ -324,18 +345,18 @@ def _show_dry_run(
     from imgkit_builder.jobs import image_source, volume
     from imgkit_builder.project import origins
 
-    source = prepared.source
-    if remote is not None and remote.pvc:
+    remote = inputs.remote
+    if remote is None:
+        prepared = _with_bound_entry_points(prepared)
+    elif remote.pvc:
         uid, gid = volume.UNKNOWN_IDS.split(":")
         folder = prepared.job.directory
         print_message(f"{folder} stands for the folder on {remote.name}, {uid} and {gid} for your ids there")
-    elif source is None:
-        prepared = _with_bound_entry_points(prepared)
     for warning in prepared.job.warnings:
         print_message(warning)
-    values = list(origins.list_value_sources(prepared.job, flags, project))
-    if source is not None and remote is not None:
-        values = _remote_values(options, source, remote, project, values)
+    values = list(origins.list_value_sources(prepared.job, inputs.flags, inputs.project))
+    if prepared.source is not None and remote is not None:
+        values = _remote_values(options, prepared.source, remote, inputs.project, values)
         print_message(f"{image_source.UNKNOWN_HOME} stands for the folder on {remote.name}")
     show_script(prepared.job, prepared.script, values if options.verbose else (), as_json=options.as_json)
 
@@ -353,9 +374,11 @@ def _remote_values(
     """
     from imgkit_builder.project import origins
 
-    unknown_names = ("directory",) if source.remote_image else ("image", "directory")
     on_flag = "--on" if options.on else ""
     recipe_argument = "RECIPE" if options.recipe else ""
+    unknown_names = ["directory"]
+    if not source.remote_image:
+        unknown_names.append("image")
     return [
         origins.find_value_source("remote", remote.name, flag=on_flag, project=project),
         origins.find_value_source("recipe", source.title, flag=recipe_argument, project=project),
@@ -388,13 +411,16 @@ def _no_scheduler_hint(recipe: str) -> str:
     """
     from imgkit_builder.jobs.remote import config
 
-    remotes = config.read_remotes().values()
-    first_step = "" if remotes else "imgkit remote add NAME USER@HOST:DIR, then "
-    names = [remote.name for remote in remotes if remote.recipe == recipe]
-    names += [remote.name for remote in remotes]
-    names.append("NAME")
+    remotes = list(config.read_remotes().values())
+    matching_remotes = [remote for remote in remotes if remote.recipe == recipe]
+    first_step = ""
+    name = "NAME"
+    if remotes:
+        name = (matching_remotes or remotes)[0].name
+    else:
+        first_step = "imgkit remote add NAME USER@HOST:DIR, then "
     return (
-        f"{first_step}imgkit run {recipe} --on {names[0]} ... sends the job to the cluster; "
+        f"{first_step}imgkit run {recipe} --on {name} ... sends the job to the cluster; "
         "on a login node, load the module of the scheduler"
     )
 
@@ -409,14 +435,16 @@ def show_submitted(record: SubmittedJob, ready: PreparedJob, *, detach: bool, as
 
     records.refuse_unknown_id(record)
     handle = record.job.handle
-    is_interactive = ready.job.request.launch.interactive
-    should_follow = not (as_json or detach or record.job.array or is_interactive)
-    is_followed = should_follow and can_follow(record)
-    if not is_followed:
-        data = {**script_data(ready.job, ready.script), "id": handle, "folder": str(ready.job.directory)}
-        print_result(data, handle, as_json=as_json)
     if as_json:
+        data = {**script_data(ready.job, ready.script), "id": handle, "folder": str(ready.job.directory)}
+        print_result(data, as_json=True)
         return
+    is_interactive = ready.job.request.launch.interactive
+    is_followed = False
+    if not (detach or record.job.array or is_interactive):
+        is_followed = can_follow(record)
+    if not is_followed:
+        terminal.print_results(handle)
     if record.job.array:
         print_message(f"imgkit status {handle}; imgkit cancel {handle}")
         print_message("an array is not followed: each of its tasks has an id and an output of its own")
@@ -474,24 +502,24 @@ def _run_on_hosts(script: Script) -> int:
     from imgkit_builder.jobs.systems import fanout
 
     process.require_program("ssh", "apt-get install openssh-client")
-
-    def show_line(host: str, text: bytes, error: bool) -> None:
-        stream = sys.stderr if error else sys.stdout
-        parts = [text]
-        if stream.isatty():
-            # A progress bar ends with a carriage return. On a terminal, the next text would overwrite the
-            # host.
-            parts = re.split(rb"\r+", text.rstrip(b"\r"))
-        for part in parts:
-            terminal.output_copier(to_err=error)(f"{host}: ".encode() + part + b"\n")
-
     return fanout.run_on_hosts(
         script.host_commands,
-        show=show_line,
+        show=_show_host_line,
         say=print_message,
         host_input=script.host_input,
         head_decides=script.head_decides,
     )
+
+
+def _show_host_line(host: str, text: bytes, error: bool) -> None:
+    """Print a line of a host's output, or of its errors, as ``node2: step 10``."""
+    stream = sys.stderr if error else sys.stdout
+    parts = [text]
+    if stream.isatty():
+        # A progress bar ends with a carriage return. On a terminal, the next text would overwrite the host.
+        parts = re.split(rb"\r+", text.rstrip(b"\r"))
+    for part in parts:
+        terminal.output_copier(to_err=error)(f"{host}: ".encode() + part + b"\n")
 
 
 def verb_fetch(

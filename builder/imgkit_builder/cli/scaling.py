@@ -21,14 +21,7 @@ from imgkit_builder.cli.common import (
 from imgkit_builder.cli.jobs import may_ask
 from imgkit_builder.cli.options import COMMAND, JobCommand, Without
 from imgkit_builder.cli.progress import reporter
-from imgkit_builder.cli.run import (
-    JobOptions,
-    find_remote,
-    local_recipe,
-    read_code,
-    refuse_command_as_recipe,
-    script_data,
-)
+from imgkit_builder.cli.run import JobOptions, read_inputs, refuse_command_as_recipe, script_data
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import EXIT_NO, UsageError
@@ -159,17 +152,20 @@ def _plan_sizes(
     The jobs and the remote. The remote is None for jobs on this machine.
     """
     from imgkit_builder.jobs import scaling
-    from imgkit_builder.project import origins
 
     if not flags.launch.command:
         refuse_command_as_recipe(options.recipe, "scaling")
     sizes = scaling.parse_sizes(nodes)
-    remote, project = find_remote(options)
-    request = origins.fill_from_file(flags, project)
-    recipe = options.recipe if remote else local_recipe(options, project)
-    code = read_code(request, as_json=options.as_json)
-    planned = scaling.plan_scaling(recipe, request, sizes, code=code, remote=remote, base=options.base or "")
-    return planned, remote
+    inputs = read_inputs(options, flags)
+    planned = scaling.plan_scaling(
+        inputs.recipe,
+        inputs.request,
+        sizes,
+        code=inputs.code,
+        remote=inputs.remote,
+        base=options.base or "",
+    )
+    return planned, inputs.remote
 
 
 def _show_scripts(planned: Sequence[PreparedJob], remote: Remote | None, *, as_json: bool) -> None:

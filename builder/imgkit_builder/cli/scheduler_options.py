@@ -160,8 +160,13 @@ class TypedOption(NamedTuple):
     """The argument after the option, which may be its value."""
 
 
-Answer = tuple[TypedOption, Row, re.Match[str]]
-"""An option, the row that answers it, and the match of the option's value."""
+class Answer(NamedTuple):
+    """An option that a user typed, and what a table has about it."""
+
+    option: TypedOption
+    row: Row
+    match: re.Match[str]
+    """The match of the option's value with ``row.value``."""
 
 
 def refuse_scheduler_options(args: Sequence[str], own_options: Mapping[str, bool]) -> None:
@@ -194,11 +199,12 @@ def _foreign_options_error(scheduler: str, answers: Sequence[Answer]) -> UsageEr
     flags = []
     notes = []
     for option, row, match in answers:
+        values = match.groups()
         flags.append(option.flag)
         if row.answer:
-            options_to_type.append(row.answer.format(*map(shlex.quote, match.groups())))
+            options_to_type.append(row.answer.format(*map(shlex.quote, values)))
         if row.note:
-            notes.append(row.note.format(*match.groups(), name=option.name))
+            notes.append(row.note.format(*values, name=option.name))
     unique_flags = list(dict.fromkeys(flags))
     hints = list(dict.fromkeys(notes))
     if options_to_type:
@@ -215,12 +221,13 @@ def _find_foreign_options(args: Sequence[str], own_options: Mapping[str, bool]) 
     ----------
     own_options : the names of the verb's own options, and for each whether it takes a value.
     """
-    remaining = collections.deque([*args, ""])  # so that an argument follows each, which may be its value
-    while len(remaining) > 1:
+    remaining = collections.deque(args)
+    while remaining:
         flag, value = _split_option(remaining.popleft())
-        next_argument = remaining[0]
+        next_argument = remaining[0] if remaining else ""
         if flag in own_options:
-            if own_options[flag] and not value:
+            takes_next = own_options[flag] and not value
+            if takes_next and remaining:
                 remaining.popleft()  # it is the value, even if it looks like an option
         elif flag == "-l":
             yield from _split_pbs_resources(flag, value or next_argument)
@@ -258,7 +265,7 @@ def _find_answers(rows: Sequence[Row], typed_options: Sequence[TypedOption]) -> 
         for row in rows:
             match = _match_option(row, option)
             if match is not None:
-                yield option, row, match
+                yield Answer(option, row, match)
                 break
 
 

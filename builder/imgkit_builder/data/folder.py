@@ -16,6 +16,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from imgkit_builder.data.spec import DataSpec
 from imgkit_entrypoints.errors import UsageError
@@ -88,11 +89,11 @@ def list_folder(spec: DataSpec, path: Path) -> DataFolder:
     file_count = 0
     total_bytes = 0
     try:
-        for name, status, link in _walk_entries(path.resolve(), ""):
-            digest.update(_entry_line(name, status, link))
-            if stat.S_ISREG(status.st_mode):
+        for entry in _walk_entries(path.resolve(), ""):
+            digest.update(entry.digest_line)
+            if stat.S_ISREG(entry.status.st_mode):
                 file_count += 1
-                total_bytes += status.st_size
+                total_bytes += entry.status.st_size
     except OSError as error:
         raise UsageError(
             f"it cannot be read: {error.strerror}",
@@ -116,23 +117,30 @@ def _project_digits(spec: DataSpec, path: Path) -> str:
     return digest.hexdigest()[:_PROJECT_DIGITS]
 
 
-def _entry_line(name: str, status: os.stat_result, link: str) -> bytes:
-    """Return the line about a file, folder or link that goes into the digest in the folder's name.
+class _Entry(NamedTuple):
+    """A file, folder or link in a folder of data."""
 
-    The parameters are what `_walk_entries` yields. Only files have a size here, and folders have no time.
-    """
-    size = status.st_size if stat.S_ISREG(status.st_mode) else 0
-    # A program that looks into a folder may have changed its time.
-    time_ns = 0 if stat.S_ISDIR(status.st_mode) else status.st_mtime_ns
-    fields = (name, str(stat.S_IFMT(status.st_mode)), str(size), str(time_ns), link)
-    return b"\0".join(os.fsencode(field) for field in fields) + b"\n"
+    name: str
+    """Its path below the folder of data, such as ``train/0001.tar``."""
+    status: os.stat_result
+    link: str = ""
+    """What a link leads to. Empty for files and folders."""
+
+    @property
+    def digest_line(self) -> bytes:
+        """The line about the entry that goes into the digest in the name of the folder of data.
+
+        Only files have a size here, and folders have no time.
+        """
+        size = self.status.st_size if stat.S_ISREG(self.status.st_mode) else 0
+        # A program that looks into a folder may have changed its time.
+        time_ns = 0 if stat.S_ISDIR(self.status.st_mode) else self.status.st_mtime_ns
+        fields = (self.name, str(stat.S_IFMT(self.status.st_mode)), str(size), str(time_ns), self.link)
+        return b"\0".join(os.fsencode(field) for field in fields) + b"\n"
 
 
-def _walk_entries(folder: Path, prefix: str) -> Iterator[tuple[str, os.stat_result, str]]:
-    """Yield the name, the status and the target of each file, folder and link in `folder` and below it.
-
-    The name is the path below the folder of data, such as ``train/0001.tar``. The target is what a link leads
-    to, and "" for files and folders.
+def _walk_entries(folder: Path, prefix: str) -> Iterator[_Entry]:
+    """Yield each file, folder and link in `folder` and below it.
 
     Parameters
     ----------
@@ -152,10 +160,10 @@ def _walk_entries(folder: Path, prefix: str) -> Iterator[tuple[str, os.stat_resu
         if stat.S_ISLNK(status.st_mode):
             link = os.readlink(entry.path)  # noqa: PTH115 - Path.readlink loses ./ and //
             _refuse_outside(entry.path, link, name)
-            yield name, status, link
+            yield _Entry(name, status, link)
             continue
         _refuse_unreadable(entry.path, status)
-        yield name, status, ""
+        yield _Entry(name, status)
         if stat.S_ISDIR(status.st_mode):
             yield from _walk_entries(Path(entry.path), f"{name}/")
 

@@ -10,6 +10,7 @@ import dataclasses
 import os
 import platform
 import shutil
+import stat
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,12 +18,14 @@ from pathlib import Path
 from typing import Literal
 
 from imgkit_builder.apptainer import rights
-from imgkit_builder.base.checks import Check, passed
+from imgkit_builder.apptainer.rights import KernelSetting
+from imgkit_builder.base.checks import Check, Verdict, passed
 from imgkit_builder.base.sizes import size_text
 from imgkit_builder.engine import address, builders, connection
 from imgkit_builder.oci.platform import emulator_problem, host_arch
 from imgkit_builder.recipe.targets import Target
 from imgkit_builder.sif import convert, mksquashfs, runtime, squash
+from imgkit_builder.sif.runtime import RuntimeTool
 from imgkit_builder.sif.workspace import PACKED_SHARE, tmp_base
 from imgkit_entrypoints.errors import ImgkitError, ToolMissing, UsageError
 
@@ -35,7 +38,7 @@ _SIF_SPACE_BYTES = int(PACKED_SHARE * _NVIDIA_IMAGE_BYTES)
 _BUILD_SPACE_BYTES = 2 * _NVIDIA_IMAGE_BYTES
 """The space for such an image, and for its archive or the layers of the next one."""
 
-_APPARMOR = ("proc/sys/kernel/apparmor_restrict_unprivileged_userns", "1", "0")
+_APPARMOR = KernelSetting("proc/sys/kernel/apparmor_restrict_unprivileged_userns", "1", "0")
 """Ubuntu's setting for user namespaces. Its packages of a runtime have a profile that is exempt."""
 
 
@@ -62,29 +65,31 @@ def check_machine(
     """
     machine = machine or Machine()
     engine = _check_engine()
-    tool = _check_runtime(target)
-    writer = _check_sif_writer(tool)
+    tool, tool_check = _check_runtime(target)
+    writer = _check_sif_writer(tool, tool_check)
     # A missing runtime is only a warning if imgkit can write a .sif without one.
-    tool_checks = [tool if writer.verdict == "fail" else _as_warning(tool)]
+    checks = [tool_check if writer.verdict == "fail" else _as_warning(tool_check)]
     can_build_sif = False
     # What a runtime needs of the kernel is checked only if there is one: a missing one is reported once.
-    if tool.verdict in ("ok", "warn"):
+    if tool is not None:
         definitions = _check_definitions(machine)
         can_build_sif = definitions.verdict == "ok"
-        tool_checks += (*_check_kernel(machine, tool), definitions)
-    tool_checks += (writer, _check_zstd(), *_check_disks(machine, purpose))
+        checks += (*_check_kernel(machine, tool), definitions)
+    checks += (writer, _check_zstd(), *_check_disks(machine, purpose))
     can_build = engine.verdict != "fail"
-    can_convert = passed(tool_checks)
-    if purpose == "build" or (purpose == "any" and can_build):
-        tool_checks = [_as_warning(check) for check in tool_checks]
+    can_convert = passed(checks)
+    needs_sif = purpose == "sif" or (purpose == "any" and not can_build)
+    needs_engine = purpose == "build" or (purpose == "any" and not can_convert)
+    if not needs_sif:
+        checks = [_as_warning(check) for check in checks]
     # Without an engine, a runtime can build.
     if purpose == "build" and not can_build and can_build_sif:
         hint = f"imgkit build RECIPE --with apptainer needs no engine; {engine.hint}"
         engine = dataclasses.replace(engine, verdict="warn", hint=hint)
-    if purpose == "sif" or (purpose == "any" and can_convert):
+    if not needs_engine:
         engine = _as_warning(engine)
     python = Check("python", "ok", f"{platform.python_version()} at {sys.executable}")
-    return (python, engine, *_check_emulation(machine, target), *tool_checks)
+    return (python, engine, *_check_emulation(machine, target), *checks)
 
 
 def _as_warning(check: Check) -> Check:
@@ -110,13 +115,12 @@ def _check_engine() -> Check:
         f"{facts.product} {facts.version}, API {facts.api}, {facts.arch}, store {facts.store}, "
         f"builder {choices}, {_describe_location(facts.endpoint)}"
     )
-    if facts.free_bytes is None:
-        return Check("docker", "ok", text, builder.note)
-    text += f", {size_text(facts.free_bytes)} free for images"
-    if facts.free_bytes >= _BUILD_SPACE_BYTES:
-        return Check("docker", "ok", text, builder.note)
-    hint = "an NVIDIA PyTorch image needs 20 GB, and saving it as much again; see: docker system df"
-    return Check("docker", "warn", text, hint)
+    if facts.free_bytes is not None:
+        text += f", {size_text(facts.free_bytes)} free for images"
+        if facts.free_bytes < _BUILD_SPACE_BYTES:
+            hint = "an NVIDIA PyTorch image needs 20 GB, and saving it as much again; see: docker system df"
+            return Check("docker", "warn", text, hint)
+    return Check("docker", "ok", text, builder.note)
 
 
 def _describe_location(endpoint: address.Endpoint) -> str:
@@ -128,35 +132,38 @@ def _describe_location(endpoint: address.Endpoint) -> str:
     return f"at {endpoint.host}"
 
 
-def _check_runtime(target: Target | None) -> Check:
-    """Check the runtime, Singularity or Apptainer. It is not needed if `target` runs with another kind."""
+def _check_runtime(target: Target | None) -> tuple[RuntimeTool | None, Check]:
+    """Find the runtime, Singularity or Apptainer, and return it with the check of it.
+
+    The runtime is None if there is none. That is no failure if `target` runs with another kind.
+    """
     name = "singularity"
-    module_hint = target.module_line if target else None
+    module_hint = target.module_line if target else ""
     try:
-        tool = runtime.find_runtime(module_hint=module_hint or None)
+        tool = runtime.find_runtime(module_hint=module_hint)
     except ToolMissing as error:
         if target and target.system.runtime.kind != "singularity":
             kind = target.system.runtime.kind
-            return Check(name, "skip", f"not found; {target.name} needs {kind} instead")
+            return None, Check(name, "skip", f"not found; {target.name} needs {kind} instead")
         # A check has one line for its hint.
-        hint = "; ".join(line.strip() for line in (error.hint or "").splitlines())
-        return Check(name, "fail", error.what, hint)
+        hint_lines = [line.strip() for line in (error.hint or "").splitlines()]
+        return None, Check(name, "fail", error.what, "; ".join(hint_lines))
     # An older runtime passes no options on to mksquashfs, which chooses the compression.
     levels = "any compression" if tool.capabilities.mksquashfs_args else "its own compression only"
     text = f"{tool} at {tool.path}, {levels}"
     if tool.below_floor:
-        return Check(name, "warn", text, f"a .sif of imgkit needs {runtime.FLOOR}")
-    return Check(name, "ok", text)
+        return tool, Check(name, "warn", text, f"a .sif of imgkit needs {runtime.FLOOR}")
+    return tool, Check(name, "ok", text)
 
 
-def _check_kernel(machine: Machine, tool: Check) -> Iterator[Check]:
-    """Check what the runtime `tool` needs of the kernel to start a container for an ordinary user.
+def _check_kernel(machine: Machine, tool: RuntimeTool) -> Iterator[Check]:
+    """Check what the runtime needs of the kernel to start a container for an ordinary user.
 
     Root needs nothing, and neither does a runtime that is installed setuid.
     """
     if machine.uid == 0:
         return
-    starter = _setuid_starter(tool.found)
+    starter = _setuid_starter(tool)
     if starter:
         yield Check("user namespaces", "ok", f"not needed: {starter} is setuid")
         return
@@ -171,19 +178,13 @@ def _check_kernel(machine: Machine, tool: Check) -> Iterator[Check]:
     yield Check("fuse", "warn", f"/dev/fuse {state}: every start unpacks the whole .sif", hint)
 
 
-def _setuid_starter(runtime_text: str) -> Path | None:
-    """Return the setuid helper of a runtime, or None if the runtime is not installed setuid.
-
-    `runtime_text` is the text of the check of the runtime, which has the path of the program.
-    """
-    # The text is "singularity 4.1.0 at /usr/bin/singularity, any compression".
-    _, _, program_and_rest = runtime_text.partition(" at ")
-    program, _, _ = program_and_rest.partition(",")
+def _setuid_starter(tool: RuntimeTool) -> Path | None:
+    """Return the setuid helper of a runtime, or None if the runtime is not installed setuid."""
     # PREFIX/bin/singularity belongs to PREFIX/libexec/singularity/bin/starter-suid.
-    prefix = Path(program).resolve().parent.parent
+    prefix = tool.path.resolve().parent.parent
     for flavour in runtime.COMMANDS:
         starter = prefix / "libexec" / flavour / "bin" / "starter-suid"
-        if starter.exists() and starter.stat().st_mode & 0o4000:
+        if starter.exists() and starter.stat().st_mode & stat.S_ISUID:
             return starter
     return None
 
@@ -191,15 +192,11 @@ def _setuid_starter(runtime_text: str) -> Path | None:
 def _check_namespaces(machine: Machine) -> Check:
     """Check whether the kernel lets ordinary users create a user namespace."""
     name = "user namespaces"
-    verdict: Literal["warn", "fail"] = "fail"
-    obstacle = rights.find_namespace_obstacle(machine.root)
-    if obstacle is None:
-        verdict = "warn"
-        obstacle = rights.find_namespace_obstacle(machine.root, (_APPARMOR,))
-    if obstacle is not None:
-        setting, hint = obstacle
-        text = f"{setting}: ordinary users cannot start a container"
-        return Check(name, verdict, text, f"{hint}; or install the runtime setuid")
+    for setting in (*rights.SETTINGS, _APPARMOR):
+        if rights.forbids_namespaces(machine.root, setting):
+            text = f"{setting.problem}: ordinary users cannot start a container"
+            verdict: Verdict = "warn" if setting is _APPARMOR else "fail"
+            return Check(name, verdict, text, f"{setting.hint}; or install the runtime setuid")
     most = rights.read_small_file(machine.root / rights.MAX_NAMESPACES) or "any number"
     return Check(name, "ok", f"allowed, at most {most}")
 
@@ -216,8 +213,11 @@ def _check_definitions(machine: Machine) -> Check:
     return Check(name, "ok", steps)
 
 
-def _check_sif_writer(tool: Check) -> Check:
-    """Check how ``imgkit sif`` would write a file: itself, or by the runtime `tool`, which is slower."""
+def _check_sif_writer(tool: RuntimeTool | None, tool_check: Check) -> Check:
+    """Check how ``imgkit sif`` would write a file: itself, or by the runtime `tool`, which is slower.
+
+    Without a runtime, `tool` is None, and `tool_check` says whether that is a failure.
+    """
     name = "imgkit sif"
     hint = squash.INSTALL
     try:
@@ -227,10 +227,10 @@ def _check_sif_writer(tool: Check) -> Check:
         path = mksquashfs.find_any()
         if path:
             obstacle += f" (version {mksquashfs.read_version(path)})"
-        if tool.verdict in ("fail", "skip"):
-            return Check(name, tool.verdict, f"cannot convert: {obstacle}, and there is no runtime", hint)
-        text = f"{tool.found.partition(' at ')[0]} builds the file, which is slower: {obstacle}"
-        return Check(name, "warn", text, hint)
+        if tool is None:
+            text = f"cannot convert: {obstacle}, and there is no runtime"
+            return Check(name, tool_check.verdict, text, hint)
+        return Check(name, "warn", f"{tool} builds the file, which is slower: {obstacle}", hint)
     text = f"writes the file itself, with {squasher}"
     if squasher.note:
         return Check(name, "warn", f"{text}; {squasher.note}", hint)

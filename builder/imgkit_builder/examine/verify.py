@@ -10,7 +10,7 @@ from imgkit_builder.archive.read import Contents, HashedFile, SelectedImage
 from imgkit_builder.archive.sidecar import Sidecar
 from imgkit_builder.base import files
 from imgkit_builder.base.checks import Check
-from imgkit_builder.base.progress import Reporter, Silent
+from imgkit_builder.base.progress import SILENT, Reporter
 from imgkit_builder.oci import manifest
 from imgkit_builder.packages import record
 from imgkit_builder.sif import image as sif
@@ -23,7 +23,7 @@ _COPY_AGAIN = "copy it again (rsync -P resumes), or save it again"
 
 
 def verify_file(
-    path: Path, *, report: Reporter | None = None, unpack_limit_bytes: int | None = None
+    path: Path, *, report: Reporter = SILENT, unpack_limit_bytes: int | None = None
 ) -> tuple[Check, ...]:
     """Return the checks of the archive, .sif, .sqsh or file of packages at `path`. Nothing is changed.
 
@@ -37,7 +37,6 @@ def verify_file(
     UsageError : the file cannot be read, or is of none of these kinds.
     ToolMissing : a zstd archive needs the ``zstd`` program.
     """
-    report = report or Silent()
     try:
         with files.open_regular(path) as file:
             start = file.read(16)  # to name them if the file is of no known kind
@@ -103,20 +102,22 @@ def check_checksum(path: Path, actual: str, size_bytes: int) -> Check:
         return Check("sha256", "fail", error.what, f"{error.where}: {_COPY_AGAIN}")
     name = sidecar.sha256_path(path).name
     summary = f"{actual} ({size_bytes} bytes)"
-    if recorded is None and description is None:
-        return Check("sha256", "warn", f"{summary}; {name} is missing", f"copy {name} as well")
-    if recorded is None and description is not None:
-        return Check("sha256", "fail", *sidecar.describe_incomplete(path, actual, description))
-    differences = []
+    if recorded is None:
+        if description is None:
+            return Check("sha256", "warn", f"{summary}; {name} is missing", f"copy {name} as well")
+        problem, repair = sidecar.describe_incomplete(path, actual, description)
+        return Check("sha256", "fail", problem, repair)
+    differences = ""
     if recorded != actual:
-        differences.append(f"{name} says {recorded}")
-    if description is not None and description.archive.sha256 != actual:
-        differences.append(f"{sidecar.json_path(path).name} says {description.archive.sha256}")
+        differences += f", {name} says {recorded}"
+    archive = description.archive if description else None
+    if archive and archive.sha256 != actual:
+        differences += f", {sidecar.json_path(path).name} says {archive.sha256}"
     if not differences:
         return Check("sha256", "ok", summary)
-    text = ", ".join([f"is {actual}", *differences])
-    if description is not None and description.archive.size_bytes != size_bytes:
-        text += f"; the file has {size_bytes} of {description.archive.size_bytes} bytes"
+    text = f"is {actual}{differences}"
+    if archive and archive.size_bytes != size_bytes:
+        text += f"; the file has {size_bytes} of {archive.size_bytes} bytes"
     return Check("sha256", "fail", text, _COPY_AGAIN)
 
 
@@ -133,9 +134,9 @@ def _check_layers(image: SelectedImage[HashedFile]) -> Check:
             problem = f"{layer} has {file.diff_id}, the configuration says {diff_id}"
             return Check("layers", "fail", problem, _COPY_AGAIN)
     text = f"{len(image.layers)}, as the configuration lists them"
-    unread_count = sum(not file.diff_id for _, file in image.layers)
-    if unread_count:
-        return Check("layers", "warn", f"{text}; {unread_count} compressed with zstd were not checked")
+    packed_layers = [layer for layer, file in image.layers if not file.diff_id]
+    if packed_layers:
+        return Check("layers", "warn", f"{text}; {len(packed_layers)} compressed with zstd were not checked")
     return Check("layers", "ok", text)
 
 
@@ -216,7 +217,7 @@ def _check_sqsh(path: Path, report: Reporter) -> Iterator[Check]:
         return
     yield check_checksum(path, file_sha256, path.stat().st_size)
     arch = record.arch if record else "unknown"
-    arch_text = arch if record else "unknown architecture"
+    arch_text = record.arch if record else "unknown architecture"
     yield Check("squashfs", "ok", f"{arch_text}, with {superblock.compressor}")
     content = _check_content("content", record, root_sha256)
     yield content
@@ -245,7 +246,7 @@ def _check_packages(path: Path, report: Reporter) -> Iterator[Check]:
         yield Check("image", "skip", f"{image.name} is not beside it")
         return
     try:
-        record.refuse_unfit_files([str(path)], image)
+        record.read_records_for([str(path)], image)
     except UsageError as error:
         yield Check("image", "fail", error.what, error.hint or "")
         return

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import hashlib
 import re
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from packaging.utils import canonicalize_name
 
@@ -46,6 +46,14 @@ Value = TypeVar("Value")
 _LockKey = tuple[str, str, str]
 """The name, version and architecture of a package. A Python package has an empty architecture."""
 
+
+class _LockedFile(NamedTuple):
+    """What the lock records about the file of a package. A value that it does not state is empty."""
+
+    sha256: str = ""
+    url: str = ""
+
+
 # A value of os-release, such as ubuntu or 22.04.
 _RELEASE_VALUE = re.compile(r"[a-z0-9._-]{1,64}")
 
@@ -74,8 +82,7 @@ class InventoryCollector:
         self._releases: dict[str, dict[str, str]] = {}
         self._baked: list[BakedFile] = []
         self._manifest: Manifest | None = None
-        self._locked: dict[_LockKey, tuple[str, str]] = {}
-        """The sha256 and URL that the lock records for a package."""
+        self._locked: dict[_LockKey, _LockedFile] = {}
         self._left_out: set[str] = set()
 
     def is_relevant(self, path: str) -> bool:
@@ -156,8 +163,8 @@ class InventoryCollector:
     def _with_locked_file(self, package: Package) -> Package:
         """Return `package` with the sha256 and URL that the lock records for it, if there are any."""
         key = _lock_key(package.name, package.version, package.architecture)
-        sha256, url = self._locked.get(key, ("", ""))
-        return dataclasses.replace(package, sha256=sha256, url=url)
+        locked = self._locked.get(key, _LockedFile())
+        return dataclasses.replace(package, sha256=locked.sha256, url=locked.url)
 
     def _add_imgkit_file(self, path: str, data: bytes) -> None:
         """Record the digests of a file of imgkit. The manifest and the lock are also parsed.
@@ -258,8 +265,8 @@ def _lock_key(name: str, version: str, architecture: str) -> _LockKey:
     return (name, version, architecture)
 
 
-def _locked_files(text: str) -> dict[_LockKey, tuple[str, str]]:
-    """Return the sha256 and URL of each package in `text`, the content of a lock file.
+def _locked_files(text: str) -> dict[_LockKey, _LockedFile]:
+    """Return what `text`, the content of a lock file, records about the file of each package.
 
     The URL is empty if the lock states none, or one in a form that imgkit would not write.
     """
@@ -267,11 +274,11 @@ def _locked_files(text: str) -> dict[_LockKey, tuple[str, str]]:
     _, *tables = _TABLE_START.split(text)
     for table in tables:
         values = _parse_lock_table(table)
-        sha256 = values["sha256"]
-        if _SHA256.fullmatch(sha256):
-            key = _lock_key(values["name"], values["version"], values["architecture"])
-            url_match = _URL.fullmatch(values["url"])
-            files[key] = (sha256, url_match[0] if url_match else "")
+        if not _SHA256.fullmatch(values["sha256"]):
+            continue
+        key = _lock_key(values["name"], values["version"], values["architecture"])
+        url = values["url"] if _URL.fullmatch(values["url"]) else ""
+        files[key] = _LockedFile(sha256=values["sha256"], url=url)
     return files
 
 

@@ -8,8 +8,9 @@ eggs and distutils.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from email.message import Message
 from email.parser import HeaderParser
 from pathlib import PurePosixPath
 from typing import Literal
@@ -89,11 +90,11 @@ def debian_packages(text: str) -> Iterator[Package | str]:
     """
     paragraphs = [paragraph for paragraph in _PARAGRAPH_END.split(text.strip()) if paragraph]
     for number, paragraph in enumerate(paragraphs, 1):
-        read_field = _field_reader(paragraph)
-        name = read_field("Package")
-        version = read_field("Version")
-        architecture = read_field("Architecture")
-        status = read_field("Status")
+        headers = HeaderParser().parsestr(paragraph)
+        name = _read_field(headers, "Package")
+        version = _read_field(headers, "Version")
+        architecture = _read_field(headers, "Architecture")
+        status = _read_field(headers, "Status")
         # "Status: deinstall ok config-files": only the settings of a removed package are still there. An
         # entry without a status counts as installed.
         if status.endswith(("not-installed", "config-files")):
@@ -105,13 +106,9 @@ def debian_packages(text: str) -> Iterator[Package | str]:
             yield f"entry {number} is not a package"
 
 
-def _field_reader(paragraph: str) -> Callable[[str], str]:
-    """Return a function that reads a field of a paragraph of mail headers: ``"Version"`` -> ``"2.3.0"``.
-
-    It returns the first of several values, and "" for a field that is not there.
-    """
-    message = HeaderParser().parsestr(paragraph)
-    return lambda name: str(message.get(name, "")).strip()
+def _read_field(headers: Message, name: str) -> str:
+    """Return the first value of a field of mail headers, or "" if the field is not there."""
+    return str(headers.get(name, "")).strip()
 
 
 def python_package(path: str, text: str) -> Package | None:
@@ -129,9 +126,9 @@ def python_package(path: str, text: str) -> Package | None:
 
 def _parse_metadata(text: str) -> tuple[str, str]:
     """Return the name and version in a METADATA or PKG-INFO file. They are empty if it has none."""
-    headers, *_ = _PARAGRAPH_END.split(text.lstrip(), 1)
-    read_field = _field_reader(headers)
-    return read_field("Name"), read_field("Version")
+    paragraph, *_ = _PARAGRAPH_END.split(text.lstrip(), 1)
+    headers = HeaderParser().parsestr(paragraph)
+    return _read_field(headers, "Name"), _read_field(headers, "Version")
 
 
 def _parse_package_name(text: str) -> tuple[str, str]:

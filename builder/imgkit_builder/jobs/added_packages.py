@@ -66,7 +66,7 @@ def _refuse_unmountable(job: Job, paths: Sequence[str], where: str) -> None:
             hint="--runtime singularity; or build them into the image: image.pip of the recipe",
         )
     for path in paths:
-        if not record.safe_name(path):
+        if not record.is_mountable(path):
             hint = "rename it: no colons, commas and quotes"
             raise UsageError(f"{path} cannot be mounted", where=where, hint=hint)
 
@@ -107,7 +107,7 @@ def make_ready(job: Job, report: Reporter) -> None:
 
 def _refuse_unfit(job: Job) -> None:
     """Raise UsageError if a file of packages is missing, or does not fit the image or the command."""
-    records = record.refuse_unfit_files(job.container.packages, Path(job.container.image))
+    records = record.read_records_for(job.container.packages, Path(job.container.image))
     refuse_unseen(job, records)
 
 

@@ -15,10 +15,10 @@ import json
 import secrets
 import shlex
 import shutil
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from imgkit_builder.base import process
 from imgkit_builder.base.flags import option_field
@@ -29,18 +29,12 @@ from imgkit_builder.oci.platform import arch_of
 from imgkit_builder.packages import failures, record
 from imgkit_builder.packages.record import AddedPackage, PackagesRecord
 from imgkit_builder.recipe.requirements import PROTECTED
-from imgkit_builder.sif import image as sif_image
 from imgkit_builder.sif import runtime
 from imgkit_entrypoints import __version__, json_text, secret_patterns
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 
 INSIDE = "/run/imgkit/add"
-"""Path in the container of the folder with ``inside.py``, its order, what pip reads, and its answer."""
-PASSED = (
-    *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
-    *("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_TRUSTED_HOST"),
-)
-"""Variables of the machine that pip in the image gets. The others do not fit an image, for example paths."""
+"""Path in the container of the folder with ``inside.py``, its input (``request.json``) and its answer."""
 # Files and folders of a project that are not part of its source: version control, environments, earlier
 # builds, runs and images.
 _NOT_SENT = (".git", ".venv", "venv", "__pycache__", "build", "dist", "runs", "*.sif", "*.sqsh", "*.tar")
@@ -101,7 +95,7 @@ class AddRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Added:
+class AddedFile:
     """The result of `add`: a file with packages, and the image that it is for."""
 
     path: Path
@@ -114,7 +108,7 @@ class Added:
     @property
     def exec_line(self) -> str:
         """Return the shell line that starts Python in the image with the packages, without imgkit."""
-        target = record.target(1)
+        target = record.mount_path(1)
         variables = f"--env PREPEND_PATH={target}/bin,PYTHONPATH={target}"
         bind = shlex.quote(f"{self.path}:{target}:image-src=/,ro")
         return f"singularity exec --bind {bind} {variables} {shlex.quote(str(self.image))} python3 ..."
@@ -149,7 +143,7 @@ def add(
     *,
     machine: ImageMachine | None = None,
     image_id: str = "",
-) -> Added:
+) -> AddedFile:
     """Install the packages of `request` into a new file, and return a description of the file.
 
     The file is complete when it gets its name. If an error is raised, an earlier file stays as it was.
@@ -173,53 +167,41 @@ def add(
     target = _target_path(request, image)
     if machine is None:
         machine = this_machine()
-        image_id = _read_image_id(image)
+        image_id = record.read_image_id(image)
     steps = _Steps(request=request, machine=machine, image=image, target=target, token=secrets.token_hex(8))
-    digest, existing, size_bytes = steps.find_existing()
+    files = steps.look()
+    existing = files.target_record
     if existing is not None:
-        _refuse_other_packages(existing, request, target)
+        if existing.arguments != request.arguments:
+            raise UsageError(
+                f"the file exists and holds {shlex.join(existing.arguments)}",
+                where=str(target),
+                hint=f"-o OTHER.sqsh, or: rm {shlex.quote(str(target))}",
+            )
         # The content of files can change, and then the same request installs something else.
-        if existing.image_digest == digest and not request.path_options:
-            return Added(path=target, image=image, size_bytes=size_bytes, record=existing, up_to_date=True)
+        if existing.image_digest == files.image_digest and not request.path_options:
+            return AddedFile(
+                path=target, image=image, size_bytes=files.target_bytes, record=existing, up_to_date=True
+            )
     with runtime.log_file(target.stem) as log:
         report.stage(f"pip in {image.name}")
-        answer, squashfs_sha256 = steps.install(report, log)
-        if "failure" in answer:
-            raise failures.explain(
-                answer,
-                image=image,
-                target=target,
-                requirements=request.requirements,
-                log=log.name,
-                remote=machine.remote,
-            )
+        installation = steps.install(report, log)
+    answer = installation.answer
     packages = [AddedPackage(**package) for package in answer["packages"]]
     new_record = PackagesRecord(
         imgkit=__version__,
         image=image.name,
-        image_digest=digest,
+        image_digest=files.image_digest,
         image_id=image_id,
         arch=arch_of(answer["machine"]),
         python=answer["python"],
         arguments=request.arguments,
         packages=tuple(sorted(packages, key=lambda package: package.name.lower())),
         modules=tuple(sorted(set(answer["modules"]))),
-        squashfs_sha256=squashfs_sha256,
+        squashfs_sha256=installation.squashfs_sha256,
     )
     new_bytes = steps.publish(new_record)
-    return Added(path=target, image=image, size_bytes=new_bytes, record=new_record, up_to_date=False)
-
-
-def _read_image_id(image: Path) -> str:
-    """Return the id of the image in a .sif of this machine, or "" if the file has none.
-
-    Packages also fit an image with this id (`record.refuse_unfit`): a .sif that imgkit has packed again from
-    the same image has another digest, but the same id.
-    """
-    if not sif_image.is_sif(image):
-        return ""
-    sif = sif_image.read(image)
-    return sif.record.image_id if sif.record else ""
+    return AddedFile(path=target, image=image, size_bytes=new_bytes, record=new_record, up_to_date=False)
 
 
 def _image_path(request: AddRequest, machine: ImageMachine | None) -> Path:
@@ -298,7 +280,7 @@ def _target_path(request: AddRequest, image: Path) -> Path:
     count = len(request.requirements) or 1
     default = image.with_name(f"{image.stem}+{count}.sqsh")
     target = (request.output or default).absolute()
-    if not record.safe_name(str(target)):
+    if not record.is_mountable(str(target)):
         raise UsageError(
             f"no runtime can mount {str(target)!r}",
             where="--output",
@@ -307,15 +289,42 @@ def _target_path(request: AddRequest, image: Path) -> Path:
     return target
 
 
-def _refuse_other_packages(existing: PackagesRecord, request: AddRequest, target: Path) -> None:
-    """Raise UsageError if the file that exists was made by another request."""
-    if existing.arguments == request.arguments:
-        return
-    raise UsageError(
-        f"the file exists and holds {shlex.join(existing.arguments)}",
-        where=str(target),
-        hint=f"-o OTHER.sqsh, or: rm {shlex.quote(str(target))}",
-    )
+class _Files(NamedTuple):
+    """The image and the file to write, as they were before the installation."""
+
+    image_digest: str
+    target_bytes: int = 0
+    """Size of the file to write. It is 0 if there is no such file yet."""
+    target_record: PackagesRecord | None = None
+    """The record in the file to write. None if there is no such file yet."""
+
+
+class _Installation(NamedTuple):
+    """What pip has installed in the image."""
+
+    answer: Mapping[str, Any]
+    """The answer of ``inside.py``."""
+    squashfs_sha256: str
+
+
+class _SharedFolder(NamedTuple):
+    """A folder of this machine that pip reads in the container."""
+
+    name: str
+    """Its name in `INSIDE`."""
+    path: Path
+    patterns: Sequence[str]
+    """Patterns for the names of the files that pip needs: ``*.txt``."""
+
+    def list_members(self) -> Iterator[TarMember]:
+        """Yield the members of a tar for the files in the folder that match `patterns`."""
+        paths: set[Path] = set()
+        for pattern in self.patterns:
+            paths.update(self.path.glob(pattern))
+        for path in sorted(paths):
+            if path.is_file():
+                name = f"{self.name}/{path.name}"
+                yield TarMember(name=name, size_bytes=path.stat().st_size, source=path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,10 +338,8 @@ class _Steps:
     token: str
     """A random number, by which the script tells its own files and output from others."""
 
-    def find_existing(self) -> tuple[str, PackagesRecord | None, int]:
-        """Return the digest of the image, and the record and the size of the file that is to be written.
-
-        The record is None and the size is 0 if the file does not exist.
+    def look(self) -> _Files:
+        """Look at the image and at the file to write.
 
         Raises
         ------
@@ -340,55 +347,56 @@ class _Steps:
         """
         output = b"".join(self._run("look"))
         # "DIGEST  -", and for a file that exists a line with its size, and then its last bytes
-        first_line, _, rest = output.partition(b"\n")
-        self._refuse_problem(first_line.decode())
-        digest = first_line.decode().split()[0]
+        digest_line, _, rest = output.partition(b"\n")
+        self._refuse_problem(digest_line.decode())
+        image_digest = digest_line.decode().split()[0]
         if not rest:
-            return digest, None, 0
+            return _Files(image_digest)
         size_line, _, end = rest.partition(b"\n")
-        return digest, record.parse_end(end, str(self.target)), int(size_line)
+        return _Files(image_digest, int(size_line), record.parse_end(end, str(self.target)))
 
-    def install(self, report: Reporter, log: TextIO) -> tuple[dict[str, Any], str]:
-        """Run ``inside.py`` in the image, and make the squashfs.
-
-        Returns
-        -------
-        The answer of ``inside.py``, which may describe a failure of pip, and the digest of the squashfs. That
-        is empty after a failure.
+    def install(self, report: Reporter, log: TextIO) -> _Installation:
+        """Run ``inside.py`` in the image, and make the squashfs of what pip has installed.
 
         Raises
         ------
         UsageError : another process writes the file, the image is for another processor, or has no Python.
         ToolMissing : the machine has no runtime or no mksquashfs.
-        ToolFailed : the image does not start, or mksquashfs failed.
+        ToolFailed : the image does not start, or pip or mksquashfs failed.
         """
-        tar, options = self._pack_inputs()
-        args = (str(members.tar_size(tar)), self.machine.program, " ".join(self.machine.modules), *options)
-        answer_lines: list[str] = []
+        tar, mount_options = self._pack_inputs()
+        modules = " ".join(self.machine.modules)
+        args = (str(members.tar_size(tar)), self.machine.program, modules, *mount_options)
         pip_lines: collections.deque[str] = collections.deque(maxlen=process.KEPT_LINES)
+        output_lines = process.split_lines(self._run("install", *args, data=members.tar_chunks(tar)))
+        lines = (line.decode(errors="replace") for line in output_lines)
         try:
-            script_output = self._run("install", *args, data=members.tar_chunks(tar))
-            for raw_line in process.split_lines(script_output):
-                line = raw_line.decode(errors="replace")
-                if answer_lines or line == self.token:  # the token is the first line of the answer
-                    answer_lines.append(line)
-                    if line.startswith("{") and not line.startswith('{"failure"'):
-                        report.stage("squash")
-                else:
-                    self._refuse_problem(line)
-                    pip_lines.append(line)
-                    log.write(f"{line}\n")
-                    report.line(secret_patterns.mask_secrets(line))
+            for line in lines:
+                if line == self.token:  # the answer follows
+                    break
+                self._refuse_problem(line)
+                pip_lines.append(line)
+                log.write(f"{line}\n")
+                report.line(secret_patterns.mask_secrets(line))
+            answer: dict[str, Any] = json_text.parse(next(lines, ""))
+            if "failure" not in answer:
+                report.stage("squash")
+            digest_line = "".join(lines)  # "DIGEST  -"; nothing after a failure
         except ToolFailed as error:
             raise self._explain(error, "\n".join(pip_lines), log.name) from error
-        try:
-            _, answer_json, *digest_lines = answer_lines
-            answer: dict[str, Any] = json_text.parse(answer_json)
         except ValueError as error:
             message = f"the answer of the image cannot be read: {error}"
             raise ToolFailed(message, where=str(self.image), hint=f"full log: {log.name}") from error
-        squashfs_sha256, _, _ = "".join(digest_lines).partition(" ")  # "DIGEST  -"; no line after a failure
-        return answer, squashfs_sha256
+        if "failure" in answer:
+            raise failures.explain(
+                answer,
+                image=self.image,
+                target=self.target,
+                requirements=self.request.requirements,
+                log=log.name,
+                remote=self.machine.remote,
+            )
+        return _Installation(answer, squashfs_sha256=digest_line.partition(" ")[0])
 
     def publish(self, added: PackagesRecord) -> int:
         """Append the record to the squashfs, give the file its name, and return its size in bytes."""
@@ -409,7 +417,6 @@ class _Steps:
         """
         settings = (
             f"inside={INSIDE} end_bytes={record.END_BYTES}",
-            f'variables="{" ".join(PASSED)}"',
             f"digest_of_image() {{ {record.digest_command('$image')}; }}",
         )
         script = "\n".join((*settings, _read_source("machine.sh").decode()))
@@ -429,60 +436,42 @@ class _Steps:
     def _pack_inputs(self) -> tuple[list[TarMember], list[str]]:
         """Return the input of pip in the container: members of a tar, and options of the runtime for mounts.
 
-        The tar has ``inside.py``, its order (which says what to install) and the project. Folders with wheels
-        or requirements files are mounted on this machine, and are in the tar for a remote.
+        The tar has ``inside.py``, ``request.json`` (which says what to install) and the project. Folders with
+        wheels or requirements files are mounted on this machine. A remote does not have them, so it gets
+        their files in the tar.
         """
         request = self.request
         requirements = [*request.requirements]
         pip_options: list[str] = []
+        folders: list[_SharedFolder] = []
         tar = [members.memory_file("inside.py", _read_source("inside.py"))]
-        mounts: list[str] = []
         if request.wheels is not None:
             pip_options = ["--no-index", "--find-links", f"{INSIDE}/wheels"]
-            self._add_folder("wheels", request.wheels, ["*"], tar, mounts)
+            folders.append(_SharedFolder("wheels", request.wheels, ["*"]))
         if request.requirements_file is not None:
             file = request.requirements_file.absolute()
             requirements += ["-r", f"{INSIDE}/requirements/{file.name}"]
-            patterns = [file.name, *_REQUIREMENTS_FILES]
-            self._add_folder("requirements", file.parent, patterns, tar, mounts)
+            folders.append(_SharedFolder("requirements", file.parent, [file.name, *_REQUIREMENTS_FILES]))
         if request.project is not None:
             # The project is copied and not mounted, because a build writes into the folder.
             requirements.append(f"{INSIDE}/project")
             code = Code(source=request.project, context_folder="project", where="--project", ignore=_NOT_SENT)
-            for code_members in members.collect_code([code], ()).members.values():
-                tar += code_members
-        order = {
+            tar += members.collect_code([code], ()).members[code]
+        mount_options: list[str] = []
+        for folder in folders:
+            tar.append(members.empty_folder(folder.name))
+            if self.machine.remote:
+                tar += folder.list_members()
+            else:
+                mount_options += ["--bind", f"{folder.path.absolute()}:{INSIDE}/{folder.name}:ro"]
+        pip_request = {
             "requirements": requirements,
             "options": pip_options,
             "replace": request.replace,
             "protected": PROTECTED,
         }
-        tar.append(members.memory_file("order.json", json.dumps(order).encode()))
-        return tar, mounts
-
-    def _add_folder(
-        self, name: str, folder: Path, patterns: Sequence[str], tar: list[TarMember], mounts: list[str]
-    ) -> None:
-        """Bring a folder of this machine into the container, as the folder `name` in `INSIDE`.
-
-        On this machine, the folder is mounted. A remote does not have the folder, so it gets the files whose
-        names match one of `patterns`.
-
-        Parameters
-        ----------
-        tar, mounts : the results of `_pack_inputs`, to which this function adds.
-        """
-        tar.append(members.empty_folder(name))
-        if not self.machine.remote:
-            mounts += ["--bind", f"{folder.absolute()}:{INSIDE}/{name}:ro"]
-            return
-        paths: set[Path] = set()
-        for pattern in patterns:
-            paths.update(folder.glob(pattern))
-        for path in sorted(paths):
-            if path.is_file():
-                size_bytes = path.stat().st_size
-                tar.append(TarMember(name=f"{name}/{path.name}", size_bytes=size_bytes, source=path))
+        tar.append(members.memory_file("request.json", json.dumps(pip_request).encode()))
+        return tar, mount_options
 
 
 def _read_source(name: str) -> bytes:

@@ -36,7 +36,11 @@ _PROBLEMS = {
     "no-image": (UsageError, "there is no such image", _SIF_HINT),
     "no-sif": (UsageError, "this is no .sif", _SIF_HINT),
     "no-folder": (UsageError, "there is no such folder", "mkdir -p {folder}"),
-    "closed": (UsageError, "you may not write in {folder}", "-o FILE.sqsh, in a folder of yours: -o {name}"),
+    "not-writable": (
+        UsageError,
+        "you may not write in {folder}",
+        "-o FILE.sqsh, in a folder of yours: -o {name}",
+    ),
     "busy": (
         UsageError,
         "another imgkit process is writing this file",
@@ -124,26 +128,37 @@ def explain(
     """
     failure, output = answer["failure"], answer["output"]
     versions: Mapping[str, str] = answer["image"]
-    typed = shlex.join(requirements)
+    recipe_line = _recipe_line(requirements)
     # `inside.py` needs pip's --report, which pip has from 22.2 on.
-    if failure == "no pip":
-        return _pip_error("has no pip", image, typed)
+    pip_problem = "has no pip" if failure == "no pip" else ""
     if "no such option: --report" in output:
-        return _pip_error("has a pip older than 22.2, which cannot do this", image, typed)
+        pip_problem = "has a pip older than 22.2, which cannot do this"
+    if pip_problem:
+        hint = f"build one that has it: {recipe_line}"
+        return UsageError(f"the image {pip_problem}", where=str(image), hint=hint)
     if failure == "protected":
         return UsageError(
             f"nothing may replace {output} {versions.get(output, '')}, which belongs to the image's torch",
             where="--replace",
-            hint=f"build an image with another base: {_recipe_line(typed)}",
+            hint=f"build an image with another base: {recipe_line}",
         )
     if NO_SPACE.search(output):
         return _full_disk_error(target)
     constraint = _CONSTRAINT.search(output)
     if constraint:
-        return _conflict_error(canonical_name(constraint["name"]), output, versions, typed)
+        name = canonical_name(constraint["name"])
+        return UsageError(
+            f"{_conflict_reason(name, output)}, and the image has {name} {versions.get(name, '')}",
+            where="PACKAGE",
+            hint=_conflict_hint(name, recipe_line),
+        )
     # This comes before the search for a missing package: without a network, pip prints that message, too.
     if _NO_NETWORK.search(output):
-        return _network_error(answer, image, typed, remote)
+        return ToolFailed(
+            f"the image's pip cannot reach a package index from {remote or 'this machine'}",
+            where=str(image),
+            hint=f"{_wheels_hint(answer, image, shlex.join(requirements), remote)}; or build {recipe_line}",
+        )
     missing = _MISSING.search(output)
     if missing:
         return UsageError(
@@ -155,21 +170,8 @@ def explain(
     return ToolFailed("pip failed in the image", where=str(image), hint=hint)
 
 
-def _pip_error(problem: str, image: Path, typed: str) -> UsageError:
-    """Return the error for an image without a usable pip.
-
-    Parameters
-    ----------
-    typed : the requirements as the user typed them.
-    """
-    hint = f"build one that has it: {_recipe_line(typed)}"
-    return UsageError(f"the image {problem}", where=str(image), hint=hint)
-
-
-def _network_error(answer: Mapping[str, Any], image: Path, typed: str, remote: str) -> ToolFailed:
-    """Return the error for a pip that cannot reach a package index, as on nodes without internet.
-
-    The hint has commands that download wheels on another machine, and add the packages from these wheels.
+def _wheels_hint(answer: Mapping[str, Any], image: Path, typed: str, remote: str) -> str:
+    """Return the commands that download wheels where there is a network, and add the packages from them.
 
     Parameters
     ----------
@@ -184,33 +186,16 @@ def _network_error(answer: Mapping[str, Any], image: Path, typed: str, remote: s
     )
     add_again = f"imgkit add {typed} --image {image} --wheels wheels"
     if remote:
-        hint = f"{download}; then: {add_again} --on {remote}"
-    else:
-        hint = f"where there is a network: {download}; copy the folder here, and: {add_again}"
-    hint += f"; or build {_recipe_line(typed)}"
-    machine = remote or "this machine"
-    message = f"the image's pip cannot reach a package index from {machine}"
-    return ToolFailed(message, where=str(image), hint=hint)
+        return f"{download}; then: {add_again} --on {remote}"
+    return f"where there is a network: {download}; copy the folder here, and: {add_again}"
 
 
-def _conflict_error(name: str, output: str, versions: Mapping[str, str], typed: str) -> UsageError:
-    """Return the error for a request that needs another version of the package `name` than the image has.
-
-    Parameters
-    ----------
-    output : the output of pip, which says why it needs another version.
-    versions : the versions of the image's packages.
-    typed : the requirements as the user typed them.
-    """
-    reason = _conflict_reason(name, output)
+def _conflict_hint(name: str, recipe_line: str) -> str:
+    """Return what to do if a request needs another version of the package `name` than the image has."""
     # `inside.py` refuses to replace what belongs to the image's torch, so --replace would not help.
     if re.fullmatch(PROTECTED, name) or name.startswith("nvidia-"):
-        remedy = f"build an image with another torch: {_recipe_line(typed)}"
-        hint = f"another version of it; or {remedy}"
-    else:
-        hint = f"another version of it, or let it replace the image's: --replace {name}"
-    problem = f"{reason}, and the image has {name} {versions.get(name, '')}"
-    return UsageError(problem, where="PACKAGE", hint=hint)
+        return f"another version of it; or build an image with another torch: {recipe_line}"
+    return f"another version of it, or let it replace the image's: --replace {name}"
 
 
 def _conflict_reason(name: str, output: str) -> str:
@@ -227,9 +212,9 @@ def _conflict_reason(name: str, output: str) -> str:
     return "another version is asked for"
 
 
-def _recipe_line(typed: str) -> str:
+def _recipe_line(requirements: tuple[str, ...]) -> str:
     """Return, for a hint, what to write into a recipe so that the packages become part of a new image."""
-    packages = ", ".join(shlex.split(typed)) or "..."
+    packages = ", ".join(requirements) or "..."
     return f"a recipe with this image's base and `pip: [{packages}]` (imgkit init)"
 
 

@@ -3,7 +3,7 @@
 If the image has uv and no pip, uv fetches pip for the time of this program. uv itself has no report of what
 it would install, and does not read the metadata that stands for the image's pre-releases.
 
-This file runs with the Python of the image, so it uses the standard library only. It reads ``order.json``
+This file runs with the Python of the image, so it uses the standard library only. It reads ``request.json``
 beside it, and writes ``answer.json`` and the folder ``root`` there. The exit code is 0 even if the packages
 cannot be installed; then the answer describes the failure.
 
@@ -48,12 +48,12 @@ class Failure(Exception):
 
 
 def main(folder: Path) -> None:
-    """Install what ``order.json`` in `folder` names, and write ``answer.json`` there."""
+    """Install what ``request.json`` in `folder` names, and write ``answer.json`` there."""
     os.umask(0o022)  # in the squashfs the files belong to root, and every user reads them
-    order = json.loads((folder / "order.json").read_text(encoding="utf-8"))
+    request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     versions = installed_versions()
     try:
-        answer = install(folder, order, versions)
+        answer = install(folder, request, versions)
     except Failure as failure:
         answer = {"failure": failure.kind, "output": failure.output[-OUTPUT_CHARACTERS:]}
     answer["image"] = versions
@@ -62,8 +62,8 @@ def main(folder: Path) -> None:
     (folder / "answer.json").write_text(json.dumps(answer), encoding="utf-8")
 
 
-def install(folder: Path, order: Mapping[str, Any], versions: Mapping[str, str]) -> dict[str, Any]:
-    """Install the packages of `order` that the image lacks into the folder ``root``.
+def install(folder: Path, request: Mapping[str, Any], versions: Mapping[str, str]) -> dict[str, Any]:
+    """Install the packages of `request` that the image lacks into the folder ``root``.
 
     pip runs twice. The first run only finds out which packages the image lacks (``--dry-run``). The second
     run installs exactly these into another folder (``--target``), for which pip itself would install all
@@ -72,7 +72,7 @@ def install(folder: Path, order: Mapping[str, Any], versions: Mapping[str, str])
     Parameters
     ----------
     folder : a temporary folder in the container.
-    order : the content of ``order.json``: requirements, options of pip, and names of packages.
+    request : the content of ``request.json``: requirements, options of pip, and names of packages.
     versions : the versions of the image's packages, by name.
 
     Returns
@@ -88,26 +88,26 @@ def install(folder: Path, order: Mapping[str, Any], versions: Mapping[str, str])
     env = pip_environment(folder, shadows)
     pip = importlib.util.find_spec("pip")
     if pip is None or pip.origin is None:  # an empty folder is a namespace package, which has no origin
-        fetch_pip(folder / "pip", order["options"], env)
-    protected = protected_names(order["protected"])
-    replaced = [canonical(name) for name in order["replace"]]
+        fetch_pip(folder / "pip", request["options"], env)
+    protected = protected_names(request["protected"])
+    replaced = [canonical(name) for name in request["replace"]]
     for name in replaced:
         if name in protected:
             raise Failure("protected", name)
     write_constraints(constraints, shadows, versions, replaced)
     env["PIP_CONSTRAINT"] = str(constraints)
     report = folder / "report.json"
-    run_pip([*order["options"], "--dry-run", "--report", str(report), *order["requirements"]], env)
+    run_pip([*request["options"], "--dry-run", "--report", str(report), *request["requirements"]], env)
     items = json.loads(report.read_text(encoding="utf-8"))["install"]
     root = folder / "root"
     root.mkdir()
     if items:
-        exact = folder / "exact.txt"
-        exact.write_text("".join(f"{line}\n" for line in exact_requirements(items)), encoding="utf-8")
+        exact_file = folder / "exact.txt"
+        exact_file.write_text("".join(f"{line}\n" for line in exact_requirements(items)), encoding="utf-8")
         # The versions are exact, so nothing is constrained now. The variable still names the file, so that
         # the constraints of the image's own configuration do not apply either.
         constraints.write_text("", encoding="utf-8")
-        run_pip(["--no-deps", "--target", str(root), *order["options"], "-r", str(exact)], env)
+        run_pip(["--no-deps", "--target", str(root), *request["options"], "-r", str(exact_file)], env)
     names = sorted(path.name for path in root.iterdir())
     return {
         "packages": [summary(item) for item in items],
@@ -307,9 +307,9 @@ def exact_requirement(item: Mapping[str, Any]) -> str:
     A package of a URL or repository has the form ``NAME @ git+https://...@COMMIT``.
     """
     name = item["metadata"]["name"]
-    download = item["download_info"]
     if not item.get("is_direct"):
         return f"{name}=={item['metadata']['version']}"
+    download = item["download_info"]
     repository = download.get("vcs_info")
     if repository:
         return f"{name} @ {repository['vcs']}+{download['url']}@{repository['commit_id']}"

@@ -3,15 +3,19 @@
 #   look IMAGE TARGET TOKEN             print the image's digest, and the size and end of a file that exists
 #   install IMAGE TARGET TOKEN SIZE PROGRAM MODULES [OPTION...]
 #                                       run inside.py in the image, and make a squashfs of the result. The
-#                                       standard input is a tar of SIZE bytes, with inside.py and its order
+#                                       standard input is a tar of SIZE bytes, with inside.py and its request
 #   publish IMAGE TARGET TOKEN SIZE     append the record, which is SIZE bytes of the standard input, and give
 #                                       the file its name
 #
 # A step that cannot be done prints "problem NAME"; failures.py has the messages. Until the last rename, all
 # files are in one hidden folder beside the target. Each command has its own folder TOKEN in it.
 #
-# add.py sets $inside, the path of the folder TOKEN in the container, $variables, the names of those that pip
-# gets, $end_bytes, the size of the end of a file, and the function digest_of_image.
+# add.py sets $inside, the path of the folder TOKEN in the container, $end_bytes, the size of the end of a file,
+# and the function digest_of_image.
+
+# The variables of the machine that pip in the image gets. The others do not fit an image, for example paths.
+variables="http_proxy https_proxy no_proxy HTTP_PROXY HTTPS_PROXY NO_PROXY
+    PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_TRUSTED_HOST"
 mask=$(umask)
 umask 077
 step=$1 image=$2 target=$3 token=$4
@@ -30,7 +34,7 @@ problem() {
 take_lock() {
     mkdir -p -- "$folder" || exit 1
     # shellcheck disable=SC3067 # dash, bash and busybox know -O
-    if [ -L "$folder" ] || [ ! -O "$folder" ]; then problem closed; fi
+    if [ -L "$folder" ] || [ ! -O "$folder" ]; then problem not-writable; fi
     exec 9> "$folder/lock"
     flock -n 9
     if [ $? = 1 ]; then problem busy; fi
@@ -56,7 +60,7 @@ look)
     magic=$(head -c 42 "$image" 2> /dev/null | tail -c 10 | tr -d '\000')
     if [ "$magic" != SIF_MAGIC ]; then problem no-sif; fi
     if [ ! -d "$parent" ]; then problem no-folder; fi
-    if [ ! -w "$parent" ] || [ ! -x "$parent" ]; then problem closed; fi
+    if [ ! -w "$parent" ] || [ ! -x "$parent" ]; then problem not-writable; fi
     digest_of_image
     if [ -e "$target" ]; then
         stat -L -c %s -- "$target"

@@ -23,13 +23,13 @@ from imgkit_builder.sif import image as sif_image
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
-TARGETS = "/run/imgkit/packages"
+MOUNT_FOLDER = "/run/imgkit/packages"
 """The folder of a container below which each file with packages is mounted.
 
 No part of it is called site-packages: the node agent removes such folders from a PYTHONPATH of the host.
 """
 # The last bytes of the file, by which it is recognized.
-_MARK = b"IMGKPACK"
+_MAGIC = b"IMGKPACK"
 _SCHEMA = 1
 _HINT = "imgkit add PACKAGE --image X.sif, with another name by -o if the file is not one of packages"
 END_BYTES = 1 << 20
@@ -95,6 +95,18 @@ def image_digest(path: Path) -> str:
     return hashlib.sha256(start + end + f"{size_bytes}\n".encode()).hexdigest()
 
 
+def read_image_id(image: Path) -> str:
+    """Return the id of the image in a .sif of this machine, or "" if the file has none.
+
+    Packages also fit an image with this id (`refuse_unfit`): a .sif that imgkit has packed again from the
+    same image has another digest, but the same id.
+    """
+    if not sif_image.is_sif(image):
+        return ""
+    sif = sif_image.read(image)
+    return sif.record.image_id if sif.record else ""
+
+
 def digest_command(variable: str) -> str:
     """Return the shell command that prints ``image_digest`` of a file, and then ``  -``.
 
@@ -109,14 +121,14 @@ def digest_command(variable: str) -> str:
 def to_bytes(record: PackagesRecord) -> bytes:
     """Return the bytes to append to the squashfs that `record` describes."""
     values = json_text.seal({"schema": _SCHEMA, **dataclasses.asdict(record)})
-    return files.make_trailer(json.dumps(values, indent=1).encode(), _MARK)
+    return files.make_trailer(json.dumps(values, indent=1).encode(), _MAGIC)
 
 
 def is_packages(path: Path) -> bool:
     """Return whether the file `path` ends with the mark of `imgkit add`. An unreadable file does not."""
     try:
         with files.open_regular(path) as stream:
-            return files.has_trailer(stream, _MARK)
+            return files.has_trailer(stream, _MAGIC)
     except OSError:
         return False
 
@@ -148,8 +160,8 @@ def squashfs_sha256(path: Path) -> str:
     read(path)  # raises an error if the record is missing or damaged
     with files.open_regular(path) as stream:
         size_bytes = os.fstat(stream.fileno()).st_size
-        text = files.read_trailer(stream, 0, size_bytes, _MARK) or b""
-        return files.sha256(stream, 0, size_bytes - len(files.make_trailer(text, _MARK)))
+        text = files.read_trailer(stream, 0, size_bytes, _MAGIC) or b""
+        return files.sha256(stream, 0, size_bytes - len(files.make_trailer(text, _MAGIC)))
 
 
 def parse_end(end: bytes, path: str) -> PackagesRecord:
@@ -160,10 +172,10 @@ def parse_end(end: bytes, path: str) -> PackagesRecord:
     UsageError : `imgkit add` did not write the file.
     CheckFailed : the record is damaged, or another version of imgkit wrote it.
     """
-    if not end.endswith(_MARK):
+    if not end.endswith(_MAGIC):
         raise UsageError("imgkit add did not write this file", where=path, hint=_HINT)
     try:
-        text = files.read_trailer(io.BytesIO(end), 0, len(end), _MARK) or b""
+        text = files.read_trailer(io.BytesIO(end), 0, len(end), _MAGIC) or b""
         values = json_text.parse(text)
         json_text.unseal(values)
         if values.pop("schema") != _SCHEMA:
@@ -213,7 +225,7 @@ def refuse_unfit(
                 )
 
 
-def refuse_unfit_files(paths: Iterable[str], image: Path) -> tuple[PackagesRecord, ...]:
+def read_records_for(paths: Iterable[str], image: Path) -> tuple[PackagesRecord, ...]:
     """Return the records of the files `paths`, after checking that a job can use the files with `image`.
 
     Raises
@@ -221,34 +233,30 @@ def refuse_unfit_files(paths: Iterable[str], image: Path) -> tuple[PackagesRecor
     UsageError, CheckFailed : in the cases of `read` and of `refuse_unfit`.
     """
     records = [(path, read(Path(path))) for path in paths]
-    digests = []
+    digests = [read_image_id(image)]
     if image.is_file():
         digests.append(image_digest(image))
-    if sif_image.is_sif(image):
-        sif = sif_image.read(image)
-        if sif.record is not None:
-            digests.append(sif.record.image_id)
     refuse_unfit(records, image=str(image), digests=digests)
     return tuple(record for _, record in records)
 
 
-def target(number: int) -> str:
+def mount_path(number: int) -> str:
     """Return the path in a container of the file with packages of this `number`. The first one is 1."""
-    return f"{TARGETS}/{number}"
+    return f"{MOUNT_FOLDER}/{number}"
 
 
-def search_first(count: int) -> str:
+def search_path_script(count: int) -> str:
     """Return a line of sh that runs its arguments with a PYTHONPATH and PATH for `count` files with packages.
 
     So Python finds added packages before those of the image.
     """
-    folders = [target(number) for number in range(1, count + 1)]
+    folders = [mount_path(number) for number in range(1, count + 1)]
     path = ":".join(f"{folder}/bin" for folder in folders)
     python_path = ":".join(folders)
     return f'export PYTHONPATH="{python_path}${{PYTHONPATH:+:$PYTHONPATH}}" PATH="{path}:$PATH"; exec "$@"'
 
 
-def safe_name(path: str) -> bool:
+def is_mountable(path: str) -> bool:
     """Return whether a runtime can bind the file `path`.
 
     A colon or a comma would end the path in the option, and the other characters have a meaning for a shell.

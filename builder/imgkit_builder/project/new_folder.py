@@ -39,9 +39,13 @@ class NewFolder:
     folder: Path
     recipe: str
     """The recipe that the folder's own recipe extends: a shipped name or a path, as the user typed it."""
+    parent: Target
+    """That recipe."""
     remote: str = ""
     values: Mapping[str, str]
-    """The values of flags for the keys account, queue, qos, time and nodes. Empty: the flag was not given."""
+    """The values of flags for the keys account, queue, qos and time. Empty: the flag was not given."""
+    nodes: str = ""
+    """The value of the flag ``--nodes``."""
 
     @property
     def name(self) -> str:
@@ -76,40 +80,36 @@ class NewFolder:
             return ""
         return skeleton.unfit_reason(self.folder)
 
+    @property
+    def copies_code(self) -> bool:
+        """Whether the image has to hold the folder's code, because jobs cannot mount it.
 
-def copies_code(options: NewFolder, parent: Target) -> bool:
-    """Return whether the image has to hold the folder's code, because jobs cannot mount it.
-
-    That is so where jobs run in pods, which get no other code. It is also so for a project of which pip needs
-    all files to install it.
-    """
-    is_isolated = runtimes.get_runtime(parent.system.runtime.kind).is_isolated
-    return is_isolated or bool(options.unfit_reason)
+        That is so where jobs run in pods, which get no other code. It is also so for a project of which pip
+        needs all files to install it.
+        """
+        is_isolated = runtimes.get_runtime(self.parent.system.runtime.kind).is_isolated
+        return is_isolated or bool(self.unfit_reason)
 
 
-def file_texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
+def file_texts(options: NewFolder) -> Mapping[str, str]:
     """Return the content of each file that ``imgkit init`` writes, by the name of the file.
 
     For a folder with Python files, there is no example program. The files then name the packages and the
     command of the folder's own program.
-
-    Parameters
-    ----------
-    parent : the recipe that `options` name.
     """
-    copies = copies_code(options, parent)
+    parent = options.parent
     values = {
         "name": options.name,
         "remote": options.remote,
-        "parent": _parent_reference(options, parent),
+        "parent": _parent_reference(options),
         "description": f"{options.name}, on {parent.title}",
         "required": _required_keys(parent),
-        "command": _job_command(options, parent),
+        "command": _job_command(options),
         "programs": program.find_start_scripts(options.folder),
-        "copies": copies,
+        "copies": options.copies_code,
         "unfit_reason": options.unfit_reason,
-        "pip": program.pip_steps(options.folder, editable=not copies),
-        **_queue_values(options, parent),
+        "pip": program.pip_steps(options.folder, editable=not options.copies_code),
+        **_queue_values(options),
     }
     sources = {toml_file.NAME: toml_file.NAME, options.recipe_file: "recipe.yaml", GITIGNORE: "gitignore"}
     if not program.has_code(options.folder):
@@ -121,53 +121,47 @@ def file_texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
     return texts
 
 
-def _parent_reference(options: NewFolder, parent: Target) -> str:
+def _parent_reference(options: NewFolder) -> str:
     """Return what the folder's recipe extends: a name, or a path that begins with ``./`` or ``../``."""
     if not is_path(options.recipe):
         return options.recipe
     # A path from the folder, so that the folder and the recipe can move or be cloned together.
-    path = os.path.relpath(parent.file.resolve(), options.folder.resolve())
+    path = os.path.relpath(options.parent.file.resolve(), options.folder.resolve())
     return path if path.startswith("../") else f"./{path}"
 
 
-def _queue_values(options: NewFolder, parent: Target) -> dict[str, Any]:
+def _queue_values(options: NewFolder) -> dict[str, Any]:
     """Return the values of the templates that tell how a job asks the scheduler for nodes.
 
     Keys of imgkit.toml with a value, and keys that the user has to fill in, are under ``queue``. Keys that
     the user may add are under ``unused``, which the template writes as comments.
     """
-    used_keys = systems.get_system(parent.system.scheduler).uses
+    parent = options.parent
+    system = systems.get_system(parent.system.scheduler)
     required_keys = _required_keys(parent)
-    values = _values_with_defaults(options, parent)
-    nodes = values.pop("nodes")
-    set_keys = []
-    unset_keys = []
+    values = dict(options.values)
+    if not values["time"] and not parent.system.queue.time and "time" in system.uses:
+        values["time"] = _TIME
+    queue = {}
+    unused_keys = []
     for key, value in values.items():
         if value or key in required_keys:
-            set_keys.append((key, value))
-        elif key in used_keys:  # imgkit run warns about a key that the scheduler does not use
-            unset_keys.append(key)
+            queue[key] = value
+        elif key in system.uses:  # imgkit run warns about a key that the scheduler does not use
+            unused_keys.append(key)
+    nodes = options.nodes
+    if not nodes and not system.abilities.takes_hosts:  # a list of hosts (--hosts) sets the nodes
+        nodes = "1"
     return {
-        "queue": set_keys,
-        "unused": unset_keys,
+        "queue": queue.items(),
+        "unused": unused_keys,
         "nodes": int(nodes) if nodes.isdecimal() else nodes,
     }
 
 
-def _values_with_defaults(options: NewFolder, parent: Target) -> dict[str, str]:
-    """Return the values of the flags, and defaults for nodes and time where nothing else sets them."""
-    system = systems.get_system(parent.system.scheduler)
-    values = dict(options.values)
-    if not values["nodes"] and not system.abilities.takes_hosts:  # a list of hosts (--hosts) sets the nodes
-        values["nodes"] = "1"
-    if not values["time"] and not parent.system.queue.time and "time" in system.uses:
-        values["time"] = _TIME
-    return values
-
-
-def _job_command(options: NewFolder, parent: Target) -> tuple[str, ...]:
+def _job_command(options: NewFolder) -> tuple[str, ...]:
     """Return the command of jobs, with the program's path in the image if the code is there."""
-    if not options.command or not copies_code(options, parent):
+    if not options.command or not options.copies_code:
         return options.command
     launcher, name, *arguments = options.command
     return (launcher, f"{skeleton.CODE_FOLDER}/{name}", *arguments)
@@ -183,11 +177,16 @@ def _required_keys(parent: Target) -> Mapping[str, bool]:
     return has_value
 
 
-def next_steps(options: NewFolder, parent: Target, folder: Path) -> Iterator[str]:
+def next_steps(options: NewFolder, folder: Path) -> Iterator[str]:
     """Yield the steps that follow ``imgkit init``, one a line.
 
     They are commands, or keys of imgkit.toml to fill in. Values that only the user knows are in capitals.
+
+    Parameters
+    ----------
+    folder : the folder of `options` as the user typed it.
     """
+    parent = options.parent
     if not options.command:
         names = " or ".join(program.find_start_scripts(options.folder)) or "your program"
         yield f"command in imgkit.toml: the one that starts {names}"
@@ -198,13 +197,13 @@ def next_steps(options: NewFolder, parent: Target, folder: Path) -> Iterator[str
         # imgkit.toml has a time limit already.
         if not has_value and key != "time" and not options.values[key]:
             yield f"{key} in imgkit.toml, which {parent.name} needs"
-    change_folder = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
-    first_command, *other_commands = _run_commands(options, parent)
-    yield change_folder + first_command
-    yield from other_commands
+    commands = _run_commands(options)
+    if folder != Path():
+        commands[0] = f"cd {shlex.quote(str(folder))} && {commands[0]}"
+    yield from commands
 
 
-def _run_commands(options: NewFolder, parent: Target) -> list[str]:
+def _run_commands(options: NewFolder) -> list[str]:
     """Return the commands that build the image and run a job, for the user to type.
 
     They depend on the runtime of the system: pods need a registry, and pyxis needs a .sqsh.
@@ -218,10 +217,11 @@ def _run_commands(options: NewFolder, parent: Target) -> list[str]:
         "docker": [f"{build} && imgkit run"],
         "pyxis": [f"{build} && imgkit sif {recipe} --format sqsh && imgkit run"],
     }
-    kind = parent.system.runtime.kind
+    system = options.parent.system
+    kind = system.runtime.kind
     # The others start a .sif on a cluster, for which imgkit run does all steps.
     commands = commands_of_runtime.get(kind, ["imgkit run --dry-run && imgkit run"])
-    takes_hosts = systems.get_system(parent.system.scheduler).abilities.takes_hosts
+    takes_hosts = systems.get_system(system.scheduler).abilities.takes_hosts
     if takes_hosts and not runtimes.get_runtime(kind).image_suffix:
         commands.append(f"{push} && imgkit run --hosts HOST1,HOST2 --image {image}")
     return commands
@@ -261,8 +261,9 @@ def complete_gitignore(folder: Path) -> tuple[str, ...]:
     text = files.read_text(path)
     present_lines = text.splitlines()
     missing_lines = [line for line in _OUTPUTS if line not in present_lines]
-    if missing_lines:
-        if text and not text.endswith("\n"):
-            text += "\n"
-        files.write_file(path, text + "\n".join(missing_lines) + "\n")
+    if not missing_lines:
+        return ()
+    if text and not text.endswith("\n"):
+        text += "\n"
+    files.write_file(path, text + "\n".join(missing_lines) + "\n")
     return tuple(missing_lines)

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from imgkit_builder.base.flags import declared_options, flags_in
 from imgkit_builder.jobs.job import Job
@@ -22,6 +22,19 @@ from imgkit_builder.recipe.targets import Target
 
 _KEYS = ("account", "queue", "qos", "time", "nodes", "group_readable")
 """Keys of the file that are also flags of a job. The flag replaces the key."""
+_RECIPE_KEYS = {
+    "gpus": ("system.node.gpus",),
+    "cpus": ("system.node.cpus_per_gpu", "system.node.cpus"),
+    "mem": ("system.node.default_memory_GB",),
+    "mem-per-gpu": ("system.node.memory_per_gpu_GB",),
+    "time": ("system.queue.time",),
+    "account": ("system.queue.account",),
+    "queue": ("system.queue.name",),
+    "qos": ("system.queue.qos",),
+    "runtime": ("system.runtime.kind",),
+    "workdir": ("image.workdir",),
+}
+"""The keys of a recipe that can set a value. The first of them that the recipe has counts."""
 
 
 def fill_from_file(request: JobRequest, project: ProjectFile | None) -> JobRequest:
@@ -45,8 +58,10 @@ def fill_from_file(request: JobRequest, project: ProjectFile | None) -> JobReque
         lines={key: _location_text(position) for key, position in project.positions.items()},
         sets_directory=request.directory == Path(),
     )
+    flag_variables = _variable_names(container.env)
+    file_env = [item for item in values.env if item.partition("=")[0] not in flag_variables]
     changes: dict[str, Any] = {
-        "env": _combined_env(values.env, container.env),
+        "env": (*file_env, *container.env),
         "binds": (*values.binds, *container.binds),
         "options": (*values.options, *allocation.options),
         "data": (*values.data, *container.data),
@@ -68,29 +83,14 @@ def fill_from_file(request: JobRequest, project: ProjectFile | None) -> JobReque
     return request.changed(**changes, project=source)
 
 
-def _combined_env(file_items: Sequence[str], flag_items: Sequence[str]) -> tuple[str, ...]:
-    """Return the variables of the file that no flag sets, followed by those of the flags.
-
-    An item is ``NAME`` or ``NAME=VALUE``.
-    """
-    flag_variables = _variable_names(flag_items)
-    kept_items = [item for item in file_items if _variable_name(item) not in flag_variables]
-    return (*kept_items, *flag_items)
-
-
 def _location_text(position: Position) -> str:
     """Return the name and line of `position`, for example ``imgkit.toml:4``."""
     return f"{shorten_path(position.file).name}:{position.line}"
 
 
-def _variable_name(item: str) -> str:
-    """Return the name in `item`, which is ``NAME=VALUE`` or ``NAME``."""
-    return item.partition("=")[0]
-
-
-def _variable_names(items: Sequence[str]) -> set[str]:
+def _variable_names(items: Sequence[str]) -> list[str]:
     """Return the names in `items`, each of which is ``NAME=VALUE`` or ``NAME``."""
-    return {_variable_name(item) for item in items}
+    return [item.partition("=")[0] for item in items]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,58 +162,46 @@ def _single_value_sources(job: Job, flags: JobRequest, project: ProjectFile) -> 
         flag_of_value[flag.lstrip("-").removeprefix("no-")] = flag
     if flags.launch.command:
         flag_of_value["command"] = "--"
-    for name, (value, *recipe_keys) in _single_values(job).items():
+    for name, value in _single_values(job).items():
         flag = flag_of_value.get(name, "")
-        is_unset = not value and not flag
-        if name in ("code", "command") and is_unset:
+        if name in ("code", "command") and not value and not flag:
             continue
-        yield find_value_source(
-            name,
-            "" if value is None else str(value),
-            flag=flag,
-            project=project,
-            default=_first_position(job.recipe, recipe_keys),
-        )
+        text = "" if value is None else str(value)
+        position = _recipe_position(job.recipe, name)
+        yield find_value_source(name, text, flag=flag, project=project, default=position)
 
 
-def _first_position(recipe: Target, keys: Sequence[str]) -> Position | None:
-    """Return the position of the first of `keys`, such as ``"system.queue.time"``, that the recipe sets."""
-    for key in keys:
+def _recipe_position(recipe: Target, name: str) -> Position | None:
+    """Return the position in the recipe that sets the value `name`. None if the recipe does not set it."""
+    for key in _RECIPE_KEYS.get(name, ()):
         position = recipe.positions.get(tuple(key.split(".")))
         if position is not None:
             return position
     return None
 
 
-def _single_values(job: Job) -> dict[str, tuple[Any, ...]]:
-    """Return each value that one flag or one key sets, by its name.
-
-    In ``{"time": ("1:00:00", "system.queue.time")}``, the keys of the recipe that can set the value follow
-    it. The first of these keys that the recipe sets counts.
-    """
-    memory_value = {}
-    memory = job.allocation.memory
+def _single_values(job: Job) -> dict[str, Any]:
+    """Return each value that one flag or one key sets, by its name."""
+    allocation = job.allocation
+    values = {"nodes": allocation.size, "gpus": allocation.gpus, "cpus": allocation.cpus}
+    memory = allocation.memory
     if memory is not None:  # otherwise the scheduler decides about it
-        key = "memory_per_gpu_GB" if memory.gpus else "default_memory_GB"
-        memory_value[memory.flag.lstrip("-")] = (size_text(memory.size_MiB), f"system.node.{key}")
+        values[memory.flag.lstrip("-")] = size_text(memory.size_MiB)
     return {
-        "nodes": (job.allocation.size,),
-        "gpus": (job.allocation.gpus, "system.node.gpus"),
-        "cpus": (job.allocation.cpus, "system.node.cpus_per_gpu", "system.node.cpus"),
-        **memory_value,
-        "time": (job.allocation.time, "system.queue.time"),
-        "account": (job.allocation.account, "system.queue.account"),
-        "queue": (job.allocation.queue, "system.queue.name"),
-        "qos": (job.allocation.qos, "system.queue.qos"),
-        "name": (job.name,),
-        "image": (job.container.image,),
-        "directory": (job.directory,),
-        "code": (job.request.container.code,),
-        "runtime": (job.container.runtime, "system.runtime.kind"),
-        "stop-before": (job.allocation.stop_before_s,),
-        "group-readable": (job.request.group_readable,),
-        "workdir": (job.container.workdir or ".", "image.workdir"),
-        "command": (shlex.join(job.command),),
+        **values,
+        "time": allocation.time,
+        "account": allocation.account,
+        "queue": allocation.queue,
+        "qos": allocation.qos,
+        "name": job.name,
+        "image": job.container.image,
+        "directory": job.directory,
+        "code": job.request.container.code,
+        "runtime": job.container.runtime,
+        "stop-before": allocation.stop_before_s,
+        "group-readable": job.request.group_readable,
+        "workdir": job.container.workdir or ".",
+        "command": shlex.join(job.command),
     }
 
 
@@ -225,20 +213,21 @@ def _list_item_sources(job: Job, flags: JobRequest, project: ProjectFile) -> Ite
     values = project.values
     lines = project.positions
     recipe_lines = job.recipe.positions
+    binds = _ListSources("bind", flags.container.binds, values.binds, lines.get("binds"))
     for number, bind in enumerate(job.container.binds):
         # The recipe's binds come first. A flag may repeat one of them.
-        recipe_line = recipe_lines.get(("system", "runtime", "binds", number))
-        yield _item_source("bind", bind, flags.container.binds, values.binds, lines.get("binds"), recipe_line)
-    for data in job.request.container.data:
-        yield _item_source("data", data, (), values.data, lines.get("data"))
-    packages = flags.container.packages
-    for package in packages or job.request.container.requirements:
-        yield _item_source("packages", package, packages, values.packages, lines.get("packages"))
+        yield binds.find(bind, recipe_lines.get(("system", "runtime", "binds", number)))
+    data = _ListSources("data", (), values.data, lines.get("data"))
+    for item in job.request.container.data:
+        yield data.find(item)
+    packages = _ListSources("packages", flags.container.packages, values.packages, lines.get("packages"))
+    for package in flags.container.packages or job.request.container.requirements:
+        yield packages.find(package)
     yield from _variable_sources(job, flags, project)
     flag_options = flags.allocation.options
+    options = _ListSources("option", flag_options, values.options, lines.get("options"))
     for number, option in enumerate((*job.recipe.system.queue.options, *values.options, *flag_options)):
-        recipe_line = recipe_lines.get(("system", "queue", "options", number))
-        yield _item_source("option", option, flag_options, values.options, lines.get("options"), recipe_line)
+        yield options.find(option, recipe_lines.get(("system", "queue", "options", number)))
 
 
 def _variable_sources(job: Job, flags: JobRequest, project: ProjectFile) -> Iterator[ValueSource]:
@@ -246,36 +235,36 @@ def _variable_sources(job: Job, flags: JobRequest, project: ProjectFile) -> Iter
 
     The value of a variable that the user names without a value may be a secret, and is not shown.
     """
-    flag_variables = _variable_names(flags.container.env)
-    file_variables = _variable_names(project.values.env)
+    flag_names = _variable_names(flags.container.env)
+    file_names = _variable_names(project.values.env)
+    variables = _ListSources("env", flag_names, file_names, project.positions.get("env"))
     texts = {name: f"{name}={value}" for name, value in job.container.env.items()}
     for name in job.container.names:
         texts.setdefault(name, f"{name} (with its value from here)")
     for name, text in texts.items():
-        source = _item_source("env", name, flag_variables, file_variables, project.positions.get("env"))
-        yield dataclasses.replace(source, value=text)
+        yield dataclasses.replace(variables.find(name), value=text)
 
 
-def _item_source(
-    name: str,
-    item: str,
-    flag_items: Collection[str],
-    file_items: Collection[str],
-    file_line: Position | None,
-    recipe_line: Position | None = None,
-) -> ValueSource:
-    """Return an item of a list with its source: the recipe, or else a flag, or else imgkit.toml.
+class _ListSources(NamedTuple):
+    """The flags and the line of imgkit.toml that can add items to a list, such as the mounts."""
 
-    Parameters
-    ----------
-    name : the name of the flag that adds an item, without its dashes.
-    flag_items, file_items : the items that flags have added, and those of the file.
-    file_line : the place of the list in imgkit.toml. None if that file does not set it.
-    recipe_line : the place of the item in the recipe. None if the recipe does not have it.
-    """
-    if recipe_line is None and item in flag_items:
-        return ValueSource(name=name, value=item, flag=f"--{name}")
-    position = recipe_line
-    if recipe_line is None and item in file_items:
-        position = file_line
-    return ValueSource(name=name, value=item, position=position)
+    name: str
+    """The name of the flag that adds an item, without its dashes."""
+    flag_items: Collection[str]
+    file_items: Collection[str]
+    file_line: Position | None
+    """The position of the list in imgkit.toml. None if that file does not set it."""
+
+    def find(self, item: str, recipe_line: Position | None = None) -> ValueSource:
+        """Return an item with its source: the recipe, or else a flag, or else imgkit.toml.
+
+        Parameters
+        ----------
+        recipe_line : the position of the item in the recipe. None if the recipe does not have it.
+        """
+        if recipe_line is not None:
+            return ValueSource(name=self.name, value=item, position=recipe_line)
+        if item in self.flag_items:
+            return ValueSource(name=self.name, value=item, flag=f"--{self.name}")
+        position = self.file_line if item in self.file_items else None
+        return ValueSource(name=self.name, value=item, position=position)

@@ -127,15 +127,14 @@ def is_project(folder: Path) -> bool:
 
 def _package_steps(folder: Path) -> PipProposal | None:
     """Return the steps for the packages that a file in `folder` names, or None if none names any."""
-    dependencies = _requirement_lines(requirements.read_dependencies, folder)
-    if dependencies:
-        return _propose_step(requirements.PYPROJECT, dependencies)
-    requirement_lines = _requirement_lines(requirements.read_requirements, folder / REQUIREMENTS)
-    if requirement_lines:
-        return _propose_step(REQUIREMENTS, requirement_lines)
-    conda_lines = tuple(_conda_lines(folder / CONDA))
-    if conda_lines:
-        return _propose_step(CONDA, conda_lines)
+    files_and_lines = (
+        (requirements.PYPROJECT, _requirement_lines(requirements.read_dependencies, folder)),
+        (REQUIREMENTS, _requirement_lines(requirements.read_requirements, folder / REQUIREMENTS)),
+        (CONDA, tuple(_conda_lines(folder / CONDA))),
+    )
+    for file, lines in files_and_lines:
+        if lines:
+            return _propose_step(file, lines)
     return None
 
 
@@ -218,12 +217,10 @@ def _convert_conda_spec(spec: str) -> str:
     match = _CONDA_SPEC.fullmatch(spec.strip())
     if match is None or not _SAME_IN_CONDA.fullmatch(requirements.canonical_name(match["name"])):
         return f"conda:{spec}"
-    name = match["name"]
     versions = match["versions"] or ""
     single_version = _CONDA_VERSION.fullmatch(versions)
     if single_version is None:
-        return name + versions
-    requirement = f"{name}=={single_version['version']}"
-    if versions.startswith("==") or single_version["build"]:
-        return requirement
-    return f"{requirement}.*"  # conda's "=1.26" means any 1.26
+        return f"{match['name']}{versions}"
+    requirement = f"{match['name']}=={single_version['version']}"
+    is_exact = versions.startswith("==") or single_version["build"]
+    return requirement if is_exact else f"{requirement}.*"  # conda's "=1.26" means any 1.26

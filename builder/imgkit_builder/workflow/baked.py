@@ -170,12 +170,19 @@ def read_arch(path: Path) -> str:
     except (CheckFailed, ToolMissing, UsageError):
         return ""
     for program in programs.values():
-        # An ELF header has a 1 in byte 5 for little-endian numbers, and e_machine in bytes 18 and 19.
-        is_little_endian_elf = program[:4] == b"\x7fELF" and program[5:6] == b"\x01"
-        machine = int.from_bytes(program[18:20], "little")
-        if is_little_endian_elf and machine in _MACHINES:
-            return _MACHINES[machine]
+        arch = _elf_arch(program)
+        if arch:
+            return arch
     return ""
+
+
+def _elf_arch(program: bytes) -> str:
+    """Return the architecture that the header of an ELF program states, or "" if it is not a known one."""
+    # A header has a 1 in byte 5 for little-endian numbers, and the number of the machine in bytes 18 and 19.
+    if program[:4] != b"\x7fELF" or program[5:6] != b"\x01":
+        return ""
+    machine = int.from_bytes(program[18:20], "little")
+    return _MACHINES.get(machine, "")
 
 
 def recorded_arch(path: Path) -> str:

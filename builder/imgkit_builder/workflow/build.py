@@ -325,7 +325,7 @@ def _prepare_sif(recipe: str | Path, request: SifBuildRequest, report: Reporter)
     options = Options(
         runtime=request.runtime,
         compression=locked.system.runtime.compression,
-        module_hint=module_line(locked.system) or None,
+        module_hint=module_line(locked.system),
         tmpdir=request.tmpdir,
         test=not request.no_test,
     )
@@ -410,7 +410,7 @@ def _pack_context(
     )
     for note in whole_project_notes(recipe):
         report.note(note)
-    _note_left_out(context.code, report)
+    _report_left_out_files(context.code, report)
     return context
 
 
@@ -467,7 +467,7 @@ def _check_base(recipe: Recipe, base: BaseImage) -> None:
         )
 
 
-def _note_left_out(code: PackedCode, report: Reporter) -> None:
+def _report_left_out_files(code: PackedCode, report: Reporter) -> None:
     """Report the files of the recipe's code that stay out of the image, and how to bring them back."""
     if code.secret:
         report.note(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from imgkit_builder.base.checks import Check
     from imgkit_builder.recipe.targets import Target
 
-# For messages: what of this machine a program in the image can reach.
+# For messages: what of this machine a program in the image can description.
 _NOTHING_SHARED = "without folders of this machine and without a network"
 _SHARED = "a shell runs in the image, with this machine's network, and for a .sif its home folder"
 
@@ -79,11 +79,11 @@ def _test_sif(path: Path, runtime: str | None, report: Reporter) -> tuple[Check,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShellCommand:
-    """The command that opens a shell in an image, and what it can reach."""
+    """The command that opens a shell in an image, and what it can description."""
 
     argv: tuple[str, ...]
-    reach: str
-    """A sentence for people about what the shell can reach of this machine."""
+    description: str
+    """A sentence for people about what the shell can description of this machine."""
     image: str = ""
     """The name of the engine's image. Empty for a .sif."""
 
@@ -134,8 +134,8 @@ def _docker_shell(target: str, *, host: bool, workdir: str) -> ShellCommand:
     argv = engines.shell_argv(
         name, gpus=engine.has_nvidia, host=host, endpoint=engine.endpoint, workdir=workdir
     )
-    reach = _SHARED if host else f"a shell runs in the image: {_NOTHING_SHARED}"
-    return ShellCommand(argv=tuple(argv), reach=reach, image=name)
+    description = _SHARED if host else f"a shell runs in the image: {_NOTHING_SHARED}"
+    return ShellCommand(argv=tuple(argv), description=description, image=name)
 
 
 def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] = ()) -> ShellCommand:
@@ -151,33 +151,34 @@ def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] =
         )
     target = _target_of(Path(path))
     tool = find_runtime(module_hint=_module_hint(target))
-    record.refuse_unfit_files(packages, Path(path))
+    record.read_records_for(packages, Path(path))
+    description = _SHARED
     options: list[str] = []
-    reach = _SHARED
-    if not host:
-        isolated = isolation(tool)
-        options += isolated.options
-        reach = isolated.description("a shell")
     bind_options: list[str] = []
     variables: list[str] = []
+    if not host:
+        isolated = isolation(tool)
+        description = isolated.description("a shell")
+        options += isolated.options
     if target is not None:
         options += target.system.runtime.options
         workdir = workdir or target.workdir
-        if host:
-            bind_options = _bind_options(target)
-            variables = _unset_variables(target)
+    if target is not None and host:
+        bind_options = _bind_options(target)
+        variables = _unset_variables(target)
     command = _shell_in_image(len(packages), variables)
     argv = [str(tool.path), "exec" if command else "shell", "--nv"]
     # A file of packages is a squashfs, which the runtime mounts to a folder of its own.
     for number, file in enumerate(packages, 1):
-        argv += ["--bind", f"{Path(file).absolute()}:{record.target(number)}:image-src=/,ro"]
-    # Each option once; --nv is there already.
-    argv += [option for option in dict.fromkeys(options) if option != "--nv"]
+        argv += ["--bind", f"{Path(file).absolute()}:{record.mount_path(number)}:image-src=/,ro"]
+    for option in dict.fromkeys(options):  # each option once
+        if option != "--nv":
+            argv.append(option)
     argv += bind_options
     if workdir:
         argv += ["--pwd", workdir]
     argv += [str(Path(path).absolute()), *command]
-    return ShellCommand(argv=tuple(argv), reach=reach)
+    return ShellCommand(argv=tuple(argv), description=description)
 
 
 def _shell_in_image(package_files: int, variables: Sequence[str]) -> list[str]:
@@ -192,7 +193,7 @@ def _shell_in_image(package_files: int, variables: Sequence[str]) -> list[str]:
     """
     command = []
     if package_files:
-        command += ["sh", "-c", record.search_first(package_files), "sh"]
+        command += ["sh", "-c", record.search_path_script(package_files), "sh"]
     # env sets the variables inside the container, as in a job (ADR 5). A variable that is set outside would
     # be overridden by the image's variable of the same name.
     if variables:
@@ -228,7 +229,7 @@ def _bind_options(target: Target) -> list[str]:
             raise UsageError(
                 f"the image's system mounts {bind}, but ${error.args[0]} is not set here",
                 where="--host",
-                hint=_module_hint(target) or "load the module that sets it",
+                hint=target.module_line or "load the module that sets it",
             ) from None
     return options
 
@@ -244,11 +245,9 @@ def _target_of(path: Path) -> Target | None:
         return None
 
 
-def _module_hint(target: Target | None) -> str | None:
-    """Return ``module load ...`` for the runtime of the image's system. Return None if no module is known."""
-    if target is None:
-        return None
-    return target.module_line or None
+def _module_hint(target: Target | None) -> str:
+    """Return ``module load ...`` for the runtime of the image's system, or "" if no module is known."""
+    return target.module_line if target else ""
 
 
 def _is_file(target: str) -> bool:

@@ -60,8 +60,8 @@ def system_of(image: str) -> SystemFacts | None:
     return targets.load_target(name).system
 
 
-def module_line(system: SystemFacts | None) -> str | None:
-    """Return ``module load ...`` for the runtime of `system`, or None if it needs no module."""
+def module_line(system: SystemFacts | None) -> str:
+    """Return ``module load ...`` for the runtime of `system`, or "" if it needs no module."""
     if system is None:
-        return None
-    return targets.module_line(system) or None
+        return ""
+    return targets.module_line(system)

@@ -472,7 +472,7 @@ fi"""
             mounts.append(f"{job.workspace}:/{WORKSPACE}")
         mounts += [f"{data.source}:{data.target}:ro" for data in container.data]
         for number, file in enumerate(container.packages, 1):
-            mounts.append(f"{file}:{record.target(number)}:{self.squashfs_options}")
+            mounts.append(f"{file}:{record.mount_path(number)}:{self.squashfs_options}")
         mounts += self._library_mounts(job)
         mounts += container.binds
         entry_points = container.entry_points
@@ -597,4 +597,4 @@ def _packages_argv(job: Job) -> Argv:
     count = len(job.container.packages)
     if not count:
         return ()
-    return ("sh", "-c", record.search_first(count), "sh")
+    return ("sh", "-c", record.search_path_script(count), "sh")

@@ -9,18 +9,28 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from file_tree import write_files
 
 from imgkit_builder.apptainer import definition
-from imgkit_builder.apptainer.definition import Start
+from imgkit_builder.apptainer.definition import DefinitionBase
 from imgkit_builder.oci import manifest
 from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.recipe.model import Recipe
 from imgkit_builder.sif.entries import Archive
 
-BASE = Start(source=Archive(path=Path("/base.tar")), image=BaseImage(name="b:1", platform="linux/amd64"))
+BASE = DefinitionBase(
+    source=Archive(path=Path("/base.tar")), image=BaseImage(name="b:1", platform="linux/amd64")
+)
 MANIFEST = Manifest(
     imgkit="1", recipe="r", recipe_sha256="0", base=BASE.image, platform="linux/amd64", wheel_sha256="1"
 )
+
+
+@pytest.fixture
+def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that stands for imgkit's folder in the image."""
+    monkeypatch.setattr(definition, "INSIDE", str(tmp_path))
+    return tmp_path
 
 
 @pytest.fixture
@@ -43,11 +53,10 @@ def test_post_is_a_shell_script(text: str) -> None:
     assert subprocess.run(["sh", "-n"], input=post, text=True, check=False).returncode == 0
 
 
-def test_links_keep_odd_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(definition, "INSIDE", str(tmp_path))
-    script = definition.links_script({"it's a $x": "../to; rm", "b": "-f"})
-    subprocess.run(["sh"], input=script, text=True, check=True)
-    assert [str((tmp_path / name).readlink()) for name in ("it's a $x", "b")] == ["../to; rm", "-f"]
+def test_links_keep_odd_names(inside: Path) -> None:
+    links = {"it's a $x": "../to; rm", "b": "-f"}
+    subprocess.run(["sh"], input=definition.links_script(links), text=True, check=True)
+    assert {name: str((inside / name).readlink()) for name in links} == links
 
 
 def complete_manifest(folder: Path, stated: Manifest) -> Manifest:
@@ -59,9 +68,8 @@ def complete_manifest(folder: Path, stated: Manifest) -> Manifest:
     return manifest.from_json(file.read_text())
 
 
-def test_look_completes_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(definition, "INSIDE", str(tmp_path))
-    completed = complete_manifest(tmp_path, MANIFEST)
+def test_look_completes_the_manifest(inside: Path) -> None:
+    completed = complete_manifest(inside, MANIFEST)
     base = completed.base
     assert (base.probe.python, base.probe.skipped) == (sys.version.split()[0], "")
     unchanged = dataclasses.replace(base, probe=BASE.image.probe, env={})
@@ -69,16 +77,14 @@ def test_look_completes_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_look_finds_variables_of_a_base_that_states_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    inside: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(definition, "INSIDE", str(tmp_path))
-    monkeypatch.setattr(definition, "RUNTIME", str(tmp_path))
-    (tmp_path / "env").mkdir()
+    monkeypatch.setattr(definition, "RUNTIME", str(inside))
     lines = 'export PATH="/base/bin:/usr/bin:/bin"\nexport NCCL_NET_PLUGIN="${NCCL_NET_PLUGIN:-"spcx"}"\n'
-    (tmp_path / "env/10-docker2singularity.sh").write_text(lines)
-    (tmp_path / "env/90-environment.sh").write_text("export LINES='a\nb' X=1\n")
+    scripts = {"10-docker2singularity.sh": lines, "90-environment.sh": "export LINES='a\nb' X=1\n"}
+    write_files(inside / "env", scripts)
     monkeypatch.setenv("NCCL_NET_PLUGIN", "of the host")
-    assert complete_manifest(tmp_path, MANIFEST).base.env == {
+    assert complete_manifest(inside, MANIFEST).base.env == {
         "LINES": "a\nb",
         "NCCL_NET_PLUGIN": "spcx",
         "PATH": "/base/bin:/usr/bin:/bin",
@@ -86,4 +92,4 @@ def test_look_finds_variables_of_a_base_that_states_none(
     }
     # A base whose archive states its variables keeps them.
     stated = dataclasses.replace(MANIFEST, base=dataclasses.replace(BASE.image, env={"PATH": "/"}))
-    assert complete_manifest(tmp_path, stated).base.env == {"PATH": "/"}
+    assert complete_manifest(inside, stated).base.env == {"PATH": "/"}

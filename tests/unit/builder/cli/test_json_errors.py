@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest import mock
 
 import pytest
 
 
-def test_unreadable_folder_is_an_object(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError(13, "Permission denied", "/closed")
-
-    monkeypatch.setattr("imgkit_builder.workflow.build.load", refuse)
-    code, out, _ = call("build", "mn5", "--json")
-    error = json.loads(out)["error"]
-    assert (code, error["what"], error["where"]) == (4, "Permission denied", "/closed")
-
-
-def test_interrupt_is_an_object(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("imgkit_builder.workflow.build.load", interrupt)
-    code, out, _ = call("build", "mn5", "--json")
-    assert (code, json.loads(out)["error"]["exit_code"]) == (130, 130)
+@pytest.mark.parametrize(
+    ("error", "code", "what", "where"),
+    [
+        (PermissionError(13, "Permission denied", "/closed"), 4, "Permission denied", "/closed"),
+        (KeyboardInterrupt(), 130, "interrupted; no partial file is left", None),
+    ],
+)
+def test_error_is_an_object(
+    call: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, what: str, where: str | None
+) -> None:
+    monkeypatch.setattr("imgkit_builder.workflow.build.load", mock.Mock(side_effect=error))
+    exit_code, out, _ = call("build", "mn5", "--json")
+    values = json.loads(out)["error"]
+    assert (exit_code, values["exit_code"], values["what"], values["where"]) == (code, code, what, where)
 
 
 def test_check_of_good_recipes_passes(call: Any) -> None:

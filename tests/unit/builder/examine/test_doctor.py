@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from file_tree import write_files, write_program
@@ -27,8 +28,18 @@ LAMBDA = Target(
     file=Path("lambda.yaml"),
 )
 
-QEMU = "proc/sys/fs/binfmt_misc/qemu-aarch64"
-USERNS = "proc/sys/user/max_user_namespaces"
+PATHS = {
+    "qemu": "proc/sys/fs/binfmt_misc/qemu-aarch64",
+    "userns": "proc/sys/user/max_user_namespaces",
+    "userns_clone": "proc/sys/kernel/unprivileged_userns_clone",
+    "apparmor": "proc/sys/kernel/apparmor_restrict_unprivileged_userns",
+    "fuse": "dev/fuse",
+    "mounts": "proc/mounts",
+}
+RUNTIME = 'echo "singularity-ce version 4.1.0"'
+OLD = 'echo "mksquashfs version 4.4 (2019/08/29)"; echo "-pf <file>"; echo "  gzip xz zstd"; exit 1'
+BROKEN = 'echo "mksquashfs version 4.4 (2019/08/29)"; exit 1'
+NEW = 'echo "mksquashfs version 4.6.1 (2023/03/25)"; echo "-tar read a tar"; echo "  zstd"'
 
 
 @pytest.fixture
@@ -48,7 +59,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def runtime(programs: Path) -> Path:
-    return write_program(programs / "singularity", 'echo "singularity-ce version 4.1.0"')
+    return write_program(programs / "singularity", RUNTIME)
 
 
 @pytest.fixture
@@ -56,26 +67,114 @@ def root(tmp_path: Path) -> Callable[..., Machine]:
     """A machine with these files below its root."""
 
     def make(uid: int = 1000, arch: str = "amd64", **files: str) -> Machine:
-        paths = {"qemu": QEMU, "userns": USERNS, "fuse": "dev/fuse", "mounts": "proc/mounts"}
-        folder = write_files(tmp_path / "root", {paths[name]: text for name, text in files.items()})
+        folder = write_files(tmp_path / "root", {PATHS[name]: text for name, text in files.items()})
         return Machine(root=folder, uid=uid, arch=arch)
 
     return make
+
+
+Root = Callable[..., Machine]
+ROOT = Machine(uid=0)
 
 
 def look(*args: object, **options: object) -> dict[str, Check]:
     return {check.name: check for check in doctor.check_machine(*args, **options)}  # type: ignore[arg-type]
 
 
-def test_machine_with_nothing_fails(programs: Path) -> None:
-    checks = look()
-    assert checks["docker"].verdict == checks["singularity"].verdict == "fail"
-
-
-def test_every_trouble_names_a_fix(programs: Path, root: Callable[..., Machine]) -> None:
+def test_every_trouble_of_a_machine_with_nothing_names_a_fix(programs: Path, root: Root) -> None:
     checks = look(OLIVIA, machine=root(userns="0"))
     assert all(check.hint for check in checks.values() if check.verdict in ("warn", "fail"))
+    assert checks["docker"].verdict == checks["singularity"].verdict == "fail"
     assert (checks["imgkit sif"].verdict, checks["zstd"].verdict) == ("fail", "warn")
+
+
+class Case(NamedTuple):
+    """A machine, and one of its checks."""
+
+    check: str
+    verdict: Verdict
+    texts: tuple[str, ...] = ()
+    """What the check says, in its finding or its hint."""
+    programs: Mapping[str, str] = {}
+    """Scripts, by their paths below the prefix of the runtime."""
+    files: Mapping[str, str] = {}
+    """Files of the kernel, by their names in `PATHS`."""
+    target: Target | None = None
+
+
+HERE = {"bin/singularity": RUNTIME}
+LIBEXEC = "libexec/singularity/bin"
+CASES = {
+    "missing runtime": Case("singularity", "fail", ("module load gcc singularity",), target=MN5),
+    "no runtime for containers": Case("singularity", "skip", target=LAMBDA),
+    "no .sif for containers": Case("imgkit sif", "skip", target=LAMBDA),
+    "game": Case("singularity", "fail", ("Endgame",), {"bin/singularity": "echo Endgame: Singularity 1.00"}),
+    "namespaces": Case("user namespaces", "ok", ("allowed, at most 15000",), HERE, {"userns": "15000"}),
+    "no namespaces": Case("user namespaces", "fail", ("max_user_namespaces",), HERE, {"userns": "0"}),
+    "no unprivileged namespaces": Case(
+        "user namespaces", "fail", ("unprivileged_userns_clone",), HERE, {"userns_clone": "0"}
+    ),
+    "namespaces by profile": Case("user namespaces", "warn", ("apparmor_",), HERE, {"apparmor": "1"}),
+    "fuse": Case("fuse", "ok", (), HERE, {"fuse": ""}),
+    "no fuse": Case("fuse", "warn", ("modprobe fuse",), HERE),
+    "old mksquashfs": Case(
+        "imgkit sif",
+        "warn",
+        ("itself, with mksquashfs 4.4 at {}/bin/mksquashfs; the files are written", "no -tar"),
+        {**HERE, "bin/mksquashfs": OLD},
+    ),
+    "runtime beside a broken mksquashfs": Case(
+        "imgkit sif",
+        "warn",
+        ("singularity-ce 4.1.0 builds the file", "no -tar", "version 4.4"),
+        {**HERE, "bin/mksquashfs": BROKEN},
+    ),
+    "broken mksquashfs": Case("imgkit sif", "fail", (), {"bin/mksquashfs": BROKEN}),
+    "mksquashfs of a runtime before an old one": Case(
+        "imgkit sif",
+        "ok",
+        (f"4.6.1 at {{}}/{LIBEXEC}",),
+        {**HERE, "bin/mksquashfs": OLD, f"{LIBEXEC}/mksquashfs": NEW},
+    ),
+    "emulator": Case("emulation", "ok", (), {}, {"qemu": "enabled\ninterpreter /q\nflags: F"}, OLIVIA),
+    "no fixed interpreter": Case(
+        "emulation", "warn", ("--install arm64",), {}, {"qemu": "enabled\nflags: "}, OLIVIA
+    ),
+    "disabled emulator": Case(
+        "emulation", "warn", ("--install arm64",), {}, {"qemu": "disabled\nflags: F"}, OLIVIA
+    ),
+}
+for folder in ("bin", LIBEXEC, "libexec/apptainer/bin", "utils/bin", "x86_64/utils/bin"):
+    CASES[f"mksquashfs in {folder}"] = Case(
+        "imgkit sif",
+        "ok",
+        (f"itself, with mksquashfs 4.6.1 at {{}}/{folder}/mksquashfs", "Singularity 3.8 or later"),
+        {**HERE, f"{folder}/mksquashfs": NEW},
+    )
+for version, verdict in (
+    ("singularity version 3.7.4", "warn"),
+    ("singularity version 3.8.0", "ok"),
+    ("singularitypro version 3.11-2", "ok"),
+    ("apptainer version 1.0.0", "ok"),
+):
+    text = f"{version.replace(' version', '')} at {{}}/bin/singularity, "
+    texts = (text, "3.8") if verdict == "warn" else (text,)
+    CASES[version] = Case("singularity", verdict, texts, {"bin/singularity": f'echo "{version}"'})
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_machine_is_judged_by_what_it_has(programs: Path, root: Root, case: Case) -> None:
+    prefix = programs.parent
+    for path, script in case.programs.items():
+        write_program(prefix / path, script)
+    check = look(case.target, machine=root(**case.files))[case.check]
+    assert check.verdict == case.verdict
+    for text in case.texts:
+        assert text.format(prefix) in f"{check.found}\n{check.hint}"
+
+
+def test_root_needs_no_namespaces(runtime: Path, root: Root) -> None:
+    assert "user namespaces" not in look(machine=root(uid=0, userns="0"))
 
 
 @pytest.mark.parametrize(("purpose", "verdict"), [("any", "warn"), ("sif", "warn"), ("build", "fail")])
@@ -87,96 +186,25 @@ def test_missing_engine_fails_only_builders(
     for way, expected in cases:
         build_check = Check("build --with apptainer", way, "x", "x")
         monkeypatch.setattr(doctor, "_check_definitions", lambda _, check=build_check: check)
-        check = look(purpose=purpose, machine=Machine(uid=0))["docker"]
+        check = look(purpose=purpose, machine=ROOT)["docker"]
         assert check.verdict == expected
         assert ("--with apptainer" in check.hint) == (purpose == "build" and way == "ok")
 
 
-def test_runtime_tells_flavour_and_place(runtime: Path) -> None:
-    assert look()["singularity"].found.startswith(f"singularity-ce 4.1.0 at {runtime}")
-
-
-def test_missing_runtime_names_the_recipes_modules(programs: Path) -> None:
-    checks = look(MN5)
-    assert "module load gcc singularity" in checks["singularity"].hint
-    assert "\n" not in checks["singularity"].hint
-
-
-def test_system_of_containers_needs_no_runtime(programs: Path) -> None:
-    checks = look(LAMBDA)
-    assert checks["singularity"].verdict == checks["imgkit sif"].verdict == "skip"
-
-
-def test_game_named_singularity_is_no_runtime(programs: Path) -> None:
-    write_program(programs / "singularity", "echo Endgame: Singularity 1.00")
-    check = look()["singularity"]
-    assert check.verdict == "fail"
-    assert "Endgame" in check.found
-
-
-@pytest.mark.parametrize("name", ["max_user_namespaces", "unprivileged_userns_clone"])
-def test_forbidden_namespaces_fail_ordinary_users(
-    runtime: Path, root: Callable[..., Machine], name: str
+@pytest.mark.parametrize(("purpose", "verdict"), [("any", "warn"), ("build", "warn"), ("sif", "fail")])
+def test_missing_runtime_fails_only_conversions(
+    programs: Path, purpose: str, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine = root(userns="15000")
-    path = USERNS if name.startswith("max") else "proc/sys/kernel/unprivileged_userns_clone"
-    write_files(machine.root, {path: "0"})
-    check = look(machine=machine)["user namespaces"]
-    assert check.verdict == "fail"
-    assert name in check.hint
+    monkeypatch.setattr(doctor, "_check_engine", lambda: Check("docker", "ok", "x"))
+    assert look(purpose=purpose)["imgkit sif"].verdict == verdict
 
 
-def test_root_needs_no_namespaces(runtime: Path, root: Callable[..., Machine]) -> None:
-    assert "user namespaces" not in look(machine=root(uid=0, userns="0"))
-
-
-def test_setuid_runtime_needs_no_namespaces(runtime: Path, root: Callable[..., Machine]) -> None:
-    starter = runtime.parent.parent / "libexec/singularity/bin/starter-suid"
-    starter.parent.mkdir(parents=True)
-    starter.touch()
+def test_setuid_runtime_needs_no_namespaces(runtime: Path, root: Root) -> None:
+    starter = write_program(runtime.parent.parent / "libexec/singularity/bin/starter-suid", "")
     starter.chmod(0o4755)
     checks = look(machine=root(userns="0"))
     assert checks["user namespaces"].verdict == "ok"
     assert "fuse" not in checks
-
-
-def test_missing_fuse_warns(runtime: Path, root: Callable[..., Machine]) -> None:
-    check = look(machine=root(userns="15000"))["fuse"]
-    assert (check.verdict, "modprobe fuse" in check.hint) == ("warn", True)
-    assert look(machine=root(fuse=""))["fuse"].verdict == "ok"
-
-
-OLD = 'echo "mksquashfs version 4.4 (2019/08/29)"; echo "-pf <file>"; echo "  gzip xz zstd"; exit 1'
-BROKEN = 'echo "mksquashfs version 4.4 (2019/08/29)"; exit 1'
-NEW = 'echo "mksquashfs version 4.6.1 (2023/03/25)"; echo "-tar read a tar"; echo "  zstd"'
-
-
-@pytest.mark.parametrize(
-    "subfolder", ["bin", "libexec/singularity/bin", "libexec/apptainer/bin", "utils/bin", "x86_64/utils/bin"]
-)
-def test_own_way_names_the_mksquashfs_wherever_it_lies(runtime: Path, subfolder: str) -> None:
-    folder = runtime.parent.parent / subfolder
-    write_program(folder / "mksquashfs", NEW)
-    check = look(machine=Machine(uid=0))["imgkit sif"]
-    assert check.verdict == "ok"
-    assert f"itself, with mksquashfs 4.6.1 at {folder}/mksquashfs" in check.found
-    assert "Singularity 3.8 or later" in check.found
-
-
-def test_mksquashfs_of_a_runtime_comes_before_an_old_one_of_the_path(runtime: Path) -> None:
-    beside = runtime.parent.parent / "libexec/singularity/bin"
-    beside.mkdir(parents=True)
-    write_program(runtime.parent / "mksquashfs", OLD)
-    write_program(beside / "mksquashfs", NEW)
-    assert f"4.6.1 at {beside}" in look(machine=Machine(uid=0))["imgkit sif"].found
-
-
-def test_old_mksquashfs_squashes_plain_files(runtime: Path) -> None:
-    write_program(runtime.parent / "mksquashfs", OLD)
-    check = look(machine=Machine(uid=0))["imgkit sif"]
-    assert check.verdict == "warn"
-    assert f"itself, with mksquashfs 4.4 at {runtime.parent}/mksquashfs; the files are written" in check.found
-    assert "no -tar" in check.found
 
 
 @pytest.mark.parametrize(
@@ -186,61 +214,30 @@ def test_old_mksquashfs_squashes_plain_files(runtime: Path) -> None:
 def test_mksquashfs_of_the_configuration_is_found(
     runtime: Path, tmp_path: Path, subfolder: str, flavour: str, folder_only: bool
 ) -> None:
-    configuration = runtime.parent.parent / subfolder / flavour / f"{flavour}.conf"
-    configuration.parent.mkdir(parents=True)
     program = write_program(tmp_path / "own tools/mksquashfs", NEW)
     value = program.parent if folder_only else program
-    configuration.write_text(f"# mksquashfs path = /commented\nmksquashfs path = {value}\n")
-    assert f"mksquashfs 4.6.1 at {program}" in look(machine=Machine(uid=0))["imgkit sif"].found
+    text = f"# mksquashfs path = /commented\nmksquashfs path = {value}"
+    write_files(runtime.parent.parent, {f"{subfolder}/{flavour}/{flavour}.conf": text})
+    assert f"mksquashfs 4.6.1 at {program}" in look(machine=ROOT)["imgkit sif"].found
 
 
 def test_absent_mksquashfs_of_the_configuration_is_ignored(runtime: Path) -> None:
-    configuration = runtime.parent.parent / "etc/singularity/singularity.conf"
-    configuration.parent.mkdir(parents=True)
-    configuration.write_bytes(b"mksquashfs path = /absent\nmksquashfs path =\n\xff\0")
-    assert "mksquashfs is not on this machine" in look(machine=Machine(uid=0))["imgkit sif"].found
-
-
-def test_runtime_builds_where_nothing_squashes(runtime: Path) -> None:
-    write_program(runtime.parent / "mksquashfs", BROKEN)
-    check = look(machine=Machine(uid=0))["imgkit sif"]
-    assert check.verdict == "warn"
-    assert check.found.startswith("singularity-ce 4.1.0 builds the file")
-    assert "no -tar" in check.found
-    assert "version 4.4" in check.found
-
-
-def test_broken_mksquashfs_without_runtime_leaves_no_way(programs: Path) -> None:
-    write_program(programs / "mksquashfs", BROKEN)
-    assert look(purpose="sif")["imgkit sif"].verdict == "fail"
+    text = b"mksquashfs path = /absent\nmksquashfs path =\n\xff\0"
+    write_files(runtime.parent.parent, {"etc/singularity/singularity.conf": text})
+    assert "mksquashfs is not on this machine" in look(machine=ROOT)["imgkit sif"].found
 
 
 def test_machine_without_runtime_still_writes_files(programs: Path) -> None:
     write_program(programs / "mksquashfs", NEW)
-    checks = look(MN5, purpose="sif", machine=Machine(uid=0))
+    checks = look(MN5, purpose="sif", machine=ROOT)
     assert (checks["imgkit sif"].verdict, checks["singularity"].verdict) == ("ok", "warn")
     assert "module load gcc singularity" in checks["singularity"].hint
+    assert "\n" not in checks["singularity"].hint
     assert passed(tuple(checks.values()))
 
 
-@pytest.mark.parametrize(
-    ("version", "verdict"),
-    [
-        ("singularity version 3.7.4", "warn"),
-        ("singularity version 3.8.0", "ok"),
-        ("singularitypro version 3.11-2", "ok"),
-        ("apptainer version 1.0.0", "ok"),
-    ],
-)
-def test_runtime_below_the_floor_warns(programs: Path, version: str, verdict: str) -> None:
-    write_program(programs / "singularity", f'echo "{version}"')
-    check = look(machine=Machine(uid=0))["singularity"]
-    assert check.verdict == verdict
-    assert verdict == "ok" or "3.8" in check.hint
-
-
 def test_tmp_in_memory_warns(
-    programs: Path, root: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    programs: Path, root: Root, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "scratch dir").mkdir()
     monkeypatch.setenv("APPTAINER_TMPDIR", str(tmp_path / "scratch dir"))
@@ -252,7 +249,7 @@ def test_tmp_in_memory_warns(
 
 def test_absent_tmp_is_told(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", "/nonexistent/tmp")
-    check = look(purpose="sif", machine=Machine(uid=0))["disk tmp"]
+    check = look(purpose="sif", machine=ROOT)["disk tmp"]
     assert check.verdict == "fail"
     assert "TMPDIR" in check.hint
 
@@ -260,7 +257,7 @@ def test_absent_tmp_is_told(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(("squashes", "enough"), [(NEW, 10), (OLD, 40), (BROKEN, 76)])
 def test_disk_that_the_way_fills_warns(
     runtime: Path,
-    root: Callable[..., Machine],
+    root: Root,
     monkeypatch: pytest.MonkeyPatch,
     squashes: str,
     enough: int,
@@ -275,21 +272,5 @@ def test_disk_that_the_way_fills_warns(
         assert check.verdict == verdict
 
 
-@pytest.mark.parametrize(
-    ("qemu", "verdict"),
-    [
-        ("enabled\ninterpreter /q\nflags: F", "ok"),
-        ("enabled\nflags: ", "warn"),
-        ("disabled\nflags: F", "warn"),
-    ],
-)
-def test_emulation_needs_a_fixed_interpreter(
-    programs: Path, root: Callable[..., Machine], qemu: str, verdict: str
-) -> None:
-    check = look(OLIVIA, machine=root(qemu=qemu))["emulation"]
-    assert check.verdict == verdict
-    assert verdict == "ok" or "--install arm64" in check.hint
-
-
-def test_own_architecture_needs_no_emulation(programs: Path, root: Callable[..., Machine]) -> None:
+def test_own_architecture_needs_no_emulation(programs: Path, root: Root) -> None:
     assert "emulation" not in look(OLIVIA, machine=root(arch="arm64"))

@@ -19,9 +19,6 @@ from imgkit_builder.examine.verify import verify_file
 from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.run import disk
 
-Kind = tuple[Path, Callable[[], bool]]
-"""The file to damage, and whether what reads it says no."""
-
 
 def refused(path: Path) -> bool:
     try:
@@ -51,21 +48,6 @@ def archive(folder: Path) -> Path:
     return path
 
 
-def archive_itself(folder: Path) -> Kind:
-    path = archive(folder)
-    return path, lambda: refused(path)
-
-
-def archive_manifest(folder: Path) -> Kind:
-    path = archive(folder)
-    return sidecar.json_path(path), lambda: refused(path)
-
-
-def archive_checksum(folder: Path) -> Kind:
-    path = archive(folder)
-    return sidecar.sha256_path(path), lambda: refused(path)
-
-
 def checkpoint(folder: Path) -> Path:
     temporary = disk.make_temporary_folder(folder, 7)
     path = temporary / "__0_0.distcp"
@@ -81,25 +63,29 @@ def is_damaged(checkpoint: Path) -> bool:
     return disk.find_damage(checkpoint, rows, sorted(rows)) != ""
 
 
-def checkpoint_manifest(folder: Path) -> Kind:
-    path = checkpoint(folder)
-    return path / disk.MANIFEST, lambda: is_damaged(path)
-
-
-def checkpoint_part(folder: Path) -> Kind:
-    path = checkpoint(folder)
-    return path / "__0_0.distcp", lambda: is_damaged(path)
-
-
-KINDS = (archive_itself, archive_manifest, archive_checksum, checkpoint_manifest, checkpoint_part)
-
-
 @pytest.mark.parametrize(
     ("flips", "seed"),
     [(150, 1), pytest.param(10_000, secrets.randbits(32), marks=pytest.mark.soak, id="soak")],
 )
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_flipped_bit_is_noticed(kind: Callable[[Path], Kind], flips: int, seed: int, tmp_path: Path) -> None:
-    path, noticed = kind(tmp_path)
-    assert not noticed()
-    assert bit_flips.survivors(path, noticed, flips, seed=seed) == []
+@pytest.mark.parametrize(
+    ("make", "select", "is_noticed"),
+    [
+        (archive, Path, refused),
+        (archive, sidecar.json_path, refused),
+        (archive, sidecar.sha256_path, refused),
+        (checkpoint, lambda folder: folder / disk.MANIFEST, is_damaged),
+        (checkpoint, lambda folder: folder / "__0_0.distcp", is_damaged),
+    ],
+    ids=["archive", "archive manifest", "archive checksum", "checkpoint manifest", "checkpoint part"],
+)
+def test_flipped_bit_is_noticed(
+    make: Callable[[Path], Path],
+    select: Callable[[Path], Path],
+    is_noticed: Callable[[Path], bool],
+    flips: int,
+    seed: int,
+    tmp_path: Path,
+) -> None:
+    whole = make(tmp_path)
+    assert not is_noticed(whole)
+    assert bit_flips.survivors(select(whole), lambda: is_noticed(whole), flips, seed=seed) == []

@@ -56,13 +56,10 @@ def test_only_the_content_decides_the_bytes(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     monkeypatch.setenv("USER", "somebody")
     assert spdx.spdx_document(dataclasses.replace(FULL)) == first
-    assert spdx.spdx_document(dataclasses.replace(FULL, arch="arm64")) != first
-
-
-def test_ids_of_other_content_are_other_ids() -> None:
-    changed = dataclasses.replace(FULL, created_s=1)
-    names = [json.loads(spdx.spdx_document(inventory))["documentNamespace"] for inventory in (FULL, changed)]
-    assert names[0] != names[1]
+    for changes in ({"arch": "arm64"}, {"created_s": 1}):
+        changed = spdx.spdx_document(dataclasses.replace(FULL, **changes))
+        assert json.loads(changed)["documentNamespace"] != json.loads(first)["documentNamespace"]
+    assert "dpkg/status: too large" in json.loads(first)["comment"]
 
 
 def test_package_urls_are_those_of_the_library() -> None:
@@ -71,7 +68,3 @@ def test_package_urls_are_those_of_the_library() -> None:
     assert deb.qualifiers == {"arch": "amd64", "distro": "debian-12"}
     assert (wheel.name, wheel.version) == ("torch-x.y", TORCH.version)
     assert package_url(TORCH, FULL) == wheel.to_string()
-
-
-def test_left_out_files_are_named() -> None:
-    assert "dpkg/status: too large" in json.loads(spdx.spdx_document(FULL))["comment"]

@@ -5,7 +5,7 @@ from sample_lock import locked_deb, locked_platform, locked_wheel
 
 from imgkit_builder.inventory import packages
 from imgkit_builder.inventory.collector import SPDX_PATH, InventoryCollector
-from imgkit_builder.inventory.packages import Inventory, Package
+from imgkit_builder.inventory.packages import Inventory
 from imgkit_builder.recipe import lock_file
 from imgkit_builder.recipe.model import Lock
 
@@ -40,25 +40,22 @@ def collected(files: dict[str, str | bytes | None]) -> Inventory:
 
 
 def test_only_installed_debian_packages_count() -> None:
-    versions = [
-        (package.name, package.version)
-        for package in packages.debian_packages(STATUS)
-        if isinstance(package, Package)
-    ]
-    assert versions == [("curl", "1:7.88.1-10+deb12u8"), ("adduser", "3.134")]
+    inventory = collected({"var/lib/dpkg/status": STATUS})
+    versions = [(package.name, package.version) for package in inventory.packages]
+    assert versions == [("adduser", "3.134"), ("curl", "1:7.88.1-10+deb12u8")]
 
 
 @pytest.mark.parametrize(
-    ("entry", "expected"),
+    "entry",
     [
-        ("Package: Bad Name\nVersion: 1\n", "entry 1 is not a package"),
-        ("Package: a-b\nVersion: 1 2\n", "entry 1 is not a package"),
-        ("Package: a-b\nVersion: 1\nArchitecture: \x1b[31m\n", "entry 1 is not a package"),
-        (f"Package: {'a' * 200}\nVersion: 1\n", "entry 1 is not a package"),
+        "Package: Bad Name\nVersion: 1\n",
+        "Package: a-b\nVersion: 1 2\n",
+        "Package: a-b\nVersion: 1\nArchitecture: \x1b[31m\n",
+        f"Package: {'a' * 200}\nVersion: 1\n",
     ],
 )
-def test_impossible_debian_package_refused(entry: str, expected: str) -> None:
-    assert list(packages.debian_packages(entry)) == [expected]
+def test_impossible_debian_package_refused(entry: str) -> None:
+    assert list(packages.debian_packages(entry)) == ["entry 1 is not a package"]
 
 
 @pytest.mark.parametrize(
@@ -77,11 +74,6 @@ def test_every_form_of_python_package_found(path: str) -> None:
     assert f"/{path}".startswith(f"{package.folder}/")
 
 
-def test_vendored_package_is_not_installed() -> None:
-    path = f"{WHERE}/setuptools/_vendor/wheel-1.dist-info/METADATA"
-    assert collected({path: "Name: wheel\nVersion: 1\n"}).packages == ()
-
-
 def test_name_of_file_stands_in_for_damaged_metadata() -> None:
     files = {f"{WHERE}/a_b-1.5.dist-info/METADATA": b"\xff\xfe\0\0", f"{WHERE}/c-2.dist-info/METADATA": None}
     inventory = collected(files)
@@ -89,23 +81,33 @@ def test_name_of_file_stands_in_for_damaged_metadata() -> None:
     assert inventory.left_out == (f"/{WHERE}/c-2.dist-info/METADATA: too large",)
 
 
-def test_package_with_no_name_at_all_left_out() -> None:
-    assert collected({f"{WHERE}/..-\x1b.dist-info/METADATA": "Name: ;rm\nVersion: 1\n"}).packages == ()
+@pytest.mark.parametrize(
+    ("path", "text", "names"),
+    [
+        (f"{WHERE}/setuptools/_vendor/wheel-1.dist-info/METADATA", "Name: wheel\nVersion: 1\n", []),
+        (f"{WHERE}/..-\x1b.dist-info/METADATA", "Name: ;rm\nVersion: 1\n", []),
+        (
+            "var/lib/dpkg/status.d/tzdata",
+            "Package: tzdata\nVersion: 2024a-0\nArchitecture: all\n",
+            ["tzdata"],
+        ),
+    ],
+    ids=["vendored", "no name", "distroless"],
+)
+def test_only_installed_packages_with_a_name_count(path: str, text: str, names: list[str]) -> None:
+    assert [package.name for package in collected({path: text}).packages] == names
 
 
-def test_image_says_its_distribution() -> None:
-    release = 'NAME="Debian"\nID=debian\nVERSION_ID="12"\n'
-    inventory = collected({"usr/lib/os-release": release})
-    assert (inventory.distribution, inventory.release) == ("debian", "12")
-
-
-def test_distribution_with_escapes_is_not_repeated() -> None:
-    assert collected({"etc/os-release": 'ID="\x1b[31m"\nVERSION_ID=../../12\n'}).distribution == ""
-
-
-def test_distroless_list_of_packages_read() -> None:
-    files = {"var/lib/dpkg/status.d/tzdata": "Package: tzdata\nVersion: 2024a-0\nArchitecture: all\n"}
-    assert [package.name for package in collected(files).packages] == ["tzdata"]
+@pytest.mark.parametrize(
+    ("path", "text", "distribution", "release"),
+    [
+        ("usr/lib/os-release", 'NAME="Debian"\nID=debian\nVERSION_ID="12"\n', "debian", "12"),
+        ("etc/os-release", 'ID="\x1b[31m"\nVERSION_ID=../../12\n', "", ""),  # escapes are not repeated
+    ],
+)
+def test_image_says_its_distribution(path: str, text: str, distribution: str, release: str) -> None:
+    inventory = collected({path: text})
+    assert (inventory.distribution, inventory.release) == (distribution, release)
 
 
 LOCK = Lock(
@@ -143,18 +145,18 @@ def test_locked_files_have_digest_and_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "damage"), [("ab" * 32, "xy" * 32), ('"curl"', '"curl'), ("[[platforms.apt]]", "[[other.apt]]")]
+    ("part", "damage", "field"),
+    [
+        ("ab" * 32, "xy" * 32, "sha256"),
+        ('"curl"', '"curl', "sha256"),
+        ("[[platforms.apt]]", "[[other.apt]]", "sha256"),
+        ("https://deb", "file://deb", "url"),
+    ],
 )
-def test_damaged_lock_gives_no_digest(part: str, damage: str) -> None:
+def test_damaged_value_of_a_lock_is_not_repeated(part: str, damage: str, field: str) -> None:
     text = lock_file.render_lock(LOCK).replace(part, damage)
     inventory = collected({"opt/imgkit/lock.toml": text, "var/lib/dpkg/status": STATUS})
-    assert {package.sha256 for package in inventory.packages} == {""}
-
-
-def test_place_that_is_no_url_is_not_repeated() -> None:
-    text = lock_file.render_lock(LOCK).replace("https://deb", "file://deb")
-    inventory = collected({"opt/imgkit/lock.toml": text, "var/lib/dpkg/status": STATUS})
-    assert {package.url for package in inventory.packages} == {""}
+    assert {getattr(package, field) for package in inventory.packages} == {""}
 
 
 def test_foreign_manifest_is_named_and_left_out() -> None:

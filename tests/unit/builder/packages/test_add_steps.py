@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import io
 import os
 import sys
-from collections.abc import Generator, Iterable, Sequence
+import tarfile
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from file_tree import FakeProgram
+from file_tree import FakeProgram, write_files
 from package_index import write_wheel
 
 from imgkit_builder.packages import add, record
-from imgkit_builder.packages.add import Added, AddRequest
+from imgkit_builder.packages.add import AddedFile, AddRequest, ImageMachine
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 
 # It runs the Python of this machine for that of the image. The folder of the first --bind stands for its path
@@ -24,10 +26,11 @@ RUNTIME = f"""\
 for argument; do
     case $argument in *:/run/imgkit/add) folder=${{argument%:*}} ;; esac
 done
-sed -i "s|/run/imgkit/add|$folder|g" "$folder/order.json"
+sed -i "s|/run/imgkit/add|$folder|g" "$folder/request.json"
 exec {sys.executable} -s "$folder/inside.py"
 """
 SQUASH = 'ls "$1" > "$2"'
+Add = Callable[..., AddedFile]
 
 
 @pytest.fixture
@@ -50,13 +53,25 @@ def wheels(tmp_path: Path) -> Path:
     return wheels
 
 
-def add_there(there: Path, **values: Any) -> Added:
-    request = AddRequest(**{"requirements": ("lib",), "image": there / "x.sif", **values})
-    return add.add(request, machine=dataclasses.replace(add.this_machine(), remote="far"))
+@pytest.fixture
+def machine() -> ImageMachine:
+    """This machine as a remote."""
+    return dataclasses.replace(add.this_machine(), remote="far")
 
 
-def test_wheels_of_this_machine_are_sent(there: Path, wheels: Path) -> None:
-    added = add_there(there, wheels=wheels)
+@pytest.fixture
+def add_there(there: Path, machine: ImageMachine) -> Add:
+    """``add_there(wheels=wheels)`` adds ``lib`` to the image of the remote."""
+
+    def run(machine: ImageMachine = machine, **values: Any) -> AddedFile:
+        request = AddRequest(**{"requirements": ("lib",), "image": there / "x.sif", **values})
+        return add.add(request, machine=machine)
+
+    return run
+
+
+def test_wheels_of_this_machine_are_sent(there: Path, wheels: Path, add_there: Add) -> None:
+    added = add_there(wheels=wheels)
     assert added.path == there / "x+1.sqsh"
     assert b"lib-1.0.dist-info\nlib.py\n" in added.path.read_bytes()
     stored = record.read(added.path)
@@ -66,108 +81,115 @@ def test_wheels_of_this_machine_are_sent(there: Path, wheels: Path) -> None:
 
 
 def test_requirements_file_is_sent_with_those_that_it_names(
-    there: Path, wheels: Path, tmp_path: Path
+    wheels: Path, tmp_path: Path, add_there: Add
 ) -> None:
-    (tmp_path / "all.txt").write_text("-r base.txt\nother\n")
-    (tmp_path / "base.txt").write_text("lib\n")
-    added = add_there(there, requirements=(), requirements_file=tmp_path / "all.txt", wheels=wheels)
+    file = write_files(tmp_path, {"all.txt": "-r base.txt\nother\n", "base.txt": "lib\n"}) / "all.txt"
+    added = add_there(requirements=(), requirements_file=file, wheels=wheels)
     assert [package.name for package in added.record.packages] == ["lib", "other"]
 
 
-def test_project_is_sent_without_its_environment(there: Path, wheels: Path, tmp_path: Path) -> None:
-    project = tmp_path / "project"
-    (project / ".venv").mkdir(parents=True)
-    (project / ".venv/large").write_text("")
-    tar, _ = add._Steps(
-        request=AddRequest(project=project, wheels=wheels),
-        machine=dataclasses.replace(add.this_machine(), remote="far"),
-        image=there / "x.sif",
-        target=there / "x+1.sqsh",
-        token="1",  # noqa: S106 - it tells files apart
-    )._pack_inputs()
-    names = [member.name for member in tar]
-    assert "project" in names
+def test_project_is_sent_without_its_environment(
+    machine: ImageMachine, tmp_path: Path, add_there: Add
+) -> None:
+    project = write_files(tmp_path / "project", {".venv/large": "", "lib.py": ""})
+    tars = []
+
+    def run(script: str, args: Sequence[str], data: Iterable[bytes]) -> Generator[bytes, None, None]:
+        step, *_ = args
+        if step == "look":
+            return machine.run(script, args, data)
+        tars.append(b"".join(data))
+        return (line for line in (b"problem busy\n",))
+
+    with pytest.raises(UsageError, match="another imgkit process"):
+        add_there(dataclasses.replace(machine, run=run), requirements=(), project=project)
+    with tarfile.open(fileobj=io.BytesIO(*tars)) as tar:
+        names = tar.getnames()
+    assert {"project/lib.py", "inside.py", "request.json"} <= {*names}
     assert not any("large" in name for name in names)
 
 
 def test_modules_are_words_and_no_shell_text(
-    there: Path, wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    machine: ImageMachine, wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, add_there: Add
 ) -> None:
     (tmp_path / ".bash_profile").write_text(
         f'PATH={os.environ["PATH"]}\nmodule() {{ echo "$*" > loaded; }}\n'
     )
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    machine = dataclasses.replace(add.this_machine(), remote="far", modules=("apptainer/1.4", "x; touch ran"))
-    request = AddRequest(requirements=("lib",), image=there / "x.sif", wheels=wheels)
-    add.add(request, machine=machine)
+    add_there(dataclasses.replace(machine, modules=("apptainer/1.4", "x; touch ran")), wheels=wheels)
     assert (tmp_path / "loaded").read_text() == "load apptainer/1.4 x; touch ran\n"
     assert not (tmp_path / "ran").exists()
 
 
-def test_equal_request_installs_nothing(there: Path, tmp_path: Path, fake_program: FakeProgram) -> None:
+def test_equal_request_installs_nothing(
+    tmp_path: Path, wheels: Path, fake_program: FakeProgram, add_there: Add
+) -> None:
     requirements = (f"lib @ file://{write_wheel(tmp_path, 'lib', '1.0')}",)
-    assert not add_there(there, requirements=requirements).up_to_date
+    assert not add_there(requirements=requirements).up_to_date
     fake_program("singularity", "exit 1")
-    assert add_there(there, requirements=requirements).up_to_date
+    assert add_there(requirements=requirements).up_to_date
     with pytest.raises(UsageError, match=r"the file exists and holds 'lib @ file"):
-        add_there(there)
+        add_there()
+    output = tmp_path / "other.sqsh"
+    fake_program("singularity", RUNTIME)
+    added = add_there(wheels=wheels, output=output)
+    fake_program("singularity", "exit 1")
+    with pytest.raises(ToolFailed):  # the wheels may have changed, so pip is asked again
+        add_there(wheels=wheels, output=output)
+    assert record.read(output) == added.record
 
 
-def test_failure_of_pip_leaves_nothing(there: Path, wheels: Path) -> None:
+def test_failure_of_pip_leaves_nothing(there: Path, wheels: Path, add_there: Add) -> None:
     with pytest.raises(UsageError, match="there is no nothing-like-it for Python 3"):
-        add_there(there, requirements=("nothing-like-it",), wheels=wheels)
+        add_there(requirements=("nothing-like-it",), wheels=wheels)
     assert [path.name for path in there.iterdir()] == ["x.sif"]
 
 
 @pytest.mark.parametrize(
-    ("printed", "message"),
+    ("printed", "message", "hint"),
     [
-        ("FATAL: the image's architecture (arm64) could not run on the host's (amd64)", "another processor"),
-        ('FATAL: "python3": executable file not found in $PATH', "the image has no python3"),
-        ("OSError: [Errno 28] No space left on device", "is full"),
-        ("FATAL: something new", "singularity failed with exit code 255"),
+        (
+            "FATAL: the image has an architecture (arm64) that could not run on the host (amd64)",
+            "another processor",
+            "srun --nodes 1 --ntasks 1 imgkit add lib --image {}/x.sif",
+        ),
+        ('FATAL: "python3": executable file not found in $PATH', "the image has no python3", "another image"),
+        ("OSError: [Errno 28] No space left on device", "is full", "-o FILE on a larger disk"),
+        ("FATAL: something new", "singularity failed with exit code 255", "FATAL: something new\nfull log: "),
     ],
 )
 def test_image_that_does_not_start_is_explained(
-    there: Path, fake_program: FakeProgram, printed: str, message: str
+    there: Path, fake_program: FakeProgram, add_there: Add, printed: str, message: str, hint: str
 ) -> None:
-    fake_program("singularity", f"echo '{printed.replace(chr(39), '')}'; exit 255")
-    with pytest.raises((UsageError, ToolFailed), match=message):
-        add_there(there)
+    fake_program("singularity", f"echo '{printed}'; exit 255")
+    with pytest.raises((UsageError, ToolFailed), match=message) as caught:
+        add_there()
+    assert hint.format(there) in (caught.value.hint or "")
     assert [path.name for path in there.iterdir()] == ["x.sif"]
 
 
-def test_foreign_processor_has_the_line_for_a_node(there: Path, fake_program: FakeProgram) -> None:
-    fake_program("singularity", "echo could not run on the host; exit 255")
-    with pytest.raises(UsageError) as caught:
-        add_there(there)
-    line = f"srun --nodes 1 --ntasks 1 imgkit add lib --image {there}/x.sif"
-    assert (caught.value.hint or "").endswith(line)
-
-
-def test_second_command_is_refused(there: Path, wheels: Path) -> None:
+def test_second_command_is_refused(there: Path, wheels: Path, add_there: Add) -> None:
     folder = there / ".packages.x+1.sqsh"
     folder.mkdir()
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(UsageError, match="another imgkit process is writing this file"):
-            add_there(there, wheels=wheels)
+            add_there(wheels=wheels)
     (folder / "0123").mkdir()  # of a command that was killed
-    add_there(there, wheels=wheels)
+    add_there(wheels=wheels)
     assert not folder.exists()
 
 
-def test_machine_without_mksquashfs_is_refused(there: Path) -> None:
+def test_machine_without_mksquashfs_is_refused(machine: ImageMachine, add_there: Add) -> None:
     def run(script: str, args: Sequence[str], data: Iterable[bytes]) -> Generator[bytes, None, None]:
         # The folders of mksquashfs on this machine cannot be left out of PATH.
-        return add.this_machine().run(script.replace("command -v mksquashfs", "false"), args, data)
+        return machine.run(script.replace("command -v mksquashfs", "false"), args, data)
 
-    machine = dataclasses.replace(add.this_machine(), run=run, remote="far")
     with pytest.raises(ToolMissing, match="mksquashfs is not on this machine"):
-        add.add(AddRequest(requirements=("lib",), image=there / "x.sif"), machine=machine)
+        add_there(dataclasses.replace(machine, run=run))
 
 
-def test_relative_image_of_a_remote_is_refused(there: Path) -> None:
+def test_relative_image_of_a_remote_is_refused(add_there: Add) -> None:
     with pytest.raises(UsageError, match=r"'x\.sif' is not a path on the remote"):
-        add_there(there, image=Path("x.sif"))
+        add_there(image=Path("x.sif"))

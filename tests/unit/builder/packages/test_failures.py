@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,54 +23,93 @@ ERROR: No matching distribution found for einops
 """
 
 
-def explain(output: str, failure: str = "pip") -> ImgkitError:
-    image = {"torch": "2.3.0a0+40ec155e58.nv24.3", "numpy": "1.24.4"}
-    answer: dict[str, Any] = {
+def explain(output: str, failure: str = "pip", remote: str = "") -> ImgkitError:
+    answer = {
         "failure": failure,
         "output": output,
-        "image": image,
+        "image": {"torch": "2.3.0a0+40ec155e58.nv24.3", "numpy": "1.24.4"},
         "python": "3.10.12",
         "machine": "x86_64",
     }
     return failures.explain(
-        answer, image=Path("x.sif"), target=Path("/a/x.sqsh"), requirements=("einops",), log="x.log"
+        answer,
+        image=Path("x.sif"),
+        target=Path("/a/x.sqsh"),
+        requirements=("einops",),
+        log="x.log",
+        remote=remote,
     )
 
 
-def test_conflict_has_both_versions_and_the_way_out() -> None:
-    error = explain(CONFLICT)
-    assert isinstance(error, UsageError)
-    assert error.what == (
-        "xformers 0.0.20 needs torch==2.0.1, and the image has torch 2.3.0a0+40ec155e58.nv24.3"
-    )
-    assert "`pip: [einops]`" in (error.hint or "")
-    assert "--replace" not in (error.hint or "")
-
-
-def test_conflict_over_another_package_names_the_option() -> None:
-    error = explain("    The user requested numpy>=2\n    The user requested (constraint) numpy==1.24.4\n")
-    assert error.what == "numpy>=2 is asked for, and the image has numpy 1.24.4"
-    assert (error.hint or "").endswith("--replace numpy")
-
-
-def test_missing_network_is_told_from_a_missing_package() -> None:
-    error = explain(NO_NETWORK)
-    assert isinstance(error, ToolFailed)
-    assert error.what == "the image's pip cannot reach a package index from this machine"
-    assert "-d wheels --platform" in (error.hint or "")
-    assert "or build a recipe with this image's base" in (error.hint or "")
-    missing = explain(NO_NETWORK.split("\n", 1)[1])
-    assert missing.what == "there is no einops for Python 3.10.12 on x86_64"
+NUMPY = "    The user requested numpy>=2\n    The user requested (constraint) numpy==1.24.4\n"
 
 
 @pytest.mark.parametrize(
-    ("failure", "output", "what"),
+    ("failure", "output", "kind", "what", "hint"),
     [
-        ("no pip", "", "the image has no pip"),
-        ("pip", "no such option: --report", "the image has a pip older than 22.2, which cannot do this"),
-        ("protected", "torch", "nothing may replace torch 2.3.0a0"),
-        ("pip", "ERROR: something new", "pip failed in the image"),
+        ("no pip", "", UsageError, "the image has no pip", "build one that has it: a recipe"),
+        (
+            "pip",
+            "no such option: --report",
+            UsageError,
+            "the image has a pip older than 22.2, which cannot do this",
+            "build one that has it: a recipe",
+        ),
+        (
+            "protected",
+            "torch",
+            UsageError,
+            "nothing may replace torch 2.3.0a0",
+            "with another base: a recipe",
+        ),
+        (
+            "pip",
+            "ERROR: something new",
+            ToolFailed,
+            "pip failed in the image",
+            "something new\nfull log: x.log",
+        ),
+        ("pip", "No space left on device", ToolFailed, "the disk of /a is full", "-o FILE on a larger disk"),
+        (
+            "pip",
+            CONFLICT,
+            UsageError,
+            "xformers 0.0.20 needs torch==2.0.1, and the image has torch 2.3.0a0+40ec155e58.nv24.3",
+            "build an image with another torch: a recipe with this image's base and `pip: [einops]`",
+        ),
+        (
+            "pip",
+            NUMPY,
+            UsageError,
+            "numpy>=2 is asked for, and the image has numpy 1.24.4",
+            "another version of it, or let it replace the image's: --replace numpy",
+        ),
+        (
+            "pip",
+            NO_NETWORK,
+            ToolFailed,
+            "the image's pip cannot reach a package index from this machine",
+            "imgkit add einops --image x.sif --wheels wheels; or build a recipe with this image's base",
+        ),
+        (
+            "pip",
+            NO_NETWORK.split("\n", 1)[1],
+            UsageError,
+            "there is no einops for Python 3.10.12 on x86_64",
+            "check its name and version at the index\nERROR: Could not find",
+        ),
     ],
 )
-def test_failure_of_pip_is_explained(failure: str, output: str, what: str) -> None:
-    assert explain(output, failure).what.startswith(what)
+def test_failure_of_pip_is_explained(
+    failure: str, output: str, kind: type[ImgkitError], what: str, hint: str
+) -> None:
+    error = explain(output, failure)
+    assert type(error) is kind
+    assert error.what.startswith(what)
+    assert hint in (error.hint or "")
+
+
+def test_wheels_are_downloaded_for_the_image() -> None:
+    platform = "-d wheels --platform manylinux_2_28_x86_64 --python-version 3.10.12 einops"
+    assert platform in (explain(NO_NETWORK).hint or "")
+    assert (explain(NO_NETWORK, remote="mn5").hint or "").partition("; or ")[0].endswith("wheels --on mn5")

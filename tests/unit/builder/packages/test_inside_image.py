@@ -10,16 +10,19 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from file_tree import write_files
 from package_index import write_wheel
 
 from imgkit_builder import packages
 from imgkit_builder.recipe.requirements import PROTECTED
 
 UV = Path(sys.executable).with_name("uv")
+Add = Callable[..., dict[str, Any]]
 NVIDIA_TORCH = "2.3.0a0+40ec155e58.nv24.3"
 
 
@@ -55,59 +58,56 @@ def wheels(tmp_path: Path) -> Path:
     return wheels
 
 
-def add(
-    tmp_path: Path,
-    site: Path,
-    wheels: Path,
-    *requirements: str,
-    replace: tuple[str, ...] = (),
-    python: str | Path = sys.executable,
-) -> Any:
-    """Return the answer for these requirements."""
-    folder = tmp_path / "add"
-    folder.mkdir()
-    order = {
-        "requirements": requirements,
-        "options": ["--no-index", "--find-links", str(wheels)],
-        "replace": replace,
-        "protected": PROTECTED,
-    }
-    (folder / "order.json").write_text(json.dumps(order))
-    program = shutil.copy(Path(packages.__file__).with_name("inside.py"), folder)
-    env = {**os.environ, "PYTHONPATH": str(site)}
-    subprocess.run([python, "-s", program], env=env, check=True, stdout=subprocess.DEVNULL)
-    return json.loads((folder / "answer.json").read_text())
+@pytest.fixture
+def add(tmp_path: Path, site: Path, wheels: Path) -> Add:
+    """``add("modern")`` returns the answer for these requirements."""
+
+    def run(
+        *requirements: str, replace: tuple[str, ...] = (), python: str | Path = sys.executable
+    ) -> dict[str, Any]:
+        request = {
+            "requirements": requirements,
+            "options": ["--no-index", "--find-links", str(wheels)],
+            "replace": replace,
+            "protected": PROTECTED,
+        }
+        folder = write_files(tmp_path / "add", {"request.json": json.dumps(request)})
+        program = shutil.copy(Path(packages.__file__).with_name("inside.py"), folder)
+        env = {**os.environ, "PYTHONPATH": str(site)}
+        subprocess.run([python, "-s", program], env=env, check=True, stdout=subprocess.DEVNULL)
+        answer: dict[str, Any] = json.loads((folder / "answer.json").read_text())
+        return answer
+
+    return run
 
 
-def test_local_prerelease_counts_as_its_release(tmp_path: Path, site: Path, wheels: Path) -> None:
-    answer = add(tmp_path, site, wheels, "modern")
+def test_local_prerelease_counts_as_its_release(tmp_path: Path, add: Add) -> None:
+    answer = add("modern")
     assert [(item["name"], item["version"]) for item in answer["packages"]] == [("modern", "1.0")]
     assert len(answer["packages"][0]["sha256"]) == 64
     assert answer["modules"] == ["modern"]
     assert (tmp_path / "add/root/modern.py").exists()
 
 
-def test_torch_of_the_image_is_not_replaced(tmp_path: Path, site: Path, wheels: Path) -> None:
-    answer = add(tmp_path, site, wheels, "stale")
+def test_torch_of_the_image_is_not_replaced(tmp_path: Path, add: Add) -> None:
+    answer = add("stale")
     assert answer["failure"] == "pip"
     assert "stale 1.0 depends on torch<2.3" in answer["output"]
     assert answer["image"]["torch"] == NVIDIA_TORCH
     assert not (tmp_path / "add/root").exists()
 
 
-def test_other_package_is_replaced_by_name(tmp_path: Path, site: Path, wheels: Path) -> None:
-    answer = add(tmp_path, site, wheels, "young", replace=("NumPy",))
-    assert {item["name"] for item in answer["packages"]} == {"numpy", "young"}
+def test_other_package_is_replaced_by_name(add: Add) -> None:
+    assert {item["name"] for item in add("young", replace=("NumPy",))["packages"]} == {"numpy", "young"}
 
 
-def test_package_of_the_image_is_a_constraint(tmp_path: Path, site: Path, wheels: Path) -> None:
-    answer = add(tmp_path, site, wheels, "young")
-    assert "(constraint) numpy==1.24.4" in answer["output"]
+def test_package_of_the_image_is_a_constraint(add: Add) -> None:
+    assert "(constraint) numpy==1.24.4" in add("young")["output"]
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_nothing_replaces_torch_and_its_pins(tmp_path: Path, site: Path, wheels: Path, name: str) -> None:
-    answer = add(tmp_path, site, wheels, "modern", replace=(name,))
+def test_nothing_replaces_torch_and_its_pins(add: Add, name: str) -> None:
+    answer = add("modern", replace=(name,))
     assert (answer["failure"], answer["output"]) == ("protected", name)
 
 
@@ -121,20 +121,20 @@ def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(not UV.exists(), reason="uv is not beside this Python")
 def test_uv_fetches_pip_where_the_image_has_none(
-    tmp_path: Path, site: Path, wheels: Path, bare_python: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, wheels: Path, add: Add, bare_python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(UV.parent), prepend=os.pathsep)
     # Debian's ensurepip takes its wheels from a folder of the distribution.
     bundled = sysconfig.get_config_var("WHEEL_PKG_DIR") or Path(ensurepip.__file__).parent / "_bundled"
     (pip,) = Path(bundled).glob("pip-*.whl")
     shutil.copy(pip, wheels)
-    answer = add(tmp_path, site, wheels, "modern", python=bare_python)
+    answer = add("modern", python=bare_python)
     assert [item["name"] for item in answer["packages"]] == ["modern"]
     assert [path.name for path in (tmp_path / "add/root").iterdir() if path.name.startswith("pip")] == []
 
 
 def test_image_without_pip_and_uv_has_none(
-    tmp_path: Path, site: Path, wheels: Path, bare_python: Path, monkeypatch: pytest.MonkeyPatch
+    add: Add, bare_python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert add(tmp_path, site, wheels, "modern", python=bare_python)["failure"] == "no pip"
+    assert add("modern", python=bare_python)["failure"] == "no pip"

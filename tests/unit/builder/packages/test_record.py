@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -69,29 +70,33 @@ def test_digest_of_an_image_is_that_of_jobs(tmp_path: Path, size: int) -> None:
     assert output.stdout.split()[0] == record.image_digest(image)
 
 
+def refuse_unfit(*records: PackagesRecord, digests: Sequence[str] = ("d2", "")) -> None:
+    names = ("a.sqsh", "b.sqsh")
+    record.refuse_unfit([*zip(names, records, strict=False)], image="new.sif", digests=digests)
+
+
 @pytest.mark.parametrize("digest", ["d1", "sha256:1"])
 def test_image_is_known_by_either_digest(digest: str) -> None:
-    record.refuse_unfit([("a.sqsh", RECORD)], image="other.sif", digests=[digest])
+    refuse_unfit(RECORD, RECORD, digests=[digest])  # one package may be in two files
 
 
-def test_other_image_is_refused_with_the_command() -> None:
+def test_packages_fit_an_image_that_was_packed_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = file.with_name("again.sif")
+    image.touch()
+    with pytest.raises(UsageError, match="was made for another image"):
+        record.read_records_for([str(file)], image)
+    monkeypatch.setattr(record, "read_image_id", lambda _: "sha256:1")
+    assert record.read_records_for([str(file)], image) == (record.read(file),)
+
+
+@pytest.mark.parametrize("image_id", ["sha256:1", ""])  # an image without an id matches no other
+def test_other_image_is_refused_with_the_command(image_id: str) -> None:
     with pytest.raises(UsageError, match="was made for another image, pytorch") as caught:
-        record.refuse_unfit([("a.sqsh", RECORD)], image="new.sif", digests=["d2", ""])
+        refuse_unfit(dataclasses.replace(RECORD, image_id=image_id))
     assert caught.value.hint == "imgkit add einops 'omegaconf>=2.3' --image new.sif -o a.sqsh"
-
-
-def test_foreign_image_without_an_id_matches_no_other() -> None:
-    foreign = dataclasses.replace(RECORD, image_id="")
-    with pytest.raises(UsageError, match="made for another image"):
-        record.refuse_unfit([("a.sqsh", foreign)], image="new.sif", digests=["d2", ""])
 
 
 def test_two_versions_of_a_package_are_refused() -> None:
     other = dataclasses.replace(RECORD, packages=(dataclasses.replace(EINOPS, name="Einops", version="1"),))
-    problem = re.escape("einops is 0.8.1 in a.sqsh, and 1 in b.sqsh")
-    with pytest.raises(UsageError, match=problem):
-        record.refuse_unfit([("a.sqsh", RECORD), ("b.sqsh", other)], image="x.sif", digests=["d1"])
-
-
-def test_same_version_in_two_files_is_fine() -> None:
-    record.refuse_unfit([("a.sqsh", RECORD), ("b.sqsh", RECORD)], image="x.sif", digests=["d1"])
+    with pytest.raises(UsageError, match=re.escape("einops is 0.8.1 in a.sqsh, and 1 in b.sqsh")):
+        refuse_unfit(RECORD, other, digests=["d1"])

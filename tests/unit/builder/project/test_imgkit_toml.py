@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from file_tree import write_files
 
 from imgkit_builder.jobs import systems
 from imgkit_builder.jobs.image_source import ImageSource
 from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.project import toml_file
+from imgkit_builder.project import origins, toml_file
 from imgkit_builder.project.toml_file import ProjectValues
 from imgkit_builder.recipe import targets
 from imgkit_entrypoints.errors import UsageError
@@ -30,7 +32,6 @@ env = ["A=1", "HOME"]
 command = ["dist-hello"]
 group_readable = true
 """
-PLAN = JobRequest.of(command=("dist-hello",), account="a", time="1h")
 RECIPE = "extends: mn5\nsystem:\n  queue: {qos: acc_debug}\n"
 
 
@@ -42,7 +43,9 @@ def call(call: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return call
 
 
-def written(text: str, folder: Path = Path()) -> Path:
+def written(text: str, folder: Path = Path(), recipe: str = RECIPE) -> Path:
+    """Write an imgkit.toml and the recipe that it names."""
+    (folder / "mine.yaml").write_text(recipe)
     file = folder / toml_file.NAME
     file.write_text(text)
     return file.absolute()
@@ -62,16 +65,15 @@ def test_every_key_is_read_with_its_line(tmp_path: Path) -> None:
     )
     assert project.code is None
     assert project.recipe == str(tmp_path / "mine.yaml")
-    assert {key: position.line for key, position in project.positions.items()} == {
-        "remote": 2,
-        "recipe": 3,
-        "account": 4,
-        "nodes": 5,
-        "binds": 6,
-        "env": 9,
-        "command": 10,
-        "group_readable": 11,
-    }
+    keys = ("remote", "recipe", "account", "nodes", "binds", "env", "command", "group_readable")
+    lines = dict(zip(keys, (2, 3, 4, 5, 6, 9, 10, 11), strict=True))
+    assert {key: position.line for key, position in project.positions.items()} == lines
+
+
+def test_variable_of_a_flag_replaces_that_of_the_file(tmp_path: Path) -> None:
+    project = toml_file.read_file(written(FULL, tmp_path))
+    request = origins.fill_from_file(JobRequest.of(env=("HOME=/x", "B")), project)
+    assert request.container.env == ("A=1", "HOME=/x", "B")  # and not the value of HOME from here
 
 
 def test_huge_file_is_refused(tmp_path: Path) -> None:
@@ -92,77 +94,72 @@ def test_nearest_file_of_the_repository_counts(tmp_path: Path) -> None:
     assert toml_file.find_file(below) == nearer
 
 
-def sources(out: str) -> dict[str, tuple[str, str]]:
-    return {f"{row['name']} {row['value']}": row["source"] for row in json.loads(out)["values"]}
+@pytest.fixture
+def plan(call: Any) -> Callable[..., tuple[dict[str, str], str]]:
+    """``plan("--time", "1h")`` returns what sets each value of a job on this machine, and its script."""
+
+    def run(*args: str, on: Sequence[str] = ("--on", "here")) -> tuple[dict[str, str], str]:
+        code, out, err = call("run", *on, "--dry-run", "-v", "--json", *args)
+        messages = [line for line in err.splitlines() if line.startswith("imgkit: ")]
+        remote_messages = [] if on else ["imgkit: /imgkit stands for the folder on mn5"]
+        assert (code, messages) == (0, ["imgkit: values from imgkit.toml", *remote_messages])
+        data = json.loads(out)
+        return {f"{row['name']} {row['value']}": row["source"] for row in data["values"]}, data["script"]
+
+    return run
 
 
-def test_flag_beats_the_file_which_beats_the_recipe(call: Any) -> None:
-    Path("mine.yaml").write_text(RECIPE)
+def test_flag_beats_the_file_which_beats_the_recipe(plan: Any) -> None:
     written(FULL)
-    flags = ("--time", "1h", "--env", "A=2", "--bind", "/x")
-    code, out, err = call("run", "--on", "here", "--dry-run", "-v", "--json", *flags, "--", "dist-pi")
-    assert (code, err) == (0, "imgkit: values from imgkit.toml\n")
-    origins = sources(out)
-    assert origins["account bsc98"] == "imgkit.toml:4"
-    assert origins["nodes 2"] == "imgkit.toml:5"
-    assert origins["qos acc_debug"] == "mine.yaml:3"
-    assert origins["gpus 4"].startswith("mn5.yaml:")
-    assert origins["time 01:00:00"] == "--time"
-    assert origins["bind /gpfs/a = b"] == "imgkit.toml:6"
-    assert origins["bind /x"] == "--bind"
-    assert origins["env A=2"] == "--env"
-    assert "env A=1" not in origins
-    assert origins["env HOME (with its value from here)"] == "imgkit.toml:9"
-    assert origins["command dist-pi"] == "--"
-    assert origins["name mine"] == "default"
+    sources, _ = plan("--time", "1h", "--env", "A=2", "--bind", "/x", "--", "dist-pi")
+    assert sources.pop("gpus 4").startswith("mn5.yaml:")
+    assert "env A=1" not in sources
+    expected = {
+        "account bsc98": "imgkit.toml:4",
+        "nodes 2": "imgkit.toml:5",
+        "qos acc_debug": "mine.yaml:3",
+        "time 01:00:00": "--time",
+        "bind /gpfs/a = b": "imgkit.toml:6",
+        "bind /x": "--bind",
+        "env A=2": "--env",
+        "env HOME (with its value from here)": "imgkit.toml:9",
+        "command dist-pi": "--",
+        "name mine": "default",
+    }
+    assert {name: sources[name] for name in expected} == expected
 
 
-def test_options_add_to_those_of_the_recipe(call: Any) -> None:
-    Path("mine.yaml").write_text(
-        RECIPE.replace("{qos: acc_debug}", "{qos: acc_debug, options: [--exclusive]}")
-    )
-    written(FULL + "time = '1h'\noptions = ['--dependency=afterok:13']\n")
-    code, out, _ = call("run", "--on", "here", "--dry-run", "-v", "--json", "--option=--nice")
-    assert code == 0
-    lines = "\n#SBATCH --exclusive\n#SBATCH --dependency=afterok:13\n#SBATCH --nice\n"
-    assert lines in json.loads(out)["script"]
-    origins = sources(out)
-    assert origins["option --exclusive"] == "mine.yaml:3"
-    assert origins["option --dependency=afterok:13"] == "imgkit.toml:13"
-    assert origins["option --nice"] == "--option"
+def test_options_add_to_those_of_the_recipe(plan: Any) -> None:
+    recipe = RECIPE.replace("{qos: acc_debug}", "{qos: acc_debug, options: [--exclusive]}")
+    written(FULL + "time = '1h'\noptions = ['--dependency=afterok:13']\n", recipe=recipe)
+    sources, script = plan("--option=--nice")
+    assert "\n#SBATCH --exclusive\n#SBATCH --dependency=afterok:13\n#SBATCH --nice\n" in script
+    assert sources["option --exclusive"] == "mine.yaml:3"
+    assert sources["option --dependency=afterok:13"] == "imgkit.toml:13"
+    assert sources["option --nice"] == "--option"
 
 
-def test_flag_beats_the_folder_of_code(call: Any) -> None:
-    Path("mine.yaml").write_text(RECIPE)
-    for folder in ("src", "other"):
-        Path(folder).mkdir()
-        Path(folder, "train.py").touch()
-    written(FULL + "time = '1h'\ncode = 'src'\n")
-    for args, row, source in (
-        ((), f"code {Path('src').absolute()}", "imgkit.toml:13"),
+@pytest.mark.parametrize(
+    ("args", "row", "source"),
+    [
+        ((), "code {}/src", "imgkit.toml:13"),
         (("--code", "other"), "code other", "--code"),
         (("--no-code",), "code ", "--no-code"),
-    ):
-        code, out, err = call("run", "--on", "here", "--dry-run", "-v", "--json", *args)
-        assert code == 0, err
-        assert sources(out)[row] == source
-
-
-def test_script_of_a_project_lays_its_code_over_the_image(call: Any) -> None:
-    Path("mine.yaml").write_text(RECIPE)
-    Path("src").mkdir()
-    Path("src/train.py").write_text("print(1)\n")
+    ],
+)
+def test_flag_beats_the_folder_of_code(plan: Any, args: tuple[str, ...], row: str, source: str) -> None:
+    write_files(Path(), {"src/train.py": "", "other/train.py": ""})
     written(FULL + "time = '1h'\ncode = 'src'\n")
-    assert "/.imgkit-code/" in call("run", "--on", "here", "--dry-run")[1]
-    assert "/.imgkit-code/" not in call("run", "--on", "here", "--dry-run", "--no-code")[1]
+    sources, script = plan(*args)
+    assert sources[row.format(Path().absolute())] == source
+    assert ("/.imgkit-code/" in script) == (source != "--no-code")
 
 
-def test_shell_leaves_the_command_of_the_file_out(call: Any) -> None:
-    Path("mine.yaml").write_text(RECIPE)
+def test_shell_leaves_the_command_of_the_file_out(plan: Any) -> None:
     written(FULL + "time = '1h'\n")
-    shell = call("run", "--on", "here", "--dry-run", "--interactive")[1]
+    _, shell = plan("--interactive")
     assert ("--pty" in shell, "dist-hello" in shell) == (True, False), shell
-    command = call("run", "--on", "here", "--dry-run", "--interactive", "--", "dist-pi")[1]
+    _, command = plan("--interactive", "--", "dist-pi")
     assert ("--pty" in command, "dist-pi" in command) == (False, True), command
 
 
@@ -173,18 +170,15 @@ def test_named_recipe_leaves_the_file_out(call: Any) -> None:
     assert "dist-hello" in out
 
 
-def test_plan_of_a_run_says_what_decides(call: Any) -> None:
-    Path("mine.yaml").write_text(RECIPE)
+def test_plan_of_a_run_says_what_decides(call: Any, plan: Any) -> None:
     written(FULL + "time = '1h'\n")
     call("remote", "add", "mn5", "me@far")
-    code, out, _ = call("run", "--dry-run", "-v", "--json")
-    assert code == 0
-    origins = sources(out)
-    assert origins["remote mn5"] == "imgkit.toml:2"
-    assert origins[f"recipe {Path('mine.yaml').absolute()}"] == "imgkit.toml:3"
-    assert origins["group-readable True"] == "imgkit.toml:11"
-    assert origins["time 01:00:00"] == "imgkit.toml:12"
-    assert '&& mkdir -m 750 "$dir"' in call("run", "--dry-run")[1]
+    sources, script = plan(on=())
+    assert sources["remote mn5"] == "imgkit.toml:2"
+    assert sources[f"recipe {Path('mine.yaml').absolute()}"] == "imgkit.toml:3"
+    assert sources["group-readable True"] == "imgkit.toml:11"
+    assert sources["time 01:00:00"] == "imgkit.toml:12"
+    assert '&& mkdir -m 750 "$dir"' in script
 
 
 def test_run_on_a_remote_keeps_one_file_of_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +189,7 @@ def test_run_on_a_remote_keeps_one_file_of_output(tmp_path: Path, monkeypatch: p
         target=targets.load_target("./mine.yaml"),
         recipe="./mine.yaml",
         sif=Path("mine.sif"),
-        request=PLAN,
+        request=JobRequest.of(command=("dist-hello",), account="a", time="1h"),
     )
     (warning,) = source.provisional_job.warnings
     assert warning == "mine.yaml:3: imgkit follows one file of a remote job: joined"

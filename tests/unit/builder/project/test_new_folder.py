@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +19,30 @@ EXAMPLE = Path(__file__).parents[4] / "examples/train.py"
 FILES = ["imgkit.toml", "train.py", ".gitignore"]
 
 
+Init = Callable[..., str]
+
+
 @pytest.fixture
-def call(call: Any, home: Path) -> Any:
-    """``call("init")`` in an empty folder."""
-    return call
+def init(call: Any, home: Path) -> Init:
+    """``init("--recipe", "mn5")`` in an empty folder returns the output."""
+
+    def run(*args: str) -> str:
+        code, out, err = call("init", *args)
+        assert code == 0, err
+        return str(out)
+
+    return run
 
 
-def test_new_folder_needs_no_flags(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def recipe_here() -> Path:
+    """The recipe that a test has made."""
+    (file,) = Path().absolute().glob("*.yaml")
+    return file
+
+
+def test_new_folder_needs_no_flags(call: Any, init: Init, monkeypatch: pytest.MonkeyPatch) -> None:
     call("remote", "add", "mn5", "me@far", "--recipe", "mn5")
-    code, out, _ = call("init", "My Folder", "-A", "bsc98", "--qos", "acc_debug", "--nodes", "4+1")
-    assert code == 0
+    out = init("My Folder", "-A", "bsc98", "--qos", "acc_debug", "--nodes", "4+1")
     assert "next   cd 'My Folder' && imgkit run --dry-run && imgkit run" in out
     folder = Path("My Folder")
     assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, "my-folder.yaml"])
@@ -42,39 +58,39 @@ def test_new_folder_needs_no_flags(call: Any, monkeypatch: pytest.MonkeyPatch) -
     assert rows["command"] == "dist-run train.py --epochs 5"
 
 
-def test_missing_values_are_named(call: Any) -> None:
-    code, out, _ = call("init", "--recipe", "mn5", "x")
-    assert code == 0
+def test_missing_values_are_named(init: Init) -> None:
+    out = init("--recipe", "mn5", "x")
     assert "imgkit remote add NAME USER@HOST:DIR" in out
     assert "account in imgkit.toml, which mn5 needs" in out
     text = Path("x/imgkit.toml").read_text()
     assert '# remote = "mn5"' in text
+    assert '# queue = ""' in text
+    init("--recipe", "cpu", "y")
+    assert "queue = " not in Path("y/imgkit.toml").read_text()  # it has no scheduler
     assert 'qos = ""  # fill in: this system needs it' in text
 
 
-def test_existing_files_are_kept(call: Any) -> None:
+def test_existing_files_are_kept(init: Init) -> None:
     Path("train.py").write_text("mine")
     Path(".gitignore").write_text("*.pyc\n*.sif\n*.sqsh")
-    code, out, _ = call("init", "--recipe", "mn5")
-    assert code == 0
+    out = init("--recipe", "mn5")
     assert Path("train.py").read_text() == "mine"
     assert "kept   .gitignore" in out
     assert "added  runs/ to .gitignore" in out
     assert command_here() == ("dist-run", "train.py")
     assert Path(".gitignore").read_text() == "*.pyc\n*.sif\n*.sqsh\nruns/\n"
     Path("imgkit.toml").unlink()
-    code, out, _ = call("init", "--recipe", "mn5", "--json")
-    assert json.loads(out)["files"] == ["imgkit.toml"]
+    assert json.loads(init("--recipe", "mn5", "--json"))["files"] == ["imgkit.toml"]
 
 
-def test_data_that_jobs_would_not_see_is_named(call: Any) -> None:
+def test_data_that_jobs_would_not_see_is_named(init: Init) -> None:
     write_files(Path(), {"train.py": "", ".gitignore": "*.bin", "data/x/train.bin": "x" * 2_000_000})
-    _, out, _ = call("init", "--recipe", "mn5")
+    out = init("--recipe", "mn5")
     assert "note   not sent: data/x/train.bin (git, Docker or imgkit ignores it)" in out
     assert 'data = ["data/x"] in imgkit.toml\n' in out
     write_files(Path(), {".env": "TOKEN=1"})  # a run refuses it, and this does not
     Path("imgkit.toml").unlink()
-    assert call("init", "--recipe", "mn5")[0] == 0
+    init("--recipe", "mn5")
 
 
 def command_here() -> tuple[str, ...]:
@@ -95,16 +111,16 @@ STARTS = 'if __name__ == "__main__":\n'
         ({"src/train.py": "", "setup.py": ""}, "src/train.py"),
     ],
 )
-def test_command_starts_the_program_of_the_folder(call: Any, programs: dict[str, str], started: str) -> None:
+def test_command_starts_the_program_of_the_folder(init: Init, programs: dict[str, str], started: str) -> None:
     write_files(Path(), programs)
-    assert call("init", "--recipe", "mn5")[0] == 0
+    init("--recipe", "mn5")
     assert command_here() == ("dist-run", started)
     assert {str(path) for path in Path().rglob("*.py")} == {*programs}
 
 
-def test_program_is_not_guessed_among_several(call: Any) -> None:
+def test_program_is_not_guessed_among_several(init: Init) -> None:
     write_files(Path(), {"a.py": STARTS, "b.py": STARTS})
-    out = call("init", "--recipe", "mn5")[1]
+    out = init("--recipe", "mn5")
     assert "next   command in imgkit.toml: the one that starts a.py or b.py" in out
     assert command_here() == ()
 
@@ -168,38 +184,32 @@ dependencies:
     ],
 )
 def test_recipe_installs_what_the_program_needs(
-    call: Any, texts: dict[str, str], steps: list[dict[str, Any]], omitted: tuple[str, ...], tmp_path: Path
+    init: Init, texts: dict[str, str], steps: list[dict[str, Any]], omitted: tuple[str, ...]
 ) -> None:
     """The recipe is read as ``imgkit build`` reads it; no line may replace the base's torch."""
     write_files(Path(), {"train.py": "", **texts})
-    code, out, err = call("init", "--recipe", "mn5")
-    assert code == 0, err
-    (recipe,) = tmp_path.glob("*.yaml")
-    assert [
-        {
-            key: bool(value) if key in ("requirements", "project") else value
-            for key in ("packages", "requirements", "project", "editable", "options")
-            if (value := getattr(pip_step, key))
-        }
-        for pip_step in load(recipe).image.pip
-    ] == steps
-    assert [line for line in out.splitlines() if line.startswith("omits")] == (
-        [f"omits  {', '.join(omitted)}"] if omitted else []
-    )
+    out = init("--recipe", "mn5")
+    pip = load(recipe_here()).image.pip
+    assert len(pip) == len(steps)
+    defaults = dict.fromkeys(("packages", "requirements", "project", "editable", "options"), False)
+    for pip_step, step in zip(pip, steps, strict=True):
+        for key, value in {**defaults, **step}.items():
+            assert getattr(pip_step, key) == value or bool(getattr(pip_step, key)) is value
+    assert re.findall(r"^omits  (.*)$", out, re.MULTILINE) == ([", ".join(omitted)] if omitted else [])
     for line in omitted:
-        assert f"also has: {line}\n" in recipe.read_text()
+        assert f"also has: {line}\n" in recipe_here().read_text()
 
 
 @pytest.mark.parametrize(
     ("recipe", "setup_py", "copies"), [("mn5", "", False), ("mn5", "import numpy", True), ("rcp", "", True)]
 )
 def test_code_is_in_the_image_only_where_a_run_cannot_bring_it(
-    call: Any, recipe: str, setup_py: str, copies: bool, tmp_path: Path
+    init: Init, recipe: str, setup_py: str, copies: bool, tmp_path: Path
 ) -> None:
     pyproject = PROJECT.replace("torchvision==0.16", "tqdm") + "[build-system]\n"
     write_files(Path(), {"train.py": "", "pyproject.toml": pyproject, "setup.py": setup_py})
-    assert call("init", "--recipe", recipe)[0] == 0
-    (file,) = tmp_path.glob("*.yaml")
+    init("--recipe", recipe)
+    file = recipe_here()
     image, values = load(file).image, toml_file.read_file(tmp_path / "imgkit.toml").values
     assert (bool(image.copy), bool(values.code)) == (copies, not copies)
     assert image.pip[0].editable == (None if copies else "/workspace")
@@ -208,47 +218,39 @@ def test_code_is_in_the_image_only_where_a_run_cannot_bring_it(
     assert is_explained == bool(setup_py)
 
 
-def test_line_of_a_project_adds_no_key_to_the_recipe(call: Any, tmp_path: Path) -> None:
-    write_files(
-        Path(),
-        {"train.py": "", "pyproject.toml": '[project]\ndependencies = ["torch\\r  run: [x]", "tqdm"]\n'},
-    )
-    assert call("init", "--recipe", "mn5")[0] == 0
-    (recipe,) = tmp_path.glob("*.yaml")
-    assert load(recipe).image.run == ()
+def test_line_of_a_project_adds_no_key_to_the_recipe(init: Init) -> None:
+    project = '[project]\ndependencies = ["torch\\r  run: [x]", "tqdm"]\n'
+    write_files(Path(), {"train.py": "", "pyproject.toml": project})
+    init("--recipe", "mn5")
+    assert load(recipe_here()).image.run == ()
 
 
-def test_recipe_of_the_folder_extends_by_a_relative_path(call: Any, tmp_path: Path) -> None:
+def test_recipe_of_the_folder_extends_by_a_relative_path(init: Init, tmp_path: Path) -> None:
     Path("base.yaml").write_text("extends: mn5\n")
     for folder, extends in (("sub/mine", "../../base.yaml"), (".", "./base.yaml")):
-        assert call("init", "--recipe", str(tmp_path / "base.yaml"), folder)[0] == 0
+        init("--recipe", str(tmp_path / "base.yaml"), folder)
         (file,) = (path for path in Path(folder).glob("*.yaml") if path.name != "base.yaml")
         assert f'extends: "{extends}"' in file.read_text()
         assert load(file.absolute()).system.title == "MareNostrum 5 ACC"
 
 
-@pytest.mark.parametrize("recipe", ["cpu", "rcp", "lambda"])
+@pytest.mark.parametrize(
+    ("recipe", "verbs"),
+    [
+        ("cpu", ["build", "run"]),
+        ("rcp", ["build", "push", "run"]),
+        ("lambda", ["build", "run", "push", "run"]),
+    ],
+)
 def test_next_lines_work_as_typed(
-    call: Any, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Any, init: Init, recipe: str, verbs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Jobs are rendered; of the commands that need an engine the recipe is read."""
-    lines = [
-        line.removeprefix("next   ")
-        for line in call("init", "--recipe", recipe, "my work")[1].splitlines()
-        if line.startswith("next")
-    ]
+    lines = re.findall(r"^next   (.*)$", init("--recipe", recipe, "my work"), re.MULTILINE)
     typed = [shlex.split(command) for line in lines for command in line.split(" && ")]
     assert typed.pop(0) == ["cd", "my work"]
     monkeypatch.chdir(tmp_path / "my work")
-    verbs = [argv[1] for argv in typed]
-    assert (
-        verbs
-        == {
-            "cpu": ["build", "run"],
-            "rcp": ["build", "push", "run"],
-            "lambda": ["build", "run", "push", "run"],
-        }[recipe]
-    )
+    assert [argv[1] for argv in typed] == verbs
     for argv in typed:
         assert argv[0] == "imgkit"
         args = [arg.replace("CLAIM", "claim").replace("REGISTRY", "r.example") for arg in argv[1:]]

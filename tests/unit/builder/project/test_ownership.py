@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ FILES = {
     "bin/sbatch": SBATCH,
 }
 STRANGER = 4711
+Refusal = Callable[..., str]
+Submit = Callable[..., None]
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 
@@ -58,109 +61,121 @@ def open_to_all(path: Path) -> None:
     path.chmod(0o777 if path.is_dir() else 0o666)
 
 
-def refusal(call: Any, *args: str) -> str:
-    """The message of a run that is refused."""
-    code, out, err = call(*args)
-    assert (code, out) == (2, ""), err
-    assert not Path("started").exists()
-    assert "--trust-folder" in err
-    return re.sub(r"\s+", " ", err)
+@pytest.fixture
+def refusal(call: Any) -> Refusal:
+    """``refusal()`` returns the message of a run that is refused."""
+
+    def run(*args: str) -> str:
+        code, out, err = call("run", *args)
+        assert (code, out) == (2, ""), err
+        assert not Path("started").exists()
+        assert "--trust-folder" in err
+        return re.sub(r"\s+", " ", err)
+
+    return run
 
 
-def submit(call: Any, *args: str) -> tuple[int, str]:
-    code, out, err = call("run", "--detach", "--no-code", *args)
-    assert "--trust-folder" not in err
-    assert code == 0, err
-    return code, out
+@pytest.fixture
+def submit(call: Any) -> Submit:
+    """``submit()`` runs a job that is not refused."""
+
+    def run(*args: str) -> None:
+        code, out, err = call("run", "--detach", "--no-code", *args)
+        assert (code, out) == (0, "4711\n"), err
+        assert "--trust-folder" not in err
+        Path("started").unlink()
+
+    return run
 
 
-def test_own_folder_is_used_without_a_question(folder: Path, call: Any) -> None:
+def test_own_folder_is_used_without_a_question(folder: Path, call: Any, submit: Submit) -> None:
     code, _, err = call("run", "--dry-run")
     assert code == 0, err
-    assert submit(call) == (0, "4711\n")
-    assert Path("started").exists()
+    submit()
 
 
 NAMED = ["imgkit.toml", "mine.yaml", "base.yaml", "system.yaml", "needs.txt", "mine.lock", "hf.lock", "src"]
 
 
-@as_root
 @pytest.mark.parametrize("name", NAMED)
-def test_project_file_of_another_user_is_refused(folder: Path, call: Any, name: str) -> None:
-    give_away(folder / name)
-    mode = "0755" if name == "src" else "0644"
-    err = refusal(call, "run")
-    assert f"{folder}/{name}: belongs to user {STRANGER} (mode {mode}), not to you, root or the owner" in err
-
-
-@pytest.mark.parametrize("name", NAMED)
-def test_project_file_that_every_user_can_write_is_refused(folder: Path, call: Any, name: str) -> None:
-    open_to_all(folder / name)
-    err = refusal(call, "run")
-    mode = "0777" if name == "src" else "0666"
-    assert re.search(rf"/{name}: every user can write it \(owner \w+, mode {mode}\) ", err)
-    assert f"-> chmod o-w {folder}/{name} or " in err
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        pytest.param(
+            give_away,
+            rf"belongs to user {STRANGER} \(mode {{}}\), not to you, root or the owner",
+            marks=as_root,
+        ),
+        (open_to_all, r"every user can write it \(owner \w+, mode {}\) -> chmod o-w \S+/{} or "),
+    ],
+)
+def test_project_file_that_others_can_change_is_refused(
+    folder: Path, refusal: Refusal, name: str, change: Callable[[Path], None], problem: str
+) -> None:
+    change(folder / name)
+    mode = f"{stat.S_IMODE((folder / name).stat().st_mode):04o}"
+    assert re.search(f"{folder}/{name}: {problem.format(mode, name)}", refusal())
 
 
 @pytest.mark.parametrize("above", [Path(), Path("..")])
-def test_folder_in_which_every_user_can_replace_it_is_refused(folder: Path, call: Any, above: Path) -> None:
+def test_folder_in_which_every_user_can_replace_it_is_refused(
+    folder: Path, refusal: Refusal, submit: Submit, above: Path
+) -> None:
     parent = (folder / above).resolve()
     parent.chmod(0o777)
-    err = refusal(call, "run")
+    err = refusal()
     assert f"{folder}/imgkit.toml: every user can replace it in {parent} (owner " in err
     assert f"-> chmod o-w {parent} " in err
     parent.chmod(0o1777)
-    assert submit(call)[0] == 0
+    submit()
 
 
 @as_root
 @pytest.mark.parametrize("name", ["imgkit.toml", "src"])
-def test_both_ends_of_a_link_count(folder: Path, call: Any, name: str) -> None:
+def test_both_ends_of_a_link_count(folder: Path, refusal: Refusal, submit: Submit, name: str) -> None:
     file = folder / name
     elsewhere = folder.parent / "elsewhere"
     file.rename(elsewhere)
     file.symlink_to(elsewhere)
-    assert submit(call)[0] == 0
-    Path("started").unlink()
+    submit()
     give_away(file)
-    assert f"{file}: belongs to" in refusal(call, "run")
+    assert f"{file}: belongs to" in refusal()
     os.lchown(file, 0, 0)
     give_away(elsewhere)
-    assert f"{elsewhere}: belongs to" in refusal(call, "run")
+    assert f"{elsewhere}: belongs to" in refusal()
 
 
 @as_root
 @pytest.mark.parametrize("change", [give_away, open_to_all])
-def test_trusted_folder_is_used(folder: Path, call: Any, change: Callable[[Path], None]) -> None:
-    for name in NAMED:
+def test_trusted_folder_is_used(folder: Path, submit: Submit, change: Callable[[Path], None]) -> None:
+    for name in ("", *NAMED):
         change(folder / name)
-    change(folder)
-    assert submit(call, "--trust-folder") == (0, "4711\n")
+    submit("--trust-folder")
 
 
 @as_root
-def test_typed_path_is_consent(folder: Path, call: Any) -> None:
+def test_typed_path_is_consent(folder: Path, submit: Submit) -> None:
     for name in NAMED:
         give_away(folder / name)
     flags = ("-A", "a", "--qos", "acc_debug", "--time", "10m", "--image", "mine.sif", "--", "dist-hello")
-    assert submit(call, "./mine.yaml", *flags) == (0, "4711\n")
+    submit("./mine.yaml", *flags)
 
 
 @as_root
 @pytest.mark.parametrize("args", [(), ("./mine.yaml",)])
-def test_run_refuses_a_foreign_file(folder: Path, call: Any, args: tuple[str, ...]) -> None:
+def test_run_refuses_a_foreign_file(folder: Path, call: Any, refusal: Refusal, args: tuple[str, ...]) -> None:
     call("remote", "add", "far", "me@far", "--recipe", "mn5")
     give_away(folder / "imgkit.toml")
-    assert "/imgkit.toml: belongs to" in refusal(call, "run", *args, "--on", "far")
-    assert "/imgkit.toml: belongs to" in refusal(call, "run", *args, "--on", "far", "--dry-run")
+    for options in ((), ("--dry-run",)):
+        assert "/imgkit.toml: belongs to" in refusal(*args, "--on", "far", *options)
     assert call("run", *args, "--on", "far", "--dry-run", "--trust-folder")[0] == 0
 
 
 @as_root
-def test_run_takes_a_foreign_recipe_that_is_named(folder: Path, call: Any) -> None:
+def test_run_takes_a_foreign_recipe_that_is_named(folder: Path, call: Any, refusal: Refusal) -> None:
     call("remote", "add", "far", "me@far")
     give_away(folder / "mine.yaml")
-    assert "/mine.yaml: belongs to" in refusal(call, "run", "--on", "far", "--dry-run")
+    assert "/mine.yaml: belongs to" in refusal("--on", "far", "--dry-run")
     assert call("run", "./mine.yaml", "--on", "far", "--dry-run")[0] == 0
 
 

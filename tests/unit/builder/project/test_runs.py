@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from job_records import keep_job
@@ -20,14 +21,10 @@ from imgkit_entrypoints.errors import ToolFailed
 pytestmark = pytest.mark.usefixtures("home")
 
 
-def fake_scheduler(answers: list[tuple[int, str]]) -> Callable[[Sequence[str]], Finished]:
-    """Return a runner of programs: each gets the next exit code and output, which leave `answers`."""
-
-    def run(argv: Sequence[str]) -> Finished:
-        returncode, output = answers.pop(0)
-        return Finished(argv=tuple(argv), returncode=returncode, output=output)
-
-    return run
+def fake_scheduler(*answers: tuple[int, str]) -> mock.Mock:
+    """Return a runner of programs, each of which gets the next exit code and output."""
+    finished = [Finished(argv=(), returncode=code, output=output) for code, output in answers]
+    return mock.Mock(side_effect=finished)
 
 
 def put(name: str, *lines: object) -> Path:
@@ -90,10 +87,9 @@ def test_damaged_record_is_left_out(home: Path, call: Any) -> None:
     ],
 )
 def test_scheduler_says_the_state(answers: Sequence[tuple[int, str]], state: str) -> None:
-    remaining_answers = list(answers)
-    run = fake_scheduler(remaining_answers)
+    run = fake_scheduler(*answers)
     record = job_status.refresh_state(keep_job(1), run)
-    assert (record.state, remaining_answers) == (state, [])
+    assert (record.state, run.call_count) == (state, len(answers))
     if state in FINAL_STATES:
         assert job_status.refresh_state(record, run) == record  # nobody is asked again
 
@@ -102,18 +98,14 @@ def test_scheduler_says_the_state(answers: Sequence[tuple[int, str]], state: str
 def test_exit_code_of_the_program_counts_before_that_of_ended_tasks(
     result: tuple[int, str], code: int
 ) -> None:
-    remaining_answers = [
-        (1, "Invalid job id"),
-        (1, "disabled"),
-        (0, "JobId=1 JobState=FAILED ExitCode=143:0"),
-        result,
-    ]
-    report = job_status.report_job(keep_job(1), fake_scheduler(remaining_answers))
-    assert (report.record.state, report.code, remaining_answers) == ("failed", code, [])
+    answers = ((1, "Invalid job id"), (1, "disabled"), (0, "JobId=1 JobState=FAILED ExitCode=143:0"), result)
+    run = fake_scheduler(*answers)
+    report = job_status.report_job(keep_job(1), run)
+    assert (report.record.state, report.code, run.call_count) == ("failed", code, len(answers))
 
 
-def test_scheduler_without_an_answer_ends_no_job(call: Any) -> None:
-    run = fake_scheduler([(1, "Unable to contact slurm controller")])
+def test_scheduler_without_an_answer_ends_no_job() -> None:
+    run = fake_scheduler((1, "Unable to contact slurm controller"))
     with pytest.raises(ToolFailed, match="squeue failed with exit code 1"):
         job_status.refresh_state(keep_job(1), run)
 
