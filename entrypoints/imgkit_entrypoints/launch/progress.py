@@ -41,19 +41,19 @@ class ProgressNotes:
                     map_shared_file(Path(folder) / PROGRESS_FILE, PROGRESS_LAYOUT.size)
                 ).cast("d")
 
-    def trains(self) -> None:
+    def note_step_begin(self) -> None:
         """Note that a step begins."""
         if not self._notes[0]:  # it is the first step
             self._notes[1] = time.monotonic()
             # Written last, since the node agent ignores the notes while this number is 0.
             self._notes[0] = self._notes[1]
 
-    def moved(self) -> None:
+    def note_step_end(self) -> None:
         """Note that a step is done."""
         self._notes[1] = time.monotonic()
 
     @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
+    def time_save(self) -> Iterator[None]:
         """Count the time in this context as time for which training waits for a save."""
         began_s = time.monotonic()
         yield

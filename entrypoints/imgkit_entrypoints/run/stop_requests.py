@@ -74,7 +74,7 @@ class StopRequests:
         """Return for each of `REASONS` whether this rank has seen such a request to stop."""
         has_stop_file = False
         has_agent_request = self._agent_flag is not None and self._agent_flag.exists()
-        request = self._folder.request() if self._folder else None
+        request = self._folder.stop_request() if self._folder else None
         # A job script's file asks for a requeue, and counts like the node agent's. A person's file does not.
         if request is not None and request.requeue:
             has_agent_request = True

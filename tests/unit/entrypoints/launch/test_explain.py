@@ -108,10 +108,14 @@ def test_only_the_root_of_a_rendezvous_failure_is_told() -> None:
     ]
 
 
-def test_closed_connection_alone_points_to_other_ranks() -> None:
-    reset = "RuntimeError: [..] Connection closed by peer [127.0.0.1]:5000"
-    assert "another rank exited first" in find_explanations(reset)[0].cause
-    assert len(find_explanations(f"{reset}\ntorch.OutOfMemoryError: CUDA out of memory.")) == 1
+def test_closed_connection_is_explained_only_without_a_cause() -> None:
+    reset, memory = "RuntimeError: [..] Connection closed by peer [127.0.0.1]:5000", "CUDA out of memory."
+    (explanation,) = find_explanations(reset)
+    assert "another rank exited first" in explanation.cause
+    assert find_explanations(reset, has_cause=True) == ()
+    for has_cause in (False, True):
+        (explanation,) = find_explanations(f"{memory}\n{reset}", has_cause=has_cause)
+        assert explanation.cause == "a GPU's memory is full"
 
 
 def test_closed_store_does_not_hide_the_lost_packets() -> None:
@@ -121,13 +125,3 @@ def test_closed_store_does_not_hide_the_lost_packets() -> None:
 
 def test_every_entry_formats_without_its_groups_missing() -> None:
     assert all(entry.cause and entry.remedy for entry in KNOWN)
-
-
-def test_closed_connection_needs_no_explanation_beside_a_cause() -> None:
-    reset = "RuntimeError: [..] Connection closed by peer [127.0.0.1]:5000"
-    assert find_explanations(reset)
-    assert find_explanations(reset, has_cause=True) == ()
-    full = f"torch.OutOfMemoryError: CUDA out of memory\n{reset}"
-    assert [explanation.cause for explanation in find_explanations(full, has_cause=True)] == [
-        "a GPU's memory is full"
-    ]
