@@ -39,8 +39,13 @@ _TORCHRUN = "torchrun"
 _RECORD_NAME = re.compile(rf"{RECORD}(?:([0-9]+)|{_TORCHRUN})")
 LATE_S = 5.0
 """Seconds after which a failed worker that has not ended has its traceback printed at once."""
-LATE_AFTER_PEER_S = 30.0
-"""The same for an error that only says that another rank is gone, since that rank's error explains it."""
+LATE_ELSEWHERE_S = 30.0
+"""The same for a traceback that the user should see elsewhere.
+
+On nodes other than the head, that is each traceback: the head prints it once the worker has ended, which may
+take some seconds on a busy machine. An error that only says that another rank is gone is explained by that
+rank's error.
+"""
 HEAD_LINES = 20
 """Number of first lines of a long text that are kept besides its last ones."""
 MAX_BYTES = 40_000
@@ -272,8 +277,8 @@ class LateRecords:
     Such a worker may wait for other ranks at its exit, and the run would show no error until it ends.
     """
 
-    def __init__(self, stop_folder: Path) -> None:
-        self._folder = stop_folder
+    def __init__(self, stop_folder: Path, *, is_head: bool) -> None:
+        self._folder, self._is_head = stop_folder, is_head
         self._reported: set[int | None] = set()
 
     def new_reports(self) -> Iterator[tuple[str, ...]]:
@@ -282,7 +287,9 @@ class LateRecords:
         A record is late if its worker has not ended some seconds after it was written. Each is reported once.
         """
         for record in read_records(self._folder):
-            late_s = LATE_AFTER_PEER_S if record.after_peer else LATE_S
+            late_s = LATE_S
+            if record.after_peer or not self._is_head:
+                late_s = LATE_ELSEWHERE_S
             if record.rank in self._reported or time.time() - record.at <= late_s:
                 continue
             self._reported.add(record.rank)

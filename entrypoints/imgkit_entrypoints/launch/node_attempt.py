@@ -157,7 +157,7 @@ class NodeAttempt:
         self._is_asked_to_stop = False
         self._command: CommandProcess | None = None
         stop_protocol.clear_stop_folder(node.stop_folder)
-        self._late_records = LateRecords(node.stop_folder)
+        self._late_records = LateRecords(node.stop_folder, is_head=node.config.is_head)
         self._watchdog = Watchdog(
             node.stop_folder,
             node.config.node.host,

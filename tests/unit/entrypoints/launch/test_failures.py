@@ -138,15 +138,16 @@ def test_long_text_keeps_both_ends_and_fits_a_message(tmp_path: Path) -> None:
     assert messages.decode(line) == AttemptEnded(code=1, failure=failure)
 
 
-def test_late_record_is_reported_once(tmp_path: Path) -> None:
-    late = failures.LateRecords(tmp_path)
-    record(tmp_path, 1, BAD, at=time.time())
-    assert list(late.new_reports()) == []
-    record(tmp_path, 1, BAD, at=time.time() - 10)
+@pytest.mark.parametrize(("is_head", "late_s"), [(True, 5), (False, 30)], ids=["head", "other node"])
+def test_late_record_is_reported_once(tmp_path: Path, is_head: bool, late_s: int) -> None:
+    """The head prints the traceback of another node at the end, so that node waits longer with it."""
+    late = failures.LateRecords(tmp_path, is_head=is_head)
     record(tmp_path, 0, CLOSED, at=time.time() - 10)
-    assert [lines[0] for lines in late.new_reports()] == [
-        "rank 1 has failed, and its process has not ended after 5 s"
-    ]
+    record(tmp_path, 1, BAD, at=time.time() - late_s + 2)
+    assert list(late.new_reports()) == []
+    record(tmp_path, 1, BAD, at=time.time() - late_s - 2)
+    title = f"rank 1 has failed, and its process has not ended after {late_s} s"
+    assert list(late.new_reports()) == [(title, *BAD.split("\n"))]
     assert list(late.new_reports()) == []
 
 
