@@ -388,7 +388,8 @@ class NodeAgent:
             self._limit_waiting()
         self._handle_events()
         while orders.next_attempt is None:
-            if orders.run_code is not None or orders.is_head_lost or self._signals.is_repeated:
+            is_run_over = orders.run_code is not None or orders.is_head_lost
+            if is_run_over or self._signals.is_repeated:
                 return None
             self._wait(self._signals)
             self._handle_events()

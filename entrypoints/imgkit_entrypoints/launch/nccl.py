@@ -158,13 +158,14 @@ def summarize_answer(answer: bytes) -> list[str]:
             lines.append(line)
     if not lines:
         return ["all ranks of all communicators answer, and have launched the same number of collectives"]
-    summary = []
-    for line in _fold_ranks(lines):
-        printable = re.sub("[^ -~]", "?", line)
-        summary.append(printable[:_LONGEST])
+    summary = [_printable(line) for line in _fold_ranks(lines)]
     if len(summary) <= MAX_LINES:
         return summary
     return [*summary[:MAX_LINES], f"and {len(summary) - MAX_LINES} more lines"]
+
+
+def _printable(line: str) -> str:
+    return re.sub("[^ -~]", "?", line)[:_LONGEST]
 
 
 def _fold_ranks(lines: list[str]) -> Iterator[str]:

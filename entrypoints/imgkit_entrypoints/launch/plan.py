@@ -626,9 +626,10 @@ def _choose_threads(
     """
     name = "OMP_NUM_THREADS"
     value = env.get(name)
-    image_value = host.image_env.get(name) if host.image_env else None
+    image_value = (host.image_env or {}).get(name)
+    recipe_value = system.env.get(name) if system else None
     # Nobody has set another value than the recipe and the image.
-    if system is not None and name in system.env and value in (None, image_value, system.env[name]):
+    if recipe_value is not None and value in (None, image_value, recipe_value):
         return None
     # PBS sets the variable to all processors of the chunk, and mpiexec passes it on. The user has not chosen
     # that value, and with it each of the nproc workers would start threads for the whole chunk.

@@ -61,12 +61,6 @@ class ProgressNotes:
         self._notes[2] += self._notes[1] - began_s
 
 
-def clear_progress(folder: Path) -> None:
-    """Remove the notes of an earlier attempt."""
-    with contextlib.suppress(OSError):
-        (folder / PROGRESS_FILE).unlink(missing_ok=True)
-
-
 class Progress(NamedTuple):
     """The notes of an attempt in shared memory (`PROGRESS_LAYOUT`)."""
 
@@ -114,7 +108,8 @@ class StepTimer:
 
         Return the time at which the first attempt of this start began, on the monotonic clock.
         """
-        clear_progress(folder)
+        with contextlib.suppress(OSError):
+            (folder / PROGRESS_FILE).unlink(missing_ok=True)  # the notes of an earlier attempt
         now_s = time.monotonic()
         if self._first_attempt_s is None:
             self._first_attempt_s = now_s  # the time before belongs to the starting of this attempt

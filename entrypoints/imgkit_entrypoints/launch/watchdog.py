@@ -337,17 +337,32 @@ class Watchdog:
         if of_run:
             low = min(low, of_run[0])
             high = max(high, of_run[1])
+        report = self._find_hang(low, high, now)
+        if report:
+            reports.append(report)
+        return reports
+
+    def _find_hang(self, low: int, high: int, now: float) -> str:
+        """Return the report about a hang of this node's workers, or "" while there is none.
+
+        The workers are asked for their stacks first, and reported in a later call.
+
+        Parameters
+        ----------
+        low : position of the slowest worker of the run.
+        high : position of the furthest worker of the run.
+        """
         # Only workers at the lowest position can be the cause: all others wait for them.
         slowest = [worker for worker in self._workers.values() if worker.note.position == low]
         late = [worker for worker in slowest if worker.is_late(self._hang_after_s, now)]
         if not self._should_report(slowest, late):
-            return reports
+            return ""
         if any(worker.stacks_from is None for worker in slowest):
             self._ask_for_reasons(slowest, now, some_are_ahead=low < high)
-            return reports
+            return ""
         stacks = self._read_stacks(slowest, now)
         if stacks is None:  # they may still come
-            return reports
+            return ""
         for worker in slowest:
             worker.is_connecting = CONNECTS in stacks[worker.note.rank]
         self._reported |= {worker.note.rank for worker in late}
@@ -355,7 +370,7 @@ class Watchdog:
         lines = [self._title(late, seconds, low, high), *self._stack_lines(slowest, stacks)]
         if self._question:
             lines += self._question.lines
-        return [*reports, "\n".join(lines)]
+        return "\n".join(lines)
 
     def _ask_for_reasons(self, workers: Sequence[_Worker], now: float, *, some_are_ahead: bool) -> None:
         """Ask workers that hang for their stacks, and NCCL for its state.

@@ -141,19 +141,15 @@ def probe_all(
     deadline = time.monotonic() + LIMIT_S + ANSWER_S
     for failure in probe_targets(results.targets.get(HEAD, {})):
         results.failures.append(PairFailure(HEAD, failure))
-    while results.waiting and time.monotonic() < deadline:
-        for rank, message in server.receive(deadline - time.monotonic()):
-            if isinstance(message, ProbeReport) and rank in results.waiting:
-                results.add(rank, message)
-        results.waiting -= server.lost.keys()
-        head_port.accept_callers(max_callers)  # the kernel's queue may hold only 128
+    results.collect(server, head_port, max_callers, deadline)
     if all_reach_head:
         results.add_silent_nodes()
-    # If a node has ended during the test, the head notices it a moment later. Then failed tests from and to
-    # this node say nothing about the network.
-    settle_end = time.monotonic() + SETTLE_S
-    while results.failures and time.monotonic() < settle_end:
-        server.receive(settle_end - time.monotonic())
+    if results.failures:
+        # If a node has ended during the test, the head notices it a moment later. Then failed tests from and
+        # to this node say nothing about the network.
+        settle_end = time.monotonic() + SETTLE_S
+        while time.monotonic() < settle_end:
+            server.receive(settle_end - time.monotonic())
     if head_port.is_crowded(max_callers) and not all_reach_head:
         results.crowded.append(HEAD)
     failures = results.failures_without({*results.crowded, *server.lost})
@@ -175,6 +171,18 @@ class _ProbeResults:
         self.failures: list[PairFailure] = []
         self.crowded: list[int] = []
         """Nodes to whose ports strangers have connected."""
+
+    def collect(self, server: Server, head_port: OpenPort, max_callers: int, deadline: float) -> None:
+        """Wait until all nodes have reported or are lost, at most until the deadline.
+
+        Meanwhile, accept the connections of other nodes, since the kernel's queue may hold only 128.
+        """
+        while self.waiting and time.monotonic() < deadline:
+            for rank, message in server.receive(deadline - time.monotonic()):
+                if isinstance(message, ProbeReport) and rank in self.waiting:
+                    self.add(rank, message)
+            self.waiting -= server.lost.keys()
+            head_port.accept_callers(max_callers)
 
     def add(self, rank: int, report: ProbeReport) -> None:
         """Add a node's report, without tests for which the head has not asked."""

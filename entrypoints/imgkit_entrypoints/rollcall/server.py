@@ -132,12 +132,12 @@ class Server:
         The oldest comes first in `_strangers`, so the loop ends at the first one that has time left.
         """
         now = time.monotonic()
-        peer = self._oldest_stranger()
-        while peer is not None and now - peer.since > MAX_WAIT_S:
+        for peer in list(self._strangers):
+            if now - peer.since <= MAX_WAIT_S:
+                return
             if not peer.is_refused:
                 self._log_stranger(peer, "did not join as a node of this run")
             self._close_stranger(peer)
-            peer = self._oldest_stranger()
 
     def add_node(self, rank: int, peer: HeadConnection) -> None:
         """Count a peer that has asked to join as the node with this rank."""
@@ -233,11 +233,8 @@ class Server:
         self._strangers[peer] = None
         self._selector.register(peer, selectors.EVENT_READ, peer)
 
-    def _oldest_stranger(self) -> HeadConnection | None:
-        return next(iter(self._strangers), None)
-
     def _close_oldest_stranger(self) -> None:
-        peer = self._oldest_stranger()
+        peer = next(iter(self._strangers), None)
         if peer is not None:
             self._close_stranger(peer)
 
