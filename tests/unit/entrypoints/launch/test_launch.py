@@ -178,12 +178,6 @@ def test_hidden_grandchild_is_ended(nodes: Any) -> None:
     assert not hidden_ones()
 
 
-def test_what_a_program_leaves_is_named(nodes: Any) -> None:
-    nodes.start(["sh", "-c", "sleep 100 & exit 0"])
-    assert nodes.codes() == [0]
-    assert "ended processes that the program left running: sleep" in nodes.output()
-
-
 def test_known_failure_is_explained(nodes: Any) -> None:
     text = "DistStoreError: Timed out after 901 seconds waiting for clients. 1/2 clients joined."
     nodes.start(stub(f"raise SystemExit({text!r})", workers=1))

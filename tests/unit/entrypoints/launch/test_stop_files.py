@@ -7,15 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollcall_nodes import head_placement
 
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import stop_protocol
-from imgkit_entrypoints.launch.agent import NodeAgent
-from imgkit_entrypoints.launch.node_attempt import NodeCommand, NodeConfig
-from imgkit_entrypoints.launch.plan import Timeouts
 from imgkit_entrypoints.launch.stop_protocol import RunFolder, StopRequest
-from imgkit_entrypoints.rollcall.messages import NodeInfo
 
 from .conftest import SAVE, file_names, stub
 
@@ -182,21 +177,12 @@ def test_folder_with_the_name_of_a_mark_does_not_count(nodes: Any, run_dir: Path
     assert "is ignored" in nodes.output()
 
 
-@pytest.mark.parametrize("person_first", [True, False])
-def test_of_two_requests_the_one_of_a_person_counts(person_first: bool) -> None:
-    config = NodeConfig(
-        command=NodeCommand(argv=(), env={}),
-        placement=head_placement(1),
-        node=NodeInfo(host="n1"),
-        timeouts=Timeouts(),
-        log=print,
-    )
-    agent = NodeAgent(config)
+def test_of_two_requests_the_one_of_a_person_counts() -> None:
     person = StopRequest(reason="a file", requeue=False)
-    requests = (person, StopRequest(reason="SIGTERM", requeue=True))
-    for request in requests if person_first else requests[::-1]:
-        agent.request_stop(request)
-    assert agent.stop == person
+    scheduler = StopRequest(reason="SIGTERM", requeue=True)
+    assert scheduler.takes_precedence(None)
+    assert person.takes_precedence(scheduler)
+    assert not scheduler.takes_precedence(person)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as a second user")

@@ -73,10 +73,6 @@ def free_port() -> str:
     return str(ports.first_free(os.getpid() % 10000 + 15000))
 
 
-def test_one_node(python: str, tmp_path: Path) -> None:
-    assert ended(start(python, tmp_path, "--nproc", "2")) == ["0 0 2 --lr a b", "1 1 2 --lr a b"]
-
-
 @pytest.mark.parametrize(("nnodes", "started"), [("2", 2), ("2+1", 3)])
 def test_several_nodes(python: str, tmp_path: Path, nnodes: str, started: int) -> None:
     options = ("--nnodes", nnodes, "--head", "127.0.0.1", "--port", free_port(), "--node-rank")
