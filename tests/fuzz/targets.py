@@ -675,7 +675,7 @@ TARGETS = (
     ),
     Target(
         name="result",
-        run=_text(stop_protocol.result_code),
+        run=_text(stop_protocol.parse_result_code),
         seeds=_lines("4711.0 85"),
         change=mutate.in_text,
     ),

@@ -17,7 +17,7 @@ from typing import Any
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.rollcall import gather, ports
 from imgkit_entrypoints.rollcall.messages import EndRun, Event, NodeInfo
-from imgkit_entrypoints.rollcall.session import HeadSession, Session
+from imgkit_entrypoints.rollcall.session import Session
 from imgkit_entrypoints.schedulers.placement import Placement, job_port
 
 _jobs = itertools.count()
@@ -72,7 +72,7 @@ class CallThread(threading.Thread):
     def run(self) -> None:
         """Call."""
         try:
-            self.session = gather.meet(
+            self.session = gather.meet_nodes(
                 self.placement,
                 self.node,
                 timeout_s=self.timeout_s,
@@ -101,6 +101,12 @@ def meet(placement: Placement, **node: Any) -> list[Session]:
     return [call.roll() for call in calls]
 
 
+def start_others(head: CallThread, *ranks: int) -> list[Session]:
+    """Call as other nodes (node 1 by default) with the head's secret. Return all rolls, the head's first."""
+    others = [CallThread(head.placement, rank, secret=head.secret) for rank in ranks or (1,)]
+    return [call.roll() for call in (head, *others)]
+
+
 def hear(
     rolls: list[Session], is_complete: Callable[[list[list[Event]]], bool], within_s: float = 5.0
 ) -> list[list[Event]]:
@@ -116,7 +122,6 @@ def hear(
 
 def end_run(rolls: list[Session], code: int = 0) -> None:
     """End the run on all nodes, with nothing before, and close all."""
-    assert isinstance(rolls[0], HeadSession)
     rolls[0].send_all(EndRun(code=code))
     assert hear(rolls, lambda seen: all(seen)) == [[EndRun(code=code)]] * len(rolls)
     close(rolls)
@@ -139,6 +144,23 @@ def stranger(placement: Placement, within_s: float = 10.0) -> socket.socket:
             time.sleep(0.01)
         else:
             return connection
+
+
+@contextlib.contextmanager
+def squatting(placement: Placement, answer: bytes | None = None) -> Iterator[socket.socket]:
+    """Listen as another program on the head's port, which answers every call with the same bytes."""
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):  # the test is over
+            while True:
+                connection, _ = listener.accept()
+                connection.recv(4096)
+                connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", job_port(placement.job_id))) as listener:
+        if answer is not None:
+            threading.Thread(target=serve, daemon=True).start()
+        yield listener
 
 
 def heard_until_closed(connection: socket.socket) -> bytes:

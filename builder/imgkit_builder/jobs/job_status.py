@@ -255,7 +255,7 @@ def _code_in_run_folder(record: SubmittedJob, run: Runner) -> int | None:
 
     The result is None if it has written none, for example because it was killed.
     """
-    return stop_protocol.result_code(_file_of_run(record, stop_protocol.RESULT, run))
+    return stop_protocol.parse_result_code(_file_of_run(record, stop_protocol.RESULT, run))
 
 
 def read_gpu_use(record: SubmittedJob, run: Runner) -> GpuUse | None:

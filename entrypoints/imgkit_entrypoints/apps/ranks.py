@@ -102,7 +102,7 @@ def refuse(text: str, exit_code: int) -> NoReturn:
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(REFUSE_S)
-    if not user_program.report(text):
+    if not user_program.record_error(text):
         terminal.print_messages(*text.split("\n"))
     sys.exit(exit_code)
 

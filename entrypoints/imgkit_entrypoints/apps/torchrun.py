@@ -120,7 +120,7 @@ def run_torchrun(run: Callable[[], None], *, is_imgkits: bool) -> None:
         sys.exit(128 + error.sigval)
     except Exception:
         text = traceback.format_exc().rstrip("\n")
-        if not failures.note_torchrun(os.environ, text):
+        if not failures.write_torchrun_error(os.environ, text):
             raise
         user_program.print_to_log(text)
         sys.exit(EXIT_NO)
@@ -138,7 +138,7 @@ def _note_failed_workers(error: ChildFailedError, *, is_imgkits: bool) -> int:
     first_rank, first_failure = error.get_first_failure()
     codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
     codes.update(_codes_of_forks(first_rank - first_failure.local_rank))
-    failures.note_codes(os.environ, codes, is_imgkits=is_imgkits)
+    failures.write_exit_codes(os.environ, codes, is_imgkits=is_imgkits)
     if is_imgkits and first_failure.exitcode > 0:  # a negative one is the signal that ended the worker
         return int(first_failure.exitcode)
     return EXIT_NO

@@ -205,7 +205,7 @@ def launch_worker(options: LaunchOptions, worker: Worker, env: Mapping[str, str]
     if options.dry_run:
         if placement.nnodes > 1 and launch_plan.mode != "direct":
             # A dry run names the source of the secret, but neither reads nor makes it.
-            source = secret.source(options.secret_file, env, shared_home=_is_home_shared(env))
+            source = secret.describe_source(options.secret_file, env, shared_home=_is_home_shared(env))
             launch_plan = dataclasses.replace(launch_plan, secret=source)
         if options.json:
             terminal.print_document(json.dumps(launch_plan.to_dict(), indent=2) + "\n")
@@ -382,8 +382,8 @@ def _run_rank(launch_plan: LaunchPlan, child_env: Mapping[str, str], env: Mappin
     # In other modes, the node agent makes these two checks.
     folder = RunFolder.from_env(env, print_message)
     if folder:
-        folder.refuse_unusable()
-        folder.refuse_stopped()
+        folder.refuse_if_unusable()
+        folder.refuse_if_stopped()
     os.execvpe(launch_plan.argv[0], launch_plan.argv, child_env)  # noqa: S606 - an argv list, no shell
 
 
@@ -479,11 +479,11 @@ def _find_secret(options: LaunchOptions, env: Mapping[str, str], placement: Plac
     Raises
     ------
     NoPlan : no secret is set, but ``--require-secret`` is given.
-    UsageError : the file of the secret is not safe (`secret.find`).
+    UsageError : the file of the secret is not safe (`secret.find_secret`).
     """
     if placement.nnodes == 1 or placement.direct is not None:
         return None
-    run_secret = secret.find(options.secret_file, env, shared_home=_is_home_shared(env))
+    run_secret = secret.find_secret(options.secret_file, env, shared_home=_is_home_shared(env))
     if run_secret:
         return run_secret
     make = secret.MAKE.format(file="FILE")

@@ -26,17 +26,16 @@ from pathlib import Path
 from imgkit_entrypoints import fence
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, EXIT_TOOL_FAILED, ImgkitError, NoPlan
 from imgkit_entrypoints.launch import (
+    command_process,
     failures,
     gpu_use,
     guard,
-    guarded,
     nccl,
     plan,
     stop_protocol,
 )
 from imgkit_entrypoints.launch.attempts import GOOD, Attempts
-from imgkit_entrypoints.launch.failures import NodeFailure
-from imgkit_entrypoints.launch.guarded import Deadline
+from imgkit_entrypoints.launch.command_process import Deadline
 from imgkit_entrypoints.launch.node_attempt import NodeAttempt, NodeConfig, NodeContext
 from imgkit_entrypoints.launch.preflight.run import PreflightConfig, run_preflight
 from imgkit_entrypoints.launch.progress import StepTimer
@@ -81,16 +80,6 @@ class HeadOrders:
     run_code: int | None = None
     """The exit code of the run. It is None until the head ends the run."""
     is_head_lost: bool = False
-
-    def take_next_attempt(self) -> AttemptStart | None:
-        """Return the head's order for the next attempt, and forget it, so that it is carried out only once.
-
-        Return None if the head has ordered no attempt, or if this node has lost its connection to the head.
-        """
-        if self.is_head_lost:
-            return None
-        order, self.next_attempt = self.next_attempt, None
-        return order
 
 
 class NodeAgent:
@@ -169,7 +158,7 @@ class NodeAgent:
                 # Every node looks for the stop file. If only the head refused, the others would wait for it
                 # in the roll call.
                 if self._run_folder:
-                    self._run_folder.refuse_stopped()
+                    self._run_folder.refuse_if_stopped()
                 code = self._run_states(stop_folder, folders)
             except ImgkitError as error:
                 code = error.exit_code
@@ -260,7 +249,7 @@ class NodeAgent:
         config = self.config
         self._start_up.record("container", process_start_s())
         self._start_up.record("node_agent")
-        session = gather.meet(
+        session = gather.meet_nodes(
             config.placement,
             config.node,
             timeout_s=config.timeouts.rollcall_s,
@@ -399,7 +388,8 @@ class NodeAgent:
             self._limit_waiting()
         self._handle_events()
         while orders.next_attempt is None:
-            if orders.run_code is not None or orders.is_head_lost or self._signals.is_repeated:
+            is_run_over = orders.run_code is not None or orders.is_head_lost
+            if is_run_over or self._signals.is_repeated:
                 return None
             self._wait(self._signals)
             self._handle_events()
@@ -411,7 +401,11 @@ class NodeAgent:
             if self._waiting_deadline.is_due() and not orders.is_head_lost:
                 self.log("the other nodes are not done; leaving without them")
                 return None
-        return orders.take_next_attempt()
+        if orders.is_head_lost:
+            return None
+        order = orders.next_attempt
+        orders.next_attempt = None  # each order is carried out only once
+        return order
 
     def _has_ended_first(self) -> bool:
         """Return whether this node's own command has ended as intended, while the head's command may go on.
@@ -560,17 +554,16 @@ class NodeAgent:
         # The ranks of a stalled start failed because the agent ended them, so their errors say nothing.
         if attempt and attempt.stall_reason:
             return (attempt.stall_reason,)
-        name = self.context.node_name
         if isinstance(self.session, HeadSession):
             return failures.describe_run_failure(
-                self.session, name, self.log, memory=memory, of_previous=of_previous
+                self.session, self.log, memory=memory, of_previous=of_previous
             )
         if attempt is None or attempt.failure is None:
             return ()
-        failure = NodeFailure(at=0.0, node=name, failure=attempt.failure)
+        name = self.context.node_name
         if self._orders.is_head_lost:  # the head cannot describe the failure any more
-            return failures.describe_failure(failure, memory=memory)
-        return (failures.summarize_failure(failure),)
+            return failures.describe_failure(attempt.failure, name, memory=memory)
+        return (failures.summarize_failure(attempt.failure, name),)
 
     def _run_code(self) -> int:
         """Return the exit code with which the head has ended the run.
@@ -626,9 +619,9 @@ class NodeAgent:
     def _limit_waiting(self) -> None:
         """Wait for the other nodes as long as they may take to save and end: the grace time and three steps.
 
-        The steps are HUP, QUIT and KILL (guarded.py).
+        The steps are HUP, QUIT and KILL (command_process.py).
         """
-        patience_s = self.config.timeouts.grace_s + 3 * guarded.END_STEP_S
+        patience_s = self.config.timeouts.grace_s + 3 * command_process.END_STEP_S
         self._waiting_deadline.set_within(patience_s, "the other nodes are not done")
 
     def _handle_events(self) -> None:

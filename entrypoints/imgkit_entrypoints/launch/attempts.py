@@ -139,7 +139,8 @@ class Attempts:
         alive = [number for number in self._session.alive if number not in self._excluded]
         reason = self._end_reason(len(alive))
         if reason:
-            self._end_run(reason, self._failure.code if self._failure else EXIT_TOOL_FAILED)
+            code = self._failure.code if self._failure else EXIT_TOOL_FAILED
+            self._end_run(reason, code)
             return
         self._number += 1
         ranks = assign_ranks(alive, self._size.training, self._ranks)
@@ -163,8 +164,8 @@ class Attempts:
         reason = end_reason(self._failures, self._max_failures)
         if not reason:
             return ""
-        causes = [failure.cause for failure in reversed(self._failures[-2:])]
-        return f"{reason} ({'; before that: '.join(causes)})"
+        last_causes = [failure.cause for failure in self._failures[-2:]]
+        return f"{reason} ({'; before that: '.join(reversed(last_causes))})"
 
     def check(self, *, stopped: bool) -> None:
         """React to the reports of the nodes: end the attempt, start the next one, or end the run.
@@ -172,15 +173,14 @@ class Attempts:
         An attempt is one start of the command on all nodes that train. The head (node 0) calls this at every
         tick. `stopped` is True if the run was asked to save and end.
         """
-        session = self._session
         if self._is_over or not self._ranks:
             return
-        if not session.reports and len(session.lost) == len(self._logged_losses) and self._failure is None:
+        has_new_losses = len(self._session.lost) != len(self._logged_losses)
+        if not self._session.reports and not has_new_losses and self._failure is None:
             return  # nothing is new, and what follows takes time for every node
         self._log_losses()
         results = self._collect_results()
-        has_ended_others = self._failure is not None and self._is_cancelled
-        if self._is_per_node and results.codes.get(HEAD) in GOOD and not has_ended_others:
+        if self._is_per_node and results.codes.get(HEAD) in GOOD:
             self._end_after_head(results)
         else:
             self._handle_failure(results, stopped=stopped)
@@ -188,7 +188,7 @@ class Attempts:
         if results.ended_nodes != self._ranks.keys():
             return
         if self._failure:
-            self._close_failed_attempt(self._failure, results, stopped=stopped)
+            self._finish_failed_attempt(self._failure, results, stopped=stopped)
         else:
             self._end_successful_run(results.codes)
 
@@ -209,7 +209,7 @@ class Attempts:
         return _AttemptResults(codes=codes, failed=failed, lost=lost - succeeded)
 
     def _handle_failure(self, results: _AttemptResults, *, stopped: bool) -> None:
-        """Note the first failure of the attempt, and end the attempt on all nodes once the cause is known.
+        """Record the first failure of the attempt, and end the attempt on all nodes once its cause is known.
 
         After a stop request, a failed worker does not end the attempt, since the other nodes may still save.
         A lost node does: without it, no node can save any more.
@@ -245,7 +245,7 @@ class Attempts:
         This is for a run with ``--per-node``. If another node has failed before this, its failure is printed,
         but no longer counts.
         """
-        if self._is_cancelled:
+        if self._is_cancelled:  # the nodes were told to end before, for this reason or after a failure
             return
         if results.lost or results.failed:
             self._log(f"{self._cause(results)}; the head's command has succeeded, and its code counts")
@@ -257,7 +257,7 @@ class Attempts:
         others = self._ranks.keys() - {HEAD}
         return bool(others) and others <= self._session.reports.keys() | self._session.lost.keys()
 
-    def _close_failed_attempt(
+    def _finish_failed_attempt(
         self, failure: FailedAttempt, results: _AttemptResults, *, stopped: bool
     ) -> None:
         """Record a failed attempt that is over on all nodes.

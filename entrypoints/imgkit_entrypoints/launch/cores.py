@@ -48,15 +48,14 @@ def choose_binding(host: HostFacts, nproc: int, env: Mapping[str, str]) -> CpuBi
     NoPlan : Slurm's number of processors cannot be read.
     """
     allowed_cpus = parse_cpu_list(host.allowed_cpus)
-    # The processors of the whole node.
-    total = sum(len(parse_cpu_list(text)) for text in host.numa_cpus.values())
+    node_cpus = sum(len(parse_cpu_list(text)) for text in host.numa_cpus.values())
     # Nodes may have different numbers, such as "80(x3),40". Every node has at least the lowest.
     job_cpus = min(expand_counts(env.get(_JOB_CPUS) or "0", where=_JOB_CPUS))
     if len(host.numa_cpus) < 2:
         return CpuBinding(reason="/sys/devices/system/node does not show two NUMA nodes with processors")
-    # The job has the whole node, but the launcher has bound this process to a part of it.
-    if job_cpus >= total > len(allowed_cpus):
-        problem = f"{_JOB_CPUS}: the job has all {total} processors, but was bound to"
+    has_whole_node = job_cpus >= node_cpus
+    if has_whole_node and len(allowed_cpus) < node_cpus:  # the launcher has bound this process to a part
+        problem = f"{_JOB_CPUS}: the job has all {node_cpus} processors, but was bound to"
         return CpuBinding(reason=f"{problem} {host.allowed_cpus}")
     if not host.worker_gpus:
         return CpuBinding(reason="it is unknown which GPU each worker gets")

@@ -52,6 +52,8 @@ class _Known:
     remedy: str
     stops: bool = False
     """True if the entries after this one would only repeat it, so that the search ends here."""
+    is_consequence: bool = False
+    """True for a text that nearly every failure leaves, which counts only if nothing else is known."""
 
 
 # Marker in the table for the text of `memory_remedy`, which depends on the job.
@@ -186,6 +188,7 @@ KNOWN: tuple[_Known, ...] = (
         cause="another rank exited first, and its output shows why. If there is no other "
         "message at all, another service holds the rendezvous port",
         remedy="look for the first error on any node; if another service holds the port: --port N",
+        is_consequence=True,
     ),
 )
 
@@ -203,8 +206,7 @@ def find_explanations(text: str, *, memory: str = "", has_cause: bool = False) -
     """
     explanations: list[Explanation] = []
     for entry in KNOWN:
-        # Nearly every failure closes connections, so the last entry counts only if nothing else is known.
-        if entry is KNOWN[-1] and (has_cause or explanations):
+        if entry.is_consequence and (has_cause or explanations):
             continue
         match = re.search(entry.pattern, text)
         if match is None:

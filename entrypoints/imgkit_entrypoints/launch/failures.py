@@ -27,10 +27,10 @@ from imgkit_entrypoints import files, json_text, terminal
 from imgkit_entrypoints.errors import join_names, shorten_message
 from imgkit_entrypoints.launch import explain
 from imgkit_entrypoints.launch.user_program import RECORD
-from imgkit_entrypoints.rollcall.messages import LINE, LINES, RankFailure
+from imgkit_entrypoints.rollcall.messages import LINE_CHARACTERS, MAX_LINES, RankFailure
 
 if TYPE_CHECKING:
-    from imgkit_entrypoints.rollcall.session import HeadSession
+    from imgkit_entrypoints.rollcall.session import HeadSession, ReportedFailure
 
 CODES = "torchrun-failed"
 """File in the stop folder with the exit codes of failed workers by rank."""
@@ -39,8 +39,13 @@ _TORCHRUN = "torchrun"
 _RECORD_NAME = re.compile(rf"{RECORD}(?:([0-9]+)|{_TORCHRUN})")
 LATE_S = 5.0
 """Seconds after which a failed worker that has not ended has its traceback printed at once."""
-LATE_AFTER_PEER_S = 30.0
-"""The same for an error that only says that another rank is gone, since that rank's error explains it."""
+LATE_ELSEWHERE_S = 30.0
+"""The same for a traceback that the user should see elsewhere.
+
+On nodes other than the head, that is each traceback: the head prints it once the worker has ended, which may
+take some seconds on a busy machine. An error that only says that another rank is gone is explained by that
+rank's error.
+"""
 HEAD_LINES = 20
 """Number of first lines of a long text that are kept besides its last ones."""
 MAX_BYTES = 40_000
@@ -91,7 +96,7 @@ class RankRecord:
         return limit_lines(text.rstrip("\n"))
 
 
-def note_codes(env: Mapping[str, str], codes: Mapping[int, int], *, is_imgkits: bool) -> None:
+def write_exit_codes(env: Mapping[str, str], codes: Mapping[int, int], *, is_imgkits: bool) -> None:
     """Write the exit codes of a node's failed workers into the stop folder, for the node agent.
 
     torchrun's process calls this. The node agent also needs to know whether the workers are a program of this
@@ -103,7 +108,7 @@ def note_codes(env: Mapping[str, str], codes: Mapping[int, int], *, is_imgkits: 
         files.write_file(Path(env["IMGKIT_STOP_DIR"]) / CODES, json.dumps(content))
 
 
-def note_torchrun(env: Mapping[str, str], text: str) -> bool:
+def write_torchrun_error(env: Mapping[str, str], text: str) -> bool:
     """Write the error with which torchrun itself ends into the stop folder. Return False if that fails."""
     try:
         files.write_file(Path(env["IMGKIT_STOP_DIR"]) / f"{RECORD}{_TORCHRUN}", f"{time.time()}\n{text}")
@@ -131,20 +136,28 @@ def read_records(stop_folder: Path) -> list[RankRecord]:
     """
     records = []
     for path in stop_folder.glob(f"{RECORD}*"):
-        match = _RECORD_NAME.fullmatch(path.name)
-        if match is None:
-            continue
-        rank = None if match[1] is None else int(match[1])
-        with contextlib.suppress(OSError, ValueError):
-            seconds, _, text = files.read_text(path, errors="replace").partition("\n")
-            at = float(seconds)
-            if math.isfinite(at):
-                records.append(RankRecord(rank=rank, at=at, text=text))
+        record = _read_record(path)
+        if record is not None:
+            records.append(record)
     return sorted(records, key=lambda record: record.at)
 
 
+def _read_record(path: Path) -> RankRecord | None:
+    """Return the record in the file `path`, or None if it is incomplete or another file."""
+    match = _RECORD_NAME.fullmatch(path.name)
+    if match is None:
+        return None
+    rank = None if match[1] is None else int(match[1])
+    try:
+        seconds, _, text = files.read_text(path, errors="replace").partition("\n")
+        at = float(seconds)
+    except (OSError, ValueError):
+        return None
+    return RankRecord(rank=rank, at=at, text=text) if math.isfinite(at) else None
+
+
 def _read_codes(stop_folder: Path) -> tuple[Mapping[int, int], bool]:
-    """Return what `note_codes` has written: the exit codes by rank, and whether the program is imgkit's.
+    """Return what `write_exit_codes` wrote: the exit codes by rank, and whether the program is imgkit's.
 
     If the file is missing or cannot be read, return ``({}, False)``.
     """
@@ -175,10 +188,11 @@ def find_node_failure(stop_folder: Path, killed_by: int = 0) -> RankFailure | No
             return _recorded_failure(record, codes)
     recorded_ranks = {record.rank for record in records}
     for rank, code in codes.items():
-        # A worker that torchrun has ended after the failure of another one is not the cause.
-        has_reason = rank in recorded_ranks or (is_imgkits and code > 0)
-        if not has_reason and code not in _BY_TORCHRUN:
-            return RankFailure(rank=rank, code=code, age_ms=0, after_peer=False, log="")
+        if rank in recorded_ranks or code in _BY_TORCHRUN:  # torchrun ends the ranks that did not fail
+            continue
+        if is_imgkits and code > 0:  # the program has printed the reason itself
+            continue
+        return RankFailure(rank=rank, code=code, age_ms=0, after_peer=False, log="")
     if killed_by:
         return RankFailure(rank=None, code=-killed_by, age_ms=0, after_peer=False, log="")
     if records:
@@ -232,19 +246,16 @@ def limit_lines(text: str) -> tuple[str, ...]:
     If there are too many, keep the first `HEAD_LINES` and as many of the last lines as the message can hold.
     A line between the two parts says how many lines are missing.
     """
-    lines = [shorten_message(line.expandtabs())[:LINE] for line in text.split("\n")]
+    lines = [shorten_message(line.expandtabs())[:LINE_CHARACTERS] for line in text.split("\n")]
+    first_lines, last_lines = lines[:HEAD_LINES], lines[HEAD_LINES:]
     # The first lines come first, and then the others from the last one on.
-    by_importance = [*lines[:HEAD_LINES], *reversed(lines[HEAD_LINES:])]
-    kept = _count_fitting(by_importance)
+    kept = _count_fitting([*first_lines, *reversed(last_lines)])
     omitted = len(lines) - kept
     if omitted == 0:
         return tuple(lines)
-    head_end = min(kept, HEAD_LINES)
-    return (
-        *lines[:head_end],
-        f"... {omitted} more lines in the full log ...",
-        *lines[head_end + omitted :],
-    )
+    gap_start = min(kept, HEAD_LINES)
+    gap_end = gap_start + omitted
+    return (*lines[:gap_start], f"... {omitted} more lines in the full log ...", *lines[gap_end:])
 
 
 def _count_fitting(lines: Sequence[str]) -> int:
@@ -255,7 +266,7 @@ def _count_fitting(lines: Sequence[str]) -> int:
     size = 0
     for number, line in enumerate(lines):
         size += len(json.dumps(line)) + 2  # JSON has ", " between two elements
-        if size > MAX_BYTES or number >= LINES - 1:
+        if size > MAX_BYTES or number >= MAX_LINES - 1:
             return number
     return len(lines)
 
@@ -266,8 +277,8 @@ class LateRecords:
     Such a worker may wait for other ranks at its exit, and the run would show no error until it ends.
     """
 
-    def __init__(self, stop_folder: Path) -> None:
-        self._folder = stop_folder
+    def __init__(self, stop_folder: Path, *, is_head: bool) -> None:
+        self._folder, self._is_head = stop_folder, is_head
         self._reported: set[int | None] = set()
 
     def new_reports(self) -> Iterator[tuple[str, ...]]:
@@ -276,36 +287,27 @@ class LateRecords:
         A record is late if its worker has not ended some seconds after it was written. Each is reported once.
         """
         for record in read_records(self._folder):
-            late_s = LATE_AFTER_PEER_S if record.after_peer else LATE_S
-            is_late = time.time() - record.at > late_s
-            if is_late and record.rank not in self._reported:
-                self._reported.add(record.rank)
-                name = _rank_name(record.rank)
-                title = f"{name} has failed, and its process has not ended after {late_s:g} s"
-                yield (title, *record.lines)
+            late_s = LATE_S
+            if record.after_peer or not self._is_head:
+                late_s = LATE_ELSEWHERE_S
+            if record.rank in self._reported or time.time() - record.at <= late_s:
+                continue
+            self._reported.add(record.rank)
+            name = _rank_name(record.rank)
+            title = f"{name} has failed, and its process has not ended after {late_s:g} s"
+            yield (title, *record.lines)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeFailure:
-    """A failure as the head has received it."""
-
-    at: float
-    """When the worker failed, on the head's monotonic clock."""
-    node: str
-    """The name by which users know the node."""
-    failure: RankFailure
-
-
-def first_failure(failures: Iterable[NodeFailure]) -> NodeFailure | None:
+def first_failure(failures: Iterable[ReportedFailure]) -> ReportedFailure | None:
     """Return the failure that came first, or None without any.
 
     A failure that is a consequence of another rank's end counts only if there is no other.
     """
-    return min(failures, key=lambda entry: (entry.failure.after_peer, entry.at), default=None)
+    return min(failures, key=lambda report: (report.failure.after_peer, report.at), default=None)
 
 
 def describe_run_failure(
-    session: HeadSession, head: str, log: Callable[..., None], *, memory: str, of_previous: bool
+    session: HeadSession, log: Callable[..., None], *, memory: str, of_previous: bool
 ) -> tuple[str, ...]:
     """Return the last lines that the head (node 0) prints about a failed attempt.
 
@@ -313,29 +315,24 @@ def describe_run_failure(
 
     Parameters
     ----------
-    head : name of the head, which is also known if it is the only node.
     log : prints the known explanations, if the failure is only a consequence of another rank's end.
     memory : the value of `explain.MEMORY`: the memory that the job requested.
     of_previous : True for the attempt before the one that starts now.
     """
-    failures = []
-    for at, number, failure in session.previous_failures if of_previous else session.failures:
-        # Number 0 is the head.
-        name = session.node_name(number) if number else head
-        failures.append(NodeFailure(at=at, node=name, failure=failure))
-    first = first_failure(failures)
+    reports = session.previous_failures if of_previous else session.failures
+    first = first_failure(reports)
     if first is None:
         return ()
     # On several nodes, the node agents leave this explanation to the head.
     if first.failure.after_peer and session.placement.nnodes > 1:
         for explanation in explain.find_explanations("\n".join(first.failure.lines), memory=memory):
             log(*explanation.lines)
-    followers = [_failed_name(entry.failure) for entry in failures if entry is not first]
-    return describe_failure(first, followers, memory=memory)
+    followers = [_failed_name(report.failure) for report in reports if report is not first]
+    return describe_failure(first.failure, session.node_name(first.number), followers, memory=memory)
 
 
 def describe_failure(
-    first: NodeFailure, followers: Sequence[str] = (), *, memory: str = ""
+    failure: RankFailure, node: str, followers: Sequence[str] = (), *, memory: str = ""
 ) -> tuple[str, ...]:
     """Return the last lines of a failed run: rank, node, exit code, path of the log, and the traceback.
 
@@ -343,12 +340,12 @@ def describe_failure(
 
     Parameters
     ----------
-    first : the failure that came first.
+    failure : the failure that came first.
+    node : the name by which users know its node.
     followers : names of the ranks that failed after it on other nodes, such as ``rank 3``.
     memory : the value of `explain.MEMORY`.
     """
-    failure = first.failure
-    lines = [f"{_failed_name(failure)} on {first.node} failed first: {describe_ending(failure.code)}"]
+    lines = [f"{_failed_name(failure)} on {node} failed first: {describe_ending(failure.code)}"]
     if followers:
         lines.append(f"  then on other nodes: {join_names(followers, MAX_FOLLOWERS)}")
     lines.append(f"  full log on that node: {failure.log}" if failure.log else "  there is no full log")
@@ -359,13 +356,12 @@ def describe_failure(
     return (*lines, _SILENT.get(failure.code, _NO_REASON))
 
 
-def summarize_failure(entry: NodeFailure) -> str:
+def summarize_failure(failure: RankFailure, node: str) -> str:
     """Return the line about the failed worker of this node. Nodes other than the head print it.
 
     An example is ``rank 3 on n2 failed, exit code 1: ValueError: no data; full log: /logs/errors-n2.log``.
     """
-    failure = entry.failure
-    text = f"{_failed_name(failure)} on {entry.node} failed, {describe_ending(failure.code)}"
+    text = f"{_failed_name(failure)} on {node} failed, {describe_ending(failure.code)}"
     filled_lines = [line.strip() for line in failure.lines if line.strip()]
     if filled_lines:
         text += f": {shorten_message(filled_lines[-1])[:MAX_REASON]}"

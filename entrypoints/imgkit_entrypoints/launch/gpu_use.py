@@ -88,13 +88,16 @@ class GpuMonitor:
         data = self._output.read() or b""
         # The last part has no line end yet, and belongs to the next call.
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
-        matches = [match for match in map(_READING.fullmatch, lines) if match]
-        if not matches:
-            return None
-        for match in matches:
+        old_readings = self._readings
+        for line in lines:
+            match = _READING.fullmatch(line)
+            if match is None:
+                continue
             self._readings += 1
             self._percent_sum += int(match["percent"])
             self._peak_MiB = max(self._peak_MiB, int(match["memory_MiB"]))
+        if self._readings == old_readings:
+            return None
         return GpuUse(
             readings=self._readings,
             gpu_percent=self._percent_sum / self._readings,

@@ -25,7 +25,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 # The option's number in prctl(2), from linux/prctl.h.
 PR_SET_CHILD_SUBREAPER = 36
@@ -73,14 +73,15 @@ def _list_processes() -> Iterator[tuple[int, int, str]]:
     An example is ``4711, 1, "python3"``.
     """
     for entry in os.listdir(PROC):  # noqa: PTH208 - pathlib costs this process a third of its start
-        if entry.isdigit():
-            with contextlib.suppress(OSError, ValueError):  # the process has ended
-                # "12 (name) S 1 ...": the name may contain spaces and parentheses.
-                before, _, after = _read_proc_file(f"{entry}/stat").rpartition(b")")
-                _, _, name = before.partition(b"(")
-                state, parent, *_ = after.split()
-                if state not in (b"Z", b"X"):  # a zombie or dead: no signal has an effect any more
-                    yield int(entry), int(parent), name.decode(errors="replace")
+        if not entry.isdigit():
+            continue
+        with contextlib.suppress(OSError, ValueError):  # the process has ended
+            # "12 (name) S 1 ...": the name may contain spaces and parentheses.
+            id_and_name, _, rest = _read_proc_file(f"{entry}/stat").rpartition(b")")
+            _, _, name = id_and_name.partition(b"(")
+            state, parent, *_ = rest.split()
+            if state not in (b"Z", b"X"):  # a zombie or dead: no signal has an effect any more
+                yield int(entry), int(parent), name.decode(errors="replace")
 
 
 def _read_proc_file(path: str) -> bytes:
@@ -91,7 +92,7 @@ def _read_proc_file(path: str) -> bytes:
         os.close(descriptor)
 
 
-def reap(codes: dict[int, int]) -> bool:
+def reap_into(codes: dict[int, int]) -> bool:
     """Collect the exit codes of ended children into `codes`. Return False when no child is left.
 
     Without this, ended processes would stay as zombies. The children include orphans that this process has
@@ -107,13 +108,13 @@ def reap(codes: dict[int, int]) -> bool:
         codes[pid] = os.waitstatus_to_exitcode(status)
 
 
-def end_all(within_s: float = REAP_S) -> tuple[str, ...]:
+def end_all() -> tuple[str, ...]:
     """Kill and collect every process below this process. Return the names of processes that are still there.
 
-    A process that is left after `within_s` seconds hangs in the kernel, where no signal reaches it.
+    A process that is left after `REAP_S` seconds hangs in the kernel, where no signal reaches it.
     """
-    deadline = time.monotonic() + within_s
-    while reap({}):
+    deadline = time.monotonic() + REAP_S
+    while reap_into({}):
         # Again and again, since a process may have started another one in the meantime.
         for pid in descendants():
             with contextlib.suppress(OSError):
@@ -150,25 +151,19 @@ def main(control: int, status: int, open_files: int, kind: str, command: list[st
         _report(status, f"failed {error.strerror}")
         return
     _report(status, f"started {child}" if can_adopt else f"started {child} alone")
+    agent = _AgentCommands(control)
+    terminated: set[int] = set()
     codes: dict[int, int] = {}
-    orders: set[str] = set()  # names of the node agent's commands that have come until now
-    signalled: set[int] = set()  # processes that have got TERM
-    while "kill" not in orders and reap(codes) and child not in codes:
-        orders |= _take_orders(control, child, (child_ended,), 1.0)
-        if "terminate" in orders and not signalled:
-            _terminate(signalled)
-    if "kill" not in orders:
+    while not agent.wants_kill and reap_into(codes) and child not in codes:
+        for child_signal in agent.wait_for_signals(1.0, wakeup=child_ended):
+            os.kill(child, child_signal)  # the child was not collected yet, so its id is not used again
+        if agent.wants_end and not terminated:
+            terminated = _terminate_all()
+    if not agent.wants_kill:
         _report(status, f"exit {codes[child]}")
-        leave_at = time.monotonic()
-        if "terminate" in orders:
-            _terminate(signalled)  # processes that were just being started at the first TERM
-            leave_at = float("inf")  # the node agent sends "kill" when the grace time is over
-        elif codes[child] >= 0:
-            # The processes left by a command that has exited may still be tidying up. If it was killed, its
-            # workers do not know that yet, and waiting would not help.
-            leave_at += LEAVE_S
-        while "kill" not in orders and reap(codes) and time.monotonic() < leave_at:
-            orders |= _take_orders(control, None, (), TICK_S)
+        if agent.wants_end:
+            _terminate_all(terminated)  # processes that were just being started at the first TERM
+        _wait_for_remaining(agent, codes[child])
     # Processes that the command has left running, such as a daemon. They are named in the last report.
     remaining = sorted(set(descendants().values()))
     stuck = end_all()
@@ -204,37 +199,63 @@ def _wake_on_child() -> int:
     return reader
 
 
-def _take_orders(control: int, child: int | None, wakers: tuple[int, ...], seconds: float) -> set[str]:
-    """Wait up to `seconds` for commands of the node agent, and return their names, such as ``terminate``.
+class _AgentCommands:
+    """The commands of the node agent, which come on the pipe `control`."""
 
-    The command ``signal N`` is carried out here: `child` gets the signal. If the node agent is gone, the
-    result is ``kill``, so that the run ends with it. A byte on one of the descriptors in `wakers` ends the
-    waiting.
+    def __init__(self, control: int) -> None:
+        self._control = control
+        self.wants_end = False
+        """True once the node agent has sent ``terminate``."""
+        self.wants_kill = False
+        """True once the node agent has sent ``kill``, or is gone."""
+
+    def wait_for_signals(self, seconds: float, *, wakeup: int | None = None) -> list[int]:
+        """Wait up to `seconds` for commands, and return the numbers of the signals for the child.
+
+        For the other commands, set the attributes. A byte on the descriptor `wakeup` ends the waiting.
+        """
+        descriptors = [self._control] if wakeup is None else [self._control, wakeup]
+        readable, _, _ = select.select(descriptors, [], [], seconds)
+        if wakeup is not None and wakeup in readable:
+            os.read(wakeup, 4096)
+        if self._control not in readable:
+            return []
+        data = os.read(self._control, 4096)
+        if not data:  # end of file
+            self.wants_kill = True
+        signals = []
+        for line in data.decode().splitlines():
+            name, _, number = line.partition(" ")
+            if name == "signal":
+                signals.append(int(number))
+            elif name == "terminate":
+                self.wants_end = True
+            elif name == "kill":
+                self.wants_kill = True
+        return signals
+
+
+def _wait_for_remaining(agent: _AgentCommands, code: int) -> None:
+    """Let the processes that the command has left end by themselves, until their time is over.
+
+    The command has ended with `code`. If a signal has killed it, its workers do not know that yet, and
+    waiting would not help.
     """
-    readable, _, _ = select.select([control, *wakers], [], [], seconds)
-    for descriptor in wakers:
-        if descriptor in readable:
-            os.read(descriptor, 4096)
-    if control not in readable:
-        return set()
-    data = os.read(control, 4096)
-    if not data:  # end of file
-        return {"kill"}
-    names = set()
-    for line in data.decode().splitlines():
-        name, _, number = line.partition(" ")
-        names.add(name)
-        if name == "signal" and child is not None:
-            os.kill(child, int(number))  # the child was not collected yet, so its id is not used again
-    return names
+    leave_s = LEAVE_S if code >= 0 else 0.0
+    if agent.wants_end:
+        leave_s = float("inf")  # the node agent sends "kill" when the grace time is over
+    leave_at = time.monotonic() + leave_s
+    while not agent.wants_kill and reap_into({}) and time.monotonic() < leave_at:
+        agent.wait_for_signals(TICK_S)  # the child that would get them has ended
 
 
-def _terminate(signalled: set[int]) -> None:
-    """Send TERM to every process below this one that is not in `signalled`, and add its id there."""
-    for pid in descendants().keys() - signalled:
-        signalled.add(pid)
+def _terminate_all(except_pids: Collection[int] = ()) -> set[int]:
+    """Send TERM to every process below this one but `except_pids`. Return the ids of those that got it."""
+    pids = descendants().keys() - set(except_pids)
+    for pid in pids:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGTERM)
+    return pids
 
 
 def _report(status: int, line: str) -> None:

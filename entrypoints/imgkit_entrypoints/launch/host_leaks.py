@@ -125,33 +125,28 @@ def clean_environment(
     changes = {name: value for name, value in new_values.items() if value != env[name]}
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_CORE)
     limits_core = CORE not in keep and soft_limit != 0
-    tmpdir = host_env.get("TMPDIR", "")
-    short_tmpdir = _short_tmpdir(tmpdir)
     removed = [*_count_by_prefix(mpi_names), *changes]
     if limits_core:
         removed.append("core dumps")
     texts = []
     if removed:
         texts.append(f"without {', '.join(removed)} of the host")
-    if short_tmpdir:
-        texts.append(f"with TMPDIR={short_tmpdir} for a path of {len(tmpdir)} characters")
-        changes["TMPDIR"] = short_tmpdir
+    tmpdir = host_env.get("TMPDIR", "")
+    if len(tmpdir) > MAX_TMPDIR:
+        changes["TMPDIR"] = _short_tmpdir(tmpdir)
+        texts.append(f"with TMPDIR={changes['TMPDIR']} for a path of {len(tmpdir)} characters")
+    else:
+        tmpdir = ""
     text = ""
     if texts:
         text = f"workers start {' and '.join(texts)} (to keep one: --keep-env NAME)"
-    new_env = {}
-    unset = list(mpi_names)
-    for name, value in changes.items():
-        if value:
-            new_env[name] = value
-        else:
-            unset.append(name)
+    empty_names = [name for name, value in changes.items() if not value]
     return CleanEnvironment(
-        env=new_env,
-        unset=tuple(unset),
+        env={name: value for name, value in changes.items() if value},
+        unset=(*mpi_names, *empty_names),
         text=text,
         limits_core=limits_core,
-        tmpdir=tmpdir if short_tmpdir else "",
+        tmpdir=tmpdir,
     )
 
 
@@ -171,9 +166,7 @@ def _select_host_variables(
 
 
 def _short_tmpdir(tmpdir: str) -> str:
-    """Return a short name in /tmp for a TMPDIR that is too long for sockets, or "" if it is short enough."""
-    if len(tmpdir) <= MAX_TMPDIR:
-        return ""
+    """Return a short name in /tmp for a TMPDIR that is too long for sockets."""
     # The digest gives each long TMPDIR a link of its own, also if a user has several jobs on the node.
     digest = hashlib.sha256(tmpdir.encode()).hexdigest()[:8]
     return f"/tmp/imgkit-tmp-{os.geteuid()}-{digest}/t"  # noqa: S108 - the user's own folder in it
@@ -223,18 +216,24 @@ def _remove_host_python(
     values = {}
     if "PYTHONPATH" in host_env:
         image_folders = image.get("PYTHONPATH", "").split(":")
-        folders = []
-        for folder in host_env["PYTHONPATH"].split(":"):
-            has_packages = not _PACKAGES.isdisjoint(PurePath(folder).parts)
-            if folder in image_folders or not has_packages:
-                folders.append(folder)
-        values["PYTHONPATH"] = ":".join(folders)
+        values["PYTHONPATH"] = _without_packages(host_env["PYTHONPATH"], image_folders)
     removed_programs = []
     for name in _OF_PYTHON:
-        if host_env.get(name, "") not in ("", prefix):
+        folder = host_env.get(name, "")
+        if folder not in ("", prefix):
             values[name] = ""
-            removed_programs.append(f"{host_env[name]}/bin")
+            removed_programs.append(f"{folder}/bin")
     if removed_programs and "PATH" in env:
-        folders = [folder for folder in env["PATH"].split(":") if folder not in removed_programs]
-        values["PATH"] = ":".join(folders)
+        kept_folders = [folder for folder in env["PATH"].split(":") if folder not in removed_programs]
+        values["PATH"] = ":".join(kept_folders)
     return values
+
+
+def _without_packages(python_path: str, image_folders: Sequence[str]) -> str:
+    """Return a PYTHONPATH without the folders of installed packages that are not the image's."""
+    kept_folders = []
+    for folder in python_path.split(":"):
+        has_packages = not _PACKAGES.isdisjoint(PurePath(folder).parts)
+        if folder in image_folders or not has_packages:
+            kept_folders.append(folder)
+    return ":".join(kept_folders)

@@ -97,34 +97,34 @@ def offline_settings(
     can_connect : returns whether this node can connect to the service at a URL.
     is_shared : returns whether a folder is on a file system that several nodes mount.
     """
-    has_proxy = any(env.get(name) for name in _PROXIES)
-
-    def is_unreachable(service: Service) -> bool:
-        return not has_proxy and not can_connect(service.url(env))
-
     variables: dict[str, str] = {}
     notes = []
+    # Behind a proxy, no service counts as unreachable: no connection is tried.
+    has_proxy = any(env.get(name) for name in _PROXIES)
     if HUB.is_used(env, has_package):
+        url = HUB.url(env)
         home = env.get("HOME", "")
-        if is_unreachable(HUB):
+        has_own_cache = any(env.get(name) for name in _HUB_CACHES)
+        if not has_proxy and not can_connect(url):
             notes.append(
-                f"this node cannot reach {HUB.url(env)}: let imgkit run send what the program loads, "
+                f"this node cannot reach {url}: let imgkit run send what the program loads, "
                 'data = ["hf://NAME"] in imgkit.toml; or fill HF_HOME on a login node, with HF_HUB_OFFLINE=1'
             )
-        elif home and not any(env.get(name) for name in _HUB_CACHES) and is_shared(home):
+        elif home and not has_own_cache and is_shared(home):
             notes.append(
                 f"models are saved in {home}/.cache/huggingface, where your home's quota counts; for another "
                 "folder: --env HF_HOME=/FOLDER"
             )
     if WANDB.is_used(env, has_package):
+        url = WANDB.url(env)
         run_folder = env.get("IMGKIT_RUN_DIR")
         # Without WANDB_DIR, the files are in the job's folder, or in /tmp of a node if that cannot be
         # written.
         if run_folder and not env.get("WANDB_DIR"):
             variables["WANDB_DIR"] = run_folder
-        if not env.get("WANDB_MODE") and is_unreachable(WANDB):
+        if not has_proxy and not env.get("WANDB_MODE") and not can_connect(url):
             variables["WANDB_MODE"] = "offline"
-            notes.append(f"this node cannot reach {WANDB.url(env)}: WANDB_MODE=offline; later: wandb sync")
+            notes.append(f"this node cannot reach {url}: WANDB_MODE=offline; later: wandb sync")
     return OfflineSettings(env=variables, notes=tuple(notes))
 
 

@@ -152,13 +152,20 @@ def summarize_answer(answer: bytes) -> list[str]:
     _, heading, problems = text.partition(_ERRORS_HEADING)
     if not heading:
         raise ValueError("it contains no list of errors")
-    lines = [line for line in problems.split("\n") if line and not _WARNINGS_HEADING.fullmatch(line)]
+    lines = []
+    for line in problems.split("\n"):
+        if line and not _WARNINGS_HEADING.fullmatch(line):
+            lines.append(line)
     if not lines:
         return ["all ranks of all communicators answer, and have launched the same number of collectives"]
-    summary = [re.sub("[^ -~]", "?", line)[:_LONGEST] for line in _fold_ranks(lines)]
+    summary = [_printable(line) for line in _fold_ranks(lines)]
     if len(summary) <= MAX_LINES:
         return summary
     return [*summary[:MAX_LINES], f"and {len(summary) - MAX_LINES} more lines"]
+
+
+def _printable(line: str) -> str:
+    return re.sub("[^ -~]", "?", line)[:_LONGEST]
 
 
 def _fold_ranks(lines: list[str]) -> Iterator[str]:
@@ -203,16 +210,15 @@ def recorder_variables(env: Mapping[str, str], torch_version: str, job_id: str) 
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }
-    has_new_name = plan.is_torch_since(torch_version, RENAMED_SINCE)
-    if not has_new_name:
+    prefix_variable = DUMP_PREFIX
+    if not plan.is_torch_since(torch_version, RENAMED_SINCE):
+        prefix_variable = OLD_DUMP_PREFIX
         variables["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "2000"  # collectives; by default, it records none
-    # The user has not named a place for the files.
-    if OLD_DUMP_PREFIX not in env and DUMP_PREFIX not in env:
-        folder = _recorder_folder(env)
-        if folder:
-            job_name = re.sub("[^A-Za-z0-9.-]", "_", job_id)
-            prefix_variable = DUMP_PREFIX if has_new_name else OLD_DUMP_PREFIX
-            variables[prefix_variable] = str(folder / f"nccl-{job_name}-rank-")
+    user_has_named_files = OLD_DUMP_PREFIX in env or DUMP_PREFIX in env
+    folder = None if user_has_named_files else _recorder_folder(env)
+    if folder:
+        job_name = re.sub("[^A-Za-z0-9.-]", "_", job_id)
+        variables[prefix_variable] = str(folder / f"nccl-{job_name}-rank-")
     return {name: value for name, value in variables.items() if name not in env}
 
 

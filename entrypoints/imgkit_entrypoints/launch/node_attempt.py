@@ -1,8 +1,8 @@
 """One attempt of a run on this node: its command, the watch over its workers, and how it ended here.
 
 The node agent (agent.py) decides when an attempt starts and when it has to end. `NodeAttempt` starts the
-command below its guard (guarded.py), looks for workers that hang, ends the command step by step, and finds
-the reason if the command fails.
+command below its guard (command_process.py), looks for workers that hang, ends the command step by step, and
+finds the reason if the command fails.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, EXIT_TOOL_FAILED
 from imgkit_entrypoints.launch import explain, failures, nccl, per_node, plan, start_up, stop_protocol
 from imgkit_entrypoints.launch.attempts import GOOD, StartWatch
+from imgkit_entrypoints.launch.command_process import CommandProcess, Deadline
 from imgkit_entrypoints.launch.failures import LateRecords
-from imgkit_entrypoints.launch.guarded import Deadline, GuardedCommand
 from imgkit_entrypoints.launch.plan import Timeouts
 from imgkit_entrypoints.launch.watchdog import Watchdog
 from imgkit_entrypoints.rollcall.messages import (
@@ -155,9 +155,9 @@ class NodeAttempt:
         self.stall_reason = ""
         """Why a start that took too long was ended. Only the head sets it (`StartWatch`)."""
         self._is_asked_to_stop = False
-        self._command: GuardedCommand | None = None
+        self._command: CommandProcess | None = None
         stop_protocol.clear_stop_folder(node.stop_folder)
-        self._late_records = LateRecords(node.stop_folder)
+        self._late_records = LateRecords(node.stop_folder, is_head=node.config.is_head)
         self._watchdog = Watchdog(
             node.stop_folder,
             node.config.node.host,
@@ -183,7 +183,7 @@ class NodeAttempt:
             env |= variables
         else:
             argv = plan.fill_markers(command.argv, self._order, self._node_rank, node.stop_folder)
-        self._command = GuardedCommand(
+        self._command = CommandProcess(
             argv,
             env,
             self._log,
@@ -223,7 +223,7 @@ class NodeAttempt:
         config = self._node.config
         grace_s = config.timeouts.grace_s
         self._is_asked_to_stop = True
-        stop_protocol.raise_flag(self._node.stop_folder, reason)
+        stop_protocol.write_stop_file(self._node.stop_folder, reason)
         self._log(f"{reason}: asked the program to save and end, waiting up to {grace_s:g} s")
         if config.command.is_per_node:
             # An ordinary command reads no stop file, so TERM, the first step, is its request to stop.
@@ -253,7 +253,7 @@ class NodeAttempt:
         return self._running_command.read_reports()
 
     @property
-    def _running_command(self) -> GuardedCommand:
+    def _running_command(self) -> CommandProcess:
         """Return the command, which exists once the attempt has started."""
         assert self._command is not None  # noqa: S101 - only a started attempt is watched and finished
         return self._command
@@ -292,7 +292,7 @@ class NodeAttempt:
         received_signal : number of the first signal that this node agent has received, or None.
         is_head_lost : True if the command was ended because the head is lost.
         """
-        command_code = self._running_command.wait_for_guard()
+        command_code = self._running_command.wait()
         self.is_running = False
         job_id = self._node.config.job_id
         step, problem = stop_protocol.read_saved_step(self._node.stop_folder, job_id)
@@ -342,18 +342,18 @@ class NodeAttempt:
             self.failure = dataclasses.replace(self.failure, log=self._write_log())
         # If the agent has ended the command, the errors of the workers are consequences.
         if not self._is_asked_to_stop and not self.deadline.has_begun:
-            self._log_explanations()
+            self._log_explanations(self.failure)
         dumps = nccl.recorder_dumps(self._node.env, self.began_at)
         if dumps:
             self._log(dumps)
 
-    def _log_explanations(self) -> None:
+    def _log_explanations(self, failure: RankFailure | None) -> None:
         """Print the explanations of known failures in the command's error output (explain.py).
 
         For example, "CUDA out of memory" has one. If a rank's own error is known, closed connections need
         none.
         """
-        failure, has_cause = self.failure, False
+        has_cause = False
         if failure is not None and failure.rank is not None:  # None: torchrun or the user's command failed
             if not failure.lines:
                 return  # a rank without a traceback was usually killed, and the final message explains that

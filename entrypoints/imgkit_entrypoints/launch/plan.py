@@ -195,9 +195,9 @@ class LaunchPlan:
             yield from (f"warning: {text}" for text in warnings)
             return
         # The last line counts the warnings that are left out.
-        number = MAX_WARNINGS - 1
-        yield from (f"warning: {text}" for text in warnings[:number])
-        yield f"{len(warnings) - number} more warnings (to see them: -v)"
+        shown = warnings[: MAX_WARNINGS - 1]
+        yield from (f"warning: {text}" for text in shown)
+        yield f"{len(warnings) - len(shown)} more warnings (to see them: -v)"
 
     def _title(self) -> str:
         """Return the size of the run, such as ``2 nodes, 4 processes on each, cuda``."""
@@ -343,24 +343,17 @@ def decide_launch(
     # torchrun reads PET_* as defaults of its flags, and fails with some that operators set, such as
     # PET_STANDALONE="".
     unset = sorted(name for name in env if name.startswith("PET_"))
-    mode: Mode = "torchrun"
-    if placement.direct is not None:
-        mode = "direct"
-        argv = tuple(worker)
+    mode = _choose_mode(request, placement)
+    argv = tuple(worker)
+    if mode == "direct":
         variables |= _rank_variables(placement)
-    elif request.is_per_node:
-        mode = "per-node"
-        argv = tuple(worker)
+    elif mode == "per-node":
         if placement.node_rank > 0:
             argv += request.worker_args
         unset += [name for name in per_node.RANK_VARIABLES if name in env]
     else:
         argv = (*_torchrun_argv(torchrun, request, placement, host, nproc.value), *worker)
-        # apps/torchrun.py reads IMGKIT_START. Forks were not tried with CUDA, and a user's program may not
-        # work in one.
-        can_fork = is_imgkits and device.value == "cpu"
-        forks = request.start == "fork" or (request.start == "auto" and can_fork)
-        variables["IMGKIT_START"] = "fork" if forks else "exec"
+        variables["IMGKIT_START"] = _choose_start_method(request, device.value, is_imgkits=is_imgkits)
     network_warnings = tuple(str(finding) for finding in network.warnings)
     # On one node, Gloo uses the loopback interface. Warnings about the cluster's network do not matter then.
     uses_network = device.value == "cuda" or placement.nnodes > 1
@@ -386,6 +379,24 @@ def decide_launch(
             hidden=frozenset(() if uses_network else network_warnings),
         ),
     )
+
+
+def _choose_mode(request: Request, placement: Placement) -> Mode:
+    """Return what starts the workers. A launcher that has started every rank itself leaves no choice."""
+    if placement.direct is not None:
+        return "direct"
+    return "per-node" if request.is_per_node else "torchrun"
+
+
+def _choose_start_method(request: Request, device: str, *, is_imgkits: bool) -> str:
+    """Return how torchrun starts the workers (apps/torchrun.py): ``fork`` or ``exec``.
+
+    Unless the user decides, only imgkit's own programs start as forks, and only on CPUs: forks were not tried
+    with CUDA, and a user's program may not work in one.
+    """
+    if request.start != "auto":
+        return request.start
+    return "fork" if is_imgkits and device == "cpu" else "exec"
 
 
 def _refuse_blocked_network(network: fabric.FabricPlan, placement: Placement) -> None:
@@ -517,12 +528,14 @@ def _expected_gpus(system: SystemFacts | None, env: Mapping[str, str]) -> tuple[
     The image's recipe decides first, and then the job's variables. Without both, return ``(0, "")``.
     """
     if system is not None and system.node.gpus:
-        model = system.node.gpu_model
-        source = f"{SYSTEM_JSON} ({model})" if model else str(SYSTEM_JSON)
+        source = str(SYSTEM_JSON)
+        if system.node.gpu_model:
+            source += f" ({system.node.gpu_model})"
         return system.node.gpus, source
     for name in _GPU_VARIABLES:
-        if env.get(name):
-            return parse_digits(env[name]) or 0, name
+        value = env.get(name)
+        if value:
+            return parse_digits(value) or 0, name
     return 0, ""
 
 
@@ -613,9 +626,10 @@ def _choose_threads(
     """
     name = "OMP_NUM_THREADS"
     value = env.get(name)
-    image_value = host.image_env.get(name) if host.image_env else None
+    image_value = (host.image_env or {}).get(name)
+    recipe_value = system.env.get(name) if system else None
     # Nobody has set another value than the recipe and the image.
-    if system is not None and name in system.env and value in (None, image_value, system.env[name]):
+    if recipe_value is not None and value in (None, image_value, recipe_value):
         return None
     # PBS sets the variable to all processors of the chunk, and mpiexec passes it on. The user has not chosen
     # that value, and with it each of the nproc workers would start threads for the whole chunk.
@@ -658,25 +672,30 @@ def _torchrun_argv(
     # With spares, the number and the rank may differ between attempts.
     if placement.size and placement.nnodes > 1:
         nnodes, node_rank = NNODES_PENDING, NODE_RANK_PENDING
-    shutdown_option: tuple[str, ...] = ()
-    if is_torch_since(host.torch_version, _SHUTDOWN_SINCE):
-        shutdown_option = ("--shutdown-timeout", "3")
-    return (
-        # With -I and --no-python, neither torchrun nor imgkit's programs import from the current folder or a
-        # PYTHONPATH. Without -u, torchrun would buffer the workers' lines until its end if stdout is a file.
-        *(sys.executable or "python3", "-I", "-u", "-m", module),
+    options = {
         # Always use the static rendezvous. The other one, c10d, which --standalone also uses, ignores the
         # node rank. It also unpickles a value of a store that listens on all addresses and lists its keys, so
         # that anyone in the network could run code as this user.
-        *("--rdzv-backend", "static", "--nnodes", nnodes, "--node-rank", node_rank),
-        *("--master-addr", head, "--master-port", PORT_PENDING),
-        *("--nproc-per-node", nproc, "--max-restarts", "0"),
-        *("--monitor-interval", "0.1"),  # seconds; torch 2.3 checks its workers only every 5 s by default
-        *shutdown_option,
-        *("--tee", "3" if request.prefix else "0"),  # 3: both standard output and standard error
-        *("--log-dir", _torchrun_logs(request, placement, host), "--no-python"),
-        "--",  # without it, torchrun would read a program's --max as a short form of --max-restarts
-    )
+        "--rdzv-backend": "static",
+        "--nnodes": nnodes,
+        "--node-rank": node_rank,
+        "--master-addr": head,
+        "--master-port": PORT_PENDING,
+        "--nproc-per-node": nproc,
+        "--max-restarts": "0",
+        "--monitor-interval": "0.1",  # seconds; torch 2.3 checks its workers only every 5 s by default
+    }
+    if is_torch_since(host.torch_version, _SHUTDOWN_SINCE):
+        options["--shutdown-timeout"] = "3"
+    options["--tee"] = "3" if request.prefix else "0"  # 3: both standard output and standard error
+    options["--log-dir"] = _torchrun_logs(request, placement, host)
+    # With -I and --no-python, neither torchrun nor imgkit's programs import from the current folder or a
+    # PYTHONPATH. Without -u, torchrun would buffer the workers' lines until its end if stdout is a file.
+    argv = [sys.executable or "python3", "-I", "-u", "-m", module]
+    for option, value in options.items():
+        argv += [option, value]
+    # Without "--", torchrun would read a program's --max as a short form of --max-restarts.
+    return (*argv, "--no-python", "--")
 
 
 def _torchrun_logs(request: Request, placement: Placement, host: HostFacts) -> str:

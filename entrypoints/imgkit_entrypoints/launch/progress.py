@@ -41,30 +41,24 @@ class ProgressNotes:
                     map_shared_file(Path(folder) / PROGRESS_FILE, PROGRESS_LAYOUT.size)
                 ).cast("d")
 
-    def trains(self) -> None:
+    def note_step_begin(self) -> None:
         """Note that a step begins."""
         if not self._notes[0]:  # it is the first step
             self._notes[1] = time.monotonic()
             # Written last, since the node agent ignores the notes while this number is 0.
             self._notes[0] = self._notes[1]
 
-    def moved(self) -> None:
+    def note_step_end(self) -> None:
         """Note that a step is done."""
         self._notes[1] = time.monotonic()
 
     @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
+    def time_save(self) -> Iterator[None]:
         """Count the time in this context as time for which training waits for a save."""
         began_s = time.monotonic()
         yield
         self._notes[1] = time.monotonic()
         self._notes[2] += self._notes[1] - began_s
-
-
-def clear_progress(folder: Path) -> None:
-    """Remove the notes of an earlier attempt."""
-    with contextlib.suppress(OSError):
-        (folder / PROGRESS_FILE).unlink(missing_ok=True)
 
 
 class Progress(NamedTuple):
@@ -114,7 +108,8 @@ class StepTimer:
 
         Return the time at which the first attempt of this start began, on the monotonic clock.
         """
-        clear_progress(folder)
+        with contextlib.suppress(OSError):
+            (folder / PROGRESS_FILE).unlink(missing_ok=True)  # the notes of an earlier attempt
         now_s = time.monotonic()
         if self._first_attempt_s is None:
             self._first_attempt_s = now_s  # the time before belongs to the starting of this attempt

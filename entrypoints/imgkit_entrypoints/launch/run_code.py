@@ -16,6 +16,7 @@ CODE_VARIABLE = "IMGKIT_CODE"
 """Variable with the digest of the code that was sent with the run. It is not set if the run has no code."""
 # Each line describes a mount: "36 35 98:0 / /workspace rw,noatime - ext3 /dev/root rw".
 _MOUNTS = "/proc/self/mountinfo"
+_MOUNT_POINT = 4  # the index of the fifth field (proc_pid_mountinfo(5))
 
 
 def refuse_missing_code(env: Mapping[str, str]) -> None:
@@ -31,8 +32,7 @@ def refuse_missing_code(env: Mapping[str, str]) -> None:
     mounts = facts.Reader(root=facts.root_of(env)).text(_MOUNTS) or ""
     for line in mounts.splitlines():
         fields = line.split(" ")
-        # The fifth field is the mount point (proc_pid_mountinfo(5)).
-        if len(fields) > 5 and fields[5 - 1] == f"/{WORKSPACE}":
+        if len(fields) > _MOUNT_POINT and fields[_MOUNT_POINT] == f"/{WORKSPACE}":
             return
     raise NoPlan(
         f"the run's copy of the code is not mounted at /{WORKSPACE}",

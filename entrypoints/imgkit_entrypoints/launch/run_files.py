@@ -49,7 +49,7 @@ class RunFiles:
         """
         if self.folder is None:
             return
-        self.folder.refuse_unusable()
+        self.folder.refuse_if_unusable()
         self.folder.clear()
         if plan_text:
             self._write(PLAN_FILE, plan_text, "the reasons of the settings are not there")
@@ -91,7 +91,7 @@ class RunFiles:
         """Return the request to stop that a person or the job script has left in the folder, or None."""
         if self.folder is None:
             return None
-        return self.folder.request()
+        return self.folder.stop_request()
 
     def request_requeue(self, saved_state: str) -> int:
         """Ask the job script to requeue a run that has saved its state, and return the exit code of the run.

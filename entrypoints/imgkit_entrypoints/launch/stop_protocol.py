@@ -164,8 +164,8 @@ def clear_stop_folder(stop_folder: Path) -> None:
     failures.clear_records(stop_folder)
 
 
-def raise_flag(stop_folder: Path, reason: str) -> None:
-    """Make the file ``stop``, which asks the program to save and end. `reason` is its content."""
+def write_stop_file(stop_folder: Path, reason: str) -> None:
+    """Write the file ``stop``, which asks the program to save and end. `reason` is its content."""
     with contextlib.suppress(OSError):
         files.write_file(stop_folder / STOP, f"{reason}\n")
 
@@ -264,9 +264,9 @@ class RunFolder:
 
     def stop_file(self) -> Path | None:
         """Return the file by which a person asks this run to stop or not to start, or None."""
-        return self.path / BY_PERSON if self._find(BY_PERSON) else None
+        return self.path / BY_PERSON if self._has_own_file(BY_PERSON) else None
 
-    def refuse_stopped(self) -> None:
+    def refuse_if_stopped(self) -> None:
         """Raise UsageError if a person has asked the run not to start, by a stop file in its folder."""
         file = self.stop_file()
         if file:
@@ -276,7 +276,7 @@ class RunFolder:
                 hint=f"rm {shlex.quote(str(file))}",
             )
 
-    def refuse_unusable(self) -> None:
+    def refuse_if_unusable(self) -> None:
         """Raise UsageError if the run cannot write the folder. Called before the workers start."""
         where, hint = f"IMGKIT_RUN_DIR: {self.path}", "name a writable folder that all nodes share"
         files.refuse_unusable_folder(self.path, "run folder", where=where, hint=hint)
@@ -294,7 +294,7 @@ class RunFolder:
             try:
                 (self.path / name).unlink(missing_ok=True)
             except OSError as error:
-                if not self._find(name):
+                if not self._has_own_file(name):
                     continue
                 raise UsageError(
                     f"files of an earlier run cannot be removed: {error.strerror}",
@@ -302,14 +302,14 @@ class RunFolder:
                     hint="name a writable folder that all nodes share",
                 ) from error
 
-    def request(self) -> StopRequest | None:
+    def stop_request(self) -> StopRequest | None:
         """Return the request that is in the folder now, or None. A person's request comes first."""
         for name in (BY_PERSON, FOR_REQUEUE):
-            if self._find(name):
+            if self._has_own_file(name):
                 return StopRequest(reason=str(self.path / name), requeue=name == FOR_REQUEUE)
         return None
 
-    def _find(self, name: str) -> bool:
+    def _has_own_file(self, name: str) -> bool:
         """Return whether the file `name` is in the run's folder and belongs to this user.
 
         A file of another user is ignored, since anyone may be able to write to the folder. One warning is
@@ -319,10 +319,12 @@ class RunFolder:
             problem = files.foreign_file_reason(self.path / name)
         except OSError:  # there is no such file, or a network disk fails
             return False
-        if problem and name not in self._reported:
+        if not problem:
+            return True
+        if name not in self._reported:
             self._reported.add(name)
             self.log(f"warning: {self.path / name} is ignored: {problem}")
-        return not problem
+        return False
 
     def write(self, name: str, text: str) -> None:
         """Write a file into the run's folder, for people and for the job script. Make the folder if needed.
@@ -377,7 +379,7 @@ class RunFolder:
         return latest
 
 
-def result_code(text: str) -> int | None:
+def parse_result_code(text: str) -> int | None:
     """Return the exit code in the text of the file `RESULT`: 85 for ``4711.0 85``.
 
     None for any other text.

@@ -8,8 +8,8 @@ since multiprocessing waits for it at exit. So in a forked process, TERM counts 
 parent.
 
 If an exception ends the program, the node agent prints it as the last thing of the run (failures.py). So
-`report` writes the traceback into the node's stop folder. It also writes it to standard error with a mark,
-which keeps it in the log and off the terminal. A program that sets its own excepthook prints its errors
+`record_error` writes the traceback into the node's stop folder. It also writes it to standard error with a
+mark, which keeps it in the log and off the terminal. A program that sets its own excepthook prints its errors
 itself.
 
 torchrun runs this file by path and with the standard library alone: ``python3 user_program.py
@@ -70,7 +70,8 @@ def main(argv: list[str]) -> None:
             runpy.run_path(program, run_name="__main__")
     except SystemExit as error:
         # sys.exit("a message") prints the message and exits with 1.
-        if error.code is not None and not isinstance(error.code, int) and report(str(error.code)):
+        is_message = error.code is not None and not isinstance(error.code, int)
+        if is_message and record_error(str(error.code)):
             error.code = 1
         raise
 
@@ -118,10 +119,10 @@ def open_watchdog_files() -> None:
     # that gives none.
     position = signs = -1
     try:
-        stacks_file = _create(os.path.join(folder, f"stacks-{rank}"))  # noqa: PTH118
+        stacks_file = _create_private_file(os.path.join(folder, f"stacks-{rank}"))  # noqa: PTH118
         faulthandler.register(STACK_SIGNAL, file=stacks_file, all_threads=False)
         _open_files.append(stacks_file)
-        with _create(os.path.join(folder, f"pulse-{rank}")) as pulse_file:  # noqa: PTH118
+        with _create_private_file(os.path.join(folder, f"pulse-{rank}")) as pulse_file:  # noqa: PTH118
             pulse_file.write(struct.pack("qqq", os.getpid(), position, signs))
     except OSError:  # on a full disk, the program runs without stacks
         return
@@ -131,7 +132,7 @@ def open_watchdog_files() -> None:
 _open_files: list[object] = []
 
 
-def _create(path: str) -> BinaryIO:
+def _create_private_file(path: str) -> BinaryIO:
     """Make a new file that only this user can read, and remove an old file of this name."""
     if os.path.lexists(path):
         os.unlink(path)  # noqa: PTH108
@@ -148,10 +149,10 @@ def excepthook(kind: type[BaseException], error: BaseException, trace: Traceback
     """
     try:
         text = format_error(error, trace)
-        is_reported = report(text, sample=find_sample(trace), address=find_unreachable(error))
+        is_recorded = record_error(text, sample=find_sample(trace), address=find_unreachable(error))
     except Exception:  # the exception cannot be printed, or the program has changed these modules
-        is_reported = False
-    if not is_reported:
+        is_recorded = False
+    if not is_recorded:
         sys.__excepthook__(kind, error, trace)
 
 
@@ -251,7 +252,7 @@ def _connect_address(error: BaseException) -> str:
     return address
 
 
-def report(text: str, *, sample: object = None, address: str = "") -> bool:
+def record_error(text: str, *, sample: object = None, address: str = "") -> bool:
     """Write the error text with which this worker ends into the stop folder, for the node agent.
 
     The node agent prints it at the end of the run. Return False if there is no node agent, or if the record
@@ -263,7 +264,8 @@ def report(text: str, *, sample: object = None, address: str = "") -> bool:
     address : ``HOST:PORT`` to which the worker could not connect, or "".
     """
     folder, rank = os.environ.get("IMGKIT_STOP_DIR"), os.environ.get("RANK", "")
-    if not folder or not rank.isdigit() or "IMGKIT_ATTEMPT" not in os.environ:
+    has_agent = "IMGKIT_ATTEMPT" in os.environ
+    if not has_agent or not folder or not rank.isdigit():
         return False
     if len(text) > 2 * HALF:
         text = f"{text[:HALF]}\n...\n{text[-HALF:]}"
@@ -274,7 +276,7 @@ def report(text: str, *, sample: object = None, address: str = "") -> bool:
     # The record is renamed into place, so that the node agent never reads half of it.
     temporary = os.path.join(folder, f".imgkit-{os.getpid()}.part")  # noqa: PTH118
     try:
-        with _create(temporary) as file:
+        with _create_private_file(temporary) as file:
             file.write(f"{time.time()}\n{text}".encode(errors="backslashreplace"))
         os.replace(temporary, os.path.join(folder, RECORD + rank))  # noqa: PTH105, PTH118
     except OSError:

@@ -116,19 +116,19 @@ class Pulse:
         """Return the position of this worker, and the number of its signs of life there."""
         return self._notes[1], self._notes[2]
 
-    def begins(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Note that this worker is in `step`."""
         self._notes[1] = 2 * step - 1
 
-    def done(self, step: int) -> None:
+    def end_step(self, step: int) -> None:
         """Note that this worker has done `step`."""
         self._notes[1] = 2 * step
 
-    def lives(self) -> None:
+    def count_sign_of_life(self) -> None:
         """Note that this worker is busy between two steps."""
         self._notes[2] += 1
 
-    def ends(self) -> None:
+    def end_watch(self) -> None:
         """Note that this worker should not be watched any more."""
         self._notes[0] = 0
 
@@ -145,7 +145,7 @@ def connecting(env: Mapping[str, str]) -> Iterator[None]:
         return
     pulse = Pulse(folder, int(rank))
     yield
-    pulse.ends()
+    pulse.end_watch()
 
 
 def _replace_file(path: Path) -> BinaryIO:
@@ -280,7 +280,7 @@ class Watchdog:
         folder: Path,
         host: str,
         hang_after_s: float,
-        ask_nccl: Callable[[], Question | None] = lambda: None,
+        ask_nccl: Callable[[], Question | None],
     ) -> None:
         """Watch the workers that write their positions into `folder`.
 
@@ -330,23 +330,39 @@ class Watchdog:
         """
         now = time.monotonic()
         reports = self._update(now)
-        for worker in self._workers.values():
-            is_late = self._hang_after_s > 0 and worker.is_late(self._hang_after_s, now)
-            if worker.note.position < 0 and not worker.is_connecting and not is_late:
-                self._check_connecting(worker, now)
+        self._look_for_connecting(now)
         if self.positions is None or not self._hang_after_s:
             return reports
         low, high = self.positions
         if of_run:
-            low, high = min(low, of_run[0]), max(high, of_run[1])
+            low = min(low, of_run[0])
+            high = max(high, of_run[1])
+        report = self._find_hang(low, high, now)
+        if report:
+            reports.append(report)
+        return reports
+
+    def _find_hang(self, low: int, high: int, now: float) -> str:
+        """Return the report about a hang of this node's workers, or "" while there is none.
+
+        The workers are asked for their stacks first, and reported in a later call.
+
+        Parameters
+        ----------
+        low : position of the slowest worker of the run.
+        high : position of the furthest worker of the run.
+        """
         # Only workers at the lowest position can be the cause: all others wait for them.
         slowest = [worker for worker in self._workers.values() if worker.note.position == low]
         late = [worker for worker in slowest if worker.is_late(self._hang_after_s, now)]
         if not self._should_report(slowest, late):
-            return reports
-        stacks = self._question_workers(slowest, now, some_are_ahead=low < high)
-        if stacks is None:
-            return reports
+            return ""
+        if any(worker.stacks_from is None for worker in slowest):
+            self._ask_for_reasons(slowest, now, some_are_ahead=low < high)
+            return ""
+        stacks = self._read_stacks(slowest, now)
+        if stacks is None:  # they may still come
+            return ""
         for worker in slowest:
             worker.is_connecting = CONNECTS in stacks[worker.note.rank]
         self._reported |= {worker.note.rank for worker in late}
@@ -354,29 +370,28 @@ class Watchdog:
         lines = [self._title(late, seconds, low, high), *self._stack_lines(slowest, stacks)]
         if self._question:
             lines += self._question.lines
-        return [*reports, "\n".join(lines)]
+        return "\n".join(lines)
 
-    def _question_workers(
-        self, workers: Sequence[_Worker], now: float, *, some_are_ahead: bool
-    ) -> Mapping[int, str] | None:
-        """Return the stacks of workers that hang, by rank, or None while some of the stacks may still come.
-
-        The first call asks the workers for their stacks, and NCCL for its state. A later call returns the
-        answers. The stack of a worker that does not answer in time is "".
+    def _ask_for_reasons(self, workers: Sequence[_Worker], now: float, *, some_are_ahead: bool) -> None:
+        """Ask workers that hang for their stacks, and NCCL for its state.
 
         Parameters
         ----------
         some_are_ahead : True if other workers of the run are at a later position.
         """
-        unasked = [worker for worker in workers if worker.stacks_from is None]
-        if unasked:
-            for worker in unasked:
+        for worker in workers:
+            if worker.stacks_from is None:
                 self._request_stack(worker, now)
-            self._asked_at = now
-            # If all ranks are at the same position, all nodes report, and one answer of NCCL is enough.
-            has_rank_0 = any(worker.note.rank == 0 for worker in workers)
-            self._question = self._ask_nccl() if some_are_ahead or has_rank_0 else None
-            return None
+        self._asked_at = now
+        # If all ranks are at the same position, all nodes report, and one answer of NCCL is enough.
+        has_rank_0 = any(worker.note.rank == 0 for worker in workers)
+        self._question = self._ask_nccl() if some_are_ahead or has_rank_0 else None
+
+    def _read_stacks(self, workers: Sequence[_Worker], now: float) -> Mapping[int, str] | None:
+        """Return the stacks of workers that hang, by rank. Return None while an answer may still come.
+
+        The stack of a worker that does not answer in time is "".
+        """
         if self._question is not None and self._question.is_open:
             return None
         stacks = {worker.note.rank: self._read_stack(worker) for worker in workers}
@@ -401,15 +416,25 @@ class Watchdog:
         is_new = any(worker.note.rank not in self._reported for worker in late)
         return is_new and len(late) == len(slowest)
 
-    def _check_connecting(self, worker: _Worker, now: float) -> None:
-        """Find out whether a worker without a sign of life waits for other ranks in `CONNECTS`.
+    def _look_for_connecting(self, now: float) -> None:
+        """Find out which workers before their first step wait for other ranks in `CONNECTS`.
 
-        Its stack shows that. The worker is asked for it only while it is idle, every `CONNECT_LOOK_S`
-        seconds, or every ``--hang-after`` if that is shorter.
+        Their stacks show that. Workers that are late are left out, since a report asks for their stacks.
         """
-        if worker.stacks_from is not None:  # it was asked before
-            self._read_connecting(worker, now)
-            return
+        for worker in self._workers.values():
+            is_late = self._hang_after_s > 0 and worker.is_late(self._hang_after_s, now)
+            if worker.note.position >= 0 or worker.is_connecting or is_late:
+                continue
+            if worker.stacks_from is None:
+                self._request_stack_if_idle(worker, now)
+            else:
+                self._read_connecting(worker, now)
+
+    def _request_stack_if_idle(self, worker: _Worker, now: float) -> None:
+        """Ask a worker for its stack if it is idle.
+
+        It is asked every `CONNECT_LOOK_S` seconds, or every ``--hang-after`` if that is shorter.
+        """
         interval_s = CONNECT_LOOK_S
         if self._hang_after_s:
             interval_s = max(2 * WAKE_S, min(CONNECT_LOOK_S, self._hang_after_s))
@@ -449,16 +474,17 @@ class Watchdog:
                 worker.note = note
             if not worker.has_moved(note):
                 continue
-            seconds = now - worker.since
+            silent_s = now - worker.since
             if note.rank in self._reported:
                 self._reported.remove(note.rank)
-                moved.setdefault(round(seconds), []).append(worker)
+                moved.setdefault(round(silent_s), []).append(worker)
             elif is_calm and worker.note.position >= 0:
-                worker.longest_s = max(worker.longest_s, seconds)
+                worker.longest_s = max(worker.longest_s, silent_s)
             worker.update(note, now)
-        return [
-            f"{self._ranks_text(workers)} moved again after {seconds} s" for seconds, workers in moved.items()
-        ]
+        reports = []
+        for seconds, workers in moved.items():
+            reports.append(f"{self._ranks_text(workers)} moved again after {seconds} s")
+        return reports
 
     def _forget(self, rank: int) -> None:
         """Stop watching a worker that has ended or was replaced."""
@@ -499,7 +525,7 @@ class Watchdog:
         # Bit n - 1 of SigCgt stands for a handler of signal n. Without one, the signal would end the process,
         # or a new process that has got its id.
         caught_signals = int(_process_status(worker.note.pid).get("SigCgt", "0"), 16)
-        if caught_signals >> (STACK_SIGNAL - 1) & 1:
+        if caught_signals & 1 << (STACK_SIGNAL - 1):
             with contextlib.suppress(OSError):
                 os.kill(worker.note.pid, STACK_SIGNAL)
 
@@ -511,8 +537,9 @@ class Watchdog:
         A stopped process, for example, cannot write its stack.
         """
         with contextlib.suppress(OSError):
-            text = files.read_bytes(self._folder / f"stacks-{worker.note.rank}")[worker.stacks_from :]
-            stack = _main_stack(text.decode(errors="replace"))
+            data = files.read_bytes(self._folder / f"stacks-{worker.note.rank}")
+            new_data = data[worker.stacks_from :]
+            stack = _main_stack(new_data.decode(errors="replace"))
             if stack:
                 return stack
         state = _process_status(worker.note.pid).get("State", "")[:1]
@@ -551,8 +578,9 @@ class Watchdog:
             workers_by_text.setdefault(text, []).append(worker)
         texts = sorted(workers_by_text, key=lambda text: (_STACK in text, len(workers_by_text[text])))
         for text in texts:
-            pids = ", ".join(str(worker.note.pid) for worker in workers_by_text[text])
-            yield f"  {self._ranks_text(workers_by_text[text])} (process {pids}): {text}"
+            same_workers = workers_by_text[text]
+            pids = ", ".join(str(worker.note.pid) for worker in same_workers)
+            yield f"  {self._ranks_text(same_workers)} (process {pids}): {text}"
 
     def _ranks_text(self, workers: list[_Worker]) -> str:
         """Return the name of some workers of this node, such as ``ranks 4, 6 on n2``."""

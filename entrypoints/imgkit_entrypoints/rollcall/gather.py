@@ -1,8 +1,8 @@
 """The roll call: the nodes of a run meet before torchrun starts.
 
-Node 0 listens (`_Head`) and the others call it (join.py). The head names every node that never joins, refuses
-nodes with different software on all nodes at once, lets the nodes test the network between them (probe.py),
-and hands out a free port for torchrun. The connections stay open (session.py).
+Node 0 listens (`_RollCallHead`) and the others call it (join.py). The head names every node that never
+joins, refuses nodes with different software on all nodes at once, lets the nodes test the network between
+them (probe.py), and hands out a free port for torchrun. The connections stay open (session.py).
 
 A run with spares (``--nnodes N+S``) starts with N+S nodes, or with N or more once no further one has joined
 for `LAST_CALL_S`. The head numbers those that are there anew, since torchrun allows no gaps. Nobody joins
@@ -23,7 +23,7 @@ from pathlib import Path
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import NoPlan, join_names
 from imgkit_entrypoints.rollcall import messages, ports, probe, session
-from imgkit_entrypoints.rollcall.join import Meeting, join
+from imgkit_entrypoints.rollcall.join import RollCall, join
 from imgkit_entrypoints.rollcall.messages import JoinRequest, NodeInfo, Refused
 from imgkit_entrypoints.rollcall.server import MAX_STRANGERS, HeadConnection, Server
 from imgkit_entrypoints.rollcall.session import HeadSession, Session, node_name
@@ -44,7 +44,7 @@ MAX_SHOWN = 32
 LAST_CALL_S = 30.0
 
 
-def meet(
+def meet_nodes(
     placement: Placement,
     node: NodeInfo,
     *,
@@ -74,12 +74,12 @@ def meet(
         alone = dataclasses.replace(placement, head="127.0.0.1")
         return HeadSession(alone, ports.any_free(), nodes={0: node})
     with probe.open_port(node.address, node.interface) as open_port:
-        meeting = Meeting(placement, node, open_port, timeout_s, log, stop_reason, secret, all_reach_head)
+        roll_call = RollCall(placement, node, open_port, timeout_s, log, stop_reason, secret, all_reach_head)
         if placement.node_rank != 0:
-            return join(meeting)
-        head = _Head(meeting)
+            return join(roll_call)
+        head = _RollCallHead(roll_call)
         try:
-            return head.gather()
+            return head.start_run()
         except BaseException as error:
             if isinstance(error, NoPlan):  # the other nodes print the same error
                 head.server.send_all(Refused.from_error(error))
@@ -87,27 +87,27 @@ def meet(
             raise
 
 
-class _Head:
+class _RollCallHead:
     """The head until all nodes have joined."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        self.meeting = meeting
-        self.placement = meeting.placement
-        self.nodes = {0: meeting.node}
+    def __init__(self, roll_call: RollCall) -> None:
+        self.roll_call = roll_call
+        self.placement = roll_call.placement
+        self.nodes = {0: roll_call.node}
         """What each node that has joined has said about itself, by rank."""
-        self.probe_ports = {0: meeting.open_port.offer}
+        self.probe_ports = {0: roll_call.open_port.offer}
         raise_file_limit(self.placement.nnodes)
         self.server = Server(
-            self._listen(), job_id=self.placement.job_id, secret=meeting.secret, log=meeting.log
+            self._listen(), job_id=self.placement.job_id, secret=roll_call.secret, log=roll_call.log
         )
         self._last_beat = self._last_join = time.monotonic()
 
-    def gather(self) -> HeadSession:
+    def start_run(self) -> HeadSession:
         """Wait for all nodes, compare them, and start the run on all of them.
 
         Raises
         ------
-        NoPlan : see `meet`.
+        NoPlan : see `meet_nodes`.
         """
         start = time.monotonic()
         self._wait_for_nodes(start)
@@ -119,9 +119,9 @@ class _Head:
         self.server.renumber(numbers)
         nodes = {number: self.nodes[rank] for rank, number in numbers.items()}
         self._send_starts(nodes)
-        self.meeting.log(f"roll call: {self._present()} in {time.monotonic() - start:.1f} s")
+        self.roll_call.log(f"roll call: {self._present_count()} in {time.monotonic() - start:.1f} s")
         placement = self.placement.numbered(len(nodes), 0)
-        if self.meeting.all_reach_head and None not in self.probe_ports.values():
+        if self.roll_call.all_reach_head and None not in self.probe_ports.values():
             placement = dataclasses.replace(placement, head=nodes[0].address)
         return HeadSession(placement, port, warnings, self.server, nodes)
 
@@ -132,17 +132,17 @@ class _Head:
         ------
         NoPlan : a node cannot reach another node.
         """
-        failures, crowded = probe.probe_all(
+        test = probe.probe_all(
             self.probe_ports,
             self.server,
-            self.meeting.open_port,
-            all_reach_head=self.meeting.all_reach_head,
+            self.roll_call.open_port,
+            all_reach_head=self.roll_call.all_reach_head,
         )
-        if failures:
-            raise probe.network_error(failures, self.probe_ports, self._name)
-        if not crowded:  # crowded: other programs have filled the port that the test uses
+        if test.failures:
+            raise probe.network_error(test.failures, self.probe_ports, self._node_name)
+        if not test.untested:
             return ()
-        names = ", ".join(self._name(rank) for rank in crowded[:MAX_GROUPS])
+        names = ", ".join(self._node_name(rank) for rank in test.untested[:MAX_GROUPS])
         return (f"strangers connect to the ports of the network test; no result from {names}",)
 
     def _wait_for_nodes(self, start: float) -> None:
@@ -154,17 +154,17 @@ class _Head:
             asked to stop.
         """
         last_log = start
-        deadline = start + self.meeting.timeout_s
+        deadline = start + self.roll_call.timeout_s
         while not self._can_start(deadline):
             if time.monotonic() >= deadline:
                 raise self._incomplete_error()
-            reason = self.meeting.stop_reason()
+            reason = self.roll_call.stop_reason()
             if reason:
-                raise NoPlan(f"stopped during the roll call: {self._name(0)} got {reason}")
+                raise NoPlan(f"stopped during the roll call: {self._node_name(0)} got {reason}")
             if time.monotonic() - last_log >= PROGRESS_S:
                 last_log = time.monotonic()
-                self.meeting.log(f"roll call: {self._present()}, waiting for {self._missing()}")
-            self._receive()
+                self.roll_call.log(f"roll call: {self._present_count()}, waiting for {self._missing_nodes()}")
+            self._receive_requests()
 
     def _send_starts(self, nodes: Mapping[int, NodeInfo]) -> None:
         """Send each node but the head the start of the run.
@@ -187,13 +187,13 @@ class _Head:
         ------
         NoPlan : the port is busy.
         """
-        port = self.meeting.port
+        port = self.roll_call.port
         try:
             return ports.listen(port, backlog=self.placement.nnodes)
         except OSError as error:
             raise NoPlan(
                 f"port {port}, where the nodes of this run meet, is busy on the head",
-                where=f"{self.placement.head or self.meeting.node.host}:{port} ({error.strerror})",
+                where=f"{self.placement.head or self.roll_call.node.host}:{port} ({error.strerror})",
                 hint=f"to see who listens there: ss -ltnp sport = {port}. If it is this very command, it was "
                 "started twice on this host (pbsdsh starts it once per line of the node file); else give all "
                 f"nodes the same free port, for example: --port {ports.first_free(port) or 29500}",
@@ -215,34 +215,37 @@ class _Head:
     def _incomplete_error(self) -> NoPlan:
         """Return the error that names the nodes that have not joined in time."""
         reports = "".join(f"; {text}" for text in self.server.reports[:4])
+        timeout_s = self.roll_call.timeout_s
         return NoPlan(
-            f"{self._missing()} did not join; {self._present()} after {self.meeting.timeout_s:g} s{reports}",
-            where=f"roll call on {self.meeting.node.host}:{self.meeting.port}",
+            f"{self._missing_nodes()} did not join; {self._present_count()} after {timeout_s:g} s{reports}",
+            where=f"roll call on {self.roll_call.node.host}:{self.roll_call.port}",
             hint="start this command once on every node of the job. If it was, read its output; check that "
             f"the node reaches {self.placement.head} (--head NAME, firewall). Late nodes: --rollcall-timeout",
         )
 
-    def _receive(self) -> None:
+    def _receive_requests(self) -> None:
         """Wait a moment, add the nodes that ask to join, and forget nodes whose connection is over."""
         self.server.receive(CHECK_S, missing=self.placement.nnodes - len(self.nodes))
         if time.monotonic() - self._last_beat >= CHECK_S:
             self._last_beat = time.monotonic()
-            lost_after_s = session.LOST_AFTER_S
-            beat_s = session.beat_s(lost_after_s)
-            self.server.beat(messages.Heartbeat(), beat_s=beat_s, lost_after_s=lost_after_s)
-        self._forget_lost()
+            self.server.send_heartbeats(
+                messages.Heartbeat(),
+                beat_s=session.beat_s(session.LOST_AFTER_S),
+                lost_after_s=session.LOST_AFTER_S,
+            )
+        self._remove_lost_nodes()
         while self.server.joining:
             peer, request = self.server.joining.pop(0)
-            self._add(peer, request)
+            self._add_node(peer, request)
 
-    def _forget_lost(self) -> None:
+    def _remove_lost_nodes(self) -> None:
         """Remove the nodes whose connection is over. They may join again."""
         while self.server.lost:
             rank, reason = self.server.lost.popitem()
-            self.meeting.log(f"roll call: {self._name(rank)} joined and disconnected ({reason})")
+            self.roll_call.log(f"roll call: {self._node_name(rank)} joined and disconnected ({reason})")
             del self.nodes[rank], self.probe_ports[rank]
 
-    def _add(self, peer: HeadConnection, request: JoinRequest) -> None:
+    def _add_node(self, peer: HeadConnection, request: JoinRequest) -> None:
         """Add a node that asks to join.
 
         Raises
@@ -255,11 +258,11 @@ class _Head:
         for _ in range(3):
             if rank in self.server:
                 self.server.receive()
-        self._forget_lost()
+        self._remove_lost_nodes()
         previous = self.nodes.get(rank)
-        # `meet` sends a refusal to all nodes that were added, so add this one before the checks. If another
-        # node has its rank, it gets the number -1, which no node has.
-        self.server.add(rank if previous is None else -1, peer)
+        # `meet_nodes` sends a refusal to all nodes that were added, so add this one before the checks. If
+        # another node has its rank, it gets the number -1, which no node has.
+        self.server.add_node(rank if previous is None else -1, peer)
         self._refuse_other_layout(request, previous)
         self.nodes[rank] = request.node
         self.probe_ports[rank] = request.probe
@@ -296,7 +299,7 @@ class _Head:
         """
         port = self.placement.port
         if port is None:
-            return ports.next_free(self.meeting.port)
+            return ports.next_free(self.roll_call.port)
         if not ports.is_free(port):
             raise NoPlan(
                 f"torchrun's port {port} is busy on the head",
@@ -305,22 +308,22 @@ class _Head:
             )
         return port
 
-    def _name(self, rank: int) -> str:
+    def _node_name(self, rank: int) -> str:
         node = self.nodes.get(rank)
         return node_name(self.placement, rank, node.host if node else "")
 
-    def _missing(self) -> str:
+    def _missing_nodes(self) -> str:
         """Return the names of the missing nodes, such as ``nodes 1-2,5 of 8 (node[01-02,05])``."""
         ranks = [rank for rank in range(self.placement.nnodes) if rank not in self.nodes]
-        names = self._names(ranks)
+        names = self._node_names(ranks)
         if len(names) <= MAX_NAMES:
             return names
-        return f"{self._names(ranks[:MAX_SHOWN])} and {len(ranks) - MAX_SHOWN} more"
+        return f"{self._node_names(ranks[:MAX_SHOWN])} and {len(ranks) - MAX_SHOWN} more"
 
-    def _names(self, ranks: list[int]) -> str:
+    def _node_names(self, ranks: list[int]) -> str:
         """Return the names of some nodes in one text: ``nodes 1-2,5 of 8 (node[01-02,05])``."""
         if len(ranks) == 1:
-            return self._name(ranks[0])
+            return self._node_name(ranks[0])
         numbers = hostlist.number_ranges(str(rank + 1) for rank in ranks)
         text = f"nodes {numbers} of {self.placement.nnodes}"
         hosts = [self.placement.hosts[rank] for rank in ranks if rank < len(self.placement.hosts)]
@@ -328,7 +331,7 @@ class _Head:
             return text
         return f"{text} ({hostlist.fold_hosts(hosts)})"
 
-    def _present(self) -> str:
+    def _present_count(self) -> str:
         return f"{len(self.nodes)}/{self.placement.nnodes} present"
 
 
@@ -353,49 +356,42 @@ def compare_software(placement: Placement, nodes: Mapping[int, NodeInfo]) -> tup
     ------
     NoPlan : the nodes run different images, torch or NCCL, or a run with spares has different workers.
     """
-    values: dict[str, dict[str, str]] = {
-        "image": {},
-        "torch": {},
-        "NCCL": {},
-        "workers per node": {},
-        "GPU": {},
-    }
-    for rank, node in sorted(nodes.items()):
-        name = node_name(placement, rank, node.host)
-        values["image"][name] = node.software.image
-        values["torch"][name] = node.software.torch
-        values["NCCL"][name] = node.software.nccl
-        values["workers per node"][name] = str(node.nproc)
-        values["GPU"][name] = node.gpu
-    differences = {label: _find_difference(label, values[label]) for label in values}
-    software = list(filter(None, (differences["image"], differences["torch"], differences["NCCL"])))
+    named_nodes = {node_name(placement, rank, node.host): node for rank, node in sorted(nodes.items())}
+    image = _find_difference("image", named_nodes, lambda node: node.software.image)
+    torch = _find_difference("torch", named_nodes, lambda node: node.software.torch)
+    nccl = _find_difference("NCCL", named_nodes, lambda node: node.software.nccl)
+    workers = _find_difference("workers per node", named_nodes, lambda node: str(node.nproc))
+    gpu = _find_difference("GPU", named_nodes, lambda node: node.gpu)
+    software = [difference for difference in (image, torch, nccl) if difference]
     if software:
         raise NoPlan(
             f"the nodes do not run the same software: {'; '.join(software)}",
             hint="start the same .sif on every node; compare: sha256sum IMAGE.sif, dist-env --json",
         )
-    workers = differences["workers per node"]
     if workers and placement.size is not None:
         raise NoPlan(
             f"the nodes differ in {workers}: an attempt without one of them would have another batch",
             where=f"--nnodes {placement.size}",
             hint="give the same --nproc to all nodes, or leave out the spares",
         )
-    return tuple(f"the nodes differ in {text}" for text in (workers, differences["GPU"]) if text)
+    return tuple(f"the nodes differ in {text}" for text in (workers, gpu) if text)
 
 
-def _find_difference(label: str, values: Mapping[str, str]) -> str:
-    """Return how the values of the nodes differ, or "" if all are the same.
+def _find_difference(
+    label: str, named_nodes: Mapping[str, NodeInfo], read_value: Callable[[NodeInfo], str]
+) -> str:
+    """Return how a value differs between nodes, or "" if it is the same on all of them.
 
     An example is ``torch 2.3 on node 1 of 2 (n1), 2.4 on node 2 of 2 (n2)``.
 
     Parameters
     ----------
-    values : the value by the name of each node.
+    named_nodes : the nodes by name.
+    read_value : returns the value of one node.
     """
     names_by_value: dict[str, list[str]] = {}
-    for name, value in values.items():
-        names_by_value.setdefault(value or "none", []).append(name)
+    for name, node in named_nodes.items():
+        names_by_value.setdefault(read_value(node) or "none", []).append(name)
     if len(names_by_value) < 2:
         return ""
     groups = [f"{value} on {join_names(names, 1)}" for value, names in names_by_value.items()]

@@ -24,8 +24,8 @@ PROOF_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """What one node knows about a roll call (`gather.meet`)."""
+class RollCall:
+    """What one node knows about a roll call (`gather.meet_nodes`)."""
 
     placement: Placement
     node: messages.NodeInfo
@@ -47,41 +47,35 @@ class Meeting:
         """Return the head's address with the port, for messages."""
         return f"{self.placement.head}:{self.port}"
 
-    def check_stop(self) -> None:
+    def refuse_if_stopped(self) -> None:
         """Raise NoPlan if this node was asked to stop."""
         reason = self.stop_reason()
         if reason:
             raise NoPlan(f"stopped during the roll call by {reason}")
 
 
-def join(meeting: Meeting) -> MemberSession:
+def join(roll_call: RollCall) -> MemberSession:
     """Call the head again and again until it starts the run or refuses it.
 
     Raises
     ------
     NoPlan : the head refuses this node or the run or does not answer, or this node was asked to stop.
     """
-    address = (meeting.placement.head, meeting.port)
+    address = (roll_call.placement.head, roll_call.port)
     reason = call_error = ""
     last_log = time.monotonic()
-    deadline = last_log + meeting.timeout_s
+    deadline = last_log + roll_call.timeout_s
     while True:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            raise _no_answer_error(meeting, reason)
-        meeting.check_stop()
+            raise _no_answer_error(roll_call, reason)
+        roll_call.refuse_if_stopped()
         try:
             connection = Connection(socket.create_connection(address, timeout=min(CONNECT_S, left_s)))
         except OSError as error:  # not started yet, or a pod whose name does not resolve yet
             reason = f"{error.strerror or error}"
         else:
-            member = None
-            try:
-                if _send_request(meeting, connection, deadline):
-                    member = _wait_for_start(meeting, connection, deadline)
-            finally:
-                if member is None:
-                    connection.close()
+            member = _request_start(roll_call, connection, deadline)
             if member is not None:
                 return member
             # The last call before the deadline may leave the head no time for an answer. Then the error of an
@@ -91,39 +85,58 @@ def join(meeting: Meeting) -> MemberSession:
             reason = call_error or "it does not answer the call"
         if time.monotonic() - last_log >= PROGRESS_S:
             last_log = time.monotonic()
-            meeting.log(f"roll call: waiting for the head {meeting.address} ({reason})")
+            roll_call.log(f"roll call: waiting for the head {roll_call.address} ({reason})")
         time.sleep(RETRY_S)
 
 
-def _no_answer_error(meeting: Meeting, reason: str) -> NoPlan:
+def _request_start(roll_call: RollCall, connection: Connection, deadline: float) -> MemberSession | None:
+    """Ask the head to join, and return the session once the run starts.
+
+    Return None, and close the connection, if the head does not prove itself or is silent.
+
+    Raises
+    ------
+    NoPlan : the head refuses this node or the run, or this node was asked to stop.
+    """
+    member = None
+    try:
+        if _send_request(roll_call, connection, deadline):
+            member = _wait_for_start(roll_call, connection, deadline)
+    finally:
+        if member is None:
+            connection.close()
+    return member
+
+
+def _no_answer_error(roll_call: RollCall, reason: str) -> NoPlan:
     """Return the error for a head that has not answered in time, with the reason why the last call failed."""
-    placement = meeting.placement
-    name = node_name(placement, placement.node_rank, meeting.node.host)
+    placement = roll_call.placement
+    name = node_name(placement, placement.node_rank, roll_call.node.host)
     return NoPlan(
-        f"the head ({placement.head}) did not answer {name} within {meeting.timeout_s:g} s: {reason}",
-        where=meeting.address,
+        f"the head ({placement.head}) did not answer {name} within {roll_call.timeout_s:g} s: {reason}",
+        where=roll_call.address,
         hint="check that this command runs on the head, and that this name leads there (--head). The "
         "head's output says whether its port was busy. For nodes that start late: --rollcall-timeout",
     )
 
 
-def _send_request(meeting: Meeting, connection: Connection, deadline: float) -> bool:
+def _send_request(roll_call: RollCall, connection: Connection, deadline: float) -> bool:
     """Send the request to join, after a handshake if the run has a secret.
 
     Return False if the head does not prove that it knows the secret.
     """
-    placement = meeting.placement
+    placement = roll_call.placement
     request = messages.encode(
         messages.JoinRequest(
             job=placement.job_id,
             node_rank=placement.node_rank,
             nnodes=placement.nnodes,
-            node=meeting.node,
-            probe=meeting.open_port.offer,
+            node=roll_call.node,
+            probe=roll_call.open_port.offer,
         )
     )
-    if meeting.secret is not None:
-        handshake = _shake_hands(meeting, connection, meeting.secret, deadline)
+    if roll_call.secret is not None:
+        handshake = _shake_hands(roll_call, connection, roll_call.secret, deadline)
         if handshake is None:
             return False
         request = handshake.sign(request)
@@ -131,7 +144,7 @@ def _send_request(meeting: Meeting, connection: Connection, deadline: float) -> 
     return True
 
 
-def _wait_for_start(meeting: Meeting, connection: Connection, deadline: float) -> MemberSession | None:
+def _wait_for_start(roll_call: RollCall, connection: Connection, deadline: float) -> MemberSession | None:
     """Obey the head until it starts the run, and return the session. Return None if the head is silent.
 
     Raises
@@ -139,38 +152,38 @@ def _wait_for_start(meeting: Meeting, connection: Connection, deadline: float) -
     NoPlan : the head refuses this node or the run.
     """
     while True:
-        lines = _wait_for_lines(meeting, connection, deadline)
+        lines = _wait_for_lines(roll_call, connection, deadline)
         if not lines:
             return None
         # The head has answered. From now on it sends heartbeats while it waits for other nodes, so it counts
         # as lost only if these stop.
         deadline = time.monotonic() + session.LOST_AFTER_S
         while lines:
-            message = connection.decode(lines.pop(0))
-            if message is None:
-                break
-            if isinstance(message, messages.Refused):
-                raise NoPlan(message.what, where=message.where, hint=message.hint)
-            if isinstance(message, messages.ProbeRequest):
-                connection.send(probe.run_request(message, meeting.open_port))
-            elif isinstance(message, messages.RunStart):
-                placement = meeting.placement.numbered(message.nnodes, message.node_rank)
-                return MemberSession(placement, connection, lines, host_index=message.host_index)
+            match connection.decode(lines.pop(0)):
+                case None:
+                    break
+                case messages.Refused() as refusal:
+                    raise NoPlan(refusal.what, where=refusal.where, hint=refusal.hint)
+                case messages.ProbeRequest() as request:
+                    connection.send(probe.run_request(request, roll_call.open_port))
+                case messages.RunStart() as start:
+                    placement = roll_call.placement.numbered(start.nnodes, start.node_rank)
+                    return MemberSession(placement, connection, lines, host_index=start.host_index)
         if time.monotonic() - connection.last_sent >= session.BEAT_S:
             connection.send(messages.Heartbeat())
 
 
 def _shake_hands(
-    meeting: Meeting, connection: Connection, secret: bytes, deadline: float
+    roll_call: RollCall, connection: Connection, secret: bytes, deadline: float
 ) -> Handshake | None:
     """Let the head prove that it knows the run's secret, and return the handshake, which signs the request.
 
     If its answer is wrong or does not come within `PROOF_S`, set the connection's error and return None.
     """
-    placement = meeting.placement
+    placement = roll_call.placement
     handshake = Handshake(secret=secret, job_id=placement.job_id, node_rank=placement.node_rank)
     connection.send_line(handshake.opening)
-    answers = _wait_for_lines(meeting, connection, min(deadline, time.monotonic() + PROOF_S))
+    answers = _wait_for_lines(roll_call, connection, min(deadline, time.monotonic() + PROOF_S))
     if answers:
         confirmed = handshake.confirm(answers[0])
         if confirmed is not None:
@@ -179,17 +192,17 @@ def _shake_hands(
     else:
         problem = connection.error or "it is silent"
     connection.error = (
-        f"another program answers at {meeting.address} and does not know this run's secret "
+        f"another program answers at {roll_call.address} and does not know this run's secret "
         f"({problem}); if it is the head, give both the same --secret-file"
     )
     return None
 
 
-def _wait_for_lines(meeting: Meeting, connection: Connection, deadline: float) -> list[bytes]:
+def _wait_for_lines(roll_call: RollCall, connection: Connection, deadline: float) -> list[bytes]:
     """Return the next lines, or an empty list at the deadline or at the end of the connection."""
     lines = list(connection.receive_lines())
     while not lines and not connection.error and time.monotonic() < deadline:
-        meeting.check_stop()
+        roll_call.refuse_if_stopped()
         wait([connection], RETRY_S)
         lines = list(connection.receive_lines())
     return lines

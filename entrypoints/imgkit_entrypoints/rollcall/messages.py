@@ -22,17 +22,22 @@ from imgkit_entrypoints.terminal import escape_controls
 
 # How far torchrun of a node is: before its rendezvous, in it, past it, or past it with all its workers at the
 # start of their process group.
-PHASES = STARTING, RENDEZVOUS, WORKERS, CONNECTING = ("", "rendezvous", "workers", "connecting")
+STARTING = ""
+RENDEZVOUS = "rendezvous"
+WORKERS = "workers"
+CONNECTING = "connecting"
+PHASES = (STARTING, RENDEZVOUS, WORKERS, CONNECTING)
 # More nodes, and more attempts, than any run has.
 MAX_NODES = 1 << 20
 MAX_STAGE_S = 600
-# Lines of a traceback, and characters of each.
-LINES, LINE = 200, 1000
+# Most lines of a traceback, and most characters of each.
+MAX_LINES = 200
+LINE_CHARACTERS = 1000
 # The watchdog counts in 64 bits with a sign.
 _MAX_COUNT = 1 << 63
 
 
-def _between(low: int, high: int) -> Rule:
+def _in_range(low: int, high: int) -> Rule:
     """Return the rule for a number, or for the length of a text or list."""
 
     def check(value: Any) -> Iterator[Fault]:
@@ -46,23 +51,23 @@ def _between(low: int, high: int) -> Rule:
 _ESCAPED = Rule(lambda _: iter(()), convert=escape_controls)
 """The rule of a text that is printed: it has an escape for each control character."""
 
-NodeRank = Annotated[int, _between(0, MAX_NODES)]
-OtherRank = Annotated[int, _between(1, MAX_NODES)]
+NodeRank = Annotated[int, _in_range(0, MAX_NODES)]
+OtherRank = Annotated[int, _in_range(1, MAX_NODES)]
 """Node rank of any node but the head."""
-NodeCount = Annotated[int, _between(1, MAX_NODES)]
-Attempt = Annotated[int, _between(1, MAX_NODES)]
-Rank = Annotated[int, _between(0, MAX_NODES << 8)]
-ExitCode = Annotated[int, _between(0, 255)]
-Port = Annotated[int, _between(1, 65535)]
-ByteCount = Annotated[int, _between(0, 1 << 31)]
-Position = Annotated[int, _between(-_MAX_COUNT, _MAX_COUNT)]
+NodeCount = Annotated[int, _in_range(1, MAX_NODES)]
+Attempt = NodeCount
+Rank = Annotated[int, _in_range(0, MAX_NODES << 8)]
+ExitCode = Annotated[int, _in_range(0, 255)]
+Port = Annotated[int, _in_range(1, 65535)]
+ByteCount = Annotated[int, _in_range(0, 1 << 31)]
+Position = Annotated[int, _in_range(-_MAX_COUNT, _MAX_COUNT)]
 Positions = tuple[Position, Position]
 """Positions of the slowest and of the furthest worker, as the watchdog counts them."""
-Figure = Annotated[float, _between(-_MAX_COUNT, _MAX_COUNT)]
+Figure = Annotated[float, _in_range(-_MAX_COUNT, _MAX_COUNT)]
 Text = Annotated[str, _ESCAPED]
-Name = Annotated[str, _between(0, 255), _ESCAPED]
-Line = Annotated[str, _between(0, LINE), _ESCAPED]
-Remarks = Annotated[tuple[Line, ...], _between(0, 32)]
+Name = Annotated[str, _in_range(0, 255), _ESCAPED]
+Line = Annotated[str, _in_range(0, LINE_CHARACTERS), _ESCAPED]
+Remarks = Annotated[tuple[Line, ...], _in_range(0, 32)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +85,7 @@ class NodeInfo:
 
     host: Name
     software: Software = Software()
-    nproc: Annotated[int, _between(0, MAX_NODES)] = 1
+    nproc: Annotated[int, _in_range(0, MAX_NODES)] = 1
     """Like `gpu`, it may differ between nodes; a difference is reported, never refused."""
     gpu: Name = ""
     address: Name = ""
@@ -127,16 +132,16 @@ class Heartbeat:
     """A sign of life."""
 
     positions: Positions | None = None
-    """Of the sender's workers; from the head, of all workers."""
+    """Positions of the sender's workers. A heartbeat of the head has those of all workers."""
     phase: Annotated[str, pattern_rule("|".join(PHASES), "is not a phase", "")] = STARTING
-    """Of torchrun, from a node to the head."""
+    """Phase of torchrun on the sending node. A heartbeat of the head has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeReport:
     """What a node found in the test of the network."""
 
-    failures: Annotated[tuple[ProbeFailure, ...], _between(0, 1024)]
+    failures: Annotated[tuple[ProbeFailure, ...], _in_range(0, 1024)]
     is_crowded: bool = False
     """Strangers have connected to this node's port: a failed test of it proves nothing."""
 
@@ -146,19 +151,19 @@ class RankFailure:
     """How a worker has ended, as a node reports it to the head (launch/failures.py)."""
 
     rank: Rank | None
-    """None: torchrun itself, or a command."""
-    code: Annotated[int, _between(-64, 255)]
+    """The worker's rank. None means torchrun itself, or a command."""
+    code: Annotated[int, _in_range(-64, 255)]
     """Exit code. A negative one is the signal that ended it."""
-    age_ms: Annotated[int, _between(0, _MAX_COUNT)]
-    """Time since then."""
+    age_ms: Annotated[int, _in_range(0, _MAX_COUNT)]
+    """Time since the worker ended."""
     after_peer: bool
-    """It has ended because another rank had."""
+    """True if the worker has ended because another rank had."""
     log: Line
-    """The full log of its node."""
-    lines: Annotated[tuple[Line, ...], _between(0, LINES)] = ()
+    """Path of the full log of its node."""
+    lines: Annotated[tuple[Line, ...], _in_range(0, MAX_LINES)] = ()
     """Its traceback or message, or nothing if it left none."""
     is_command: bool = False
-    """It is the command of dist-run --per-node."""
+    """True for the command of dist-run --per-node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +172,7 @@ class AttemptEnded:
 
     code: ExitCode
     attempt: Attempt = 1
-    position: Annotated[int, _between(-1, _MAX_COUNT)] | None = None
+    position: Annotated[int, _in_range(-1, _MAX_COUNT)] | None = None
     """Furthest position of a worker of this node (launch/watchdog.py), or None if no worker notes it."""
     failure: RankFailure | None = None
     """The worker of this node that failed first."""
@@ -177,10 +182,10 @@ class AttemptEnded:
 class GpuUse:
     """How much GPUs were used until now, from all readings of all GPUs."""
 
-    readings: Annotated[int, _between(1, _MAX_COUNT)]
-    gpu_percent: Annotated[float, _between(0, 100)]
+    readings: Annotated[int, _in_range(1, _MAX_COUNT)]
+    gpu_percent: Annotated[float, _in_range(0, 100)]
     """Mean of the share of time in which a GPU was busy."""
-    memory_MiB: Annotated[float, _between(0, _MAX_COUNT)]
+    memory_MiB: Annotated[float, _in_range(0, _MAX_COUNT)]
     """Most memory that was in use on one GPU."""
 
 
@@ -202,7 +207,7 @@ class Refused:
 class ProbeRequest:
     """The head asks a node to test the network to `targets`: node ranks with their ports."""
 
-    targets: Annotated[tuple[tuple[NodeRank, ProbePort], ...], _between(0, 8)]
+    targets: Annotated[tuple[tuple[NodeRank, ProbePort], ...], _in_range(0, 8)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +243,7 @@ class AttemptStart:
     """Address of the head by which such a command connects."""
     token: Annotated[str, pattern_rule(r"[0-9a-f]{0,8}", "is not a token", "")] = ""
     """Names the run on all nodes."""
-    world_size: Annotated[int, _between(0, MAX_NODES << 8)] = 0
+    world_size: Annotated[int, _in_range(0, MAX_NODES << 8)] = 0
     """Processes of all nodes that take part."""
 
     def __post_init__(self) -> None:
@@ -279,10 +284,10 @@ class MeasureRequest:
 
     stage: NodeRank
     """Number of the stage."""
-    limit_s: Annotated[int, _between(1, MAX_STAGE_S)]
+    limit_s: Annotated[int, _in_range(1, MAX_STAGE_S)]
     group: tuple[NodeRank, ...]
     """The receiver's node rank alone, or those of two nodes that measure together."""
-    store: Annotated[int, _between(0, 65535)] = 0
+    store: Annotated[int, _in_range(0, 65535)] = 0
     """Port on the head where two nodes meet."""
 
 
@@ -291,7 +296,7 @@ class MeasureResult:
     """What a node has measured in one stage of the preflight."""
 
     stage: NodeRank
-    figures: Annotated[tuple[tuple[Name, Figure], ...], _between(0, 32)] = ()
+    figures: Annotated[tuple[tuple[Name, Figure], ...], _in_range(0, 32)] = ()
     """Names and values; a value is a float, as another node accepts no integer for it."""
     failed: Remarks = ()
     """Checks that failed."""

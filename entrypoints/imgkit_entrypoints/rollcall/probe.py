@@ -51,6 +51,14 @@ class PairFailure(NamedTuple):
     failure: ProbeFailure
 
 
+class NetworkTest(NamedTuple):
+    """The result of the test between all nodes."""
+
+    failures: list[PairFailure]
+    untested: list[int]
+    """Ranks of nodes without a result, since other programs have connected to their ports."""
+
+
 class OpenPort:
     """The port that a node opens for the test.
 
@@ -116,13 +124,12 @@ def probe_all(
     head_port: OpenPort,
     *,
     all_reach_head: bool = False,
-) -> tuple[list[PairFailure], list[int]]:
-    """Let every node test the network to its partners. Return the failed tests, and nodes without a result.
+) -> NetworkTest:
+    """Let every node test the network to its partners, and return the result. The head calls this.
 
-    The head calls this. Tests of a node that ends meanwhile or never reports do not count, nor do tests of a
-    node whose port is crowded: other programs have connected to it, so that partners may not get through. The
-    second value names the crowded nodes. With `all_reach_head`, every node tests the head as well, and has to
-    report success.
+    Tests of a node that ends meanwhile or never reports do not count, nor do tests of a node whose port is
+    crowded: other programs have connected to it, so that partners may not get through. With
+    `all_reach_head`, every node tests the head as well, and has to report success.
     """
     results = _ProbeResults(_choose_targets(offers, all_reach_head=all_reach_head))
     max_callers = PARTNERS
@@ -134,25 +141,19 @@ def probe_all(
     deadline = time.monotonic() + LIMIT_S + ANSWER_S
     for failure in probe_targets(results.targets.get(HEAD, {})):
         results.failures.append(PairFailure(HEAD, failure))
-    while results.waiting and time.monotonic() < deadline:
-        for rank, message in server.receive(deadline - time.monotonic()):
-            if isinstance(message, ProbeReport) and rank in results.waiting:
-                results.add(rank, message)
-        results.waiting -= server.lost.keys()
-        head_port.accept_callers(max_callers)  # the kernel's queue may hold only 128
+    results.collect(server, head_port, max_callers, deadline)
     if all_reach_head:
-        silence = ProbeFailure(target=HEAD, size=0, arrived=0, packet=0, reason="no report of this test")
-        for rank in results.waiting:
-            if HEAD in results.targets[rank]:
-                results.failures.append(PairFailure(rank, silence))
-    # If a node has ended during the test, the head notices it a moment later. Then failed tests from and to
-    # this node say nothing about the network.
-    settle_end = time.monotonic() + SETTLE_S
-    while results.failures and time.monotonic() < settle_end:
-        server.receive(settle_end - time.monotonic())
+        results.add_silent_nodes()
+    if results.failures:
+        # If a node has ended during the test, the head notices it a moment later. Then failed tests from and
+        # to this node say nothing about the network.
+        settle_end = time.monotonic() + SETTLE_S
+        while time.monotonic() < settle_end:
+            server.receive(settle_end - time.monotonic())
     if head_port.is_crowded(max_callers) and not all_reach_head:
         results.crowded.append(HEAD)
-    return results.failures_without({*results.crowded, *server.lost}), results.crowded
+    failures = results.failures_without({*results.crowded, *server.lost})
+    return NetworkTest(failures, results.crowded)
 
 
 class _ProbeResults:
@@ -171,6 +172,18 @@ class _ProbeResults:
         self.crowded: list[int] = []
         """Nodes to whose ports strangers have connected."""
 
+    def collect(self, server: Server, head_port: OpenPort, max_callers: int, deadline: float) -> None:
+        """Wait until all nodes have reported or are lost, at most until the deadline.
+
+        Meanwhile, accept the connections of other nodes, since the kernel's queue may hold only 128.
+        """
+        while self.waiting and time.monotonic() < deadline:
+            for rank, message in server.receive(deadline - time.monotonic()):
+                if isinstance(message, ProbeReport) and rank in self.waiting:
+                    self.add(rank, message)
+            self.waiting -= server.lost.keys()
+            head_port.accept_callers(max_callers)
+
     def add(self, rank: int, report: ProbeReport) -> None:
         """Add a node's report, without tests for which the head has not asked."""
         self.waiting.remove(rank)
@@ -179,6 +192,13 @@ class _ProbeResults:
         for failure in report.failures:
             if failure.target in self.targets[rank]:
                 self.failures.append(PairFailure(rank, failure))
+
+    def add_silent_nodes(self) -> None:
+        """Add a failure for each node that was to test the head and has not reported."""
+        silence = ProbeFailure(target=HEAD, size=0, arrived=0, packet=0, reason="no report of this test")
+        for rank in self.waiting:
+            if HEAD in self.targets[rank]:
+                self.failures.append(PairFailure(rank, silence))
 
     def failures_without(self, ranks: Collection[int]) -> list[PairFailure]:
         """Return the failed tests without those from or to a node in `ranks`."""
@@ -320,20 +340,19 @@ def network_error(
     sender_offer, offer = offers[sender], offers[failure.target]
     assert sender_offer and offer  # noqa: S101, PT018 - only nodes with an offer take part
     sender_name, target_name = name(sender), name(failure.target)
+    hint = _firewall_hint(sender_offer, offer, target_name)
     if failure.size > SIZES[0]:
         problem = (
             f"{sender_name} cannot send {failure.size} B at once to {target_name}: {failure.arrived} B "
             f"arrive, {failure.size} B do not"
         )
         hint = _mtu_hint(failure, offer)
+    elif failure.size:
+        problem = (
+            f"{sender_name} connects to {target_name}, but port {offer.port} gets no data: {failure.reason}"
+        )
     else:
         problem = f"{sender_name} cannot connect to {target_name} on port {offer.port}: {failure.reason}"
-        if failure.size:
-            problem = (
-                f"{sender_name} connects to {target_name}, but port {offer.port} gets no data: "
-                f"{failure.reason}"
-            )
-        hint = _firewall_hint(sender_offer, offer, target_name)
     if len(failures) > 1:
         problem += f" (other failing pairs of nodes: {len(failures) - 1})"
     return NoPlan(

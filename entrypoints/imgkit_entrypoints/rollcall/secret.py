@@ -33,7 +33,7 @@ PURPOSE = "the run's secret"
 MAKE = "(umask 077; head -c 32 /dev/urandom > {file})"
 
 
-def find(option: str | None, env: Mapping[str, str], *, shared_home: bool) -> bytes | None:
+def find_secret(option: str | None, env: Mapping[str, str], *, shared_home: bool) -> bytes | None:
     """Return the secret of this start, or None if any program may join the roll call.
 
     The first of these that exists counts: ``--secret-file``, a Secret of Kubernetes, the file in the home
@@ -49,22 +49,20 @@ def find(option: str | None, env: Mapping[str, str], *, shared_home: bool) -> by
     UsageError : the file of a source is missing, too short, or not safe from other users.
     """
     if option == STDIN:
-        return from_stdin()
+        return read_stdin()
     path = _find_path(option, env, shared_home=shared_home)
     if path is None:
         return None
-    if option:
-        return read(path)
-    if path == MOUNTED:
+    if not option and path == MOUNTED:
         # Kubernetes mounts a link into a folder that it replaces. Only root can have put it there.
-        return read(path.resolve())
-    if os.path.lexists(path) or _make_secret(path):
-        return read(path)
+        return read_secret(path.resolve())
+    if option or os.path.lexists(path) or _make_secret(path):
+        return read_secret(path)
     return None
 
 
-def source(option: str | None, env: Mapping[str, str], *, shared_home: bool) -> str:
-    """Return the path or name of the source that `find` would use, without reading or making it.
+def describe_source(option: str | None, env: Mapping[str, str], *, shared_home: bool) -> str:
+    """Return the path or name of the source that `find_secret` would use, without reading or making it.
 
     The result is empty if any program may join the roll call.
     """
@@ -96,12 +94,12 @@ def home_file(env: Mapping[str, str]) -> Path | None:
     return Path(home, ".config/imgkit/secret")
 
 
-def read(path: Path) -> bytes:
+def read_secret(path: Path) -> bytes:
     """Return the secret in a private file.
 
     Raises
     ------
-    UsageError : see `find`.
+    UsageError : see `find_secret`.
     """
     descriptor = open_private(path)
     try:
@@ -133,7 +131,7 @@ def open_private(path: Path, *, purpose: str = PURPOSE) -> int:
     return descriptor
 
 
-def from_stdin() -> bytes:
+def read_stdin() -> bytes:
     """Return the secret on the first line of standard input.
 
     Raises
@@ -168,7 +166,7 @@ def _find_access_problem(descriptor: int, path: Path) -> tuple[str, str] | None:
         problem = f"it belongs to user {status.st_uid}, not to you ({user})"
         return problem, f"sudo chown {user} {quoted}, or name another"
     mode = stat.S_IMODE(status.st_mode)
-    others_have_access = mode & 0o077
+    others_have_access = bool(mode & 0o077)
     if others_have_access and not _is_pod_secret(descriptor):
         return f"other users have access to it (mode {mode:04o})", f"chmod 600 {quoted}"
     return None

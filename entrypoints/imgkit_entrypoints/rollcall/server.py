@@ -114,7 +114,7 @@ class Server:
             elif peer.rank is not None:
                 received += [(peer.rank, message) for message in peer.receive()]
                 if peer.error:
-                    self._lose(peer, peer.error)
+                    self._close_lost_node(peer, peer.error)
         self._flush_unsent()
         self._close_late_strangers()
         return received
@@ -132,14 +132,14 @@ class Server:
         The oldest comes first in `_strangers`, so the loop ends at the first one that has time left.
         """
         now = time.monotonic()
-        peer = self._oldest_stranger()
-        while peer is not None and now - peer.since > MAX_WAIT_S:
+        for peer in list(self._strangers):
+            if now - peer.since <= MAX_WAIT_S:
+                return
             if not peer.is_refused:
-                self._report(peer, "did not join as a node of this run")
+                self._log_stranger(peer, "did not join as a node of this run")
             self._close_stranger(peer)
-            peer = self._oldest_stranger()
 
-    def add(self, rank: int, peer: HeadConnection) -> None:
+    def add_node(self, rank: int, peer: HeadConnection) -> None:
         """Count a peer that has asked to join as the node with this rank."""
         peer.max_line_bytes = MAX_LINE_BYTES
         peer.rank = rank
@@ -150,7 +150,7 @@ class Server:
         """Refuse a peer that has asked to join. It has `MAX_WAIT_S` to read why, and nobody waits for it."""
         peer.since = time.monotonic()
         self._add_stranger(peer)
-        self._refuse(peer, refusal)
+        self._send_refusal(peer, refusal)
 
     def renumber(self, ranks: Mapping[int, int]) -> None:
         """Give each node its new rank."""
@@ -159,7 +159,7 @@ class Server:
         for rank, peer in self._nodes.items():
             peer.rank = rank
 
-    def beat(self, heartbeat: Heartbeat, *, beat_s: float, lost_after_s: float) -> None:
+    def send_heartbeats(self, heartbeat: Heartbeat, *, beat_s: float, lost_after_s: float) -> None:
         """Send a heartbeat (a sign of life) to each node that got nothing for `beat_s` seconds.
 
         A node that has sent nothing for `lost_after_s` seconds counts as lost, and its connection is closed.
@@ -168,22 +168,22 @@ class Server:
         line = messages.encode(heartbeat)
         for peer in list(self._nodes.values()):
             if now - peer.last_received > lost_after_s:
-                self._lose(peer, f"no heartbeat for {lost_after_s:g} s")
+                self._close_lost_node(peer, f"no heartbeat for {lost_after_s:g} s")
             elif now - peer.last_sent >= beat_s and not peer.has_unsent:
-                self._send(peer, line)
+                self._send_line(peer, line)
 
     def send(self, rank: int, message: Message) -> None:
         """Send a message to one node, if it is there."""
         peer = self._nodes.get(rank)
         if peer is not None:
-            self._send(peer, messages.encode(message))
+            self._send_line(peer, messages.encode(message))
 
     def send_all(self, message: Message, *, except_rank: int | None = None) -> None:
         """Send a message to all nodes, except to the node `except_rank`."""
         line = messages.encode(message)
         for rank, peer in self._nodes.items():
             if rank != except_rank:
-                self._send(peer, line)
+                self._send_line(peer, line)
 
     def close(self, linger_s: float) -> None:
         """Close everything. The nodes have up to `linger_s` seconds together to read the last messages."""
@@ -194,12 +194,12 @@ class Server:
         self._nodes.clear()
         self._selector.close()
 
-    def _send(self, peer: HeadConnection, line: bytes) -> None:
+    def _send_line(self, peer: HeadConnection, line: bytes) -> None:
         peer.send_line(line)
         if peer.has_unsent:
             self._unsent.add(peer)
 
-    def _lose(self, peer: HeadConnection, reason: str) -> None:
+    def _close_lost_node(self, peer: HeadConnection, reason: str) -> None:
         """Close the connection of a node, and add the reason to `lost`."""
         assert peer.rank is not None  # noqa: S101 - it is a node
         self.lost[peer.rank] = reason
@@ -233,11 +233,8 @@ class Server:
         self._strangers[peer] = None
         self._selector.register(peer, selectors.EVENT_READ, peer)
 
-    def _oldest_stranger(self) -> HeadConnection | None:
-        return next(iter(self._strangers), None)
-
     def _close_oldest_stranger(self) -> None:
-        peer = self._oldest_stranger()
+        peer = next(iter(self._strangers), None)
         if peer is not None:
             self._close_stranger(peer)
 
@@ -255,7 +252,7 @@ class Server:
             if peer.is_refused:
                 continue
             if self._secret is not None and peer.handshake is None:
-                self._answer_opening(peer, line, self._secret)
+                self._answer_handshake(peer, line, self._secret)
                 continue
             request = self._read_request(peer, line)
             if request is not None:
@@ -264,25 +261,27 @@ class Server:
                 self.joining.append((peer, request))
                 return
         if peer.error:
-            self._report_stranger(peer)
+            self._log_failed_join(peer)
             self._close_stranger(peer)
 
-    def _report_stranger(self, peer: HeadConnection) -> None:
+    def _log_failed_join(self, peer: HeadConnection) -> None:
         """Log why a connection that is over has not joined, unless it was refused or has sent nothing."""
         if peer.is_refused:
             return
         if peer.handshake:
-            self._report(peer, f"claimed to be node {peer.handshake.node_rank} without proving the secret")
+            self._log_stranger(
+                peer, f"claimed to be node {peer.handshake.node_rank} without proving the secret"
+            )
         elif peer.error == FOREIGN:
-            self._report(peer, "sent something other than an imgkit roll call")
+            self._log_stranger(peer, "sent something other than an imgkit roll call")
 
-    def _answer_opening(self, peer: HeadConnection, line: bytes, secret: bytes) -> None:
+    def _answer_handshake(self, peer: HeadConnection, line: bytes, secret: bytes) -> None:
         """Answer the first line of a connection, and so prove that the head knows the run's secret."""
         if line.startswith(b"{"):
             # A node without a secret; the answer is the same for all of them.
             problem = "the head requires a secret, and this node has none"
             hint = "pass the same --secret-file to both, or share one home folder"
-            self._refuse(peer, Refused(what=problem, hint=hint))
+            self._send_refusal(peer, Refused(what=problem, hint=hint))
             return
         peer.handshake = Handshake.accept(secret, self._job_id, line)
         if peer.handshake:
@@ -298,27 +297,29 @@ class Server:
         """
         handshake = peer.handshake
         if handshake is None and line.startswith(b"imgkit-join "):
-            self._refuse(peer, Refused(what="this node has a secret, and the head starts without one"))
+            self._send_refusal(peer, Refused(what="this node has a secret, and the head starts without one"))
             return None
-        message = handshake.verify(line) if handshake else line
-        request = None if message is None else peer.decode(message)
+        request = None
+        unsigned_line = handshake.verify(line) if handshake else line
+        if unsigned_line is not None:
+            request = peer.decode(unsigned_line)
         if not isinstance(request, JoinRequest) or (handshake and handshake.node_rank != request.node_rank):
             peer.error = FOREIGN
             return None
         if request.job != self._job_id:
             # The head's job id stays secret: in a start without a secret, who knows it can join as a node.
             problem = f"{request.node.host} belongs to job {request.job!r}, the head to another"
-            self._refuse(peer, Refused(what=problem))
+            self._send_refusal(peer, Refused(what=problem))
             return None
         return request
 
-    def _refuse(self, peer: HeadConnection, refusal: Refused) -> None:
-        self._report(peer, f"was refused: {refusal.what}")
+    def _send_refusal(self, peer: HeadConnection, refusal: Refused) -> None:
+        self._log_stranger(peer, f"was refused: {refusal.what}")
         peer.is_refused = True
         peer.send(refusal)
         peer.end_sending()
 
-    def _report(self, peer: HeadConnection, problem: str) -> None:
+    def _log_stranger(self, peer: HeadConnection, problem: str) -> None:
         """Log what a connection that is no node of the run did, each text once.
 
         After `MAX_REPORTS` texts nothing more is logged, so that a flood cannot fill the disk.

@@ -11,7 +11,7 @@ import secrets
 import select
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from imgkit_entrypoints.rollcall import messages, ports
 from imgkit_entrypoints.rollcall.connection import Connection
@@ -99,6 +99,16 @@ class _Session:
         return node_name(self.placement, rank, host or self._hosts.get(rank, ""))
 
 
+class ReportedFailure(NamedTuple):
+    """A failed worker that a node has reported to the head."""
+
+    at: float
+    """Time of the failure on the head's monotonic clock."""
+    number: int
+    """Number of the node."""
+    failure: messages.RankFailure
+
+
 class HeadSession(_Session):
     """The session of the head, also of the only node of a run: it starts attempts and hears how they end.
 
@@ -130,10 +140,10 @@ class HeadSession(_Session):
         """What each node has measured last."""
         self.gpu_uses: dict[int, messages.GpuUse] = {}
         """How much the GPUs of each node were used until now."""
-        self.failures: list[tuple[float, int, messages.RankFailure]] = []
-        """Failed workers of this attempt: when, on this node's clock, the node's number, and its report."""
-        self.previous_failures: list[tuple[float, int, messages.RankFailure]] = []
-        """Those of the attempt before."""
+        self.failures: list[ReportedFailure] = []
+        """Failed workers of this attempt."""
+        self.previous_failures: list[ReportedFailure] = []
+        """Failed workers of the attempt before."""
         self._server = server or Server()
         self.lost: Mapping[int, str] = self._server.lost
         """Nodes that are lost, and why."""
@@ -170,7 +180,7 @@ class HeadSession(_Session):
         while not self._events and not self._has_news:
             ready = self._wait_once(sources, deadline)
             if self._server in ready or time.monotonic() >= self._next_beat:
-                self._read()
+                self._receive_messages()
             if any(source in ready for source in sources) or time.monotonic() >= deadline:
                 return
 
@@ -190,7 +200,7 @@ class HeadSession(_Session):
 
         This never blocks, and has to be called about once a second.
         """
-        self._read()
+        self._receive_messages()
         events, self._events = self._events, []
         self._has_news = False
         return events
@@ -254,7 +264,7 @@ class HeadSession(_Session):
         """Close all connections. The other nodes have `LINGER_S` seconds to read the last message."""
         self._server.close(LINGER_S)
 
-    def _read(self) -> None:
+    def _receive_messages(self) -> None:
         """React to the messages that have arrived, and send heartbeats (signs of life) when it is time."""
         lost_before = len(self.lost)
         for number, message in self._server.receive():
@@ -268,39 +278,43 @@ class HeadSession(_Session):
             self._next_read = now + STRANGERS_PAUSE_S
         if now >= self._next_beat:
             self._next_beat = now + beat_s(self.lost_after_s) / LOOKS_PER_BEAT
-            self._beat()
+            self._send_heartbeats()
         self._has_news |= len(self.lost) > lost_before
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         """Send heartbeats with the positions (steps) of the slowest and of the furthest worker of the run."""
         positions = list(self._positions.values())
         if self.positions:
             positions.append(self.positions)
         self.run_positions = None
         if positions:
-            self.run_positions = min(map(min, positions)), max(map(max, positions))
+            slowest, furthest = zip(*positions, strict=True)
+            self.run_positions = min(slowest), max(furthest)
         heartbeat = messages.Heartbeat(positions=self.run_positions)
-        self._server.beat(heartbeat, beat_s=beat_s(self.lost_after_s), lost_after_s=self.lost_after_s)
+        self._server.send_heartbeats(
+            heartbeat, beat_s=beat_s(self.lost_after_s), lost_after_s=self.lost_after_s
+        )
 
     def _handle(self, number: int, message: Message) -> None:
         """Handle a node's message.
 
         Of each kind of message, one of each node is kept. Otherwise a node could fill the head's memory.
         """
-        if isinstance(message, messages.Heartbeat):
-            self._phases[number] = message.phase
-            self._positions.pop(number, None)
-            if message.positions:
-                self._positions[number] = message.positions
-        elif isinstance(message, messages.MeasureResult):
-            self.measurements[number] = message
-            self._has_news = True
-        elif isinstance(message, messages.GpuUse):
-            self.gpu_uses[number] = message
-        elif isinstance(message, AttemptEnded):
-            self._handle_attempt_end(number, message)
-        elif isinstance(message, messages.StopOrder):
-            self._pass_on_stop(number, message)
+        match message:
+            case messages.Heartbeat():
+                self._phases[number] = message.phase
+                self._positions.pop(number, None)
+                if message.positions:
+                    self._positions[number] = message.positions
+            case messages.MeasureResult():
+                self.measurements[number] = message
+                self._has_news = True
+            case messages.GpuUse():
+                self.gpu_uses[number] = message
+            case AttemptEnded():
+                self._handle_attempt_end(number, message)
+            case messages.StopOrder():
+                self._forward_stop(number, message)
 
     def _handle_attempt_end(self, number: int, report: AttemptEnded) -> None:
         """Keep a node's report about the end of the current attempt, and the failure in it.
@@ -314,9 +328,9 @@ class HeadSession(_Session):
         if report.failure is not None:
             # The clocks of two nodes differ, so the report says how long ago the failure was.
             failed_at = time.monotonic() - report.failure.age_ms / 1000
-            self.failures.append((failed_at, number, report.failure))
+            self.failures.append(ReportedFailure(failed_at, number, report.failure))
 
-    def _pass_on_stop(self, number: int, message: messages.StopOrder) -> None:
+    def _forward_stop(self, number: int, message: messages.StopOrder) -> None:
         """Send the stop of a node to all other nodes. The node itself has been stopped by its own agent."""
         if (number, message.requeue) in self._stopping:
             return

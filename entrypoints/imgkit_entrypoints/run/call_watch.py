@@ -143,7 +143,7 @@ class CallWatch:
             f"the ranks have waited in different calls for {LIMIT_S / 60:g} minutes: {verdict}",
             hint="call run.pause, run.save and the like on all ranks; let no rank leave a loop alone",
         )
-        if not user_program.report(f"error: {error}"):
+        if not user_program.record_error(f"error: {error}"):
             for line in f"error: {error}".split("\n"):
                 self._say(line)
         sys.stdout.flush()

@@ -60,7 +60,7 @@ class Run:
         self._lock: BinaryIO | None = None
         watched_folder = stop_requests.folder_to_watch(run_folder, env, say)
         if watched_folder is not None:
-            watched_folder.refuse_stopped()
+            watched_folder.refuse_if_stopped()
         metrics = None
         if rank == 0:
             if run_folder is not None:
@@ -276,7 +276,7 @@ class Run:
 
     def lives(self) -> None:
         """Tell the watchdog that this rank is busy between two steps, for example in an evaluation."""
-        self._pulse.lives()
+        self._pulse.count_sign_of_life()
 
     def begins(self) -> None:
         """Tell the watchdog that this rank has the next batch; optional in a loop with `due`."""

@@ -254,7 +254,7 @@ class RunCheckpoints:
             self.may_write = True
         self.position.refuse_unchanged_loader_state()
         self.scheduler_search.refuse_untracked(self.tracked.objects)
-        with self._progress.saving():
+        with self._progress.time_save():
             snapshot = self.tracked.snapshot(self._connection.ranks, "run.save")
             self._saved_values = self.position.values(at_start=at_start)
             index = pickle.dumps((self._saved_values, snapshot.trees))
@@ -274,7 +274,7 @@ class RunCheckpoints:
     def wait(self) -> CheckpointWriter:
         """Wait until the last checkpoint is whole; a collective call."""
         writer = self._open_writer()
-        with self._progress.saving():
+        with self._progress.time_save():
             writer.close()
         return writer
 

@@ -206,12 +206,12 @@ class StepLoop:
     def start_clock(self, max_interval: int | None = None) -> None:
         """Start the clock before the first step of a loop, or again after a save or a pause."""
         self._connection.agreement.start_clock(self._position.step, max_interval)
-        self._pulse.done(self._position.step)
+        self._pulse.end_step(self._position.step)
 
     def begin_step(self) -> None:
         """Note that this rank has its batch of the next step."""
-        self._pulse.begins(self._position.step + 1)
-        self._progress.trains()
+        self._pulse.begin_step(self._position.step + 1)
+        self._progress.note_step_begin()
 
     def end_open_step(self) -> None:
         """Count the step of a loop over `steps` whose body has ended."""
@@ -221,8 +221,8 @@ class StepLoop:
 
     def _count_step(self) -> None:
         self._position.count_step()
-        self._pulse.done(self._position.step)
-        self._progress.moved()
+        self._pulse.end_step(self._position.step)
+        self._progress.note_step_end()
 
     def end_step(self, save_every: int) -> bool:
         """End a step of a loop that is not over `steps`; return whether all ranks save now."""

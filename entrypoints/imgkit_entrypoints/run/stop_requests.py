@@ -70,7 +70,7 @@ class StopRequests:
         reasons = set()
         if self._agent_flag is not None and self._agent_flag.exists():
             reasons.add(AGENT_REQUEST)
-        request = self._folder.request() if self._folder else None
+        request = self._folder.stop_request() if self._folder else None
         # A job script's file asks for a requeue, and counts like the node agent's. A person's file does not.
         if request is not None and request.requeue:
             reasons.add(AGENT_REQUEST)

@@ -74,7 +74,7 @@ def once(nnodes: int, secret: bytes | None) -> tuple[float, float]:
             os._exit(code)
     os.close(writer)
     start_s, cpu_began = time.perf_counter(), time.process_time()
-    roll = gather.meet(placement, ME, timeout_s=60, log=lambda _: None, secret=secret)
+    roll = gather.meet_nodes(placement, ME, timeout_s=60, log=lambda _: None, secret=secret)
     head_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_began
     answer = os.read(reader, 100)
     os.close(reader)
@@ -91,7 +91,8 @@ def call_as_others(placement: Placement, secret: bytes | None, result: int) -> N
     await_listener(port)
     if placement.nnodes == 2:
         start_s = time.perf_counter()
-        gather.meet(replace(placement, node_rank=1), ME, timeout_s=60, log=lambda _: None, secret=secret)
+        member = replace(placement, node_rank=1)
+        gather.meet_nodes(member, ME, timeout_s=60, log=lambda _: None, secret=secret)
         os.write(result, str(time.perf_counter() - start_s).encode())
     else:
         call_as_many(placement, port, secret)

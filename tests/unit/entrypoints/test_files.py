@@ -167,8 +167,8 @@ def test_stop_file_of_a_stranger_does_not_count(shared: Path, name: str, kind: s
     }[kind]
     as_stranger(lambda: plant(shared / name))
     for _ in range(3):
-        folder.refuse_stopped()
-        assert folder.request() is None
+        folder.refuse_if_stopped()
+        assert folder.stop_request() is None
     assert len(messages) == 1
     assert f"{shared / name} is ignored: it " in messages[0]
 

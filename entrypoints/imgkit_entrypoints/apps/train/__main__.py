@@ -89,7 +89,7 @@ def _end_at_failure(error: CheckFailed) -> NoReturn:
     trace = ""
     if isinstance(error, BadSample):
         trace = f"\n{error.trace}"
-    if not user_program.report(text + trace):
+    if not user_program.record_error(text + trace):
         terminal.print_messages(*text.split("\n"))
     sys.exit(error.exit_code)
 

@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import CheckFailed, NoPlan
-from imgkit_entrypoints.launch.guarded import GuardedCommand
+from imgkit_entrypoints.launch.command_process import CommandProcess
 from imgkit_entrypoints.launch.preflight.verdict import LinkResult, NodeResult, Report, judge, pair_up
 from imgkit_entrypoints.launch.stop_protocol import CollectedSignals
 from imgkit_entrypoints.rollcall.connection import Connection
@@ -137,7 +138,7 @@ def _poll(
             raise NoPlan(f"stopped during the preflight: {event.reason} on {event.node}")
         else:
             yield event
-    answer = process.take_answer()
+    answer = process.next_answer()
     if answer:
         session.report(answer)
     config.signals.drain()
@@ -275,7 +276,7 @@ class _Leader:
         # An answer may be sent just before the limit, and needs time to arrive.
         deadline = time.monotonic() + limit_s + ANSWER_S
         while self._unanswered(ranks) and time.monotonic() < deadline:
-            self._take_answers(stage)
+            self._collect_answers(stage)
         for rank in self._unanswered(ranks):
             error = f"its node agent hangs: no answer within {limit_s} s"
             self._answers[rank] = MeasureResult(stage=stage, error=error, mute=True)
@@ -299,10 +300,10 @@ class _Leader:
         """Wait until the store is served. Return False if it is not within `PAIR_S`."""
         deadline = time.monotonic() + PAIR_S
         while not self._port and self._store.sources and time.monotonic() < deadline:
-            self._take_answers(-1)  # no stage has this number, so no answer of a node is taken
+            self._collect_answers(-1)  # no stage has this number, so no answer of a node is taken
         return self._port != 0
 
-    def _take_answers(self, stage: int) -> None:
+    def _collect_answers(self, stage: int) -> None:
         """Wait up to `TICK_S` for messages, and enter the answers for `stage` in `_answers`.
 
         A node that is lost gets an error. The process that serves the store, in which the nodes meet, sends
@@ -315,7 +316,7 @@ class _Leader:
         for rank, answer in self._session.measurements.items():
             if answer.stage == stage:
                 self._answers[rank] = answer
-        store_answer = self._store.take_answer()
+        store_answer = self._store.next_answer()
         if store_answer:
             self._port = int(dict(store_answer.figures).get(STORE, 0))
 
@@ -328,8 +329,10 @@ class _Leader:
 
         The scheduler's name comes first, since its ``--exclude`` needs that one.
         """
-        names = self._session.placement.hosts[rank : rank + 1]
-        return names[0] if names else self._session.host(rank)
+        hosts = self._session.placement.hosts
+        if rank < len(hosts):
+            return hosts[rank]
+        return self._session.host(rank)
 
 
 def _outlier_error(report: Report) -> CheckFailed:
@@ -351,6 +354,13 @@ def _outlier_error(report: Report) -> CheckFailed:
     )
 
 
+class _Process(NamedTuple):
+    """A process that measures, with the connection for its requests and results."""
+
+    command: CommandProcess
+    connection: Connection
+
+
 class MeasuringProcess:
     """The process that measures stage after stage. If it hangs, the next stage starts a new process.
 
@@ -364,8 +374,8 @@ class MeasuringProcess:
         self, config: PreflightConfig, env: Mapping[str, str], arguments: tuple[str, ...] = ()
     ) -> None:
         self._config, self._env, self._arguments = config, env, arguments
-        self._process: tuple[GuardedCommand, Connection] | None = None
-        self._commands: list[GuardedCommand] = []
+        self._process: _Process | None = None
+        self._ending_commands: list[CommandProcess] = []
         """Processes that were told to end, and for whose end `close` waits."""
         self._request: MeasureRequest | None = None
         """The request whose result is not there yet."""
@@ -387,7 +397,7 @@ class MeasuringProcess:
         own_socket, child_socket = socket.socketpair()
         with child_socket:
             python = (sys.executable or "python3", "-I", "-m", self._config.module)
-            command = GuardedCommand(
+            command = CommandProcess(
                 (*python, str(child_socket.fileno()), *self._arguments),
                 self._env,
                 self._config.log,
@@ -395,17 +405,16 @@ class MeasuringProcess:
                 open_files=self._config.open_files,
                 inherited=(child_socket.fileno(),),
             )
-        self._process = command, Connection(own_socket)
+        self._process = _Process(command, Connection(own_socket))
 
     def request(self, request: MeasureRequest) -> None:
-        """Send `request` to the process, and start it if needed. `take_answer` returns the result later."""
+        """Send `request` to the process, and start it if needed. `next_answer` returns the result later."""
         self.start()
         assert self._process is not None  # noqa: S101 - start has made it
         self._request, self._deadline = request, time.monotonic() + request.limit_s
-        _, connection = self._process
-        connection.send(request)
+        self._process.connection.send(request)
 
-    def take_answer(self) -> MeasureResult | None:
+    def next_answer(self) -> MeasureResult | None:
         """Return the result of the last request, or None while it is not there.
 
         If the process has ended, or has not answered within the time limit of the request, the result has an
@@ -422,9 +431,9 @@ class MeasuringProcess:
         is_running = command.read_reports() and command.code is None and not connection.error
         if request is None:
             return None
+        if is_running and time.monotonic() < self._deadline:
+            return None
         if is_running:
-            if time.monotonic() < self._deadline:
-                return None
             error = f"its measuring process hangs: no answer within {request.limit_s} s"
         elif command.code is None:
             error = "its measuring process ended"
@@ -435,11 +444,11 @@ class MeasuringProcess:
     def close(self) -> None:
         """End the process, and wait until nothing of it is left."""
         self._end()
-        for command in self._commands:
+        for command in self._ending_commands:
             while command.read_reports():
                 wait([command], 1.0)
-            command.wait_for_guard()
-        self._commands.clear()
+            command.wait()
+        self._ending_commands.clear()
 
     def _finish(self, answer: MeasureResult) -> MeasureResult:
         """Forget the request to which `answer` belongs, and return `answer`."""
@@ -451,8 +460,7 @@ class MeasuringProcess:
     def _end(self) -> None:
         """End the process without waiting for it. `close` waits for all of them."""
         if self._process:
-            command, connection = self._process
-            connection.close()
-            command.send_step("kill")
-            self._commands.append(command)
+            self._process.connection.close()
+            self._process.command.send_step("kill")
+            self._ending_commands.append(self._process.command)
         self._process = None

@@ -11,6 +11,7 @@ import json
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
 
 from imgkit_entrypoints import __version__
 from imgkit_entrypoints.errors import count_text
@@ -177,6 +178,14 @@ def pair_up(nodes: int, turn: int) -> tuple[tuple[int, int], ...]:
     return tuple((min(pair), max(pair)) for pair in pairs if max(pair) < nodes)
 
 
+class _FigureRow(NamedTuple):
+    """A row of the report's table, as texts."""
+
+    name: str
+    matmul: str
+    bandwidth: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """The report of a finished preflight, as a table for people and as JSON."""
@@ -226,18 +235,18 @@ class Report:
         """
         verdict = self.verdict
         nodes = verdict.nodes if len(verdict.nodes) <= MAX_ROWS else verdict.outliers
-        rows = [("node", "matmul", "bandwidth"), ("", "TFLOP/s", "GB/s")]
+        rows = [_FigureRow("node", "matmul", "bandwidth"), _FigureRow("", "TFLOP/s", "GB/s")]
         for node in nodes:
             bandwidth = _cell(best_GBps(node.rank, verdict.links))
-            rows.append((self._name(node), _cell(node.matmul_TFLOPs), bandwidth))
-        rows.append((f"median of {len(verdict.nodes)}", _cell(verdict.median_TFLOPs), ""))
-        name_width = max(len(name) for name, _, _ in rows)
-        matmul_width = max(len(matmul) for _, matmul, _ in rows)
-        bandwidth_width = max(len(bandwidth) for _, _, bandwidth in rows)
+            rows.append(_FigureRow(self._name(node), _cell(node.matmul_TFLOPs), bandwidth))
+        rows.append(_FigureRow(f"median of {len(verdict.nodes)}", _cell(verdict.median_TFLOPs), ""))
+        name_width = max(len(row.name) for row in rows)
+        matmul_width = max(len(row.matmul) for row in rows)
+        bandwidth_width = max(len(row.bandwidth) for row in rows)
         lines = []
-        for name, matmul, bandwidth in rows:
-            line = f"{name:<{name_width}}  {matmul:>{matmul_width}}  {bandwidth:>{bandwidth_width}}"
-            lines.append(line.rstrip())
+        for row in rows:
+            figures = f"{row.matmul:>{matmul_width}}  {row.bandwidth:>{bandwidth_width}}"
+            lines.append(f"{row.name:<{name_width}}  {figures}".rstrip())
         return lines
 
     def _summary(self) -> str:

@@ -19,6 +19,17 @@ import pytest
 HERE = Path(__file__).resolve().parent
 STUB = str(HERE / "stub_torchrun.py")
 MARK = "IMGKIT_TEST_LAUNCH"
+READY = "import os, sys, time; print('ready', flush=True);"
+SAVE = READY + (
+    "stop = os.environ['IMGKIT_STOP_DIR']\n"
+    "while not os.path.exists(stop + '/stop'): time.sleep(0.02)\n"
+    "open(stop + '/state-saved', 'w').write(os.environ['IMGKIT_JOB_ID'] + ' 7')\n"
+)
+
+
+def stub(code: str, workers: int = 2) -> list[str]:
+    """Return the argv of a stub torchrun, whose workers run the Python text `code`."""
+    return [sys.executable, STUB, str(workers), code]
 
 
 def until(condition: Callable[[], Any], *, within_s: float = 20.0) -> bool:
@@ -62,9 +73,7 @@ class Nodes:
     def two(self, code: str, *, workers: int = 2, **options: Any) -> tuple[subprocess.Popen[bytes], ...]:
         """Two nodes with a stub torchrun of `workers` each."""
         both = {"nnodes": 2, "hosts": ["host0", "host1"], **options}
-        return tuple(
-            self.start([sys.executable, STUB, str(workers), code], rank=rank, **both) for rank in range(2)
-        )
+        return tuple(self.start(stub(code, workers), rank=rank, **both) for rank in range(2))
 
     def output(self) -> str:
         """Return the output of all nodes."""
@@ -77,16 +86,11 @@ class Nodes:
     def live_processes(self) -> dict[int, str]:
         """Every process that carries the mark, but zombies."""
         command_lines = {}
-        for folder in Path("/proc").iterdir():
-            try:
-                if folder.name.isdigit() and self.mark.encode() in (folder / "environ").read_bytes().split(
-                    b"\0"
-                ):
-                    command_lines[int(folder.name)] = (
-                        (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                    )
-            except OSError:
-                continue
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended
+                if self.mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    command_line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    command_lines[int(folder.name)] = command_line
         return command_lines
 
     def codes(self, within_s: float = 20.0) -> list[int]:
@@ -105,3 +109,16 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
             os.kill(pid, signal.SIGKILL)
     for process in nodes.processes:
         process.wait()
+
+
+@pytest.fixture
+def run_dir(nodes: Nodes) -> Path:
+    """The folder of the run, empty."""
+    folder = nodes.folder / "run"
+    folder.mkdir()
+    return folder
+
+
+def file_names(folder: Path) -> list[str]:
+    """Return the names of the files in a folder, in order."""
+    return sorted(path.name for path in folder.iterdir())

@@ -8,7 +8,7 @@ import sys
 import time
 
 from imgkit_entrypoints.errors import ImgkitError
-from imgkit_entrypoints.launch import agent, attempts, gpu_use, guarded, stop_protocol, watchdog
+from imgkit_entrypoints.launch import agent, attempts, command_process, gpu_use, stop_protocol, watchdog
 from imgkit_entrypoints.launch.agent import NodeAgent
 from imgkit_entrypoints.launch.node_attempt import NodeCommand, NodeConfig
 from imgkit_entrypoints.launch.plan import Timeouts
@@ -18,7 +18,7 @@ from imgkit_entrypoints.schedulers.placement import Placement, Size
 
 options = json.loads(sys.argv[1])
 session.BEAT_S, session.LOST_AFTER_S = options.get("beat_s", 0.2), options.get("lost_s", 2.0)
-guarded.END_STEP_S, attempts.PEER_FAILED_S, stop_protocol.REPEAT_S = 0.5, 1.0, 0.2
+command_process.END_STEP_S, attempts.PEER_FAILED_S, stop_protocol.REPEAT_S = 0.5, 1.0, 0.2
 watchdog.ANSWER_S, attempts.MIN_START_S = 2.0, 1.0
 probe.STEP_S = options.get("step_s", probe.STEP_S)
 agent.TICK_S, agent.ALONE_S = options.get("tick_s", 1.0), 1.0

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rollcall_nodes import head_placement
 
-from imgkit_entrypoints.launch.attempts import StartWatch
+from imgkit_entrypoints.launch.attempts import (
+    FailedAttempt,
+    StartWatch,
+    assign_ranks,
+    describe_cause,
+    end_reason,
+)
 from imgkit_entrypoints.rollcall.messages import RENDEZVOUS, STARTING, WORKERS
 from imgkit_entrypoints.rollcall.session import HeadSession
 
@@ -41,17 +51,19 @@ open(stop + "/state-saved", "w").write(os.environ["IMGKIT_JOB_ID"] + " 7")
 )
 
 
-def start(nodes: Any, code: str, size: str = "2+1", **options: Any) -> list[subprocess.Popen[bytes]]:
-    """Three nodes; those that train run the Python text `code`."""
+def start(nodes: Any, code: str, **options: Any) -> list[subprocess.Popen[bytes]]:
+    """Three nodes; two of them train, and run the Python text `code`."""
     argv = [sys.executable, "-c", code, *MARKERS]
-    both = {"nnodes": 3, "size": size, "max_failures": 3, "hosts": ["host0", "host1", "host2"], **options}
-    return [nodes.start(argv, rank=rank, **both) for rank in range(3)]
+    hosts = ["host0", "host1", "host2"]
+    options = {"nnodes": 3, "size": "2+1", "max_failures": 3, "hosts": hosts, **options}
+    three = [nodes.start(argv, rank=rank, **options) for rank in range(3)]
+    nodes.said("works;", 2)
+    return three
 
 
 def worker(nodes: Any, rank: int) -> int:
     """The worker of the node that started with `rank`."""
-    guards = {pid: line for pid, line in nodes.live_processes().items() if "/guard.py" in line}
-    (guard,) = (pid for pid in guards if parent(pid) == nodes.processes[rank].pid)
+    (guard,) = (pid for pid in nodes.live_processes() if parent(pid) == nodes.processes[rank].pid)
     (worker_pid,) = (pid for pid in nodes.live_processes() if parent(pid) == guard)
     return worker_pid
 
@@ -73,7 +85,6 @@ def result(nodes: Any) -> str:
 
 def test_spare_takes_the_rank_of_a_killed_node(nodes: Any) -> None:
     three = start(nodes, HANG_ONCE)
-    nodes.said("works;", 2)
     assert "attempt 1 rank 0 of 2" in nodes.output()
     three[1].kill()
     assert nodes.codes() == [0, -9, 0]
@@ -90,7 +101,6 @@ def test_spare_takes_the_rank_of_a_killed_node(nodes: Any) -> None:
 @pytest.mark.soak
 def test_lost_spare_costs_nothing(nodes: Any) -> None:
     three = start(nodes, WORK + "time.sleep(1)")
-    nodes.said("works;", 2)
     three[2].kill()
     assert nodes.codes() == [0, 0, -9]
     assert "lost node 3 of 3 (host2), a spare" in nodes.output()
@@ -100,7 +110,6 @@ def test_lost_spare_costs_nothing(nodes: Any) -> None:
 def test_node_that_is_done_may_be_lost(nodes: Any) -> None:
     go = "os.path.exists(os.environ['IMGKIT_RUN_DIR'] + '/go')"
     three = start(nodes, WORK + f"while rank == '0' and not {go}: time.sleep(0.02)")
-    nodes.said("works;", 2)
     assert until(lambda: all(parent(pid) != three[1].pid for pid in nodes.live_processes()))
     time.sleep(0.5)  # it reports the end of its part meanwhile
     three[1].kill()
@@ -113,7 +122,6 @@ def test_node_that_is_done_may_be_lost(nodes: Any) -> None:
 @pytest.mark.parametrize("victim", ["worker", pytest.param("guard", marks=pytest.mark.soak)])
 def test_killed_process_of_a_node_is_a_new_attempt_with_the_same_nodes(nodes: Any, victim: str) -> None:
     start(nodes, HANG_ONCE)
-    nodes.said("works;", 2)
     pid = worker(nodes, 1)
     os.kill(pid if victim == "worker" else parent(pid), signal.SIGKILL)
     assert nodes.codes() == [0, 0, 0]
@@ -125,7 +133,6 @@ def test_killed_process_of_a_node_is_a_new_attempt_with_the_same_nodes(nodes: An
 
 def test_stopped_launcher_is_replaced_and_ends_when_it_goes_on(nodes: Any) -> None:
     three = start(nodes, HANG_ONCE, lost_s=1.0)
-    nodes.said("works;", 2)
     three[1].send_signal(signal.SIGSTOP)
     assert [three[0].wait(timeout=20), three[2].wait(timeout=20)] == [0, 0]
     assert "lost node 2 of 3 (host1): no heartbeat for 1 s" in nodes.output()
@@ -135,7 +142,6 @@ def test_stopped_launcher_is_replaced_and_ends_when_it_goes_on(nodes: Any) -> No
 
 def test_lost_head_ends_all(nodes: Any) -> None:
     three = start(nodes, HANG)
-    nodes.said("works;", 2)
     three[0].kill()
     assert nodes.codes() == [-9, 4, 4]
     assert not (nodes.folder / "run/result").exists()
@@ -143,7 +149,6 @@ def test_lost_head_ends_all(nodes: Any) -> None:
 
 def test_run_ends_when_more_nodes_are_lost_than_it_has_spares(nodes: Any) -> None:
     three = start(nodes, HANG)
-    nodes.said("works;", 2)
     three[1].kill()
     nodes.said("attempt 2 starts with 2 nodes; node 3 of 3 (host2) takes rank 1")
     nodes.said("of 2 port", 4)
@@ -163,14 +168,14 @@ def test_program_that_always_fails_ends_the_run_with_its_code(nodes: Any) -> Non
 
 
 def test_two_failures_at_one_step_end_the_run(nodes: Any) -> None:
-    start(nodes, WORK + PULSE + "Pulse(stop, int(rank)).begins(33)\nsys.exit(1)")
+    start(nodes, WORK + PULSE + "Pulse(stop, int(rank)).begin_step(33)\nsys.exit(1)")
     assert nodes.codes() == [1, 1, 1]
     assert "no further attempt: two failures in a row at step 33" in nodes.output()
 
 
 @pytest.mark.soak
 def test_failures_are_counted(nodes: Any) -> None:
-    start(nodes, WORK + PULSE + "Pulse(stop, int(rank)).begins(9 * attempt)\nsys.exit(1)", max_failures=2)
+    start(nodes, WORK + PULSE + "Pulse(stop, int(rank)).begin_step(9 * attempt)\nsys.exit(1)", max_failures=2)
     assert nodes.codes() == [1, 1, 1]
     assert "no further attempt: --max-failures 2" in nodes.output()
     assert "attempt 3 starts" in nodes.output()
@@ -197,7 +202,6 @@ def test_one_node_starts_anew_too(nodes: Any) -> None:
 
 def test_saved_run_ends_the_spare_as_well(nodes: Any) -> None:
     three = start(nodes, SAVE)
-    nodes.said("works;", 2)
     three[2].terminate()
     assert nodes.codes() == [85, 85, 85]
     assert result(nodes) == "85"
@@ -207,7 +211,6 @@ def test_saved_run_ends_the_spare_as_well(nodes: Any) -> None:
 def test_stop_during_a_restart_starts_nothing_more(nodes: Any) -> None:
     slow = WORK + "signal.signal(signal.SIGHUP, signal.SIG_IGN)\ntime.sleep(100)"
     three = start(nodes, slow)
-    nodes.said("works;", 2)
     three[1].kill()
     nodes.said("ending the program: lost node 2 of 3")
     three[0].terminate()
@@ -220,7 +223,6 @@ def test_stop_during_a_restart_starts_nothing_more(nodes: Any) -> None:
 @pytest.mark.soak
 def test_stop_of_a_second_attempt_saves(nodes: Any) -> None:
     three = start(nodes, SAVE)
-    nodes.said("works;", 2)
     three[1].kill()
     nodes.said("works;", 4)
     (nodes.folder / "run/stop").touch()
@@ -234,7 +236,6 @@ def test_run_folder_that_cannot_be_written_costs_the_marks_alone(nodes: Any) -> 
     run = nodes.folder / "run"
     run.mkdir()
     three = start(nodes, HANG_ONCE)
-    nodes.said("works;", 2)
     run.rename(nodes.folder / "lost")
     run.write_text("a file")
     three[1].kill()
@@ -259,12 +260,10 @@ def test_rendezvous_counts_from_when_all_nodes_are_in_it(monkeypatch: pytest.Mon
     now += 119
     assert watch.find_stall_reason() == ""
     now += 1
-    assert (
-        "within 120 s (--rollcall-timeout); without workers: node 1 of 12 (127.0.0.1), "
-        in watch.find_stall_reason()
-    )
-    assert "node 3 of 12, node 5 of 12, " in watch.find_stall_reason()
-    assert "node 9 of 12 and 3 more. " in watch.find_stall_reason()
+    reason = watch.find_stall_reason()
+    assert "within 120 s (--rollcall-timeout); without workers: node 1 of 12 (127.0.0.1), " in reason
+    assert "node 3 of 12, node 5 of 12, " in reason
+    assert "node 9 of 12 and 3 more. " in reason
     roll.phase = WORKERS
     roll._phases.update(dict.fromkeys(range(1, 12), WORKERS))
     assert watch.find_stall_reason() == ""
@@ -276,3 +275,77 @@ def test_each_attempt_has_a_rendezvous_of_its_own() -> None:
     assert roll.phases == {0: STARTING, 1: WORKERS, 2: RENDEZVOUS}
     roll.start_attempt(2, {0: 0, 2: 1})
     assert roll.phases == {0: STARTING, 2: STARTING}
+
+
+def failed(position: int | None = None, after_s: float = 1000.0) -> FailedAttempt:
+    return FailedAttempt(cause="lost node 1", position=position, after_s=after_s)
+
+
+@pytest.mark.parametrize(
+    ("alive", "nnodes", "previous", "ranks"),
+    [
+        ([0, 1, 2], 2, {}, {0: 0, 1: 1}),
+        ([0, 2, 3, 4], 4, {0: 0, 1: 1, 2: 2, 3: 3}, {0: 0, 4: 1, 2: 2, 3: 3}),
+        ([0, 1], 2, {0: 0, 1: 1}, {0: 0, 1: 1}),
+        ([0, 2], 2, {}, {0: 0, 2: 1}),
+        ([0], 2, {}, {}),
+        ([0, 1], 4, {}, {}),
+        ([], 1, {}, {}),
+    ],
+    ids=["first", "lost node", "lost spare", "node left out", "no spare", "half", "none"],
+)
+def test_spares_take_the_free_ranks(
+    alive: list[int], nnodes: int, previous: dict[int, int], ranks: dict[int, int]
+) -> None:
+    assert assign_ranks(alive, nnodes, previous) == ranks
+
+
+@given(st.integers(1, 9), st.integers(0, 3), st.data())
+def test_ranks_are_whole_and_kept_over_any_losses(nnodes: int, spares: int, data: st.DataObject) -> None:
+    alive = list(range(nnodes + spares))
+    before: Mapping[int, int] = {}
+    while ranks := assign_ranks(alive, nnodes, before):
+        assert sorted(ranks.values()) == list(range(nnodes))
+        assert ranks[0] == 0
+        for number, rank in before.items():
+            if number in alive:
+                assert ranks[number] == rank
+        before = ranks
+        if len(alive) == 1:
+            break
+        alive.remove(data.draw(st.sampled_from(alive[1:])))
+
+
+@pytest.mark.parametrize(
+    ("failures", "max_failures", "reason"),
+    [
+        ([failed(65, 1.0)], 3, ""),
+        ([failed(65), failed(99)], 1, "--max-failures 1: the run survives 1 failure"),
+        ([failed(65)], 0, "--max-failures 0"),
+        *(
+            ([failed(9), *map(failed, positions)], 9, "two failures in a row at step 33; ")
+            for positions in itertools.product((65, 66), repeat=2)
+        ),
+        ([failed(65), failed(90), failed(65)], 9, ""),
+        (
+            [failed(-1, 5.0), failed(None, 7.0)],
+            9,
+            "two failures in a row before the first step, 5 s and 7 s ",
+        ),
+        ([failed(-1, 5.0), failed(None, 61.0)], 9, ""),
+        ([failed(-1, 5.0), failed(10, 5.0)], 9, ""),
+    ],
+)
+def test_run_ends_after_too_many_or_equal_failures(
+    failures: list[FailedAttempt], max_failures: int, reason: str
+) -> None:
+    text = end_reason(failures, max_failures)
+    assert text.startswith(reason)
+    assert bool(text) == bool(reason)
+
+
+def test_cause_is_a_lost_node_or_the_first_exit_code() -> None:
+    lost = {"node 1": "it closed the connection"}
+    assert describe_cause(lost, {"node 0": 1}) == "lost node 1: it closed the connection"
+    assert describe_cause({}, {"node 1": 137}) == "node 1 ended with exit code 137 (SIGKILL)"
+    assert describe_cause({}, {"node 1": 7, "node 0": 1}) == "node 1 ended with exit code 7"

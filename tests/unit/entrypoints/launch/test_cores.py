@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ BOTH_SOCKETS = "0-39;0-39;40-79;40-79"
 NODE = Placement(
     scheduler="slurm", nnodes=1, node_rank=0, hosts=("n1",), head="", port=None, job_id="7", source={}
 )
+DIRECT = replace(NODE, direct=Direct(rank=0, local_rank=0, world_size=1, local_world_size=1))
 
 
 def make(
@@ -41,45 +43,50 @@ def reason(launch_plan: LaunchPlan) -> str:
     return decision.reason
 
 
-def test_workers_run_on_the_socket_of_their_gpu(tmp_path):
-    launch_plan = make(mare_nostrum(tmp_path), {"SLURM_JOB_CPUS_PER_NODE": "80(x2)"})
-    assert launch_plan.env[cores.VARIABLE] == BOTH_SOCKETS
-    assert launch_plan.env["OMP_NUM_THREADS"] == "20"
-    assert reason(launch_plan) == "the NUMA nodes of the GPUs: 0, 0, 1, 1; processors allowed: 0-79"
+HEXADECIMAL = {"0000:1b:00.0": 1, "0000:18:00.0": 0}
+CROWDED = {"0000:1b:00.0": 0, "0000:2c:00.0": 0, "0000:9d:00.0": 0, "0000:ad:00.0": 1}
+
+
+@pytest.mark.parametrize(
+    ("write", "env", "cpus", "threads"),
+    [
+        (mare_nostrum, {"SLURM_JOB_CPUS_PER_NODE": "80(x2)"}, BOTH_SOCKETS, "20"),
+        (grace_hopper, {}, "0-71;72-143;144-215;216-287", "72"),
+        (lambda root: write_gpu_node(root, HEXADECIMAL, {0: "0-3", 1: "4-7"}, "0-7"), {}, "0-3;4-7", "4"),
+        (
+            lambda root: write_gpu_node(root, CROWDED, {0: "0-39", 1: "40-79"}, "0-79"),
+            {},
+            "0-39;0-39;0-39;40-79",
+            "13",
+        ),
+        (
+            lambda root: mare_nostrum(root, "0-9,40-49"),
+            {"SLURM_JOB_CPUS_PER_NODE": "20"},
+            BOTH_SOCKETS,
+            "5",
+        ),
+        (mare_nostrum, {"CUDA_VISIBLE_DEVICES": "2"}, "40-79", "40"),
+        (mare_nostrum, {"CUDA_VISIBLE_DEVICES": "3,0"}, "40-79;0-39", "40"),
+        (mare_nostrum, {"CUDA_VISIBLE_DEVICES": "1,2,-1,0"}, "0-39;40-79", "40"),
+        (mare_nostrum, {"CUDA_VISIBLE_DEVICES": "2,"}, "40-79", "40"),
+    ],
+    ids=["sockets", "no node of memory", "order of hexadecimal addresses", "fewest on a crowded node",
+         "part of a node", "one visible", "other order", "-1 ends the list", "empty name"],
+)  # fmt: skip
+def test_workers_run_on_the_socket_of_their_gpu(tmp_path, write: Callable[[Path], Path], env, cpus, threads):
+    launch_plan = make(write(tmp_path), env)
+    assert launch_plan.env[cores.VARIABLE] == cpus
+    assert launch_plan.env["OMP_NUM_THREADS"] == threads
+    (decision,) = (item for item in launch_plan.decisions if item.variable == "OMP_NUM_THREADS")
+    assert (decision.reason == "a worker has 13 processors beside its GPU") == (threads == "13")
 
 
 def test_one_line_of_verbose_output_names_the_processors(tmp_path):
     launch_plan = make(mare_nostrum(tmp_path))
-    line = f"{cores.VARIABLE}={BOTH_SOCKETS}: {reason(launch_plan)}"
+    why = "the NUMA nodes of the GPUs: 0, 0, 1, 1; processors allowed: 0-79"
+    line = f"{cores.VARIABLE}={BOTH_SOCKETS}: {why}"
     assert [text for text in launch_plan.announcements(verbose=True) if cores.VARIABLE in text] == [line]
     assert not any(cores.VARIABLE in text for text in launch_plan.announcements(verbose=False))
-
-
-def test_memory_of_gpus_is_no_place_for_workers(tmp_path):
-    launch_plan = make(grace_hopper(tmp_path))
-    assert launch_plan.env[cores.VARIABLE] == "0-71;72-143;144-215;216-287"
-    assert launch_plan.env["OMP_NUM_THREADS"] == "72"
-
-
-def test_gpu_on_a_node_of_memory_binds_nobody(tmp_path):
-    root = write_gpu_node(tmp_path, {"0009:01:00.0": 4}, {0: "0-71", 1: "72-143", 4: ""}, "0-143")
-    launch_plan = make(root)
-    assert cores.VARIABLE not in launch_plan.env
-    assert reason(launch_plan).startswith("too few processors are allowed on NUMA node 4 (")
-
-
-@pytest.mark.parametrize(
-    ("visible", "cpus"),
-    [("2", "40-79"), ("3,0", "40-79;0-39"), ("1,2,-1,0", "0-39;40-79"), ("2,", "40-79")],
-)
-def test_local_ranks_follow_the_visible_devices(tmp_path, visible, cpus):
-    assert make(mare_nostrum(tmp_path), {"CUDA_VISIBLE_DEVICES": visible}).env[cores.VARIABLE] == cpus
-
-
-def test_gpus_have_the_order_of_their_hexadecimal_addresses(tmp_path):
-    gpus = {"0000:1b:00.0": 1, "0000:18:00.0": 0}
-    launch_plan = make(write_gpu_node(tmp_path, gpus, {0: "0-3", 1: "4-7"}, "0-7"))
-    assert launch_plan.env[cores.VARIABLE] == "0-3;4-7"
 
 
 def test_gpus_of_other_jobs_do_not_count(tmp_path):
@@ -89,14 +96,6 @@ def test_gpus_of_other_jobs_do_not_count(tmp_path):
     launch_plan = make(root, {"SLURM_JOB_CPUS_PER_NODE": "40"})
     assert launch_plan.env[cores.VARIABLE] == "0-39;40-79"
     assert launch_plan.env["OMP_NUM_THREADS"] == "20"
-
-
-def test_threads_are_those_of_the_most_crowded_node(tmp_path):
-    gpus = {"0000:1b:00.0": 0, "0000:2c:00.0": 0, "0000:9d:00.0": 0, "0000:ad:00.0": 1}
-    launch_plan = make(write_gpu_node(tmp_path, gpus, {0: "0-39", 1: "40-79"}, "0-79"))
-    assert launch_plan.env["OMP_NUM_THREADS"] == "13"
-    (decision,) = (item for item in launch_plan.decisions if item.variable == "OMP_NUM_THREADS")
-    assert decision.reason == "a worker has 13 processors beside its GPU"
 
 
 @pytest.mark.parametrize(
@@ -130,9 +129,23 @@ def test_threads_are_those_of_the_most_crowded_node(tmp_path):
             "too few processors are allowed on NUMA node None (the NUMA nodes of the GPUs: None; "
             "processors allowed: 0-7)",
         ),
+        (
+            lambda root: write_gpu_node(root, {"0009:01:00.0": 4}, {0: "0-71", 1: "72-143", 4: ""}, "0-143"),
+            {},
+            "too few processors are allowed on NUMA node 4 (the NUMA nodes of the GPUs: 4; "
+            "processors allowed: 0-143)",
+        ),
         (mare_nostrum, {"CUDA_VISIBLE_DEVICES": "GPU-1"}, "it is unknown which GPU each worker gets"),
     ],
-    ids=["other socket", "one core for two", "bound job", "one node", "unknown node", "named by UUID"],
+    ids=[
+        "other socket",
+        "one core for two",
+        "bound job",
+        "one node",
+        "unknown node",
+        "node of memory",
+        "named by UUID",
+    ],
 )
 def test_workers_are_not_bound(tmp_path, write: Callable[[Path], Path], env, expected):
     launch_plan = make(write(tmp_path), env)
@@ -150,38 +163,15 @@ def test_gpus_of_two_models_have_no_known_order(tmp_path):
     assert reason(make(root)) == "it is unknown which GPU each worker gets"
 
 
-def test_part_of_a_node_is_no_bound_job(tmp_path):
-    launch_plan = make(mare_nostrum(tmp_path, "0-9,40-49"), {"SLURM_JOB_CPUS_PER_NODE": "20"})
-    assert launch_plan.env[cores.VARIABLE] == BOTH_SOCKETS
-    assert launch_plan.env["OMP_NUM_THREADS"] == "5"
-
-
 @pytest.mark.parametrize(
-    ("placement", "request_"),
-    [
-        (NODE, {"is_per_node": True}),
-        (NODE, {"device": "cpu"}),
-        (
-            Placement(
-                scheduler="slurm",
-                nnodes=1,
-                node_rank=0,
-                hosts=("n1",),
-                head="",
-                port=None,
-                job_id="7",
-                source={},
-                direct=Direct(rank=0, local_rank=0, world_size=1, local_world_size=1),
-            ),
-            {},
-        ),
-    ],
+    ("placement", "request_", "threads"),
+    [(NODE, {"is_per_node": True}, "20"), (NODE, {"device": "cpu"}, "80"), (DIRECT, {}, "80")],
     ids=["--per-node", "on CPUs", "--direct"],
 )
-def test_only_workers_of_torchrun_on_gpus_are_bound(tmp_path, placement, request_):
+def test_only_workers_of_torchrun_on_gpus_are_bound(tmp_path, placement, request_, threads):
     launch_plan = make(mare_nostrum(tmp_path), placement=placement, **request_)
     assert not any(cores.VARIABLE in line for line in launch_plan.lines())
-    assert launch_plan.env["OMP_NUM_THREADS"] == ("80" if placement.direct or "device" in request_ else "20")
+    assert launch_plan.env["OMP_NUM_THREADS"] == threads
 
 
 def test_binding_can_be_refused(tmp_path):

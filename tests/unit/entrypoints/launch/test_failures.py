@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import json
 import os
 import signal
 import subprocess
@@ -15,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from imgkit_entrypoints.launch import failures, user_program
-from imgkit_entrypoints.launch.failures import NodeFailure
 from imgkit_entrypoints.rollcall import messages
 from imgkit_entrypoints.rollcall.connection import MAX_LINE_BYTES
 from imgkit_entrypoints.rollcall.messages import AttemptEnded, RankFailure
+from imgkit_entrypoints.rollcall.session import ReportedFailure
 
 CLOSED = "RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:44443."
 BAD = 'Traceback (most recent call last):\n  File "own.py", line 6, in inner\nValueError: bad value at step 3'
@@ -36,13 +35,16 @@ STACK = (
 )
 
 
+FAILED = RankFailure(rank=0, code=1, age_ms=0, after_peer=False, log="")
+
+
 def record(folder: Path, rank: int | str, text: str, *, at: float = 0.0) -> None:
     (folder / f"failed-{rank}").write_text(f"{at}\n{text}")
 
 
 def codes(folder: Path, *, is_imgkits: bool = False, **by_rank: int) -> None:
     exit_codes = {int(name[1:]): code for name, code in by_rank.items()}
-    failures.note_codes({"IMGKIT_STOP_DIR": str(folder)}, exit_codes, is_imgkits=is_imgkits)
+    failures.write_exit_codes({"IMGKIT_STOP_DIR": str(folder)}, exit_codes, is_imgkits=is_imgkits)
 
 
 def first(folder: Path, killed_by: int = 0) -> RankFailure:
@@ -80,9 +82,8 @@ def test_killed_torchrun_is_the_cause(tmp_path: Path) -> None:
     record(tmp_path, 0, CLOSED)
     rank_failure = first(tmp_path, killed_by=signal.SIGKILL)
     assert (rank_failure.rank, rank_failure.code) == (None, -9)
-    assert failures.describe_failure(NodeFailure(at=0.0, node="node 1 of 1", failure=rank_failure))[
-        0
-    ].startswith("torchrun on node 1")
+    title, *_ = failures.describe_failure(rank_failure, "node 1 of 1")
+    assert title.startswith("torchrun on node 1")
 
 
 def test_error_of_torchrun_has_no_stack_in_cpp(tmp_path: Path) -> None:
@@ -90,7 +91,7 @@ def test_error_of_torchrun_has_no_stack_in_cpp(tmp_path: Path) -> None:
     text = (
         f'Traceback (most recent call last):\n  File "run.py"\ntorch.distributed.DistNetworkError: no\n{cpp}'
     )
-    assert failures.note_torchrun({"IMGKIT_STOP_DIR": str(tmp_path)}, text)
+    assert failures.write_torchrun_error({"IMGKIT_STOP_DIR": str(tmp_path)}, text)
     failure = first(tmp_path)
     assert (failure.rank, failure.code, failure.after_peer) == (None, 1, True)
     assert failure.lines[0] == "torch.distributed.DistNetworkError: no"
@@ -114,15 +115,14 @@ def test_record_that_cannot_be_read_is_ignored(tmp_path: Path, text: str) -> Non
 
 
 def test_cause_on_any_node_comes_first() -> None:
-    def node_failure(at: float, rank: int, *, after_peer: bool) -> NodeFailure:
-        failure = RankFailure(rank=rank, code=1, age_ms=0, after_peer=after_peer, log="")
-        return NodeFailure(at=at, node=f"node {rank}", failure=failure)
-
-    early, late = node_failure(1.0, 0, after_peer=True), node_failure(2.0, 1, after_peer=False)
+    early, late = (
+        ReportedFailure(number, number, dataclasses.replace(FAILED, rank=number, after_peer=number == 0))
+        for number in range(2)
+    )
     assert failures.first_failure([early, late]) is late
     assert failures.first_failure([early]) is early
     assert failures.first_failure([]) is None
-    lines = failures.describe_failure(late, ["rank 0"])
+    lines = failures.describe_failure(late.failure, "node 1", ["rank 0"])
     assert lines[0] == "rank 1 on node 1 failed first: exit code 1"
     assert lines[1] == "  then on other nodes: rank 0"
 
@@ -138,42 +138,16 @@ def test_long_text_keeps_both_ends_and_fits_a_message(tmp_path: Path) -> None:
     assert messages.decode(line) == AttemptEnded(code=1, failure=failure)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"rank": -1},
-        {"code": 256},
-        {"code": None},
-        {"age_ms": -1},
-        {"after_peer": 0},
-        {"lines": ["x"] * 201},
-        {"log": None},
-    ],
-)
-def test_failure_out_of_range_is_refused(wrong: dict[str, object]) -> None:
-    right = RankFailure(rank=0, code=1, age_ms=0, after_peer=False, log="", lines=("a",))
-    data = json.loads(messages.encode(AttemptEnded(code=1, failure=right)))
-    data["failure"] |= wrong
-    with pytest.raises(ValueError, match=r"^AttemptEnded\.failure\."):
-        messages.decode(json.dumps(data).encode())
-
-
-def test_line_of_another_node_cannot_steer_a_terminal() -> None:
-    bad = RankFailure(rank=0, code=1, age_ms=0, after_peer=False, log="", lines=("\x1b[2J\u202e",))
-    read = messages.decode(messages.encode(AttemptEnded(code=1, failure=bad)))
-    assert isinstance(read, AttemptEnded)
-    assert read.failure == dataclasses.replace(bad, lines=("\\x1b[2J\\u202e",))
-
-
-def test_late_record_is_reported_once(tmp_path: Path) -> None:
-    late = failures.LateRecords(tmp_path)
-    record(tmp_path, 1, BAD, at=time.time())
-    assert list(late.new_reports()) == []
-    record(tmp_path, 1, BAD, at=time.time() - 10)
+@pytest.mark.parametrize(("is_head", "late_s"), [(True, 5), (False, 30)], ids=["head", "other node"])
+def test_late_record_is_reported_once(tmp_path: Path, is_head: bool, late_s: int) -> None:
+    """The head prints the traceback of another node at the end, so that node waits longer with it."""
+    late = failures.LateRecords(tmp_path, is_head=is_head)
     record(tmp_path, 0, CLOSED, at=time.time() - 10)
-    assert [lines[0] for lines in late.new_reports()] == [
-        "rank 1 has failed, and its process has not ended after 5 s"
-    ]
+    record(tmp_path, 1, BAD, at=time.time() - late_s + 2)
+    assert list(late.new_reports()) == []
+    record(tmp_path, 1, BAD, at=time.time() - late_s - 2)
+    title = f"rank 1 has failed, and its process has not ended after {late_s} s"
+    assert list(late.new_reports()) == [(title, *BAD.split("\n"))]
     assert list(late.new_reports()) == []
 
 
@@ -192,11 +166,11 @@ def copied(*parts: bytes) -> tuple[str, str]:
     """What of `parts` is printed, and what the log has."""
     code = "import os, sys\n" + "".join(f"os.write(2, {part!r})\n" for part in parts)
     script = (
-        "import os, sys\nfrom imgkit_entrypoints.launch.guarded import GuardedCommand\n"
-        f"child = GuardedCommand([sys.executable, '-c', {code!r}], os.environ, print)\n"
+        "import os, sys\nfrom imgkit_entrypoints.launch.command_process import CommandProcess\n"
+        f"child = CommandProcess([sys.executable, '-c', {code!r}], os.environ, print, open_files=99)\n"
         "import select\n"
         "while select.select([child], [], []) and child.read_reports(): pass\n"
-        "child.wait_for_guard()\nprint(repr(child.output_tail()))\n"
+        "child.wait()\nprint(repr(child.output_tail()))\n"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
     return result.stderr.decode(), ast.literal_eval(result.stdout.decode())
@@ -216,9 +190,10 @@ def test_other_output_is_copied_byte_for_byte() -> None:
     assert printed == log == "frames: 3\n\n\nno line end"
 
 
-def program(folder: Path, code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run a program below the node agent, but without one."""
-    (folder / "own.py").write_text(code)
+def program(folder: Path, code: str | None, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a program below the node agent, but without one. With None, its file is missing."""
+    if code is not None:
+        (folder / "own.py").write_text(code)
     agent = {"IMGKIT_STOP_DIR": str(folder), "IMGKIT_ATTEMPT": "1", "RANK": "2", **env}
     return subprocess.run(
         [sys.executable, user_program.__file__, str(folder / "own.py")],
@@ -256,13 +231,7 @@ def test_other_ends_leave_their_message(tmp_path: Path, code: str, last: str) ->
 
 
 def test_missing_script_has_no_frames_of_the_launcher(tmp_path: Path) -> None:
-    result = program(tmp_path, "import runpy; runpy.run_path('nosuch.py')")
-    assert result.returncode == 1
-    (tmp_path / "failed-2").unlink()
-    (tmp_path / "own.py").unlink()
-    env = {**os.environ, "IMGKIT_STOP_DIR": str(tmp_path), "IMGKIT_ATTEMPT": "1", "RANK": "2"}
-    argv = [sys.executable, user_program.__file__, str(tmp_path / "own.py")]
-    assert subprocess.run(argv, env=env, capture_output=True, check=False).returncode == 1
+    assert program(tmp_path, None).returncode == 1
     (entry,) = failures.read_records(tmp_path)
     assert entry.text.startswith("FileNotFoundError:")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ from gpu_nodes import mare_nostrum
 from imgkit_entrypoints import facts
 from imgkit_entrypoints.launch import gpu_use
 from imgkit_entrypoints.launch.gpu_use import GpuMonitor
-from imgkit_entrypoints.launch.stop_protocol import GPU_USE, RunFolder
+from imgkit_entrypoints.launch.stop_protocol import GPU_USE
 from imgkit_entrypoints.rollcall.messages import GpuUse
 
-from .conftest import until
+from .conftest import stub, until
 
-STUB = str(Path(__file__).with_name("stub_torchrun.py"))
 USE = GpuUse(readings=6, gpu_percent=380 / 6, memory_MiB=61240.0)
 """The use that `TRAINING` shows."""
 WAITS = """
@@ -128,18 +126,11 @@ def test_other_text_is_no_use(text: str) -> None:
     assert gpu_use.parse(text) is None
 
 
-def test_next_start_forgets_the_use_of_the_last(tmp_path: Path) -> None:
-    (tmp_path / GPU_USE).write_text("{}")
-    RunFolder(path=tmp_path).clear()
-    assert not (tmp_path / GPU_USE).exists()
-
-
 def test_head_writes_the_use_of_all_nodes(nodes: Any, tmp_path: Path) -> None:
     for rank, lines in enumerate((TRAINING, ("100, 61250", "100, 61250"))):
         program = write_fake_nvidia_smi(tmp_path / f"node {rank}", lines)
         options = {"gpu_query": [str(program)], "env": {"FAKE_FOLDER": str(program.parent)}}
-        argv = [sys.executable, STUB, "1", WAITS]
-        nodes.start(argv, rank=rank, nnodes=2, hosts=["host0", "host1"], **options)
+        nodes.start(stub(WAITS, 1), rank=rank, nnodes=2, hosts=["host0", "host1"], **options)
     assert nodes.codes() == [0, 0]  # and no nvidia-smi is left
     use = gpu_use.parse((tmp_path / "run" / GPU_USE).read_text())
     assert use == gpu_use.combine_uses([USE, GpuUse(readings=2, gpu_percent=100.0, memory_MiB=61250.0)])

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,44 +14,11 @@ import pytest
 
 from imgkit_entrypoints.rollcall import ports
 
-HERE = Path(__file__).resolve().parent
-STUB = str(HERE / "stub_torchrun.py")
+from .conftest import READY, SAVE, STUB, file_names, stub
 
-READY = "import os, sys, time; print('ready', flush=True);"
 HANG = READY + "time.sleep(100)"
-SAVE = READY + (
-    "stop = os.environ['IMGKIT_STOP_DIR']\n"
-    "while not os.path.exists(stop + '/stop'): time.sleep(0.02)\n"
-    "open(stop + '/state-saved', 'w').write(os.environ['IMGKIT_JOB_ID'] + ' 7')\n"
-)
 TWO = {"nnodes": 2, "hosts": ["host0", "host1"], "timeout_s": 3.0, "lost_s": 20.0}
 STOPS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2]
-
-
-def stub(code: str, workers: int = 2) -> list[str]:
-    return [sys.executable, STUB, str(workers), code]
-
-
-def free_port() -> int:
-    port = ports.first_free(os.getpid() % 10000 + 15000)
-    assert port is not None
-    return port
-
-
-def guard_of(nodes: Any) -> int:
-    return next(pid for pid, line in nodes.live_processes().items() if "/guard.py" in line)
-
-
-def test_success_is_zero(nodes: Any) -> None:
-    nodes.start(stub("print('done')"))
-    assert nodes.codes() == [0]
-    assert nodes.output().count("done") == 2
-
-
-def test_error_output_is_passed_on(nodes: Any) -> None:
-    nodes.start(stub("import sys; print('to stderr', file=sys.stderr); sys.exit(9)"))
-    assert nodes.codes() == [1]
-    assert nodes.output().count("to stderr") == 2
 
 
 NAMELESS = (
@@ -100,20 +68,14 @@ def test_signal_to_every_process_saves_too(nodes: Any, number: signal.Signals) -
     assert nodes.codes() == [85]
 
 
-def test_deaf_program_is_ended_after_grace(nodes: Any) -> None:
-    launcher = nodes.start(stub(HANG), grace_s=0.3)
-    nodes.said("ready", 2)
-    launcher.terminate()
-    assert nodes.codes() == [143]
-    assert "ending the program: the grace time is over" in nodes.output()
-
-
-def test_program_deaf_to_all_signals_is_killed(nodes: Any) -> None:
-    deaf = "import signal\nfor n in range(1, 32):\n  if n not in (9, 19): signal.signal(n, signal.SIG_IGN)\n"
-    launcher = nodes.start([sys.executable, "-c", deaf + HANG], grace_s=0.3)
+@pytest.mark.parametrize("deaf", [(), range(1, 32)], ids=["to requests", "to all signals"])
+def test_deaf_program_is_ended_after_grace(nodes: Any, deaf: Sequence[int]) -> None:
+    ignore = f"import signal\nfor n in {deaf!r}:\n  if n not in (9, 19): signal.signal(n, signal.SIG_IGN)\n"
+    launcher = nodes.start([sys.executable, "-c", ignore + HANG], grace_s=0.3)
     nodes.said("ready")
     launcher.terminate()
     assert nodes.codes() == [143]
+    assert "ending the program: the grace time is over" in nodes.output()
 
 
 def test_second_interrupt_ends_at_once(nodes: Any) -> None:
@@ -163,37 +125,34 @@ def test_unwritable_stop_folder_is_refused(nodes: Any, tmp_path: Path) -> None:
     assert "the stop folder cannot be used" in nodes.output()
 
 
-def test_killed_launcher_leaves_nothing(nodes: Any) -> None:
+@pytest.mark.parametrize("kill", [os.kill, os.killpg])
+def test_killed_launcher_leaves_nothing(nodes: Any, kill: Callable[[int, int], None]) -> None:
     launcher = nodes.start(stub(HANG))
     nodes.said("ready", 2)
-    launcher.kill()
+    kill(launcher.pid, signal.SIGKILL)
     assert nodes.codes() == [-9]
 
 
-def test_killed_process_group_leaves_nothing(nodes: Any) -> None:
-    launcher = nodes.start(stub(HANG))
-    nodes.said("ready", 2)
-    os.killpg(launcher.pid, signal.SIGKILL)
-    assert nodes.codes() == [-9]
-
-
-def test_killed_torchrun_leaves_nothing(nodes: Any) -> None:
+@pytest.mark.parametrize(
+    ("victim", "text"),
+    [
+        (
+            f"{sys.executable} {STUB} ",
+            "the program was killed (SIGKILL), often by the kernel because memory ran out: the job had --mem "
+            "440G; request more, or use fewer data workers;",
+        ),
+        (f"{sys.executable} -I -S ", "the guard of this node's processes was killed"),
+    ],
+    ids=["torchrun", "guard"],
+)
+def test_killed_parent_of_the_workers_leaves_nothing(nodes: Any, victim: str, text: str) -> None:
     nodes.start(stub(HANG), env={"IMGKIT_MEM": "--mem 440G"})
     nodes.said("ready", 2)
-    started = f"{sys.executable} {STUB} "
-    torchrun = next(pid for pid, line in nodes.live_processes().items() if line.startswith(started))
-    os.kill(torchrun, signal.SIGKILL)
+    os.kill(
+        next(pid for pid, line in nodes.live_processes().items() if line.startswith(victim)), signal.SIGKILL
+    )
     assert nodes.codes() == [137]
-    killed = "the program was killed (SIGKILL), often by the kernel because memory ran out"
-    assert f"{killed}: the job had --mem 440G; request more, or use fewer data workers;" in nodes.output()
-
-
-def test_killed_guard_leaves_nothing(nodes: Any) -> None:
-    nodes.start(stub(HANG))
-    nodes.said("ready", 2)
-    os.kill(guard_of(nodes), signal.SIGKILL)
-    assert nodes.codes() == [137]
-    assert "the guard of this node's processes was killed" in nodes.output()
+    assert text in nodes.output()
 
 
 def test_hidden_grandchild_is_ended(nodes: Any) -> None:
@@ -207,12 +166,10 @@ def test_hidden_grandchild_is_ended(nodes: Any) -> None:
 
     def hidden_ones() -> list[Path]:
         folders = []
-        for folder in Path("/proc").iterdir():
-            try:
-                if folder.name.isdigit() and b"imgkit-hidden-sleep" in (folder / "cmdline").read_bytes():
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended
+                if b"imgkit-hidden-sleep" in (folder / "cmdline").read_bytes():
                     folders.append(folder)
-            except OSError:
-                continue
         return folders
 
     assert hidden_ones()
@@ -221,26 +178,11 @@ def test_hidden_grandchild_is_ended(nodes: Any) -> None:
     assert not hidden_ones()
 
 
-def test_what_a_program_leaves_is_named(nodes: Any) -> None:
-    nodes.start(["sh", "-c", "sleep 100 & exit 0"])
-    assert nodes.codes() == [0]
-    assert "ended processes that the program left running: sleep" in nodes.output()
-
-
 def test_known_failure_is_explained(nodes: Any) -> None:
     text = "DistStoreError: Timed out after 901 seconds waiting for clients. 1/2 clients joined."
     nodes.start(stub(f"raise SystemExit({text!r})", workers=1))
     assert nodes.codes() == [1]
     assert "only 1 of 2 nodes started torchrun" in nodes.output()
-
-
-def test_both_nodes_run_with_one_port(nodes: Any) -> None:
-    for rank in range(2):
-        nodes.start(["echo", "port", "<port from the roll call>"], rank=rank, nnodes=2)
-    assert nodes.codes() == [0, 0]
-    ports = {line for line in nodes.output().splitlines() if line.startswith("port")}
-    assert len(ports) == 1
-    assert ports.pop().split()[1].isdigit()
 
 
 def test_signal_to_one_node_stops_both(nodes: Any) -> None:
@@ -274,44 +216,35 @@ def test_others_wait_while_the_head_packs_after_a_success(
     assert "lost" not in nodes.output()
 
 
-def test_stop_file_of_the_run_stops_all_nodes(nodes: Any) -> None:
-    run_dir = nodes.folder / "run"
-    run_dir.mkdir()
+def test_file_of_the_job_script_saves_and_requeues_all_nodes(nodes: Any, run_dir: Path) -> None:
     for name in ("stop-for-requeue", "requeue"):
         (run_dir / name).write_text("of an earlier run")
     nodes.two(SAVE)
     nodes.said("ready", 4)
-    assert [path.name for path in run_dir.iterdir()] == []
+    assert file_names(run_dir) == []
     (run_dir / "stop-for-requeue").touch()
     assert nodes.codes() == [85, 85]
     assert f"{run_dir}/stop-for-requeue on node 1 of 2 (host0): asked the program to save" in nodes.output()
     assert (run_dir / "requeued").read_text().split()[1:] == ["7"]
+    assert file_names(run_dir) == ["requeue", "requeued", "result", "stop-for-requeue"]
 
 
-def test_run_that_saved_nothing_is_not_requeued(nodes: Any) -> None:
-    nodes.two(READY + "sys.exit(1)")
-    assert nodes.codes() == [1, 1]
-    assert not (nodes.folder / "run/requeue").exists()
-
-
-@pytest.mark.parametrize("killed", [0, 1])
-def test_lost_node_ends_the_other(nodes: Any, killed: int) -> None:
-    both = nodes.two(HANG)
-    nodes.said("ready", 4)
-    both[killed].kill()
-    codes = nodes.codes()
-    assert codes[1 - killed] == 4
-    assert f"lost node {killed + 1} of 2" in nodes.output()
-
-
-@pytest.mark.parametrize("silent", [0, 1])
-def test_silent_node_ends_the_other(nodes: Any, silent: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (signal.SIGKILL, "lost node {} of 2"),
+        (signal.SIGSTOP, "lost node {} of 2 (host{}): no heartbeat for 1 s"),
+    ],
+    ids=["killed", "silent"],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_lost_node_ends_the_other(nodes: Any, rank: int, number: signal.Signals, text: str) -> None:
     both = nodes.two(HANG, lost_s=1.0)
     nodes.said("ready", 4)
-    both[silent].send_signal(signal.SIGSTOP)
-    assert both[1 - silent].wait(timeout=20) == 4
-    assert "no heartbeat for 1 s" in nodes.output()
-    both[silent].kill()
+    both[rank].send_signal(number)
+    assert both[1 - rank].wait(timeout=20) == 4
+    assert text.format(rank + 1, rank) in nodes.output()
+    both[rank].kill()
     nodes.codes()
 
 
@@ -329,7 +262,7 @@ def test_logs_of_two_nodes_on_one_host_have_two_names(nodes: Any) -> None:
     fails = (
         "import os, pathlib, time; os.environ['RANK'] = '0'\n"
         "from imgkit_entrypoints.launch import user_program\n"
-        "user_program.report('ValueError: bad')\n"
+        "user_program.record_error('ValueError: bad')\n"
         f"folder = pathlib.Path({str(nodes.folder)!r}); (folder / f'{{os.getpid()}}.reported').touch()\n"
         "while len(list(folder.glob('*.reported'))) < 2: time.sleep(0.05)\n"
         "raise SystemExit(1)"
@@ -357,9 +290,9 @@ def test_stalled_rendezvous_ends_with_the_nodes_named(nodes: Any) -> None:
 
 
 def test_stop_during_the_roll_call(nodes: Any) -> None:
-    port = free_port()
-    launcher = nodes.start(stub("print('never')"), nnodes=2, port=port)
-    nodes.start(stub("print('never')"), nnodes=2, port=port, rank=1, job="another")
+    both = {"nnodes": 2, "port": ports.first_free(os.getpid() % 10000 + 15000)}
+    launcher = nodes.start(stub("print('never')"), **both)
+    nodes.start(stub("print('never')"), **both, rank=1, job="another")
     nodes.said("; ignored")
     launcher.terminate()
     assert nodes.codes() == [143, 5]

@@ -55,17 +55,22 @@ def test_end_of_the_head_ends_the_other_commands(nodes: Any) -> None:
     assert not left_files(nodes)
 
 
-def test_exit_code_of_the_head_is_that_of_the_run(nodes: Any) -> None:
-    start(nodes, f"{HEAD} && {{ echo wrong model >&2; exit 7; }}; {WAIT}")
-    assert nodes.codes() == [7, 7]
-    assert "<the command on node 1 of 2 (host0) failed first: exit code 7\n" in nodes.output()
-    assert nodes.output().count("wrong model") == 2
-
-
-def test_failure_of_another_node_ends_all(nodes: Any) -> None:
-    start(nodes, f"{HEAD} || {{ echo no memory >&2; exit 3; }}; {DAEMON} {WAIT}")
-    assert nodes.codes() == [3, 3]
-    assert "<the command on node 2 of 2 (host1) failed first: exit code 3\n" in nodes.output()
+@pytest.mark.parametrize(
+    ("script", "code", "failure", "texts"),
+    [
+        (f"{HEAD} && {{ echo wrong model >&2; exit 7; }}", 7, "1 of 2 (host0) failed first: exit code 7", 2),
+        (f"{HEAD} || {{ echo wrong model >&2; exit 3; }}", 3, "2 of 2 (host1) failed first: exit code 3", 2),
+        (f"{HEAD} && kill -9 $$", 137, "1 of 2 (host0) failed first: killed by SIGKILL", 0),
+    ],
+    ids=["of the head", "of another node", "killed head"],
+)
+def test_first_failure_ends_all_with_its_code(
+    nodes: Any, script: str, code: int, failure: str, texts: int
+) -> None:
+    start(nodes, f"{DAEMON} {script}; {WAIT}")
+    assert nodes.codes() == [code, code]
+    assert f"<the command on node {failure}\n" in nodes.output()
+    assert nodes.output().count("wrong model") >= texts
     assert not left_files(nodes)
 
 
@@ -86,12 +91,6 @@ def test_command_that_ends_long_before_the_head_is_named(nodes: Any) -> None:
     nodes.said("the command on node 2 of 2 (host1) has ended with 0, and the head's goes on")
     go.touch()
     assert nodes.codes() == [0, 0]
-
-
-def test_killed_head_command_ends_all(nodes: Any) -> None:
-    start(nodes, f"{DAEMON} {HEAD} && kill -9 $$; {WAIT}")
-    assert nodes.codes() == [137, 137]
-    assert "<the command on node 1 of 2 (host0) failed first: killed by SIGKILL\n" in nodes.output()
 
 
 def test_killed_node_agent_leaves_no_process(nodes: Any) -> None:

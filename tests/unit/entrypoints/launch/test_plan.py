@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,36 +35,9 @@ REFUSED = SystemFacts(
 )
 
 
-def host(gpus: int = 0, cpus: int = 8, torch: str = "") -> HostFacts:
-    return HostFacts(
-        hostname="n1",
-        arch="x86_64",
-        python="3.11.2",
-        cpus=cpus,
-        gpus=gpus,
-        gpus_source=f"{gpus} device files",
-        torch_version=torch,
-    )
-
-
-def make(
-    env: dict[str, str] | None = None,
-    *,
-    gpus: int = 0,
-    system: SystemFacts | None = None,
-    placement: Placement | None = None,
-    torch: str = "",
-    **request: object,
-) -> plan.LaunchPlan:
-    return plan.decide_launch(
-        Request(**request),  # type: ignore[arg-type]
-        WORKER,
-        torchrun=TORCHRUN,
-        placement=placement or node(),
-        host=host(gpus, torch=torch),
-        system=system,
-        env=env or {},
-    )
+def host(gpus: int) -> HostFacts:
+    source = f"{gpus} device files"
+    return HostFacts(hostname="n1", arch="x86_64", python="3.11.2", cpus=8, gpus=gpus, gpus_source=source)
 
 
 def node(nnodes: int = 1, node_rank: int = 0, **changes: object) -> Placement:
@@ -80,24 +53,60 @@ def node(nnodes: int = 1, node_rank: int = 0, **changes: object) -> Placement:
     return Placement(nnodes=nnodes, node_rank=node_rank, **values)  # type: ignore[arg-type]
 
 
+def make(
+    env: dict[str, str] | None = None,
+    *,
+    gpus: int = 0,
+    system: SystemFacts | None = None,
+    placement: Placement | None = None,
+    facts: Mapping[str, object] | None = None,
+    **request: object,
+) -> plan.LaunchPlan:
+    return plan.decide_launch(
+        Request(**request),  # type: ignore[arg-type]
+        WORKER,
+        torchrun=TORCHRUN,
+        placement=placement or node(),
+        host=replace(host(gpus), **(facts or {})),
+        system=system,
+        env=env or {},
+    )
+
+
 def flag(launch_plan: plan.LaunchPlan, name: str) -> str:
     return launch_plan.argv[launch_plan.argv.index(name) + 1]
 
 
-def test_gpus_decide_number_of_workers():
-    launch_plan = make(gpus=4, system=SystemFacts(node=Node(gpus=4)))
-    assert flag(launch_plan, "--nproc-per-node") == "4"
-    assert launch_plan.env["IMGKIT_DEVICE"] == "cuda"
+SPARE = Size(training=2, spares=2)
+ALONE = Size(training=1, spares=3)
 
 
-def test_cpu_machine_starts_one_worker():
-    launch_plan = make()
-    assert flag(launch_plan, "--nproc-per-node") == "1"
-    assert launch_plan.env["IMGKIT_DEVICE"] == "cpu"
-
-
-def test_worker_words_come_last_unchanged():
-    assert make(nproc="2").argv[-len(WORKER) :] == WORKER
+@pytest.mark.parametrize(
+    ("options", "flags"),
+    [
+        ({"gpus": 4, "system": SystemFacts(node=Node(gpus=4))}, {"nproc-per-node": "4"}),
+        ({}, {"nproc-per-node": "1", "master-addr": "127.0.0.1", "rdzv-backend": "static"}),
+        ({"log_dir": "/logs"}, {"log-dir": "/logs/n1"}),
+        (
+            {"placement": node(2, 1), "log_dir": "/logs"},
+            {"nnodes": "2", "node-rank": "1", "master-addr": "n0", "master-port": PORT_PENDING,
+             "rdzv-backend": "static", "log-dir": "/logs/n1"},
+        ),
+        (
+            {"placement": node(4, 3, size=SPARE)},
+            {"nnodes": NNODES_PENDING, "node-rank": NODE_RANK_PENDING, "master-addr": "n0",
+             "rdzv-backend": "static", "max-restarts": "0"},
+        ),
+        ({"placement": node(size=ALONE)}, {"nnodes": "1", "node-rank": "0"}),
+    ],
+    ids=["GPUs", "processors", "logs", "two nodes", "spares are numbered in the roll call", "absent spares"],
+)  # fmt: skip
+def test_flags_of_torchrun(options, flags):
+    launch_plan = make(**options)
+    assert {name: flag(launch_plan, f"--{name}") for name in flags} == flags
+    assert launch_plan.env["IMGKIT_DEVICE"] == ("cuda" if "gpus" in options else "cpu")
+    assert "--standalone" not in launch_plan.argv  # its rendezvous unpickles
+    assert launch_plan.argv[-len(WORKER) :] == WORKER
 
 
 def test_command_per_node_replaces_torchrun():
@@ -110,26 +119,23 @@ def test_command_per_node_replaces_torchrun():
     assert {*head.unset} >= {*env}
 
 
-def test_one_node_needs_no_resolvable_name():
-    assert flag(make(), "--master-addr") == "127.0.0.1"
-
-
-def test_threads_are_shared_between_workers():
-    assert make(nproc="4").env["OMP_NUM_THREADS"] == "2"
-
-
-def test_users_threads_are_left_alone():
-    assert "OMP_NUM_THREADS" not in make({"OMP_NUM_THREADS": "7"}).env
+PBS = {"PBS_JOBID": "7"}
 
 
 @pytest.mark.parametrize(
-    "env",
-    [{"OMP_NUM_THREADS": "288", "NCPUS": "288"}, {"OMP_NUM_THREADS": "8"}],
-    ids=["through mpiexec", "task of pbsdsh"],
+    ("env", "threads"),
+    [
+        ({}, "2"),
+        ({"OMP_NUM_THREADS": "7"}, None),
+        ({"OMP_NUM_THREADS": "288", "NCPUS": "288", **PBS}, "2"),
+        ({"OMP_NUM_THREADS": "288", "NCPUS": "288"}, None),
+        ({"OMP_NUM_THREADS": "8", **PBS}, "2"),
+        ({"OMP_NUM_THREADS": "8"}, None),
+    ],
+    ids=["shared", "of the user", "through mpiexec", "no mpiexec", "task of pbsdsh", "no pbsdsh"],
 )
-def test_threads_that_pbs_set_are_divided(env):
-    assert make({"PBS_JOBID": "7", **env}, nproc="4").env["OMP_NUM_THREADS"] == "2"
-    assert "OMP_NUM_THREADS" not in make(env, nproc="4").env
+def test_threads_are_shared_between_workers(env, threads):
+    assert make(env, nproc="4").env.get("OMP_NUM_THREADS") == threads
 
 
 def test_recipe_environment_fills_gaps_only():
@@ -143,20 +149,17 @@ def test_recipe_environment_fills_gaps_only():
     )
 
 
-def with_image(env, image, **request):
-    facts = dataclasses.replace(host(), image_env=image)
-    return plan.decide_launch(
-        Request(nproc="4"), WORKER, torchrun=TORCHRUN, placement=node(), host=facts, env=env, **request
-    )
+def with_image(env, image, **options):
+    return make(env, nproc="4", facts={"image_env": image}, **options)
 
 
 def test_threads_of_the_image_are_replaced():
     env = {"OMP_NUM_THREADS": "1"}
-    launch_plan = with_image(env, env, system=None)
+    launch_plan = with_image(env, env)
     assert launch_plan.env["OMP_NUM_THREADS"] == "2"
     (decision,) = (item for item in launch_plan.decisions if item.variable == "OMP_NUM_THREADS")
     assert decision.reason == "8 processors allowed / 4 processes; replaces the image's '1'"
-    assert "OMP_NUM_THREADS" not in with_image(env, {"PATH": "/bin"}, system=None).env
+    assert "OMP_NUM_THREADS" not in with_image(env, {"PATH": "/bin"}).env
 
 
 @pytest.mark.parametrize("env", [{}, {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "5"}])
@@ -168,46 +171,13 @@ def test_threads_of_the_recipe_are_kept(env):
 
 def test_unknown_image_is_in_the_plan_where_it_matters():
     env = {"OMP_NUM_THREADS": "1"}
-    (row,) = (line for line in with_image(env, None, system=None).lines() if line.startswith("image "))
+    (row,) = (line for line in with_image(env, None).lines() if line.startswith("image "))
     assert row.split()[1] == "unknown"
     assert "they count as set by the user" in row
-    assert not any(line.startswith("image ") for line in with_image({}, None, system=None).lines())
-    launch_plan = with_image(env, {"PATH": "/bin"}, system=None)
+    assert not any(line.startswith("image ") for line in with_image({}, None).lines())
+    launch_plan = with_image(env, {"PATH": "/bin"})
     assert not any(line.startswith("image ") for line in launch_plan.lines())
     assert launch_plan.to_dict()["image"] == ""
-
-
-def test_fixed_nodes_use_static_rendezvous():
-    launch_plan = make(placement=node(2, 1))
-    assert flag(launch_plan, "--rdzv-backend") == "static"
-    assert (flag(launch_plan, "--nnodes"), flag(launch_plan, "--node-rank")) == ("2", "1")
-    assert flag(launch_plan, "--master-addr") == "n0"
-    assert flag(launch_plan, "--master-port") == PORT_PENDING
-
-
-def test_run_with_spares_is_numbered_in_the_roll_call():
-    launch_plan = make(placement=node(4, 3, size=Size(training=2, spares=2)))
-    assert flag(launch_plan, "--rdzv-backend") == "static"
-    assert flag(launch_plan, "--nnodes") == NNODES_PENDING
-    assert flag(launch_plan, "--node-rank") == NODE_RANK_PENDING
-    assert flag(launch_plan, "--master-addr") == "n0"
-    assert flag(launch_plan, "--max-restarts") == "0"
-
-
-def test_run_whose_spares_did_not_come_is_one_node():
-    launch_plan = make(placement=node(size=Size(training=1, spares=3)))
-    assert (flag(launch_plan, "--nnodes"), flag(launch_plan, "--node-rank")) == ("1", "0")
-
-
-def test_no_start_uses_a_rendezvous_that_unpickles():
-    for placement in (node(), node(2, 1), node(3, size=Size(training=2, spares=1))):
-        launch_plan = make(placement=placement)
-        assert flag(launch_plan, "--rdzv-backend") == "static"
-        assert "--standalone" not in launch_plan.argv
-
-
-def test_logs_of_nodes_do_not_mix():
-    assert flag(make(placement=node(2, 1), log_dir="/logs"), "--log-dir") == "/logs/n1"
 
 
 def test_ranks_of_an_mpi_start_need_no_torchrun():
@@ -225,7 +195,7 @@ def test_ranks_of_an_mpi_start_need_no_torchrun():
     [("2.13.0+cpu", True), ("2.12.0", True), ("2.3.0a0+40ec155e58.nv24.3", False), ("", False)],
 )
 def test_flags_follow_the_version_of_torch(torch: str, has: bool):
-    assert ("--shutdown-timeout" in make(torch=torch).argv) == has
+    assert ("--shutdown-timeout" in make(facts={"torch_version": torch}).argv) == has
 
 
 def test_operator_variables_are_kept_from_torchrun():
@@ -256,22 +226,14 @@ def test_operator_s_number_of_processes_counts(text: str, gpus: int, nproc: int,
 def test_operator_s_number_that_is_not_used_is_told() -> None:
     env = {"PET_NPROC_PER_NODE": "4"}
     launch_plan = make(env, nproc="2")
-    assert (launch_plan.nproc, launch_plan.messages.warnings) == (
-        2,
-        ("PET_NPROC_PER_NODE=4 is not used: --nproc takes precedence, 2 on this node",),
-    )
+    assert launch_plan.nproc == 2
+    (warning,) = launch_plan.messages.warnings
+    assert warning == "PET_NPROC_PER_NODE=4 is not used: --nproc takes precedence, 2 on this node"
     direct = Direct(rank=0, local_rank=0, world_size=1, local_world_size=1)
-    assert (
-        make(env, placement=node(direct=direct))
-        .messages.warnings[0]
-        .startswith("PET_NPROC_PER_NODE=4 is not used: standalone")
-    )
+    (warning,) = make(env, placement=node(direct=direct)).messages.warnings
+    assert warning.startswith("PET_NPROC_PER_NODE=4 is not used: standalone")
     assert make(env, nproc="4").messages.warnings == ()
     assert make({"PET_NPROC_PER_NODE": "four"}, nproc="2").nproc == 2
-
-
-def test_plan_is_json():
-    assert json.loads(json.dumps(make().to_dict()))["schema"] == 1
 
 
 def test_processors_can_be_chosen_where_the_system_has_gpus():
@@ -290,15 +252,7 @@ def test_gpus_of_the_job_are_expected_where_no_image_states_them(name: str) -> N
 def test_gpus_of_another_maker_are_named_with_what_helps() -> None:
     source = f"/dev: no nvidia device; /dev: kfd; {compute.ONLY_NVIDIA}"
     with pytest.raises(NoPlan, match="/dev: kfd") as caught:
-        plan.decide_launch(
-            Request(),
-            WORKER,
-            torchrun=TORCHRUN,
-            placement=node(),
-            host=dataclasses.replace(host(), gpus_source=source),
-            system=SystemFacts(node=Node(gpus=8)),
-            env={},
-        )
+        make(system=SystemFacts(node=Node(gpus=8)), facts={"gpus_source": source})
     assert "on nodes with NVIDIA GPUs; a container with --rocm does not help" in str(caught.value.hint)
     assert "--device cpu" in str(caught.value.hint)
 
@@ -342,6 +296,7 @@ def test_hidden_note_is_shown_on_request():
 def test_spares_and_failures_are_in_the_plan():
     launch_plan = make(placement=node(3, size=Size.parse("2+1")))
     document = json.loads(json.dumps(launch_plan.to_dict()))
+    assert document["schema"] == 1
     assert document["placement"]["size"] == {"training": 2, "spares": 1}
     assert document["max_failures"] == 3
     assert make(placement=node(3)).max_failures == 0
@@ -363,7 +318,6 @@ def test_host_name_cannot_lead_out_of_the_log_folder(host: str, label: str):
 
 
 def test_attempts_have_log_folders_of_their_own():
-    assert flag(make(log_dir="/logs"), "--log-dir") == "/logs/n1"
     launch_plan = make(log_dir="/logs", max_failures=1)
     order = AttemptStart(attempt=2, nnodes=1, node_rank=None, port=1)
     argv = plan.fill_markers(launch_plan.argv, order, 0, Path("/tmp"))

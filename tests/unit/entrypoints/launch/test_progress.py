@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,8 @@ from hypothesis import strategies
 from imgkit_entrypoints import fence
 from imgkit_entrypoints.launch import progress, start_up
 from imgkit_entrypoints.launch.progress import PROGRESS_FILE, PROGRESS_LAYOUT, StepTimer
-from imgkit_entrypoints.launch.stop_protocol import RESULT, RunFolder, result_code
-
-STUB = str(Path(__file__).with_name("stub_torchrun.py"))
+from imgkit_entrypoints.launch.start_up import StartUp
+from imgkit_entrypoints.launch.stop_protocol import RESULT, RunFolder, parse_result_code
 
 
 class Clock:
@@ -133,6 +131,36 @@ def test_wrong_start_of_the_job_does_not_count(tmp_path: Path, wrong: str) -> No
     assert age_s(RunFolder(path=tmp_path), SLURM_JOB_START_TIME=wrong) == pytest.approx(process_age_s, abs=5)
 
 
+def test_worker_goes_on_where_the_launcher_stopped() -> None:
+    agent = StartUp(time.monotonic() - 100.0)
+    agent.record("node_agent", time.monotonic() - 99.0)
+    agent.record("roll_call", time.monotonic() - 90.0)
+    worker = StartUp.from_env(agent.variables(0.0))
+    worker.record("imports")
+    assert list(worker.parts) == ["node_agent", "roll_call", "torchrun", "imports"]
+    assert worker.parts["roll_call"] == pytest.approx(9.0, abs=0.1)
+    assert sum(worker.parts.values()) == pytest.approx(100.0, abs=0.2)
+
+
+def test_worker_without_a_launcher_begins_with_its_process() -> None:
+    worker = StartUp.from_env({})
+    worker.record("imports")
+    assert list(worker.parts) == ["imports"]
+    assert worker.parts["imports"] > 0.05  # this process runs since pytest's start
+
+
+@pytest.mark.parametrize("value", ["x", "1.0 agent", "1.0 agent=fast", " = "])
+def test_damaged_variable_is_ignored(value: str) -> None:
+    assert StartUp.from_env({start_up.VARIABLE: value}).parts == {}
+
+
+def test_time_never_runs_backwards() -> None:
+    timings = StartUp(10.0)
+    timings.record("container", 9.0)
+    timings.record("node_agent", 11.0)
+    assert timings.parts == {"container": 0.0, "node_agent": 1.0}
+
+
 # ---- the node agent
 WORKER = """
 import os, sys, time
@@ -141,12 +169,12 @@ from imgkit_entrypoints.launch.progress import ProgressNotes
 rank = int(os.environ["LOCAL_RANK"])
 notes = ProgressNotes(os.environ["IMGKIT_STOP_DIR"], rank)
 time.sleep(0.2)
-notes.trains()
+notes.note_step_begin()
 time.sleep(0.3)
-notes.moved()
-with notes.saving():
+notes.note_step_end()
+with notes.time_save():
     time.sleep(0.1)
-notes.moved()
+notes.note_step_end()
 END
 """
 LINE = re.compile(r"<[\d.]+ s on (.+): starting ([\d.]+) s .*, training ([\d.]+) s .*, saving ([\d.]+) s .*>")
@@ -164,22 +192,17 @@ def test_head_alone_prints_the_line(nodes: Any, end: str) -> None:
     assert saving == pytest.approx(0.1, abs=0.1)
 
 
-def test_program_without_notes_prints_nothing(nodes: Any) -> None:
-    nodes.start([sys.executable, STUB, "2", "import time; time.sleep(0.3)"])
-    assert nodes.codes() == [0]
-    assert not LINE.search(nodes.output())
-    assert "starting" not in nodes.output()
-
-
 @pytest.mark.parametrize("code", [0, 1])
 def test_exit_code_is_left_in_the_run_folder(nodes: Any, code: int) -> None:
     nodes.two(f"raise SystemExit({code})")
     assert nodes.codes() == [code, code]
-    assert result_code((nodes.folder / "run" / RESULT).read_text()) == code
+    assert "starting" not in nodes.output(), "the program has noted no step"
+    assert not (nodes.folder / "run/requeue").exists(), "it has saved nothing"
+    assert parse_result_code((nodes.folder / "run" / RESULT).read_text()) == code
 
 
 @pytest.mark.parametrize(
     "text", ["", "7", "7 ", "7 x", "7 1 2", "cat: no such file 1", "7 1000", "7 -1", "7 ²"]
 )
 def test_other_text_is_no_result(text: str) -> None:
-    assert result_code(text) is None
+    assert parse_result_code(text) is None

@@ -3,49 +3,30 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rollcall_nodes import head_placement
 
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import stop_protocol
-from imgkit_entrypoints.launch.agent import NodeAgent
-from imgkit_entrypoints.launch.node_attempt import NodeCommand, NodeConfig
-from imgkit_entrypoints.launch.plan import Timeouts
 from imgkit_entrypoints.launch.stop_protocol import RunFolder, StopRequest
-from imgkit_entrypoints.rollcall.messages import NodeInfo
 
-STUB = str(Path(__file__).with_name("stub_torchrun.py"))
-SAVE = (
-    "import os, sys, time; print('ready', flush=True)\n"
-    "stop = os.environ['IMGKIT_STOP_DIR']\n"
-    "while not os.path.exists(stop + '/stop'): time.sleep(0.02)\n"
-    "open(stop + '/state-saved', 'w').write(os.environ['IMGKIT_JOB_ID'] + ' 7')\n"
-)
+from .conftest import SAVE, file_names, stub
+
 SOON = {"tick_s": 0.1}
-
-
-@pytest.fixture
-def run_dir(nodes: Any) -> Path:
-    """The folder of the run, empty."""
-    folder = nodes.folder / "run"
-    folder.mkdir()
-    return Path(folder)
 
 
 def test_next_start_removes_the_folder_of_a_killed_job(nodes: Any) -> None:
     def folders() -> set[Path]:
         return set(nodes.folder.glob("imgkit-stop-*"))
 
-    killed = nodes.start([sys.executable, STUB, "1", SAVE])
+    killed = nodes.start(stub(SAVE, 1))
     nodes.said("ready")
     killed.kill()  # as Slurm does after KillWait
     assert nodes.codes() == [-9]
     (abandoned,) = folders()
-    running = nodes.start([sys.executable, STUB, "1", SAVE])
+    running = nodes.start(stub(SAVE, 1))
     nodes.said("ready", 2)
     assert abandoned in folders()  # it may be of a start that has not locked it yet
     for folder in folders():
@@ -57,10 +38,6 @@ def test_next_start_removes_the_folder_of_a_killed_job(nodes: Any) -> None:
     assert nodes.codes() == [-9, 85, 0]
 
 
-def file_names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
 def test_file_of_a_person_ends_both_nodes_for_good(nodes: Any, run_dir: Path) -> None:
     nodes.two(SAVE, **SOON)
     nodes.said("ready", 4)
@@ -68,14 +45,6 @@ def test_file_of_a_person_ends_both_nodes_for_good(nodes: Any, run_dir: Path) ->
     assert nodes.codes() == [0, 0]
     assert nodes.output().count("state saved at step 7") == 2
     assert file_names(run_dir) == ["result", "stop"]  # nobody is to requeue the job
-
-
-def test_file_of_a_script_asks_for_a_requeue(nodes: Any, run_dir: Path) -> None:
-    nodes.start([sys.executable, STUB, "1", SAVE], **SOON)
-    nodes.said("ready")
-    (run_dir / "stop-for-requeue").touch()
-    assert nodes.codes() == [85]
-    assert file_names(run_dir) == ["requeue", "requeued", "result", "stop-for-requeue"]
 
 
 def test_file_of_a_person_counts_after_that_of_the_script(nodes: Any, run_dir: Path) -> None:
@@ -104,30 +73,36 @@ def folder(tmp_path: Path, messages: list[str]) -> RunFolder:
     return RunFolder(path=tmp_path, log=messages.append)
 
 
-def test_new_state_requeues_the_job(folder: RunFolder, messages: list[str]) -> None:
-    (folder.path / "requeued").write_text("7.0 20\n")
-    assert folder.request_requeue("7.0 40") == 85
-    assert (folder.path / "requeued").read_text() == "7.0 40\n"
-    assert (file_names(folder.path), messages) == (["requeue", "requeued"], [])
+@pytest.mark.parametrize(
+    ("requeued", "names", "code", "message"),
+    [
+        ("7.0 20\n", ["requeue", "requeued"], 85, None),
+        ("7.0 40\n", ["requeued"], 85, " where it was at the last start: not requeued"),
+        (None, ["stop"], 0, ", not requeued: {}/stop prevents the run from starting"),
+    ],
+    ids=["new state", "no progress", "a person's stop"],
+)
+def test_job_is_requeued_for_a_new_state(
+    folder: RunFolder,
+    messages: list[str],
+    requeued: str | None,
+    names: list[str],
+    code: int,
+    message: str | None,
+) -> None:
+    if requeued:
+        (folder.path / "requeued").write_text(requeued)
+    else:
+        (folder.path / "stop").touch()
+    assert folder.request_requeue("7.0 40") == code
+    assert file_names(folder.path) == names
+    assert messages == ([f"state saved (7.0 40){message.format(folder.path)}"] if message else [])
+    assert not requeued or (folder.path / "requeued").read_text() == "7.0 40\n"
 
 
-def test_state_of_the_last_requeue_is_refused(folder: RunFolder, messages: list[str]) -> None:
-    (folder.path / "requeued").write_text("7.0 40\n")
-    assert folder.request_requeue("7.0 40") == 85
-    assert messages == ["state saved (7.0 40) where it was at the last start: not requeued"]
-    assert file_names(folder.path) == ["requeued"]
-
-
-def test_saved_state_of_a_stopped_run_is_not_requeued(folder: RunFolder, messages: list[str]) -> None:
-    (folder.path / "stop").touch()
-    assert folder.request_requeue("7.0 40") == 0
-    stop = folder.path / "stop"
-    assert messages == [f"state saved (7.0 40), not requeued: {stop} prevents the run from starting"]
-    assert file_names(folder.path) == ["stop"]
-
-
-def test_next_start_removes_the_request_to_requeue(folder: RunFolder) -> None:
+def test_next_start_removes_the_request_to_requeue_and_the_use_of_gpus(folder: RunFolder) -> None:
     folder.request_requeue("7.0 40")
+    (folder.path / stop_protocol.GPU_USE).write_text("{}")
     folder.clear()
     assert file_names(folder.path) == ["requeued"]
 
@@ -144,7 +119,7 @@ def test_record_of_a_stranger_prevents_no_requeue(folder: RunFolder) -> None:
 def test_of_two_files_the_one_of_a_person_counts(tmp_path: Path) -> None:
     for name in ("stop-for-requeue", "stop"):
         (tmp_path / name).touch()
-    assert RunFolder(path=tmp_path).request() == StopRequest(reason=f"{tmp_path}/stop", requeue=False)
+    assert RunFolder(path=tmp_path).stop_request() == StopRequest(reason=f"{tmp_path}/stop", requeue=False)
 
 
 @pytest.mark.parametrize("nnodes", [1, 2])
@@ -173,7 +148,7 @@ def test_folder_with_a_blank_gives_a_line_to_copy(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "stop").touch()
     with pytest.raises(UsageError) as caught:
-        RunFolder(path=folder).refuse_stopped()
+        RunFolder(path=folder).refuse_if_stopped()
     assert caught.value.hint == f"rm '{folder}/stop'"
 
 
@@ -202,26 +177,17 @@ def test_folder_with_the_name_of_a_mark_does_not_count(nodes: Any, run_dir: Path
     assert "is ignored" in nodes.output()
 
 
-@pytest.mark.parametrize("person_first", [True, False])
-def test_of_two_requests_the_one_of_a_person_counts(person_first: bool) -> None:
-    config = NodeConfig(
-        command=NodeCommand(argv=(), env={}),
-        placement=head_placement(1),
-        node=NodeInfo(host="n1"),
-        timeouts=Timeouts(),
-        log=print,
-    )
-    agent = NodeAgent(config)
+def test_of_two_requests_the_one_of_a_person_counts() -> None:
     person = StopRequest(reason="a file", requeue=False)
-    requests = (person, StopRequest(reason="SIGTERM", requeue=True))
-    for request in requests if person_first else requests[::-1]:
-        agent.request_stop(request)
-    assert agent.stop == person
+    scheduler = StopRequest(reason="SIGTERM", requeue=True)
+    assert scheduler.takes_precedence(None)
+    assert person.takes_precedence(scheduler)
+    assert not scheduler.takes_precedence(person)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as a second user")
 def test_files_of_a_stranger_do_not_end_a_run(nodes: Any, run_dir: Path) -> None:
-    nodes.start([sys.executable, STUB, "1", SAVE], **SOON)
+    nodes.start(stub(SAVE, 1), **SOON)
     nodes.said("ready")
     for name in ("stop", "stop-for-requeue"):
         (run_dir / name).touch()

@@ -50,20 +50,10 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def start(python: str, folder: Path, *options: str, **variables: str) -> subprocess.Popen[str]:
     (folder / "program.py").write_text(PROGRAM)
-    command = [
-        python,
-        "-I",
-        "-m",
-        "imgkit_entrypoints",
-        "dist-run",
-        "--device",
-        "cpu",
-        *options,
-        "program.py",
-    ]
+    dist_run = [python, "-I", "-m", "imgkit_entrypoints", "dist-run", "--device", "cpu"]
     env = {"PATH": os.environ["PATH"], "TMPDIR": str(folder), **variables}
     return subprocess.Popen(
-        [*command, "--lr", "a b"],
+        [*dist_run, *options, "program.py", "--lr", "a b"],
         cwd=folder,
         env=env,
         stdout=subprocess.PIPE,
@@ -83,13 +73,10 @@ def free_port() -> str:
     return str(ports.first_free(os.getpid() % 10000 + 15000))
 
 
-def test_one_node(python: str, tmp_path: Path) -> None:
-    assert ended(start(python, tmp_path, "--nproc", "2")) == ["0 0 2 --lr a b", "1 1 2 --lr a b"]
-
-
-def test_fixed_number_of_nodes(python: str, tmp_path: Path) -> None:
-    both = ("--nnodes", "2", "--head", "127.0.0.1", "--port", free_port(), "--node-rank")
-    nodes = [start(python, tmp_path, *both, str(rank)) for rank in range(2)]
+@pytest.mark.parametrize(("nnodes", "started"), [("2", 2), ("2+1", 3)])
+def test_several_nodes(python: str, tmp_path: Path, nnodes: str, started: int) -> None:
+    options = ("--nnodes", nnodes, "--head", "127.0.0.1", "--port", free_port(), "--node-rank")
+    nodes = [start(python, tmp_path, *options, str(rank)) for rank in range(started)]
     assert ended(*nodes) == ["0 0 2 --lr a b", "1 0 2 --lr a b"]
 
 
@@ -97,12 +84,6 @@ def test_pods_with_a_local_rank_train_together(python: str, tmp_path: Path) -> N
     job = {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": free_port()}
     pods = [start(python, tmp_path, **job, PET_NODE_RANK=str(rank), LOCAL_RANK="0") for rank in range(2)]
     assert ended(*pods) == ["0 0 2 --lr a b", "1 0 2 --lr a b"]
-
-
-def test_nodes_and_a_spare(python: str, tmp_path: Path) -> None:
-    three = ("--nnodes", "2+1", "--head", "127.0.0.1", "--port", free_port(), "--node-rank")
-    nodes = [start(python, tmp_path, *three, str(rank)) for rank in range(3)]
-    assert ended(*nodes) == ["0 0 2 --lr a b", "1 0 2 --lr a b"]
 
 
 def test_all_options_of_the_launch(python: str, tmp_path: Path) -> None:

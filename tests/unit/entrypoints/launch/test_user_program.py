@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -27,37 +27,25 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 def run(tmp_path: Path) -> Run:
     """``run(code, *arguments)``: a script of that code as torchrun would start it, signals blocked."""
 
-    def started(
-        code: str,
-        *args: str,
-        before: tuple[str, ...] = (),
-        blocked: bool = True,
-        env: Mapping[str, str] | None = None,
-    ):
+    def started(code: str, *args: str, before: Sequence[str] = (), blocked: bool = True, **env: str):
         script = tmp_path / "script.py"
         script.write_text(code)
+        program = () if "-m" in before else (str(script),)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS if blocked else ())
         try:
             process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-u",
-                    user_program.__file__,
-                    *before,
-                    *([] if "-m" in before else [str(script)]),
-                    *args,
-                ],
+                [sys.executable, "-u", user_program.__file__, *before, *program, *args],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
                 cwd=tmp_path,
-                env={**os.environ, "LOCAL_RANK": "3", **(env or {})},
+                env={**os.environ, "LOCAL_RANK": "3", **env},
                 start_new_session=True,
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         try:
-            output = process.communicate(timeout=20)[0]
+            output, _ = process.communicate(timeout=20)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -72,48 +60,47 @@ def test_stop_signal_does_not_end_the_program(run: Run, number: signal.Signals) 
     assert (result.returncode, result.stdout) == (0, "alive\n")
 
 
-def test_programs_own_handler_is_called(run: Run) -> None:
-    result = run("import os, signal; signal.signal(10, lambda *_: print('mine')); os.kill(os.getpid(), 10)")
-    assert result.stdout == "mine\n"
+THIRD_PROCESS = "subprocess.run(['kill', '-TERM', str(child.pid)]); time.sleep(0.3); print(child.is_alive())"
 
 
-def test_forked_child_outlives_a_stop_signal(run: Run) -> None:
-    # From a third process, as a scheduler's.
-    third_process = (
-        "subprocess.run(['kill', '-TERM', str(child.pid)]); time.sleep(0.3); print(child.is_alive())"
-    )
-    assert run(CHILD + third_process).stdout == "True\n"
-
-
-def test_forked_child_can_be_terminated(run: Run) -> None:
-    assert run(CHILD + "child.terminate(); child.join(); print('joined')").stdout == "joined\n"
-
-
-def test_abandoned_child_does_not_hold_the_end(run: Run) -> None:
-    assert run(CHILD + "print('end')").returncode == 0
-
-
-def test_started_command_has_the_usual_signals(run: Run) -> None:
-    result = run(FORK + "p = subprocess.Popen(['sleep', '100']); p.terminate(); print(p.wait())")
-    assert result.stdout == "-15\n"
+@pytest.mark.parametrize(
+    ("code", "output"),
+    [
+        (FORK + "signal.signal(10, lambda *_: print('mine')); os.kill(os.getpid(), 10)", "mine\n"),
+        (CHILD + THIRD_PROCESS, "True\n"),
+        (CHILD + "child.terminate(); child.join(); print('joined')", "joined\n"),
+        (CHILD + "print('end')", "end\n"),
+        (FORK + "p = subprocess.Popen(['sleep', '100']); p.terminate(); print(p.wait())", "-15\n"),
+    ],
+    ids=["own handler", "forked child outlives a scheduler's signal", "forked child can be terminated",
+         "abandoned child does not hold the end", "started command has the usual signals"],
+)  # fmt: skip
+def test_signals_reach_those_who_should_obey(run: Run, code: str, output: str) -> None:
+    result = run(code)
+    assert (result.returncode, result.stdout) == (0, output)
 
 
 def test_signals_are_left_alone_without_a_launcher(run: Run) -> None:
     assert run("import os; os.kill(os.getpid(), 15); print('alive')", blocked=False).returncode == -15
 
 
-def test_local_rank_comes_before_the_arguments(run: Run) -> None:
-    result = run("import sys; print(sys.argv[1:])", "--lr", "1", before=("--pass-local-rank",))
-    assert result.stdout == "['--local_rank=3', '--lr', '1']\n"
+OLD = (
+    "import argparse\np = argparse.ArgumentParser()\np.add_argument('--local_rank', type=int)\n"
+    "s = p.add_subparsers().add_parser('train')\ns.add_argument('--lr')\nprint(p.parse_args())"
+)
 
 
-def test_old_script_reads_its_local_rank(run: Run) -> None:
-    old = (
-        "import argparse\np = argparse.ArgumentParser()\np.add_argument('--local_rank', type=int)\n"
-        "s = p.add_subparsers().add_parser('train')\ns.add_argument('--lr')\nprint(p.parse_args())"
-    )
-    result = run(old, "train", "--lr", "1", before=("--pass-local-rank",))
-    assert result.stdout == "Namespace(local_rank=3, lr='1')\n"
+@pytest.mark.parametrize(
+    ("code", "args", "output"),
+    [
+        ("import sys; print(sys.argv[1:])", ("--lr", "1"), "['--local_rank=3', '--lr', '1']\n"),
+        (OLD, ("train", "--lr", "1"), "Namespace(local_rank=3, lr='1')\n"),
+    ],
+)
+def test_local_rank_comes_before_the_arguments(
+    run: Run, code: str, args: tuple[str, ...], output: str
+) -> None:
+    assert run(code, *args, before=("--pass-local-rank",)).stdout == output
 
 
 def test_path_and_name_are_a_scripts(run: Run, tmp_path: Path) -> None:
@@ -147,7 +134,7 @@ def test_failed_connection_names_its_host_and_port(run: Run, tmp_path: Path, con
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     code = f"import socket, urllib.request\nPORT = {port}\ntry:\n    {connect}\nexcept OSError as error:\n"
-    result = run(code + "    raise RuntimeError('no data') from error\n", env=agent_env(tmp_path))
+    result = run(code + "    raise RuntimeError('no data') from error\n", **agent_env(tmp_path))
     host = "hub.invalid" if "invalid" in connect else "127.0.0.1"
     record = (tmp_path / "failed-3").read_text().splitlines()
     assert record[1] == f"this node cannot reach {host}:{port} (is there a route to the internet?)", (
@@ -157,7 +144,7 @@ def test_failed_connection_names_its_host_and_port(run: Run, tmp_path: Path, con
 
 
 def test_other_error_of_the_system_names_no_host(run: Run, tmp_path: Path) -> None:
-    run("open('/absent')", env=agent_env(tmp_path))
+    run("open('/absent')", **agent_env(tmp_path))
     assert "cannot reach" not in (tmp_path / "failed-3").read_text()
 
 

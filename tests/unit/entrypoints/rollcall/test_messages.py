@@ -118,6 +118,7 @@ def test_unknown_field_and_left_out_default_are_no_fault() -> None:
 
 
 MEASUREMENT = MeasureResult(stage=0)
+FAILED = RankFailure(rank=0, code=1, age_ms=0, after_peer=False, log="", lines=("a",))
 ORDER = AttemptStart(attempt=2, nnodes=16, node_rank=15, port=15002)
 MEASURE = MeasureRequest(stage=2, limit_s=6, group=(0, 3), store=40001)
 
@@ -131,6 +132,18 @@ MEASURE = MeasureRequest(stage=2, limit_s=6, group=(0, 3), store=40001)
         *(changed(AttemptEnded(code=0), code=value) for value in ("x", 256, -1, True, None, ..., 1.0)),
         *(changed(AttemptEnded(code=0), attempt=value) for value in (0, None, 1 << 21)),
         changed(AttemptEnded(code=0), position=-2),
+        *(
+            changed(AttemptEnded(code=0), failure={**dataclasses.asdict(FAILED), **wrong})
+            for wrong in (
+                {"rank": -1},
+                {"code": 256},
+                {"code": None},
+                {"age_ms": -1},
+                {"after_peer": 0},
+                {"lines": ["x"] * 201},
+                {"log": None},
+            )
+        ),
         changed(AttemptEnded(code=0), failure={}),
         changed(StopOrder(reason="x"), reason=None),
         changed(StopOrder(reason="x"), requeue=1),
@@ -159,6 +172,12 @@ MEASURE = MeasureRequest(stage=2, limit_s=6, group=(0, 3), store=40001)
 def test_other_line_is_refused(line: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         messages.decode(line)
+
+
+def test_line_of_another_node_cannot_steer_a_terminal() -> None:
+    bad = AttemptEnded(code=1, failure=dataclasses.replace(FAILED, lines=("\x1b[2J\u202e",)))
+    read = messages.decode(messages.encode(bad))
+    assert read.failure.lines == ("\\x1b[2J\\u202e",)
 
 
 def test_message_of_the_other_side_is_ignored() -> None:
@@ -250,15 +269,15 @@ class Fuzzed:
             (self.to_gathering, FROM_NODE),
         )
 
-    def meeting(self, placement: Any) -> join.Meeting:
+    def meeting(self, placement: Any) -> join.RollCall:
         """What one node knows of the roll call."""
-        return join.Meeting(placement, REQUEST.node, self.open_port, 60.0, self.log, str, self.secret)
+        return join.RollCall(placement, REQUEST.node, self.open_port, 60.0, self.log, str, self.secret)
 
-    def new_gathering(self) -> gather._Head:
+    def new_gathering(self) -> gather._RollCallHead:
         """A head in its roll call, on the same listener."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ports, "listen", lambda *_, **__: self.listener.dup())
-            return gather._Head(self.meeting(self.placement))
+            return gather._RollCallHead(self.meeting(self.placement))
 
     def log(self, text: str) -> None:
         """Take a line of the log."""
@@ -267,14 +286,13 @@ class Fuzzed:
     def check(self, events: list[Event]) -> None:
         """Check that the texts of events print well."""
         for event in events:
-            assert escape_controls(repr(event)) == repr(event)
-            for value in dataclasses.asdict(event).values():
+            for value in (repr(event), *dataclasses.asdict(event).values()):
                 assert not isinstance(value, str) or escape_controls(value) == value
 
     def to_head(self, line: bytes) -> None:
         """Send a line of a node to a head in the session."""
         peer, sock = socket.socketpair()
-        self.server.add(1, HeadConnection(sock, ""))
+        self.server.add_node(1, HeadConnection(sock, ""))
         self.head.reports.clear()
         with peer:
             peer.sendall(line + b"\n")
@@ -312,16 +330,15 @@ class Fuzzed:
             if self.secret is not None:
                 handshake = Handshake(secret=self.secret, job_id=placement.job_id, node_rank=1)
                 peer.sendall(handshake.opening + b"\n")
-                head._receive()
-                head._receive()
+                head._receive_requests()
+                head._receive_requests()
                 confirmed = handshake.confirm(peer.recv(4096).rstrip(b"\n"))
-                assert confirmed
                 line = confirmed.sign(line)
             with contextlib.suppress(ConnectionError):
                 peer.sendall(line + b"\n")
             try:
-                head._receive()
-                head._receive()
+                head._receive_requests()
+                head._receive_requests()
             except NoPlan as refused:
                 self.log(str(refused).replace("\n", ""))
         if len(head.nodes) > 1 or -1 in head.server or 1 in head.server:

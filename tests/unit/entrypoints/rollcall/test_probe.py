@@ -66,7 +66,7 @@ def meet(
         interface = interfaces[rank] if interfaces else "lo"
         me = NodeInfo(host=f"host{rank}", address=addresses[rank], interface=interface)
         try:
-            results[rank] = gather.meet(
+            results[rank] = gather.meet_nodes(
                 placements[rank], me, timeout_s=20, log=lambda _: None, all_reach_head=all_reach_head
             )
         except NoPlan as error:
@@ -90,27 +90,16 @@ def test_good_network_passes_every_size() -> None:
         assert not opened.is_crowded()
 
 
-def test_unanswered_burst_is_a_failure(narrow: ProbePort) -> None:
-    (failure,) = probe.probe_targets({1: narrow})
-    assert failure.target == 1
-    assert 0 < failure.arrived < failure.size <= max(probe.SIZES)
-    assert failure.reason == "no answer within 0.3 s"
-
-
-def test_closed_port_is_a_failure(closed: ProbePort) -> None:
-    (failure,) = probe.probe_targets({1: closed})
-    assert (failure.size, failure.arrived, failure.reason) == (0, 0, "Connection refused")
-
-
-def test_unreachable_network_is_a_failure() -> None:
-    (failure,) = probe.probe_targets({1: ProbePort(address="255.255.255.255", interface="eth0", port=40000)})
-    assert failure.size == 0
-    assert failure.reason
-
-
-def test_one_bad_node_does_not_hide_another(narrow: ProbePort, closed: ProbePort) -> None:
-    failures = probe.probe_targets({1: narrow, 2: closed})
-    assert {failure.target for failure in failures} == {1, 2}
+def test_each_bad_node_is_a_failure(narrow: ProbePort, closed: ProbePort) -> None:
+    unreachable = ProbePort(address="255.255.255.255", interface="eth0", port=40000)
+    failures = probe.probe_targets({1: narrow, 2: closed, 3: unreachable})
+    dropped, refused, unrouted = sorted(failures, key=lambda failure: failure.target)
+    assert (dropped.target, dropped.reason) == (1, "no answer within 0.3 s")
+    assert 0 < dropped.arrived < dropped.size <= max(probe.SIZES)
+    assert (refused.target, refused.size, refused.arrived) == (2, 0, 0)
+    assert refused.reason == "Connection refused"
+    assert (unrouted.target, unrouted.size) == (3, 0)
+    assert unrouted.reason
 
 
 @pytest.mark.parametrize("address", ["", "192.0.2.1", "no address"])
@@ -129,14 +118,9 @@ def test_no_node_hears_from_many(nnodes: int) -> None:
     assert min(heard) >= min(nnodes - 1, 2)
 
 
-def test_nodes_that_reach_each_other_start(request: pytest.FixtureRequest) -> None:
-    assert all(
-        isinstance(roll, session.Session) for roll in meet(node_placements(3, request.node.name), [HERE] * 3)
-    )
-
-
-def test_node_without_an_address_takes_no_part(request: pytest.FixtureRequest) -> None:
-    rolls = meet(node_placements(3, request.node.name), [HERE, "", HERE])
+@pytest.mark.parametrize("address", [HERE, ""], ids=["all", "one without an address"])
+def test_nodes_that_reach_each_other_start(request: pytest.FixtureRequest, address: str) -> None:
+    rolls = meet(node_placements(3, request.node.name), [HERE, address, HERE])
     assert all(isinstance(roll, session.Session) for roll in rolls)
 
 
@@ -216,7 +200,7 @@ def test_node_that_ends_meanwhile_is_lost_not_blamed(
     (head, _), rolls = node_placements(2, request.node.name), []
     me = NodeInfo(host="host0", address=HERE, interface="lo")
     meeting = threading.Thread(
-        target=lambda: rolls.append(gather.meet(head, me, timeout_s=20, log=lambda _: None))
+        target=lambda: rolls.append(gather.meet_nodes(head, me, timeout_s=20, log=lambda _: None))
     )
     meeting.start()
     joining = JoinRequest(job=head.job_id, node_rank=1, nnodes=2, node=NodeInfo(host="host1"), probe=closed)
@@ -246,32 +230,46 @@ def name(rank: int) -> str:
     return f"node {rank + 1} of 3 (host{rank})"
 
 
-def test_black_hole_is_refused_with_the_ping() -> None:
-    error = probe.network_error([PairFailure(1, HOLE), PairFailure(2, HOLE)], OFFERS, name)
-    assert (
-        "node 2 of 3 (host1) cannot send 2000 B at once to node 1 of 3 (host0): 1400 B arrive" in error.what
-    )
-    assert "(other failing pairs of nodes: 1)" in error.what
-    assert "drops packets of 1500 B" in str(error.hint)
-    assert "ping -c 3 -M do -s 1472 10.0.0.0" in str(error.hint)
-    assert "ip link set dev eth0 mtu 1452" in str(error.hint)
-
-
-def test_firewall_is_refused_with_its_port() -> None:
-    error = probe.network_error([PairFailure(2, HOLE), PairFailure(1, WALL)], OFFERS, name)
-    assert "cannot connect to node 1 of 3 (host0) on port 40001: Connection refused" in error.what
-    assert "sudo ufw allow from 10.0.0.1" in str(error.hint)
-
-
-def test_one_address_for_two_nodes_is_said() -> None:
-    same = {rank: replace(OFFERS[0], address="172.17.0.2") for rank in range(3)}
-    error = probe.network_error([PairFailure(1, WALL)], same, name)
-    assert "both nodes have the address 172.17.0.2" in str(error.hint)
-
-
-def test_connection_without_data_is_refused() -> None:
-    error = probe.network_error([PairFailure(1, replace(WALL, size=64))], OFFERS, name)
-    assert "connects to node 1 of 3 (host0), but port 40001 gets no data" in error.what
+@pytest.mark.parametrize(
+    ("pairs", "offers", "texts"),
+    [
+        (
+            [PairFailure(1, HOLE), PairFailure(2, HOLE)],
+            OFFERS,
+            (
+                "node 2 of 3 (host1) cannot send 2000 B at once to node 1 of 3 (host0): 1400 B arrive",
+                "(other failing pairs of nodes: 1)",
+                "drops packets of 1500 B",
+                "ping -c 3 -M do -s 1472 10.0.0.0",
+                "ip link set dev eth0 mtu 1452",
+            ),
+        ),
+        (
+            [PairFailure(2, HOLE), PairFailure(1, WALL)],
+            OFFERS,
+            (
+                "cannot connect to node 1 of 3 (host0) on port 40001: Connection refused",
+                "sudo ufw allow from 10.0.0.1",
+            ),
+        ),
+        (
+            [PairFailure(1, WALL)],
+            dict.fromkeys(range(3), replace(OFFERS[0], address="172.17.0.2")),
+            ("both nodes have the address 172.17.0.2",),
+        ),
+        (
+            [PairFailure(1, replace(WALL, size=64))],
+            OFFERS,
+            ("connects to node 1 of 3 (host0), but port 40001 gets no data",),
+        ),
+    ],
+    ids=["black hole", "firewall", "one address for two nodes", "connection without data"],
+)
+def test_failed_pair_is_refused_with_what_helps(
+    pairs: list[PairFailure], offers: dict[int, ProbePort], texts: tuple[str, ...]
+) -> None:
+    message = str(probe.network_error(pairs, offers, name))
+    assert [text for text in texts if text not in message] == []
 
 
 def test_refusal_fits_into_a_small_packet() -> None:

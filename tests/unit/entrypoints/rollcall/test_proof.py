@@ -7,11 +7,18 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from rollcall_nodes import CallThread, close, end_run, hear, heard_until_closed, meet, stranger
+from rollcall_nodes import (
+    CallThread,
+    close,
+    hear,
+    heard_until_closed,
+    squatting,
+    start_others,
+    stranger,
+)
 
 from imgkit_entrypoints.rollcall import join, messages
 from imgkit_entrypoints.rollcall.connection import Handshake
@@ -73,14 +80,6 @@ def recorded(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> tuple[byt
     return relay.from_node, relay.from_head
 
 
-def test_same_secret_meets(placement: Placement) -> None:
-    rolls = meet(replace(placement, nnodes=3), secret=SECRET)
-    rolls[1].report(StopOrder(reason="SIGUSR1"))
-    expected = StopOrder(node="node 2 of 3 (as07r3b13)", reason="SIGUSR1")
-    assert hear(rolls, lambda seen: bool(seen[0] and seen[2])) == [[expected], [], [expected]]
-    end_run(rolls)
-
-
 def test_other_secret_is_not_counted(placement: Placement) -> None:
     head, node = (
         CallThread(placement, 0, secret=SECRET, timeout_s=2.5),
@@ -93,18 +92,25 @@ def test_other_secret_is_not_counted(placement: Placement) -> None:
     assert "node 2 of 2 (as07r3b13) did not join" in head.refusal()
 
 
-def test_node_without_secret_is_refused(placement: Placement) -> None:
-    head, node = CallThread(placement, 0, secret=SECRET, timeout_s=2.5), CallThread(placement, 1)
-    assert "the head requires a secret, and this node has none" in node.refusal()
+NEEDED = "the head requires a secret, and this node has none"
+
+
+@pytest.mark.parametrize(
+    ("of_head", "of_node", "told", "logged"),
+    [
+        (SECRET, None, NEEDED, NEEDED),
+        (None, SECRET, "give both the same --secret-file", "this node has a secret, and the head starts"),
+    ],
+    ids=["node", "head"],
+)
+def test_start_with_one_secret_is_refused(
+    placement: Placement, of_head: bytes | None, of_node: bytes | None, told: str, logged: str
+) -> None:
+    head = CallThread(placement, 0, secret=of_head, timeout_s=2.5)
+    node = CallThread(placement, 1, secret=of_node, timeout_s=2.0)
+    assert told in node.refusal()
     assert "--secret-file" in node.refusal()
-    assert "127.0.0.1 was refused: the head requires a secret, and this node has none" in head.refusal()
-
-
-def test_head_without_secret_is_named(placement: Placement) -> None:
-    head = CallThread(placement, 0, timeout_s=2.5)
-    node = CallThread(placement, 1, secret=SECRET, timeout_s=2.0)
-    assert "give both the same --secret-file" in node.refusal()
-    assert "127.0.0.1 was refused: this node has a secret, and the head starts without one" in head.refusal()
+    assert f"127.0.0.1 was refused: {logged}" in head.refusal()
 
 
 @pytest.mark.parametrize(
@@ -121,7 +127,7 @@ def test_stranger_hears_nothing(placement: Placement, first: bytes) -> None:
     with stranger(placement) as connection:
         connection.sendall(first)
         assert heard_until_closed(connection) == b""
-    close([head.roll() for head in (head, CallThread(placement, 1, secret=SECRET))])
+    close(start_others(head))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +146,7 @@ def test_stranger_learns_a_nonce_and_changes_nothing(placement: Placement, forge
             assert heard_until_closed(connection) == b""
     assert all(ANSWER.fullmatch(answer) for answer in answers)
     assert answers[0] != answers[1]
-    close([head.roll() for head in (head, CallThread(placement, 1, secret=SECRET))])
+    close(start_others(head))
 
 
 def test_early_impostor_is_refused_and_the_node_gets_in(placement: Placement) -> None:
@@ -150,7 +156,7 @@ def test_early_impostor_is_refused_and_the_node_gets_in(placement: Placement) ->
         with stranger(placement) as connection:
             connection.sendall(first + messages.encode(request) + b"\n")
             assert b"RunStart" not in heard_until_closed(connection)
-    rolls = [call.roll() for call in (head, CallThread(placement, 1, secret=SECRET))]
+    rolls = start_others(head)
     assert rolls[0].node_name(1) == "node 2 of 2 (as07r3b13)"
     close(rolls)
 
@@ -162,11 +168,10 @@ def test_proof_is_bound_to_the_rank(placement: Placement) -> None:
         handshake = Handshake(secret=SECRET, job_id=placement.job_id, node_rank=1)
         connection.sendall(handshake.opening + b"\n")
         confirmed = handshake.confirm(connection.recv(4096).rstrip(b"\n"))
-        assert confirmed
         request = JoinRequest(job=placement.job_id, node_rank=2, nnodes=3, node=NodeInfo(host="as"))
         connection.sendall(confirmed.sign(messages.encode(request)) + b"\n")
         assert heard_until_closed(connection) == b""
-    close([head.roll() for head in (head, *(CallThread(placement, rank, secret=SECRET) for rank in (1, 2)))])
+    close(start_others(head, 1, 2))
 
 
 def test_recorded_node_is_refused_in_the_next_start(
@@ -179,7 +184,7 @@ def test_recorded_node_is_refused_in_the_next_start(
     with stranger(placement) as connection:
         connection.sendall(node_bytes)
         assert ANSWER.fullmatch(heard_until_closed(connection))
-    rolls = [call.roll() for call in (head, CallThread(placement, 1, secret=SECRET))]
+    rolls = start_others(head)
     with stranger(placement) as connection:
         connection.sendall(node_bytes)
         assert hear(rolls, lambda _: False, within_s=0.3) == [[], []]
@@ -189,76 +194,51 @@ def test_recorded_node_is_refused_in_the_next_start(
 def test_recorded_head_is_not_believed(placement: Placement, recorded: tuple[bytes, bytes]) -> None:
     _, head_bytes = recorded
     assert b"RunStart" in head_bytes
-    with socket.create_server(("127.0.0.1", job_port(placement.job_id))) as squatter:
-        threading.Thread(target=serve, args=(squatter, head_bytes), daemon=True).start()
+    with squatting(placement, head_bytes):
         text = CallThread(placement, 1, secret=SECRET, timeout_s=2.0).refusal()
     assert "does not know this run's secret (its answer is not a valid proof)" in text
 
 
+def test_request_counts_on_its_own_connection_alone() -> None:
+    node = Handshake(secret=SECRET, job_id="job", node_rank=1)
+    head, next_head = (Handshake.accept(SECRET, "job", node.opening) for _ in range(2))
+    signed = node.confirm(head.answer).sign(b"a")
+    assert head.verify(signed) == b"a"
+    assert head.verify(signed.replace(b" a", b" b")) is None
+    assert next_head.verify(signed) is None
+
+
 def test_answer_of_the_head_sent_back_proves_nothing() -> None:
     head = Handshake.accept(SECRET, "job", CALL.strip())
-    assert head
     mac = head.answer.rpartition(b" ")[2]
     assert head.verify(mac + b" ") is None
 
 
-def test_request_counts_on_its_own_connection_alone() -> None:
-    node = Handshake(secret=SECRET, job_id="job", node_rank=1)
-    head = Handshake.accept(SECRET, "job", node.opening)
-    assert head
-    confirmed = node.confirm(head.answer)
-    assert confirmed
-    assert head.verify(confirmed.sign(b"a")) == b"a"
-    assert head.verify(confirmed.sign(b"a").replace(b" a", b" b")) is None
-    next_head = Handshake.accept(SECRET, "job", node.opening)
-    assert next_head
-    assert next_head.verify(confirmed.sign(b"a")) is None
-
-
 @pytest.mark.parametrize("change", ["secret", "job", "rank", "nonce", "head"])
 def test_proof_depends_on_everything(change: str) -> None:
-    node = Handshake(
-        secret=OTHER if change == "secret" else SECRET, job_id="a" if change == "job" else "b", node_rank=1
-    )
-    opening = node.opening.replace(b" 1 ", b" 2 ") if change == "rank" else node.opening
-    head = Handshake.accept(SECRET, "b", CALL.strip() if change == "nonce" else opening)
-    assert head
-    answer = head.answer
+    secret, job_id = (OTHER if change == "secret" else SECRET), ("a" if change == "job" else "b")
+    node = Handshake(secret=secret, job_id=job_id, node_rank=1)
+    opening = {"rank": node.opening.replace(b" 1 ", b" 2 "), "nonce": CALL.strip()}.get(change, node.opening)
+    answer = Handshake.accept(SECRET, "b", opening).answer
     if change == "head":
         answer = answer.replace(answer[12:14], b"00" if answer[12:14] != b"00" else b"11", 1)
     assert node.confirm(answer) is None
 
 
-def serve(squatter: socket.socket, answer: bytes) -> None:
-    """Answer every call with the same bytes."""
-    try:
-        while True:
-            connection, _ = squatter.accept()
-            connection.recv(4096)
-            connection.sendall(answer)
-    except OSError:
-        return  # the test is over
-
-
-@pytest.fixture(
-    params=[b"", b"220 mail ready\r\n", b'{"type": "Refused", "what": "\\u001b[31mgo away"}\n', b"x" * 9000]
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"220 mail ready\r\n", b'{"type": "Refused", "what": "\\u001b[31mgo away"}\n', b"x" * 9000],
 )
-def squatter(placement: Placement, request: pytest.FixtureRequest) -> Iterator[socket.socket]:
-    """Another program on the head's port."""
-    with socket.create_server(("127.0.0.1", job_port(placement.job_id))) as listener:
-        threading.Thread(target=serve, args=(listener, request.param), daemon=True).start()
-        yield listener
-
-
-def test_squatter_is_named(placement: Placement, squatter: socket.socket) -> None:
-    text = CallThread(placement, 1, secret=SECRET, timeout_s=2.0).refusal()
+def test_squatter_is_named(placement: Placement, answer: bytes) -> None:
+    with squatting(placement, answer):
+        text = CallThread(placement, 1, secret=SECRET, timeout_s=2.0).refusal()
     assert f"another program answers at 127.0.0.1:{job_port(placement.job_id)} and does not know" in text
     assert "\x1b" not in text
     assert "go away" not in text
 
 
 def test_last_call_without_time_for_an_answer_keeps_the_reason(placement: Placement) -> None:
-    with socket.create_server(("127.0.0.1", job_port(placement.job_id))) as listener:
+    with squatting(placement) as listener:
         node = CallThread(placement, 1, secret=SECRET, timeout_s=1.5)
         connection, _ = listener.accept()
         connection.sendall(b"220 mail ready\r\n")
@@ -268,7 +248,7 @@ def test_last_call_without_time_for_an_answer_keeps_the_reason(placement: Placem
 
 
 def test_node_outlasts_a_squatter(placement: Placement) -> None:
-    with socket.create_server(("127.0.0.1", job_port(placement.job_id))) as listener:
+    with squatting(placement) as listener:
         node = CallThread(placement, 1, secret=SECRET)
         connection, _ = listener.accept()
         connection.sendall(b"220 mail ready\r\n")

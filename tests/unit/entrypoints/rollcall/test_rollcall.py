@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import socket
-import threading
 import time
 from dataclasses import replace
 
 import pytest
-from rollcall_nodes import CallThread, close, end_run, hear, meet
+from rollcall_nodes import CallThread, close, end_run, hear, kept_file_limit, meet, squatting
 
 from imgkit_entrypoints.rollcall import messages, ports, session
 from imgkit_entrypoints.rollcall.connection import Connection
-from imgkit_entrypoints.rollcall.messages import Event, HeadLost, Software, StopOrder
-from imgkit_entrypoints.rollcall.session import HeadSession, Session
+from imgkit_entrypoints.rollcall.messages import HeadLost, Software, StopOrder
 from imgkit_entrypoints.schedulers.placement import Placement, Size, job_port
-
-
-def quiet(rolls: list[Session], seconds: float) -> list[list[Event]]:
-    return hear(rolls, lambda _: False, within_s=seconds)
 
 
 def test_all_nodes_get_one_free_port(placement: Placement) -> None:
     rolls = meet(placement)
-    assert isinstance(rolls[0], HeadSession)
     assert ports.is_free(rolls[0].port)
     assert rolls[0].port != job_port(placement.job_id)
     rolls[0].start_attempt(1, {0: 0, 1: 1})
@@ -38,7 +30,6 @@ def test_all_nodes_get_one_free_port(placement: Placement) -> None:
 def test_given_port_is_torchruns(placement: Placement) -> None:
     port = ports.first_free(job_port(placement.job_id))
     rolls = meet(replace(placement, port=port))
-    assert isinstance(rolls[0], HeadSession)
     assert rolls[0].port == port
     close(rolls)
 
@@ -50,23 +41,18 @@ def test_missing_node_is_named(placement: Placement) -> None:
     assert member.refusal() == head.refusal()
 
 
-def test_missing_head_is_named(placement: Placement) -> None:
-    text = CallThread(placement, 1, timeout_s=0.3).refusal()
-    assert (
-        "the head (127.0.0.1) did not answer node 2 of 2 (as07r3b13) within 0.3 s: Connection refused" in text
-    )
-
-
-def test_unknown_head_name_is_retried(placement: Placement) -> None:
-    text = CallThread(replace(placement, head="no-such-host.invalid"), 1, timeout_s=0.3).refusal()
-    assert "the head (no-such-host.invalid) did not answer" in text
+@pytest.mark.parametrize(
+    ("head", "reason"), [("127.0.0.1", "Connection refused"), ("no-such-host.invalid", "")]
+)
+def test_missing_head_is_named(placement: Placement, head: str, reason: str) -> None:
+    text = CallThread(replace(placement, head=head), 1, timeout_s=0.3).refusal()
+    assert f"the head ({head}) did not answer node 2 of 2 (as07r3b13) within 0.3 s: {reason}" in text
 
 
 def test_late_head_is_waited_for(placement: Placement) -> None:
     member = CallThread(placement, 1)
     time.sleep(0.3)
-    rolls = [CallThread(placement, 0).roll(), member.roll()]
-    close(rolls)
+    close([CallThread(placement, 0).roll(), member.roll()])
 
 
 @pytest.mark.parametrize("field", ["image", "torch", "nccl"])
@@ -77,19 +63,17 @@ def test_different_software_is_refused_everywhere(placement: Placement, field: s
     assert "1.0 on node 1 of 2 (as07r3b12), 1.1 on node 2 of 2 (as07r3b13)" in texts.pop()
 
 
-def test_different_gpus_are_a_warning(placement: Placement) -> None:
+@pytest.mark.parametrize("size", [None, Size.parse("1+1")], ids=["warning", "refused with spares"])
+def test_different_workers_are_named(placement: Placement, size: Size | None) -> None:
+    placement = replace(placement, size=size)
     calls = [CallThread(placement, rank, nproc=4 - rank, gpu="H100") for rank in range(2)]
+    text = "the nodes differ in workers per node 4 on node 1"
+    if size:
+        assert all(text in call.refusal() for call in calls)
+        return
     rolls = [call.roll() for call in calls]
-    assert isinstance(rolls[0], HeadSession)
-    assert "the nodes differ in workers per node 4 on node 1" in rolls[0].warnings[0]
+    assert text in rolls[0].warnings[0]
     close(rolls)
-
-
-def test_different_workers_with_spares_are_refused(placement: Placement) -> None:
-    placement = replace(placement, size=Size.parse("1+1"))
-    calls = [CallThread(placement, rank, nproc=4 - rank) for rank in range(2)]
-    for call in calls:
-        assert "the nodes differ in workers per node 4 on node 1" in call.refusal()
 
 
 def test_two_nodes_of_one_rank_are_refused(placement: Placement) -> None:
@@ -101,10 +85,8 @@ def test_two_nodes_of_one_rank_are_refused(placement: Placement) -> None:
 
 @pytest.mark.parametrize("secret", [None, bytes(32)], ids=["open", "with a secret"])
 def test_different_node_counts_are_refused(placement: Placement, secret: bytes | None) -> None:
-    head, member = (
-        CallThread(placement, 0, secret=secret),
-        CallThread(replace(placement, nnodes=3), 2, secret=secret),
-    )
+    head = CallThread(placement, 0, secret=secret)
+    member = CallThread(replace(placement, nnodes=3), 2, secret=secret)
     assert "as07r3b14 joins as node 3 of 3, but the head expects 2 nodes" in head.refusal()
     assert member.refusal() == head.refusal()
 
@@ -126,25 +108,17 @@ def test_busy_torchrun_port_is_refused_everywhere(placement: Placement) -> None:
     assert f"torchrun's port {port} is busy on the head" in calls[0].refusal()
 
 
-def test_silent_service_on_the_port_is_not_waited_for(placement: Placement) -> None:
-    with socket.create_server(("127.0.0.1", job_port(placement.job_id))):
-        assert "it does not answer the call" in CallThread(placement, 1, timeout_s=1.0).refusal()
-
-
-def test_foreign_service_on_the_port_is_said(placement: Placement) -> None:
-    with socket.create_server(("127.0.0.1", job_port(placement.job_id))) as foreign:
-
-        def serve() -> None:
-            with contextlib.suppress(OSError):  # the test is over
-                while True:
-                    connection, _ = foreign.accept()
-                    connection.sendall(b"220 mail ready\r\n")
-
-        threading.Thread(target=serve, daemon=True).start()
-        assert (
-            "it sent something other than a message of imgkit's roll call"
-            in CallThread(placement, 1, timeout_s=5.0).refusal()
-        )
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"", "it does not answer the call"),
+        (b"220 mail ready\r\n", "it sent something other than a message of imgkit's roll call"),
+    ],
+    ids=["silent", "other protocol"],
+)
+def test_service_on_the_port_is_not_waited_for(placement: Placement, answer: bytes, reason: str) -> None:
+    with squatting(placement, answer):
+        assert reason in CallThread(placement, 1, timeout_s=1.0).refusal()
 
 
 def test_node_that_went_away_can_call_again(placement: Placement) -> None:
@@ -155,22 +129,20 @@ def test_node_that_went_away_can_call_again(placement: Placement) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "LOST_AFTER_S", -1.0)  # the member gives up its connection and calls anew
         time.sleep(0.1)
-    rolls = [head, first, CallThread(placement, 2)]
-    close([call.roll() for call in rolls])
+    close([call.roll() for call in (head, first, CallThread(placement, 2))])
 
 
 def test_heartbeat_keeps_quiet_nodes(placement: Placement) -> None:
     rolls = meet(placement)
     for roll in rolls:
         roll.lost_after_s = 0.5
-    assert quiet(rolls, 1.2) == [[], []]
+    assert hear(rolls, lambda _: False, within_s=1.2) == [[], []]
     close(rolls)
 
 
 def test_silent_node_is_lost(placement: Placement) -> None:
     rolls = meet(placement)
     head = rolls[0]
-    assert isinstance(head, HeadSession)
     head.lost_after_s = 0.4
     assert hear([head], lambda _: bool(head.lost)) == [[]]
     assert head.lost == {1: "no heartbeat for 0.4 s"}
@@ -189,7 +161,6 @@ def test_silent_head_is_lost(placement: Placement) -> None:
 def test_closed_connection_is_lost(placement: Placement) -> None:
     rolls = meet(replace(placement, nnodes=3))
     head = rolls[0]
-    assert isinstance(head, HeadSession)
     rolls[1]._connection.socket.close()
     assert hear([head, rolls[2]], lambda _: bool(head.lost)) == [[], []]
     assert head.lost == {1: "it closed the connection"}
@@ -210,19 +181,14 @@ def test_end_of_the_run_is_told_to_all(placement: Placement) -> None:
 
 
 def test_link_beyond_descriptor_1023_closes() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
     near_end, far_end = socket.socketpair()
-    try:
-        number = os.dup2(near_end.fileno(), 2000)
-        link = Connection(socket.socket(fileno=number))
+    with kept_file_limit(), near_end, far_end:
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+        link = Connection(socket.socket(fileno=os.dup2(near_end.fileno(), 2000)))
         far_end.sendall(messages.encode(messages.Heartbeat()) + b"\n")
         link.close(linger_s=0.1)
         assert link.fileno() == -1
-    finally:
-        near_end.close()
-        far_end.close()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_ports_stay_below_the_ephemeral_range() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -39,13 +39,13 @@ def secret_file(home: dict[str, str]) -> Path:
 
 def refused(path: Path, text: str) -> str:
     with pytest.raises(UsageError, match=text) as caught:
-        secret.read(path)
+        secret.read_secret(path)
     assert str(VALUE) not in str(caught.value)
     return str(caught.value.hint)
 
 
 def test_private_file_is_the_secret(file: Path) -> None:
-    assert secret.find(str(file), {}, shared_home=False) == VALUE
+    assert secret.find_secret(str(file), {}, shared_home=False) == VALUE
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o601])
@@ -64,7 +64,7 @@ def test_file_of_another_user_is_refused(file: Path) -> None:
 def test_root_of_a_container_reads_the_file_of_the_folder_s_owner(file: Path) -> None:
     for path in (file, file.parent):
         os.chown(path, OTHER_USER, OTHER_USER)
-    assert secret.read(file) == VALUE
+    assert secret.read_secret(file) == VALUE
 
 
 def test_link_pipe_folder_and_missing_file_are_refused(file: Path, tmp_path: Path) -> None:
@@ -93,25 +93,25 @@ def test_kubernetes_mounts_a_link_that_the_group_may_read(
     (tmp_path / "..data").symlink_to("..now")
     (tmp_path / "secret").symlink_to("..data/secret")
     monkeypatch.setattr(secret, "MOUNTED", tmp_path / "secret")
-    assert secret.find(None, {}, shared_home=False) == VALUE
-    assert secret.source(None, {}, shared_home=False) == str(tmp_path / "secret")
+    assert secret.find_secret(None, {}, shared_home=False) == VALUE
+    assert secret.describe_source(None, {}, shared_home=False) == str(tmp_path / "secret")
     (tmp_path / "..now/secret").chmod(0o640)  # as with an fsGroup, but this is no read-only mount of a pod
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     with pytest.raises(UsageError, match="other users"):
-        secret.find(None, {}, shared_home=False)
+        secret.find_secret(None, {}, shared_home=False)
 
 
 def test_home_file_is_made_on_a_network_disk_alone(home: dict[str, str]) -> None:
-    assert secret.find(None, home, shared_home=False) is None
+    assert secret.find_secret(None, home, shared_home=False) is None
     assert not secret_file(home).exists()
-    value = secret.find(None, home, shared_home=True)
+    value = secret.find_secret(None, home, shared_home=True)
     assert value is not None
     assert len(value) == 32
     assert value == secret_file(home).read_bytes()
     assert stat.S_IMODE(secret_file(home).stat().st_mode) == 0o600
     assert stat.S_IMODE(secret_file(home).parent.stat().st_mode) == 0o700
     # Once it is there, it counts everywhere: somebody may have copied it.
-    assert secret.find(None, home, shared_home=False) == value
+    assert secret.find_secret(None, home, shared_home=False) == value
     assert [path.name for path in secret_file(home).parent.iterdir()] == ["secret"]
 
 
@@ -119,37 +119,34 @@ def test_home_is_the_one_of_xdg(tmp_path: Path) -> None:
     env = {"XDG_CONFIG_HOME": str(tmp_path), "HOME": "/nowhere"}
     assert secret.home_file(env) == tmp_path / "imgkit/secret"
     assert secret.home_file({"HOME": ""}) is None
-    assert secret.find(None, {}, shared_home=True) is None
+    assert secret.find_secret(None, {}, shared_home=True) is None
 
 
 def test_plan_names_the_source_and_makes_nothing(home: dict[str, str], file: Path) -> None:
-    assert secret.source(str(file), home, shared_home=False) == str(file)
-    assert secret.source(None, home, shared_home=True) == str(secret_file(home))
-    assert secret.source(None, home, shared_home=False) == ""
+    assert secret.describe_source(str(file), home, shared_home=False) == str(file)
+    assert secret.describe_source(None, home, shared_home=True) == str(secret_file(home))
+    assert secret.describe_source(None, home, shared_home=False) == ""
     assert not secret_file(home).exists()
 
 
 def test_home_that_cannot_be_written_leaves_the_start_open(home: dict[str, str]) -> None:
     Path(home["HOME"]).write_text("no folder")
-    assert secret.find(None, home, shared_home=True) is None
+    assert secret.find_secret(None, home, shared_home=True) is None
 
 
 RACE = """
 import sys, time
 from imgkit_entrypoints.rollcall import secret
 time.sleep(max(0, float(sys.argv[2]) - time.time()))
-print(secret.find(None, {"HOME": sys.argv[1]}, shared_home=True).hex())
+print(secret.find_secret(None, {"HOME": sys.argv[1]}, shared_home=True).hex())
 """
 
 
 def test_nodes_that_race_agree_on_one_home_file(tmp_path: Path) -> None:
-    import time
-
-    at = str(time.time() + 0.5)
-    argv = [sys.executable, "-c", RACE, str(tmp_path), at]
+    argv = [sys.executable, "-c", RACE, str(tmp_path), str(time.time() + 0.5)]
     racers = [subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) for _ in range(6)]
     assert len({racer.communicate(timeout=30)[0] for racer in racers}) == 1
-    assert re.fullmatch("[0-9a-f]{64}\n", secret_file({"HOME": str(tmp_path)}).read_bytes().hex() + "\n")
+    assert len(secret_file({"HOME": str(tmp_path)}).read_bytes()) == 32
 
 
 MOUNTS = """\

@@ -32,7 +32,7 @@ class Nodes:
             end, head_end = socket.socketpair()
             end.settimeout(60)
             self.ends[rank] = end
-            self.server.add(rank, HeadConnection(head_end, ""))
+            self.server.add_node(rank, HeadConnection(head_end, ""))
 
     def receive_until(self, condition: Callable[[], object]) -> Received:
         """Return what arrives until the condition holds."""
@@ -49,7 +49,7 @@ class Nodes:
 
     def silent(self) -> list[int]:
         """Return the nodes that count as lost after the usual time."""
-        self.server.beat(Heartbeat(), beat_s=60, lost_after_s=session.LOST_AFTER_S)
+        self.server.send_heartbeats(Heartbeat(), beat_s=60, lost_after_s=session.LOST_AFTER_S)
         return list(self.server.lost)
 
     def read(self, rank: int, size: int) -> bytes:
@@ -131,26 +131,22 @@ def test_closed_connection_is_reported_once(nodes: Nodes) -> None:
     assert nodes.server.lost == {}
 
 
-def test_process_that_ends_with_unread_input_has_closed_its_connection() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.closing(Nodes(1)) as nodes:
+@pytest.mark.parametrize("is_reset", [False, True], ids=["unread input", "reset while the head sends"])
+def test_process_that_ends_has_closed_its_connection(nodes: Nodes, is_reset: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
         end = socket.create_connection(server.getsockname())
-        nodes.server.add(2, HeadConnection(server.accept()[0], ""))
-        nodes.server.send(2, Heartbeat())
-        assert session.wait([end], 10)
-        end.close()
-        nodes.receive_until(lambda: nodes.server.lost)
-        assert nodes.server.lost == {2: "it closed the connection"}
-
-
-def test_reset_while_the_head_sends_is_noticed() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.closing(Nodes(1)) as nodes:
-        end = socket.create_connection(server.getsockname())
-        nodes.server.add(2, HeadConnection(server.accept()[0], ""))
+        nodes.server.add_node(4, HeadConnection(server.accept()[0], ""))
+    if is_reset:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         end.close()
         nodes.server.send_all(LARGE)
-        nodes.receive_until(lambda: nodes.server.lost)
-        assert list(nodes.server.lost) == [2]
+    else:
+        nodes.server.send(4, Heartbeat())
+        assert session.wait([end], 10)
+        end.close()
+    nodes.receive_until(lambda: nodes.server.lost)
+    assert list(nodes.server.lost) == [4]
+    assert is_reset or nodes.server.lost == {4: "it closed the connection"}
 
 
 @pytest.mark.parametrize("data", [b"", b"{"], ids=["half-open", "a byte now and then"])

@@ -11,7 +11,7 @@ from rollcall_nodes import CallThread, close, end_run, head_placement, hear, str
 
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.rollcall import gather, messages, probe
-from imgkit_entrypoints.rollcall.join import Meeting
+from imgkit_entrypoints.rollcall.join import RollCall
 from imgkit_entrypoints.rollcall.messages import (
     AttemptEnded,
     AttemptStart,
@@ -20,7 +20,7 @@ from imgkit_entrypoints.rollcall.messages import (
     ProbePort,
     StopOrder,
 )
-from imgkit_entrypoints.rollcall.session import HeadSession, Session
+from imgkit_entrypoints.rollcall.session import Session
 from imgkit_entrypoints.schedulers.placement import Placement, Size
 
 NEVER_S = 3600.0
@@ -46,12 +46,15 @@ def numbers(rolls: list[Session]) -> list[tuple[int, int]]:
     return [(roll.placement.node_rank, roll.placement.nnodes) for roll in rolls]
 
 
-def test_start_waits_for_nobody_when_all_are_there(
-    placement: Placement, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("ranks", "timeout_s"), [((0, 1, 2), NEVER_S), ((0, 1), 2.0)], ids=["all are there", "the time is over"]
+)
+def test_start_waits_no_longer_than_it_must(
+    placement: Placement, monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, ...], timeout_s: float
 ) -> None:
     monkeypatch.setattr(gather, "LAST_CALL_S", NEVER_S)
-    rolls = start_ranks(placement, 0, 1, 2)
-    assert numbers(rolls) == [(0, 3), (1, 3), (2, 3)]
+    rolls = start_ranks(placement, *ranks, timeout_s=timeout_s)
+    assert numbers(rolls) == [(rank, len(ranks)) for rank in ranks]
     close(rolls)
 
 
@@ -73,12 +76,12 @@ def test_each_call_gives_the_next_node_time(placement: Placement, monkeypatch: p
     placement = replace(placement, size=Size(training=1, spares=2))
     me, end = NodeInfo(host="as07r3b12"), time.monotonic() + NEVER_S
     with probe.open_port("", "") as opened:
-        head = gather._Head(Meeting(placement, me, opened, NEVER_S, print, str, None))
+        head = gather._RollCallHead(RollCall(placement, me, opened, NEVER_S, print, str, None))
         head._last_join -= 100
         assert head._can_start(end)
         member = CallThread(placement, 1)
         while len(head.nodes) < 2:
-            head._receive()
+            head._receive_requests()
         assert not head._can_start(end)
         head.server.send_all(messages.Refused.from_error(NoPlan("over")))
         head.server.close(1.0)
@@ -88,15 +91,6 @@ def test_each_call_gives_the_next_node_time(placement: Placement, monkeypatch: p
 def test_too_few_nodes_are_named(placement: Placement) -> None:
     text = CallThread(placement, 0, timeout_s=0.8).refusal()
     assert "nodes 2-3 of 3 (as07r3b[13-14]) did not join; 1/3 present after 0.8 s" in text
-
-
-def test_enough_nodes_start_when_the_time_is_over(
-    placement: Placement, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gather, "LAST_CALL_S", NEVER_S)
-    rolls = start_ranks(placement, 0, 1, timeout_s=2.0)
-    assert numbers(rolls) == [(0, 2), (1, 2)]
-    close(rolls)
 
 
 def test_node_that_calls_and_goes_is_not_counted(placement: Placement) -> None:
@@ -127,7 +121,6 @@ def test_late_node_reads_that_it_cannot_join(placement: Placement) -> None:
 def test_losses_bear_the_numbers_of_the_start(placement: Placement) -> None:
     rolls = start_ranks(placement, 0, 2)
     head = rolls[0]
-    assert isinstance(head, HeadSession)
     rolls[1]._connection.close()
     hear([head], lambda _: bool(head.lost))
     assert [head.node_name(number) for number in head.lost] == ["node 2 of 2 (as07r3b14)"]
@@ -135,35 +128,28 @@ def test_losses_bear_the_numbers_of_the_start(placement: Placement) -> None:
 
 
 @pytest.fixture
-def elastic(placement: Placement) -> Iterator[tuple[HeadSession, list[Session]]]:
-    """The head of a run of three nodes whose attempts it starts, and all rolls."""
+def elastic(placement: Placement) -> Iterator[list[Session]]:
+    """The rolls of a run of three nodes, whose head starts attempts."""
     rolls = start_ranks(placement, 0, 1, 2)
-    assert isinstance(rolls[0], HeadSession)
-    yield rolls[0], rolls
+    yield rolls
     close(rolls)
 
 
-def test_each_node_gets_its_own_rank_and_spares_none(elastic: tuple[HeadSession, list[Session]]) -> None:
-    head, rolls = elastic
-    head.start_attempt(1, {0: 0, 2: 1})
-    events = hear(rolls, all)
-    assert [
-        [type(order), order.node_rank] for seen in events for order in seen if isinstance(order, AttemptStart)
-    ] == [
-        [AttemptStart, 0],
-        [AttemptStart, None],
-        [AttemptStart, 1],
+def test_each_node_gets_its_own_rank_and_spares_none(elastic: list[Session]) -> None:
+    elastic[0].start_attempt(1, {0: 0, 2: 1})
+    events = hear(elastic, all)
+    assert [[(type(order), order.node_rank, order.nnodes) for order in seen] for seen in events] == [
+        [(AttemptStart, rank, 2)] for rank in (0, None, 1)
     ]
-    assert {order.nnodes for seen in events for order in seen if isinstance(order, AttemptStart)} == {2}
 
 
-def test_words_about_an_earlier_attempt_do_not_count(elastic: tuple[HeadSession, list[Session]]) -> None:
-    head, rolls = elastic
-    head.start_attempt(1, {0: 0, 1: 1})
-    head.start_attempt(2, {0: 0, 1: 1})
-    hear(rolls, all)
-    rolls[1].report(AttemptEnded(code=0, attempt=2, position=9))
-    rolls[1].report(AttemptEnded(code=7, attempt=1))
-    rolls[1].report(StopOrder(reason="the last word"))
-    hear(rolls[:1], lambda events: bool(events[0]))
+def test_words_about_an_earlier_attempt_do_not_count(elastic: list[Session]) -> None:
+    head, node, _ = elastic
+    for attempt in (1, 2):
+        head.start_attempt(attempt, {0: 0, 1: 1})
+    hear(elastic, all)
+    node.report(AttemptEnded(code=0, attempt=2, position=9))
+    node.report(AttemptEnded(code=7, attempt=1))
+    node.report(StopOrder(reason="the last word"))
+    hear([head], lambda events: bool(events[0]))
     assert head.reports == {1: AttemptEnded(code=0, attempt=2, position=9)}

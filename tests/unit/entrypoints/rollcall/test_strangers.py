@@ -28,6 +28,8 @@ from rollcall_nodes import (
     heard_until_closed,
     kept_file_limit,
     meet,
+    squatting,
+    start_others,
     stranger,
 )
 
@@ -42,7 +44,6 @@ from imgkit_entrypoints.rollcall.messages import (
     RankFailure,
 )
 from imgkit_entrypoints.rollcall.server import MAX_STRANGERS, Server
-from imgkit_entrypoints.rollcall.session import HeadSession
 from imgkit_entrypoints.schedulers.placement import Placement, job_port
 
 SECRET = os.urandom(32)
@@ -126,7 +127,7 @@ def test_rubbish_changes_nothing_before_and_after_the_start(
     with attacker(attack) as wait:
         head = CallThread(placement, 0, secret=secret)
         wait()
-        rolls = [call.roll() for call in (head, CallThread(placement, 1, secret=secret))]
+        rolls = start_others(head)
         waiting = threading.Thread(target=wait)
         waiting.start()
         assert hear(rolls, lambda _: not waiting.is_alive()) == [[], []]
@@ -147,12 +148,12 @@ def test_scan_changes_nothing(placement: Placement, secret: bytes | None) -> Non
     with attacker(attack) as wait:
         head = CallThread(placement, 0, secret=secret)
         wait()
-        end_run([call.roll() for call in (head, CallThread(placement, 1, secret=secret))])
+        end_run(start_others(head))
     assert len(head.log_lines) == 1
 
 
 def test_text_of_an_open_head_is_printed_without_control_characters(placement: Placement) -> None:
-    with socket.create_server(("127.0.0.1", job_port(placement.job_id))) as listener:
+    with squatting(placement) as listener:
         node = CallThread(placement, 1)
         connection, _ = listener.accept()
         text = "\x1b]0;x\x07 \u202egnp.exe \x9b31m \x7f \ud800"
@@ -180,18 +181,14 @@ def test_slow_loris_does_not_fill_the_head(placement: Placement, secret: bytes |
 
     def head(ready: Callable[[], None]) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
-        me = NodeInfo(host="head")
-        end_at_report(gather.meet(placement, me, timeout_s=30, log=lambda _: None, secret=secret))
+        lead_until_report(placement, secret)
         ready()
 
     with attacker(head) as until_done, attacker(attack) as wait:
         wait()
         roll = CallThread(placement, 1, secret=secret, timeout_s=20).roll()
         assert hear([roll], lambda _: False, within_s=1.0) == [[]]
-        roll.report(AttemptEnded(code=0))
-        until_done()
-        assert hear([roll], lambda seen: all(seen)) == [[EndRun(code=0)]]
-        roll.close()
+        report_end(roll, until_done)
 
 
 def test_refused_caller_that_goes_on_sending_costs_no_memory(
@@ -201,8 +198,7 @@ def test_refused_caller_that_goes_on_sending_costs_no_memory(
 
     def head(ready: Callable[[], None]) -> None:
         before = memory("VmRSS")
-        me = NodeInfo(host="head")
-        end_at_report(gather.meet(placement, me, timeout_s=30, log=lambda _: None, secret=secret))
+        lead_until_report(placement, secret)
         assert memory("VmHWM") - before < 32 << 20
         ready()
 
@@ -212,16 +208,21 @@ def test_refused_caller_that_goes_on_sending_costs_no_memory(
                 connection.sendall(messages.encode(call) + b"\n")
                 for _ in range(100):
                     connection.sendall(b"ab\n" * 30_000)
-        roll = CallThread(placement, 1, secret=secret, timeout_s=20).roll()
-        roll.report(AttemptEnded(code=0))
-        until_done()
-        assert hear([roll], lambda seen: all(seen)) == [[EndRun(code=0)]]
-        roll.close()
+        report_end(CallThread(placement, 1, secret=secret, timeout_s=20).roll(), until_done)
 
 
-def end_at_report(roll: session.Session) -> None:
-    """End the run when the other node has reported its end."""
-    assert isinstance(roll, HeadSession)
+def report_end(roll: session.Session, until_done: Callable[[], None]) -> None:
+    """Report the end of a node, whose head ends the run then."""
+    roll.report(AttemptEnded(code=0))
+    until_done()
+    assert hear([roll], lambda seen: all(seen)) == [[EndRun(code=0)]]
+    roll.close()
+
+
+def lead_until_report(placement: Placement, secret: bytes | None) -> None:
+    """Be the head, and end the run when the other node has reported its end."""
+    me = NodeInfo(host="head")
+    roll = gather.meet_nodes(placement, me, timeout_s=30, log=lambda _: None, secret=secret)
     while not roll.reports:
         roll.wait([], 0.1)
         roll.poll()
@@ -280,7 +281,7 @@ def test_calls_of_another_job_do_not_delay_the_start(placement: Placement) -> No
     connections = [stranger(placement) for _ in range(40)]
     for connection in connections:
         connection.sendall(messages.encode(call) + b"\n")
-    end_run([call.roll() for call in (head, CallThread(placement, 1))])
+    end_run(start_others(head))
     for connection in connections:
         answer = heard_until_closed(connection)
         assert b"other belongs to job 'other', the head to another" in answer
@@ -288,16 +289,17 @@ def test_calls_of_another_job_do_not_delay_the_start(placement: Placement) -> No
         connection.close()
 
 
-def test_oldest_stranger_leaves_first(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oldest_stranger_leaves_first(
+    placement: Placement, lone_head: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server, "MAX_STRANGERS", 2)
-    with contextlib.closing(LoneServer(placement)) as head:
-        first, second, third = (stranger(placement) for _ in range(3))
-        head.receive()
-        assert first.recv(1) == b""
-        second.sendall(line(placement))
-        until(head)
-        for connection in (first, second, third):
-            connection.close()
+    first, second, third = (stranger(placement) for _ in range(3))
+    lone_head.receive()
+    assert first.recv(1) == b""
+    second.sendall(line(placement))
+    until(lone_head)
+    for connection in (first, second, third):
+        connection.close()
 
 
 def test_stranger_that_says_nothing_leaves_after_its_time(
@@ -309,38 +311,39 @@ def test_stranger_that_says_nothing_leaves_after_its_time(
         with stranger(placement) as connection:
             connection.sendall(data)
             assert connection.recv(1) == b""
-    end_run([call.roll() for call in (head, CallThread(placement, 1))])
+    end_run(start_others(head))
 
 
 def test_stranger_with_a_long_line_leaves_at_once(
-    placement: Placement, monkeypatch: pytest.MonkeyPatch
+    placement: Placement, lone_head: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "MAX_WAIT_S", 60.0)
-    with contextlib.closing(LoneServer(placement)) as head, stranger(placement) as connection:
+    with stranger(placement) as connection:
         connection.sendall(b"x" * (server.MAX_HANDSHAKE_BYTES + 1))
         end = time.monotonic() + 10
-        while not head.reports:
+        while not lone_head.reports:
             assert time.monotonic() < end
-            head.receive(0.05)
-        assert not head.has_strangers
+            lone_head.receive(0.05)
+        assert not lone_head.has_strangers
 
 
-def test_missing_nodes_have_room_of_their_own(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_nodes_have_room_of_their_own(
+    placement: Placement, lone_head: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server, "MAX_STRANGERS", 1)
-    with contextlib.closing(LoneServer(placement)) as head:
-        calling = [stranger(placement) for _ in range(5)]
-        head.receive(missing=4)
-        for connection in calling:
-            connection.sendall(line(placement))
-            until(head, missing=4)
-            connection.close()
+    calling = [stranger(placement) for _ in range(5)]
+    lone_head.receive(missing=4)
+    for connection in calling:
+        connection.sendall(line(placement))
+        until(lone_head, missing=4)
+        connection.close()
 
 
 def test_head_without_descriptors_goes_on_and_does_not_spin(
-    placement: Placement, monkeypatch: pytest.MonkeyPatch
+    placement: Placement, lone_head: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "PAUSE_S", 0.3)
-    with contextlib.closing(LoneServer(placement)) as head, kept_file_limit():
+    with kept_file_limit():
         node = stranger(placement)
         node.sendall(line(placement))
         free = os.dup(node.fileno())  # the next descriptor would be this one
@@ -348,10 +351,10 @@ def test_head_without_descriptors_goes_on_and_does_not_spin(
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
         start_s = time.monotonic()
-        assert head.receive(10.0) == []
+        assert lone_head.receive(10.0) == []
         assert 0.3 <= time.monotonic() - start_s < 5.0
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        until(head)
+        until(lone_head)
         node.close()
 
 
@@ -368,7 +371,7 @@ def test_failing_accept_costs_no_node_its_place(
         return accept(listener)
 
     monkeypatch.setattr(socket.socket, "accept", failing)
-    end_run([call.roll() for call in (CallThread(placement, 0), CallThread(placement, 1))])
+    end_run(meet(placement))
     assert failures == []
 
 
@@ -376,7 +379,7 @@ def test_node_calls_again_after_the_head_has_closed_its_connection(
     placement: Placement, secret: bytes | None
 ) -> None:
     """The head closes the oldest callers when it runs out of descriptors or of room."""
-    with socket.create_server(("127.0.0.1", job_port(placement.job_id))) as listener:
+    with squatting(placement) as listener:
         listener.settimeout(10)
         node = CallThread(placement, 1, secret=secret)
         for heard in (0, 1, 4096):
@@ -393,7 +396,7 @@ def test_head_with_a_low_hard_limit_says_the_number_and_the_command() -> None:
     def head(ready: Callable[[], None]) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
         with pytest.raises(NoPlan) as refused:
-            gather.meet(placement, NodeInfo(host="head"), timeout_s=30, log=lambda _: None)
+            gather.meet_nodes(placement, NodeInfo(host="head"), timeout_s=30, log=lambda _: None)
         error = refused.value
         needs = re.fullmatch(r"the head of 4096 nodes needs (\d+) open files; its limit is 1024", error.what)
         assert needs
@@ -420,7 +423,6 @@ def test_limit_is_raised_to_what_the_nodes_need() -> None:
 def test_node_of_a_run_that_sends_rubbish_is_lost(placement: Placement, secret: bytes | None) -> None:
     rolls = meet(replace(placement, nnodes=3), secret=secret)
     head = rolls[0]
-    assert isinstance(head, HeadSession)
     rolls[1]._connection.send_line(b"[" * 2048)
     assert hear([head, rolls[2]], lambda _: bool(head.lost)) == [[], []]
     assert head.lost == {1: "it sent something other than a message of imgkit's roll call"}
@@ -431,7 +433,6 @@ def test_node_that_repeats_itself_is_passed_on_once(placement: Placement) -> Non
     """A stranger may be a node of an open start; it fills neither the head's memory nor the others' links."""
     rolls = meet(replace(placement, nnodes=3))
     head = rolls[0]
-    assert isinstance(head, HeadSession)
     failure = RankFailure(rank=1, code=7, age_ms=0, after_peer=False, log="")
     for number in range(50):
         rolls[1].report(MeasureResult(stage=number))
@@ -447,16 +448,13 @@ def test_node_that_repeats_itself_is_passed_on_once(placement: Placement) -> Non
     close(rolls)
 
 
-class LoneServer(Server):
+@pytest.fixture
+def lone_head(placement: Placement) -> Iterator[Server]:
     """The server of a head that does nothing else."""
-
-    def __init__(self, placement: Placement) -> None:
-        listener = ports.listen(job_port(placement.job_id))
-        super().__init__(listener, job_id=placement.job_id, log=lambda _: None)
-
-    def close(self, linger_s: float = 0.0) -> None:
-        """Close everything."""
-        super().close(linger_s)
+    listener = ports.listen(job_port(placement.job_id))
+    head = Server(listener, job_id=placement.job_id, log=lambda _: None)
+    yield head
+    head.close(0.0)
 
 
 def line(placement: Placement) -> bytes:

@@ -1,6 +1,6 @@
 """The command of this node below its guard (guard.py), and its end by force from a deadline on.
 
-`GuardedCommand` is the node agent's side of the guard: it starts the command, takes the guard's reports, and
+`CommandProcess` is the node agent's side of the guard: it starts the command, takes the guard's reports, and
 copies the error output. `Deadline` says when the command is ended, and with which signals.
 """
 
@@ -10,7 +10,6 @@ import contextlib
 import math
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -39,14 +38,14 @@ _LOG_ONLY = re.compile(
 )
 
 
-class GuardedCommand:
+class CommandProcess:
     """A command and its guard. `close` ends everything that is left of them.
 
     Parameters
     ----------
     log : prints messages about the command.
     repeats_warnings : False leaves out a warning that all nodes of a run print, since another node prints it.
-    open_files : soft limit of the command's open files. None keeps the limit of this process.
+    open_files : soft limit of the command's open files.
     inherited : descriptors that the command gets under the same numbers.
     kind : how the guard starts the command: ``torchrun`` or ``node`` (guard.py).
     """
@@ -58,12 +57,10 @@ class GuardedCommand:
         log: Callable[[str], None],
         *,
         repeats_warnings: bool = True,
-        open_files: int | None = None,
+        open_files: int,
         inherited: Sequence[int] = (),
         kind: str = "torchrun",
     ) -> None:
-        if open_files is None:
-            open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._argv, self._log, self._kind = argv, log, kind
         self.code: int | None = None
         """Exit code of the command, or the negative number of the signal that ended it.
@@ -130,7 +127,7 @@ class GuardedCommand:
         with contextlib.suppress(OSError):  # the guard has ended by itself
             os.write(self._control, f"{step}\n".encode())
 
-    def wait_for_guard(self) -> int:
+    def wait(self) -> int:
         """Close the pipes, wait until the guard has ended, and return the command's exit code.
 
         If the guard itself was killed, kill the processes that it has left, and return -9 as for a killed
@@ -244,13 +241,15 @@ class _Copier(threading.Thread):
         Lines for the log alone are left out, such as a traceback that the node agent prints later.
         """
         for line in re.findall(rb"[^\n]*\n|[^\n]+", data):
-            if not self._in_line:  # else it goes on with a line whose beginning was in the data before
-                # The empty line after a hidden stack belongs to it.
-                is_stack_end = self._is_hidden and _EMPTY.fullmatch(line) is not None
-                self._is_hidden = is_stack_end or _LOG_ONLY.match(line) is not None
-                if _NO_HOST_NAME in line:  # only the first such line is shown
-                    self._is_hidden = self._has_warned
-                    self._has_warned = True
+            if self._in_line:
+                pass  # the beginning of this line was in the data before, and has decided
+            elif _NO_HOST_NAME in line:  # only the first such line is shown
+                self._is_hidden = self._has_warned
+                self._has_warned = True
+            elif self._is_hidden and _EMPTY.fullmatch(line):
+                pass  # the empty line after a hidden stack belongs to it
+            else:
+                self._is_hidden = _LOG_ONLY.match(line) is not None
             if not self._is_hidden:
                 yield line
             self._in_line = not line.endswith(b"\n")

@@ -1,12 +1,14 @@
-"""NCCL's RAS in the report of a hang. There is no GPU here: `FakeRas` listens in place of NCCL's thread.
+"""NCCL's RAS in the report of a hang, and torch's flight recorder after a failure. There is no GPU here.
 
-Its answers have the lines and spaces that src/ras/client_support.cc of NCCL prints, with made-up values.
+`FakeRas` listens in place of NCCL's thread. Its answers have the lines and spaces that
+src/ras/client_support.cc of NCCL prints, with made-up values. Workers that are fakes leave a file as torch
+does when a collective has timed out.
 """
 
 from __future__ import annotations
 
 import socket
-import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +20,8 @@ import pytest
 
 from imgkit_entrypoints.launch import nccl
 
-from .test_watchdog import SOON, STUB, WAITS, worker
+from .conftest import stub
+from .test_watchdog import SOON, WAITS, worker
 
 HEAD = """NCCL version 2.27.3+cuda12.9 compiled with CUDA 12.9
 CUDA runtime version 12090, driver version 12090
@@ -163,21 +166,27 @@ def test_ranks_with_fewer_collectives_are_told() -> None:
     assert ras.heard == b"CLIENT PROTOCOL 2\nTIMEOUT 2\nVERBOSE STATUS\n"
 
 
-def test_missing_ranks_of_several_communicators_are_told() -> None:
-    with fake_ras(HEAD + MISSING) as ras:
-        text = report(ras.env())
-    assert "    INCOMPLETE\n      Missing communicator data from 1 job process\n" in text
-    assert "    #0-0 (27a079b828ff1a75) INCOMPLETE\n" in text
-    assert "      The missing rank: 2\n" in text
-    assert "    #1-0 (cf264af53edbe986) INCOMPLETE\n" in text
-    assert "      Rank 1 -- [process information not found]\n" in text
-
-
-def test_ranks_that_all_agree_are_told() -> None:
-    with fake_ras(HEAD + CALM) as ras:
-        assert report(ras.env()).endswith(
-            "    all ranks of all communicators answer, and have launched the same number of collectives"
-        )
+@pytest.mark.parametrize(
+    ("answer", "report_lines"),
+    [
+        (
+            MISSING,
+            (
+                "INCOMPLETE\n      Missing communicator data from 1 job process",
+                "#0-0 (27a079b828ff1a75) INCOMPLETE",
+                "  The missing rank: 2",
+                "#1-0 (cf264af53edbe986) INCOMPLETE",
+                "  Rank 1 -- [process information not found]",
+            ),
+        ),
+        (CALM, ("all ranks of all communicators answer, and have launched the same number of collectives",)),
+    ],
+    ids=["missing ranks", "all agree"],
+)
+def test_ranks_of_all_communicators_are_told(answer: str, report_lines: tuple[str, ...]) -> None:
+    with fake_ras(HEAD + answer) as ras:
+        text = report(ras.env()) + "\n"
+    assert [line for line in report_lines if f"    {line}\n" not in text] == []
 
 
 def test_stopped_process_that_shares_the_port_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +254,7 @@ def test_address_is_the_one_of_nccl(changed: dict[str, str], address: object) ->
 def test_answer_stands_below_the_stacks(nodes: Any) -> None:
     hang = worker("if step == 8 and rank == 1: time.sleep(1000)", WAITS)
     with fake_ras(HEAD + BEHIND) as ras:
-        nodes.start([sys.executable, STUB, "2", hang], **SOON, env=ras.env())
+        nodes.start(stub(hang), **SOON, env=ras.env())
         nodes.said("process 993 on node 10.0.0.2>")
     text = nodes.output()
     assert text.index("stack, innermost first") < text.index("NCCL's RAS (")
@@ -268,3 +277,57 @@ def test_mute_answer_does_not_stop_the_heartbeat(nodes: Any, tmp_path: Path) -> 
         nodes.said(") does not answer>")
     assert "lost" not in nodes.output()
     assert [launcher.poll() for launcher in launchers] == [None, None]
+
+
+FAKE = """
+import os, sys
+place = os.environ.get("TORCH_FR_DUMP_TEMP_FILE")
+if place and "leaves":
+    with open(place + os.environ["LOCAL_RANK"], "w") as file:
+        file.write("a fake of what torch writes")
+sys.exit(1)
+"""
+
+
+def test_dumps_are_named_after_a_failure(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IMGKIT_DEVICE", "cuda")
+    (nodes.folder / "run").mkdir()
+    nodes.start(stub(FAKE), job="4711.head/x")
+    assert nodes.codes() == [1]
+    prefix = nodes.folder / "run/nccl-4711.head_x-rank-"
+    assert f"NCCL's flight recorder has written {prefix}N for rank 0, 1, with" in nodes.output()
+    assert f"torchfrtrace --prefix {prefix.name} {prefix.parent}" in nodes.output()
+
+
+@pytest.mark.parametrize(("device", "fake"), [("cpu", FAKE), ("cuda", FAKE.replace('"leaves"', "False"))])
+def test_failure_without_dumps_names_none(
+    nodes: Any, monkeypatch: pytest.MonkeyPatch, device: str, fake: str
+) -> None:
+    monkeypatch.setenv("IMGKIT_DEVICE", device)
+    (nodes.folder / "run").mkdir()
+    (nodes.folder / "run/nccl-local-rank-0").write_text("of an earlier run")
+    nodes.start(stub(fake), job="")
+    assert nodes.codes() == [1]
+    assert "flight recorder" not in nodes.output()
+
+
+def test_older_torch_has_the_older_names() -> None:
+    cuda = {"IMGKIT_DEVICE": "cuda", "IMGKIT_RUN_DIR": "/runs/one"}
+    new, old = (
+        nccl.recorder_variables(cuda, torch, "7") for torch in ("2.13.0+cu130", "2.3.0a0+40ec155e58.nv24.03")
+    )
+    assert new["TORCH_FR_DUMP_TEMP_FILE"] == "/runs/one/nccl-7-rank-"
+    assert old["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == "/runs/one/nccl-7-rank-"
+    assert old["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
+    assert not [name for name in new if "TRACE" in name or "DEBUG" in name]  # new versions warn of these
+
+
+def test_what_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    env = {
+        "IMGKIT_DEVICE": "cuda",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/mine/",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
+    assert nccl.recorder_variables(env, "2.13", "7") == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    assert list(tmp_path.iterdir()) == []  # no folder is made for files that go elsewhere
