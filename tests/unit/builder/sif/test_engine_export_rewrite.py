@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import tarfile
 from typing import Any
 
@@ -58,7 +57,7 @@ def rewritten(*members: tuple[tarfile.TarInfo, bytes], form: int = tarfile.PAX_F
             tar.addfile(info, io.BytesIO(data))
     entries = export_entries(iter([buffer.getvalue()]), created_s=CREATED_S)
     entries = with_package_list(with_added_files(entries, OWN, IF_MISSING), CONFIG)
-    squash.write_tar(squash.strip_attributes(entries, itertools.count(), print), sink)
+    squash.write_tar(squash.strip_attributes(entries, print), sink)
     sink.seek(0)
     return tarfile.open(fileobj=sink)
 
