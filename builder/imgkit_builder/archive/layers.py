@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -166,16 +166,6 @@ _Node = _Folder | int
 """A folder, or the id (see `_LAYER_UNIT`) of a file, link or device. Hard links share one id."""
 
 
-class _ResolvedPath(NamedTuple):
-    """A path of which all links have been followed."""
-
-    folders: list[_Folder]
-    """The existing folders on the path, the root first."""
-    missing: list[str]
-    """The names behind them that are not folders. If ``usr`` is a folder without ``lib``, these are ``lib``
-    and ``a`` for the path ``usr/lib/a``."""
-
-
 class SpecialFile(NamedTuple):
     """A link, device or FIFO: ``SpecialFile("etc/mtab", SYMLINK, "/proc/mounts")``."""
 
@@ -254,11 +244,11 @@ class LayerTree:
         ------
         CheckFailed : a link on the way leads to itself, so that `path` leads nowhere.
         """
-        resolved = self._resolve(path.split("/"), path)
-        if not resolved.missing:
+        folders, missing = self._resolve(path.split("/"), path)
+        if not missing:
             return DIRECTORY
-        name, *names_below = resolved.missing
-        node = resolved.folders[-1].children.get(name)
+        name, *names_below = missing
+        node = folders[-1].children.get(name)
         if names_below or not isinstance(node, int):
             return None
         return self._kind_of(node)
@@ -364,18 +354,18 @@ class LayerTree:
         A whiteout is a mark for a deleted file: ``etc/.wh.motd`` removes ``etc/motd`` of the layers below.
         """
         *folder_names, name = names
-        resolved = self._resolve(folder_names, member.name)
+        folders, missing = self._resolve(folder_names, member.name)
         if name == WHITEOUT:
             raise self._error(member, "a whiteout without a name")
         if name.startswith(WHITEOUT):
-            if not resolved.missing:
-                self._delete_hidden(resolved.folders[-1], name)
+            if not missing:
+                self._delete_hidden(folders[-1], name)
             return
         if member.kind not in _KINDS:
             raise self._error(member, f"its type {member.kind!r} is not file, folder, link, device or FIFO")
         # Folders are made before the target of a hard link is looked up, because a new folder may replace the
         # target: after the file "a", the hard link "a/a" to "a" makes "a" a folder.
-        folder = self._make_folders(resolved)
+        folder = self._make_folders(folders, missing)
         if member.kind == DIRECTORY:
             self._put_folder(folder, name, member)
         elif member.kind == HARD_LINK:
@@ -429,21 +419,21 @@ class LayerTree:
         if not target_names or ".." in target_names:
             return None
         *folder_names, target_name = target_names
-        resolved = self._resolve(folder_names, member.name)
-        target_folder = resolved.folders[-1]
+        folders, missing = self._resolve(folder_names, member.name)
+        target_folder = folders[-1]
         target_id = target_folder.children.get(target_name)
-        if resolved.missing or not isinstance(target_id, int):
+        if missing or not isinstance(target_id, int):
             return None
         if target_folder is folder and target_name == name:
             return None
         # What is called like the link is removed before the link is made: the target must not be in it.
-        if folder.children.get(name) in resolved.folders:
+        if folder.children.get(name) in folders:
             return None
         return target_id
 
     def _resolve(
-        self, names: Sequence[str], path: str, links: list[_FollowedLink] | None = None
-    ) -> _ResolvedPath:
+        self, names: list[str], path: str, links: list[_FollowedLink] | None = None
+    ) -> tuple[list[_Folder], list[str]]:
         """Follow a path and the links on it, as a process in a container of the image would.
 
         Parameters
@@ -452,6 +442,11 @@ class LayerTree:
         path : the path, for messages.
         links : receives each link on the way.
 
+        Returns
+        -------
+        The existing folders on the path, the root first, and the names behind them that are not folders. If
+        ``usr`` is a folder without ``lib``, these are ``lib`` and ``a`` for the path ``usr/lib/a``.
+
         Raises
         ------
         CheckFailed : the path has too many links, or is too long once they are followed.
@@ -459,7 +454,7 @@ class LayerTree:
         folders = [self._root]
         missing: list[str] = []
         # In reverse, so that `pop` returns the next name, and `+=` puts the target of a link before the rest.
-        pending_names = list(reversed(names))
+        pending_names = names[::-1]
         hops = 0
         while pending_names:
             name = pending_names.pop()
@@ -493,22 +488,22 @@ class LayerTree:
                 raise CheckFailed(f"{path}: its folder is a link that leads to itself", where=self._where)
             if target.startswith("/"):
                 del folders[1:]
-            pending_names += reversed(target.split("/"))
+            pending_names += target.split("/")[::-1]
         if hops:
             path_names = [folder.name for folder in folders] + missing
             if len("/".join(path_names)) >= _MOST_PATH_BYTES:
                 raise CheckFailed(f"{path}: too many links in its path", where=self._where)
-        return _ResolvedPath(folders, missing)
+        return folders, missing
 
-    def _make_folders(self, path: _ResolvedPath) -> _Folder:
-        """Make the missing folders of a path, and return the innermost.
+    def _make_folders(self, folders: list[_Folder], missing: list[str]) -> _Folder:
+        """Make the folders `missing` below the last of `folders`, and return the innermost.
 
-        All folders on the path are marked as touched by this layer: its whiteouts remove only what lower
+        All of them, new or not, are marked as touched by this layer: its whiteouts remove only what lower
         layers have put there.
         """
-        for folder in path.folders:
+        for folder in folders:
             folder.layer = self._layer
-        for name in path.missing:
+        for name in missing:
             # The new folder replaces a file of this name, or a link that leads nowhere.
             child = _Folder(name, self._layer)
             folder.children[name] = child

@@ -378,7 +378,7 @@ def _architecture(entry: Any) -> Any:
 def _is_attestation(entry: Any) -> bool:
     """Return whether an entry of an OCI index describes how an image was built, as BuildKit adds it."""
     kind = _annotations(entry).get("vnd.docker.reference.type")
-    return kind == "attestation-manifest" or _architecture(entry) == "unknown"
+    return bool(kind == "attestation-manifest" or _architecture(entry) == "unknown")
 
 
 def _tag(entry: Any) -> Any:
@@ -493,11 +493,11 @@ def digest_archive(
             with contextlib.closing(plain):
                 members = _MemberHasher(plain, allowance, where).hash_members()
             wrong_blobs = _find_wrong_blobs(members)
-            image = select_image(members.find, where=where)
-            if not image.config.os:
+            selected = select_image(members.find, where=where)
+            if not selected.config.os:
                 raise CheckFailed("its image configuration names no operating system", where=where)
+            image = selected
         except (CheckFailed, ToolFailed, UsageError) as error:
-            image = None  # the check of `os` above fails with `image` already set
             problem = error.what
             if error.where not in (None, where):
                 problem = f"{error.where}: {problem}"
@@ -516,7 +516,7 @@ def digest_archive(
 def _find_wrong_blobs(members: Members[HashedFile]) -> list[str]:
     """Return the names of blobs whose bytes do not have the digest in their name."""
     wrong_blobs = []
-    for name in sorted({*members.files, *members.links}):
+    for name in sorted(members.files | members.links):
         file = members.find(name)
         if name.startswith(_BLOBS) and file and name != _BLOBS + file.sha256:
             wrong_blobs.append(name)

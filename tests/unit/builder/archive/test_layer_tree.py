@@ -25,34 +25,6 @@ def tree_of(*layers: Layer) -> LayerTree:
 
 
 @pytest.mark.parametrize(
-    ("layers", "path", "link"),
-    [
-        ([[("etc", LINK, "/home/me")]], "etc", ("etc", "/home/me")),
-        ([[("etc", LINK, "/home/me")], [("etc/passwd", FILE, "")]], "etc", ("etc", "/home/me")),
-        ([[("etc", LINK, "../../home/me")]], "etc/hosts", ("etc", "../../home/me")),
-        ([[("etc", LINK, "usr/etc"), ("usr/etc", LINK, "/x")]], "etc", ("usr/etc", "/x")),
-        ([[("x", LINK, "/")], [("x/etc", LINK, "/home/me")]], "etc", ("etc", "/home/me")),
-        (
-            [[("x", LINK, "etc"), ("etc/", DIR, "")], [("x/hosts", LINK, "/y")]],
-            "etc/hosts",
-            ("etc/hosts", "/y"),
-        ),
-        ([[("x", LINK, "/y"), ("etc/hosts", HARD, "x")]], "etc/hosts", ("etc/hosts", "/y")),
-        ([[("etc", LINK, "a"), ("a", LINK, "etc")]], "etc", ("a", "etc")),
-        ([[("etc", LINK, "/a"), ("a", LINK, "/etc/x")]], "a", ("a", "/etc/x")),
-        ([[("etc", LINK, "usr/etc"), ("usr/etc/r", LINK, "../../run/r")]], "etc/r", None),
-        ([[("etc", LINK, "/home/me")], [(".wh.etc", FILE, "")]], "etc", None),
-        ([[("etc", LINK, "/home/me")], [("etc/", DIR, "")]], "etc", None),
-        ([[("var/tmp", LINK, "/tmp")]], "var", None),
-        ([[("var/tmp", LINK, "/tmp")]], "var/lib/none", None),
-    ],
-)
-def test_links_that_leave_the_image(layers: list[Layer], path: str, link: tuple[str, str] | None) -> None:
-    escape = tree_of(*layers).find_escape(path)
-    assert (escape and (escape.path, escape.target)) == link
-
-
-@pytest.mark.parametrize(
     ("path", "kind"),
     [
         ("etc", DIRECTORY),

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from imgkit_builder.archive import sidecar
 from imgkit_builder.archive.sidecar import SavedArchive, SavedImage, Sidecar
@@ -87,9 +88,8 @@ def test_later_schema_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 1}', '{"schema": 1, "image": 3}', "\0"])
 def test_what_is_no_sidecar_is_refused(tmp_path: Path, text: str) -> None:
     sidecar.json_path(tmp_path / "x").write_text(text)
-    with pytest.raises(UsageError, match=r"not a sidecar") as caught:
+    with refused(UsageError, r"not a sidecar", where=str(tmp_path / "x.manifest.json")):
         sidecar.read_sidecar(tmp_path / "x")
-    assert caught.value.where == str(tmp_path / "x.manifest.json")
 
 
 @pytest.mark.parametrize("line", ["", f"{EMPTY}  other.tar", f"{EMPTY[:-1]}  x.tar", f"md5  {EMPTY}  x.tar"])
