@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 
 import pytest
 import requests
 from docker.errors import create_api_error_from_http_exception
 
+from imgkit_builder.engine import images
 from imgkit_builder.engine.address import Endpoint
 from imgkit_builder.engine.building import _label_instruction
 from imgkit_builder.engine.containers import shell_argv
@@ -129,6 +131,12 @@ def test_facts_name_a_standin_first_and_have_a_schema() -> None:
     assert (data["schema"], data["standin"], data["labels"]) == (1, False, {"a": "b"})
     standin = dataclasses.replace(image, labels={STANDIN_LABEL: "1"})
     assert ImageFacts(image=standin).lines()[0].startswith("STAND-IN")
+
+
+def test_configuration_that_is_not_named_by_a_sha256_gives_no_id() -> None:
+    manifest = b'{"config": {"digest": "sha256:../etc/passwd"}}'
+    digest = f"sha256:{hashlib.sha256(manifest).hexdigest()}"
+    assert images._find_config(digest, "linux/amd64", {digest: manifest}.get) is None
 
 
 def test_error_without_a_message_is_told() -> None:
