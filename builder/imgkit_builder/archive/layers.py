@@ -424,6 +424,7 @@ class LayerTree:
         target_id = target_folder.children.get(target_name)
         if missing or not isinstance(target_id, int):
             return None
+        # A link to itself would delete the file.
         if target_folder is folder and target_name == name:
             return None
         # What is called like the link is removed before the link is made: the target must not be in it.

@@ -165,6 +165,7 @@ def descendants() -> list[int]:
         children.setdefault(int(parent), []).append(int(path.parent.name))
     pids = []
     pending_pids = children.get(os.getpid(), [])
+    # A process that starts after the scan is found by the next one: `end_build` scans until the program ends.
     while pending_pids:
         pid = pending_pids.pop()
         pids.append(pid)

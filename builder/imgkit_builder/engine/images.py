@@ -426,6 +426,7 @@ def _find_config(digest: str, platform: str, read_blob: Callable[[str], bytes | 
             return None
         try:
             document: dict[str, Any] = json_text.parse(raw)
+            # A manifest names a configuration, an index does not.
             if "config" in document:
                 return _require_digest(document["config"])
             digest = _select_manifest(document["manifests"], platform)

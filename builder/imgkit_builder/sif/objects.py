@@ -257,6 +257,7 @@ def has_metadata(sif: image.SifImage, metadata: SifMetadata) -> bool:
     """
     if sif.root is None:
         return False
+    # The squashfs is compared by its digest, in `Sif.intact_record`: here only its size counts.
     descriptors = _make_descriptors(metadata, sif.root.size_bytes)
     header = _make_header(metadata.arch, descriptors)
     if _pack_fixed_fields(sif.header) != _pack_fixed_fields(header):

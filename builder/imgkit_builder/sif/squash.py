@@ -400,6 +400,7 @@ class UnpackedTree:
             return
         path = self._path(entry.name)
         _write_to_disk(entry, path)
+        # The pseudo file has no extended attributes: mksquashfs takes those of the file.
         self._set_attributes(entry, path)
         time_s = min(max(entry.mtime_s, 0), _MAX_TIME_S)
         # Last, because attributes and content change the time.
@@ -727,6 +728,7 @@ def set_root(path: Path, mtime_s: int, *, offset: int) -> None:
         block_offset, start = divmod(superblock.root_inode, 1 << 16)
         first_block = offset + superblock.inode_table + block_offset
         root = _Inode(stream=stream, first_block=first_block, start=start)
+        # A squashfs of another program may have compressed inodes, in which nothing can be replaced.
         if not root.is_folder():
             return
         root.write(_INODE_TIME, raw_time)

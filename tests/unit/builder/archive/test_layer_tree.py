@@ -58,6 +58,21 @@ def test_type_behind_a_circle_of_links_refused() -> None:
         tree_of([("a", LINK, "b"), ("b", LINK, "a")]).file_type("a/x")
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [
+        [("a", HARD, "none")],
+        [("a", FILE, ""), ("a", HARD, "a")],
+        [("d/f", FILE, ""), ("d", HARD, "d/f")],
+        [("a", FILE, ""), ("b", HARD, "../a")],
+    ],
+    ids=["to nothing", "to itself", "in place of its target's folder", "out of the image"],
+)
+def test_hard_link_without_a_file_is_refused(layer: Layer) -> None:
+    with pytest.raises(CheckFailed, match="a hard link to .*, where there is no file before it"):
+        tree_of(layer)
+
+
 def test_special_files_below_a_path() -> None:
     tree = tree_of(
         [("m/", DIR, ""), ("m/b/run", tarfile.FIFOTYPE, ""), ("m/b/file", FILE, ""), ("m/a", LINK, "/x")],
