@@ -69,7 +69,7 @@ def test_type_behind_a_circle_of_links_refused() -> None:
     ids=["to nothing", "to itself", "in place of its target's folder", "out of the image"],
 )
 def test_hard_link_without_a_file_is_refused(layer: Layer) -> None:
-    with pytest.raises(CheckFailed, match="a hard link to .*, where there is no file before it"):
+    with pytest.raises(CheckFailed, match=r"a hard link to .*, where there is no file before it"):
         tree_of(layer)
 
 
