@@ -20,12 +20,13 @@ switch rewrites a case: whoever changes a message edits its text. A refusal must
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
 import shlex
 import textwrap
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -142,3 +143,15 @@ def _as_text(code: object, stdout: str, stderr: str) -> str:
         if text:
             blocks.append(f"  {name}: |\n{textwrap.indent(text, '    ')}")
     return "".join(blocks)
+
+
+@contextlib.contextmanager
+def refused(
+    kind: type[Any], what: str | None = None, *, where: str | None = None, hint: str = ""
+) -> Iterator[pytest.ExceptionInfo[Any]]:
+    """Expect an error of this kind that `what` matches, at the place `where`, with `hint` in its hint."""
+    with pytest.raises(kind, match=what) as caught:
+        yield caught
+    if where is not None:
+        assert caught.value.where == where
+    assert hint in str(caught.value.hint)

@@ -54,3 +54,13 @@ def chunks(data: bytes, size: int = 1 << 15) -> Iterator[bytes]:
     """Cut `data` into chunks of `size` bytes, as a pipe or an engine sends it."""
     for start in range(0, len(data), size):
         yield data[start : start + size]
+
+
+def changed_header(header: bytes, *changes: tuple[slice, bytes]) -> bytes:
+    """Return a header with other fields, and with a right checksum."""
+    changed = bytearray(header)
+    for field, value in changes:
+        changed[field] = value
+    changed[148:156] = b" " * 8
+    changed[148:156] = b"%06o\0 " % sum(changed)
+    return bytes(changed)

@@ -7,8 +7,7 @@ import struct
 from pathlib import Path
 
 from imgkit_builder.oci.config import ImageConfig
-from imgkit_builder.sif import frame, image
-from imgkit_builder.sif.frame import NewObject
+from imgkit_builder.sif import image, objects
 from imgkit_builder.sif.image import (
     ARCHS,
     DESCRIPTOR,
@@ -18,6 +17,7 @@ from imgkit_builder.sif.image import (
     ImgkitRecord,
     PartitionType,
 )
+from imgkit_builder.sif.objects import NewObject
 
 SLOTS = 12
 TABLE_AT = 4096
@@ -61,20 +61,20 @@ def write(
         data_bytes=0,
     )
     path.write_bytes(HEADER.pack(*header).ljust(DATA_AT, b"\0"))
-    frame.add_object(
+    objects.add_object(
         path, NewObject(datatype=DataType.DEFFILE, name="def", group=1, data=b"bootstrap: oci\n")
     )
-    frame.add_object(
+    objects.add_object(
         path, NewObject(datatype=DataType.JSON, name="oci-config.json", group=1, data=b'{"a": 1}')
     )
     extra = struct.pack("<ii3s", 1, PartitionType.PRIMARY, code)
-    frame.add_object(
+    objects.add_object(
         path,
         NewObject(datatype=DataType.PARTITION, name="root", group=1, data=root, extra=extra, align=4096),
     )
     if recorded:
         assert isinstance(root, bytes)
-        frame.put_record(path, record(root))
+        objects.put_record(path, record(root))
     return path
 
 
@@ -93,7 +93,7 @@ def record(root: bytes = ROOT) -> ImgkitRecord:
 
 def sign(path: Path, data: bytes = b"-----BEGIN PGP SIGNED MESSAGE-----\n") -> None:
     """Add an object as a runtime adds a signature: in no group, and linked to group 1."""
-    entry = frame.add_object(path, NewObject(datatype=DataType.SIGNATURE, name="", group=0, data=data))
+    entry = objects.add_object(path, NewObject(datatype=DataType.SIGNATURE, name="", group=0, data=data))
     header = image.read(path).header
     with path.open("r+b") as stream:
         stream.write(HEADER.pack(*header._replace(modified_s=1_800_000_000)))

@@ -121,7 +121,7 @@ WRITERS = {
     "builder/imgkit_builder/lock/inside.py": IN_BASE,
     "builder/imgkit_builder/packages/inside.py": IN_BASE,
     "builder/imgkit_builder/jobs/remote/rsync_shell.py": OWN_FOLDER,
-    "builder/imgkit_builder/sif/frame.py": "changes a part file, and makes none",
+    "builder/imgkit_builder/sif/objects.py": "changes a part file, and makes none",
     "builder/imgkit_builder/sif/namespace.py": KERNEL,
     "builder/imgkit_builder/sif/squash.py": OWN_FOLDER,
     "builder/imgkit_builder/sif/supervisor.py": OWN_FOLDER,

@@ -23,12 +23,21 @@ from imgkit_builder.image import smoke
 from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.oci.manifest import BaseImage
 from imgkit_builder.recipe.model import Recipe
-from imgkit_builder.sif import check, conversion, convert, entries, frame, mksquashfs, runtime, runtime_build
+from imgkit_builder.sif import (
+    check,
+    conversion,
+    convert,
+    entries,
+    mksquashfs,
+    objects,
+    runtime,
+    runtime_build,
+)
 from imgkit_builder.sif import image as sif_image
 from imgkit_builder.sif.conversion import Clock, Compression, ConversionJob, Options, Stage
 from imgkit_builder.sif.entries import Archive
-from imgkit_builder.sif.frame import NewObject
 from imgkit_builder.sif.image import DataType, ImgkitRecord, SifImage
+from imgkit_builder.sif.objects import NewObject
 from imgkit_builder.sif.runtime import RuntimeTool
 from imgkit_builder.sif.workspace import tmp_base, workspace
 from imgkit_entrypoints import __version__
@@ -266,7 +275,7 @@ def _write_record(
     }
     raw = json.dumps(config, indent=1, sort_keys=True).encode()
     group = sif.require_root().group
-    frame.add_object(new_sif, NewObject(datatype=DataType.JSON, name=_CONFIG_OBJECT, group=group, data=raw))
+    objects.add_object(new_sif, NewObject(datatype=DataType.JSON, name=_CONFIG_OBJECT, group=group, data=raw))
     record = ImgkitRecord(
         image_id=f"sha256:{hashlib.sha256(raw).hexdigest()}",
         diff_ids=(diff_id,),
@@ -277,7 +286,7 @@ def _write_record(
         imgkit=__version__,
         source=request.recipe.name,
     )
-    frame.put_record(new_sif, record)
+    objects.put_record(new_sif, record)
     return record
 
 

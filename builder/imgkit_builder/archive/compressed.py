@@ -131,7 +131,7 @@ def unpack_chunks(
         return
     unpack = _gunzip if compress == "gzip" else _unzstd
     for plain in unpack(chunks, name):
-        if allowance:
+        if allowance is not None:
             allowance.add_unpacked(len(plain))
         if plain:
             yield plain
@@ -159,33 +159,36 @@ class Gunzip:
     def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
         """Unpack `data`, the next bytes of the stream, and yield the result, at most 1 MiB at a time."""
         for start in range(0, len(data), _PIECE_BYTES):
-            remaining = bytes(data[start : start + _PIECE_BYTES])
-            while remaining:
-                if self._inflate.eof:
-                    # A member has ended. Concatenated files have several; zeros behind the last are padding.
-                    remaining = remaining.lstrip(b"\0")
-                    if not remaining:
-                        break
-                    self._inflate = zlib.decompressobj(wbits=31)
-                try:
-                    plain = self._inflate.decompress(remaining, CHUNK_BYTES)
-                except zlib.error as error:
-                    raise self._error(f"is damaged: {error}") from error
-                remaining = self._inflate.unconsumed_tail
-                if self._inflate.eof:
-                    remaining = self._inflate.unused_data
-                if plain:
-                    yield plain
+            yield from self._feed_piece(bytes(data[start : start + _PIECE_BYTES]))
+
+    def _feed_piece(self, packed: bytes) -> Iterator[bytes]:
+        """Unpack `packed`, which may have the end of a member and the start of the next."""
+        while packed:
+            if self._inflate.eof:
+                # A member has ended. Concatenated files have several; zeros behind the last are padding.
+                packed = packed.lstrip(b"\0")
+                if not packed:
+                    return
+                self._inflate = zlib.decompressobj(wbits=31)
+            try:
+                plain = self._inflate.decompress(packed, CHUNK_BYTES)
+            except zlib.error as error:
+                raise self._error(f"is damaged: {error}") from error
+            packed = self._inflate.unconsumed_tail
+            if self._inflate.eof:
+                packed = self._inflate.unused_data
+            if plain:
+                yield plain
 
     def finish(self) -> bytes:
         """Return the last unpacked bytes. Raise CheckFailed if the stream was cut short."""
         try:
-            rest = self._inflate.flush()
+            plain = self._inflate.flush()
         except zlib.error as error:
             raise self._error(f"is damaged: {error}") from error
         if not self._inflate.eof:
             raise self._error("is cut short")
-        return rest
+        return plain
 
     def _error(self, problem: str) -> CheckFailed:
         return CheckFailed(f"the gzip data {problem}", where=self._name, hint="copy the file again")
@@ -197,12 +200,13 @@ def _gunzip(chunks: Iterable[bytes], name: str) -> Iterator[bytes]:
     A stream of many small members, as `imgkit save` writes, is unpacked by several threads, since members do
     not depend on each other. Other streams are unpacked by one.
     """
-    rest = iter(chunks)
-    start = next(rest, b"")
+    later_chunks = iter(chunks)
+    first_chunk = next(later_chunks, b"")
+    all_chunks = itertools.chain([first_chunk], later_chunks)
     # The first chunk tells: gzip and pigz write one member per file, so no second member begins in it.
-    has_members = start.find(_MEMBER_START, 1) > 0
-    unpack = _unpack_members if has_members else _unpack_ahead
-    return unpack(Gunzip(name), itertools.chain((start,), rest))
+    if first_chunk.find(_MEMBER_START, 1) > 0:
+        return _unpack_members(Gunzip(name), all_chunks)
+    return _unpack_ahead(Gunzip(name), all_chunks)
 
 
 def _unpack_ahead(gunzip: Gunzip, chunks: Iterator[bytes]) -> Iterator[bytes]:
@@ -249,7 +253,7 @@ def _unpack_members(gunzip: Gunzip, chunks: Iterator[bytes]) -> Iterator[bytes]:
     member; `gunzip` unpacks all other pieces in order.
     """
     is_between_members = True
-    for piece, plain in _inflate_side_by_side(chunks):
+    for piece, plain in _inflate_in_threads(chunks):
         if is_between_members and plain is not None:
             yield plain
         else:
@@ -260,24 +264,25 @@ def _unpack_members(gunzip: Gunzip, chunks: Iterator[bytes]) -> Iterator[bytes]:
         yield gunzip.finish()
 
 
-def _inflate_side_by_side(chunks: Iterator[bytes]) -> Iterator[tuple[bytes, bytes | None]]:
+_InflatedPiece = tuple[bytes, bytes | None]
+"""A piece of a gzip stream, and its unpacked bytes. These are None if it is not exactly one small member."""
+
+
+def _inflate_in_threads(chunks: Iterator[bytes]) -> Iterator[_InflatedPiece]:
     """Cut a gzip stream where members seem to begin, and yield each piece with its unpacked bytes.
 
-    The unpacked bytes are None if the piece is not exactly one small member. Several threads unpack; the
-    pieces keep their order.
+    Several threads unpack; the pieces keep their order.
     """
     workers = min(process.count_processors(), _MAX_WORKERS)
-    jobs: deque[tuple[list[bytes], Future[list[bytes | None]]]] = deque()
-    groups = _split_at_members(chunks)
+    jobs: deque[Future[list[_InflatedPiece]]] = deque()
     with ThreadPoolExecutor(workers) as pool:
-        while True:
-            # One more group than there are threads, so that no thread waits for new data.
-            for group in itertools.islice(groups, workers + 1 - len(jobs)):
-                jobs.append((group, pool.submit(_inflate_members, group)))
-            if not jobs:
-                return
-            pieces, job = jobs.popleft()
-            yield from zip(pieces, job.result(), strict=True)
+        for pieces in _split_at_members(chunks):
+            jobs.append(pool.submit(_inflate_members, pieces))
+            # One more job than there are threads, so that no thread waits for new data.
+            if len(jobs) > workers:
+                yield from jobs.popleft().result()
+        for job in jobs:
+            yield from job.result()
 
 
 def _split_at_members(chunks: Iterator[bytes]) -> Iterator[list[bytes]]:
@@ -285,42 +290,43 @@ def _split_at_members(chunks: Iterator[bytes]) -> Iterator[list[bytes]]:
 
     If no member begins within 1 MiB, it is cut there, too, so that memory stays bounded.
     """
-    data = b""
+    pending = b""
     for chunk in chunks:
-        data += chunk
+        pending += chunk
         pieces = []
         start = 0
-        next_start = data.find(_MEMBER_START, 1)
+        next_start = pending.find(_MEMBER_START, 1)
         while next_start > 0:
-            pieces.append(data[start:next_start])
+            pieces.append(pending[start:next_start])
             start = next_start
-            next_start = data.find(_MEMBER_START, start + 1)
-        data = data[start:]
-        if len(data) > CHUNK_BYTES:
+            next_start = pending.find(_MEMBER_START, start + 1)
+        pending = pending[start:]
+        if len(pending) > CHUNK_BYTES:
             # Keep the last bytes: they may be the first half of the mark at which the next member begins.
-            pieces.append(data[: -len(_MEMBER_START)])
-            data = data[-len(_MEMBER_START) :]
+            cut = len(pending) - len(_MEMBER_START)
+            pieces.append(pending[:cut])
+            pending = pending[cut:]
         if pieces:
             yield pieces
-    if data:
-        yield [data]
+    if pending:
+        yield [pending]
 
 
-def _inflate_members(pieces: list[bytes]) -> list[bytes | None]:
-    """Return the unpacked bytes of each of `pieces`, or None for a piece that is not one small member.
+def _inflate_members(pieces: list[bytes]) -> list[_InflatedPiece]:
+    """Return each of `pieces` with its unpacked bytes.
 
     A call unpacks 4 MiB at most; further pieces give None, and the caller unpacks them in bounded memory.
     """
     budget_bytes = _AHEAD_BYTES
-    members = []
+    inflated = []
     for piece in pieces:
         plain = None
         if budget_bytes > 0:
             plain = _inflate_member(piece, min(budget_bytes, CHUNK_BYTES))
         if plain is not None:
             budget_bytes -= len(plain)
-        members.append(plain)
-    return members
+        inflated.append((piece, plain))
+    return inflated
 
 
 def _inflate_member(piece: bytes, most_bytes: int) -> bytes | None:

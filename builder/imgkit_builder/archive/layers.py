@@ -14,9 +14,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from imgkit_builder.archive.compressed import Allowance
 from imgkit_builder.archive.stored import Region, Spool, StoredImage, StoredLayer, hash_chunks
@@ -43,12 +44,11 @@ _MOST_NAME_BYTES = 255
 # Linux allows no longer path, the final zero aside.
 _MOST_PATH_BYTES = 4095
 _KINDS = (REGULAR, HARD_LINK, SYMLINK, CHARACTER, BLOCK, DIRECTORY, FIFO)
-_LAYER_SHIFT = 40
-"""The tree knows a member by one number, ``layer << 40 | position``: member 7 of layer 2 is ``2 << 40 | 7``.
+_LAYER_UNIT = 1 << 40
+"""The tree knows a member by one number, its id: member 7 of layer 2 has the id ``2 * _LAYER_UNIT + 7``.
 
 An int costs the tree a fifth of what a tuple or an object costs, and an image has millions of files.
 """
-_POSITION_MASK = (1 << _LAYER_SHIFT) - 1
 
 
 def scan_layers(
@@ -86,7 +86,7 @@ def scan_layers(
         for layer in image.layers:
             if layer.compress == "none":
                 if layer.region not in hashing:
-                    hashing[layer.region] = pool.submit(layer.sha256)
+                    hashing[layer.region] = pool.submit(layer.region.sha256)
             elif spool and layer.region not in unpacking:
                 unpacking[layer.region] = pool.submit(spool.unpack, layer, allowance)
         for number, layer in enumerate(image.layers, 1):
@@ -152,9 +152,10 @@ class _Folder:
     `entry` is None if no layer has a member for the folder: a layer may hold ``a/b`` without ``a``.
     """
 
-    __slots__ = ("children", "entry", "layer")
+    __slots__ = ("children", "entry", "layer", "name")
 
-    def __init__(self, layer: int) -> None:
+    def __init__(self, name: str, layer: int) -> None:
+        self.name = name
         self.children: dict[str, _Node] = {}
         self.entry: FolderEntry | None = None
         self.layer = layer
@@ -162,7 +163,16 @@ class _Folder:
 
 
 _Node = _Folder | int
-"""A folder, or the number (see `_LAYER_SHIFT`) of a file, link or device. Hard links share one number."""
+"""A folder, or the id (see `_LAYER_UNIT`) of a file, link or device. Hard links share one id."""
+
+
+class SpecialFile(NamedTuple):
+    """A link, device or FIFO: ``SpecialFile("etc/mtab", SYMLINK, "/proc/mounts")``."""
+
+    path: str
+    kind: bytes
+    target: str
+    """Where a link leads. It is empty for a device or FIFO."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +181,7 @@ class MergePlan:
 
     folders: tuple[tuple[str, FolderEntry | None], ...]
     """Path and attributes of each folder, parents first: ``usr``, then ``usr/lib``."""
-    names: tuple[dict[int, tuple[str, ...]], ...]
+    visible_paths: tuple[dict[int, tuple[str, ...]], ...]
     """One map per layer, from the position of a member in the layer to the visible paths of its file.
 
     Hard links give a file several paths. A member that a later layer hides is absent.
@@ -196,16 +206,16 @@ class LayerTree:
 
     def __init__(self, where: str) -> None:
         self._where = where
-        self._root = _Folder(-1)
+        self._root = _Folder("", -1)
         self._layer = -1
-        self._links: dict[int, str] = {}
-        """Targets of symlinks."""
-        self._special: dict[int, bytes] = {}
-        """Types of devices and FIFOs."""
-        self._linked: set[tuple[int, str]] = set()
+        self._link_targets: dict[int, str] = {}
+        """Targets of symlinks, by the id of the link."""
+        self._device_kinds: dict[int, bytes] = {}
+        """Types of devices and FIFOs, by their ids."""
+        self._new_hard_links: set[tuple[int, str]] = set()
         """Hard links of this layer to files of lower layers, as ``(id(folder), name)``.
 
-        Their number names the lower layer, but a whiteout of this layer must not remove them.
+        Their id states the lower layer, but a whiteout of this layer must not remove them.
         """
 
     def add_layer(self, members: Iterable[Member]) -> None:
@@ -216,11 +226,12 @@ class LayerTree:
         CheckFailed : no image may have one of the `members`, such as ``../a``. The message names it.
         """
         self._layer += 1
-        self._linked.clear()
-        for position, member in enumerate(members):
-            parts = self._parts(member)
-            if parts:
-                self._add(parts, member, self._layer << _LAYER_SHIFT | position)
+        self._new_hard_links.clear()
+        first_id = self._layer * _LAYER_UNIT
+        for member_id, member in enumerate(members, first_id):
+            names = self._split_member_path(member)
+            if names:
+                self._add_member(member, names, member_id)
             elif member.kind != DIRECTORY:
                 raise self._error(member, "it replaces the root folder")
 
@@ -233,52 +244,48 @@ class LayerTree:
         ------
         CheckFailed : a link on the way leads to itself, so that `path` leads nowhere.
         """
-        folders, missing = self._walk(path.split("/"), path)
+        folders, missing = self._resolve(path.split("/"), path)
         if not missing:
             return DIRECTORY
-        if len(missing) > 1:
+        name, *names_below = missing
+        node = folders[-1].children.get(name)
+        if names_below or not isinstance(node, int):
             return None
-        _, folder = folders[-1]
-        node = folder.children.get(missing[0])
-        if not isinstance(node, int):
-            return None
-        return self._leaf_type(node)
+        return self._kind_of(node)
 
-    def find_escape(self, path: str) -> tuple[str, str] | None:
-        """Return path and target of the first link that leads `path` out of the image on the host.
+    def find_escape(self, path: str) -> SpecialFile | None:
+        """Return the first link that leads `path` out of the image on the host.
 
         On the host, the image is an unpacked folder: with a link ``data -> /scratch``, ``data/x`` leaves it,
-        and the result is ``("data", "/scratch")``. A link that leads to itself counts, too. Return None if
-        `path` stays in the image.
+        and the result is the link ``data``. A link that leads to itself counts, too. Return None if `path`
+        stays in the image.
         """
         links: list[_FollowedLink] = []
         try:
-            self._walk(path.split("/"), path, links)
+            self._resolve(path.split("/"), path, links)
         except CheckFailed:
             # The last link leads to itself.
             links[-1].leaves_image = True
         for link in links:
             if link.leaves_image:
-                return link.path, link.target
+                return SpecialFile(link.path, SYMLINK, link.target)
         return None
 
-    def special_files(self, path: str) -> Iterator[tuple[str, bytes, str]]:
-        """Yield path, type and target of each link, device and FIFO at and below `path`, sorted by path.
-
-        For example, ``("etc/mtab", SYMLINK, "/proc/mounts")``. Links are not followed. A device or FIFO has
-        an empty target.
-        """
+    def special_files(self, path: str) -> Iterator[SpecialFile]:
+        """Yield each link, device and FIFO at and below `path`, sorted by path. Links are not followed."""
         pending_paths = [path]
         while pending_paths:
             node_path = pending_paths.pop()
-            node = self._node(node_path.split("/"))
+            node = self._find_node(node_path)
+            if node is None:
+                continue
             if isinstance(node, _Folder):
                 names = sorted(node.children, reverse=True)
                 pending_paths += [f"{node_path}/{name}" for name in names]
-            elif node is not None:
-                file_type = self._leaf_type(node)
-                if file_type != REGULAR:
-                    yield node_path, file_type, self._links.get(node, "")
+                continue
+            kind = self._kind_of(node)
+            if kind != REGULAR:
+                yield SpecialFile(node_path, kind, self._link_targets.get(node, ""))
 
     def dissolve(self) -> MergePlan:
         """Return the folders and files that are visible in the image, and empty the tree.
@@ -286,7 +293,7 @@ class LayerTree:
         The tree is taken apart on the way, because tree and result together may not fit in memory.
         """
         folders: list[tuple[str, FolderEntry | None]] = []
-        names: tuple[dict[int, tuple[str, ...]], ...] = tuple({} for _ in range(self._layer + 1))
+        visible_paths: tuple[dict[int, tuple[str, ...]], ...] = tuple({} for _ in range(self._layer + 1))
         # A list in place of recursion: an image may have folders of any depth.
         pending_folders: list[tuple[str, _Folder]] = [("", self._root)]
         while pending_folders:
@@ -301,60 +308,58 @@ class LayerTree:
                 path = prefix + name
                 if isinstance(node, _Folder):
                     pending_folders.append((path, node))
-                else:
-                    layer_names = names[node >> _LAYER_SHIFT]
-                    position = node & _POSITION_MASK
-                    layer_names[position] = (path, *layer_names.get(position, ()))
-        return MergePlan(folders=tuple(folders), names=names)
+                    continue
+                layer, position = divmod(node, _LAYER_UNIT)
+                hard_links = visible_paths[layer].get(position, ())
+                visible_paths[layer][position] = (path, *hard_links)
+        return MergePlan(folders=tuple(folders), visible_paths=visible_paths)
 
-    def _node(self, parts: Sequence[str]) -> _Node | None:
-        """Return what lies at a path, without following links."""
+    def _find_node(self, path: str) -> _Node | None:
+        """Return what lies at `path`, without following links, or None if nothing does."""
         node: _Node | None = self._root
-        for part in parts:
+        for name in path.split("/"):
             if not isinstance(node, _Folder):
                 return None
-            node = node.children.get(part)
+            node = node.children.get(name)
         return node
 
-    def _leaf_type(self, number: int) -> bytes:
+    def _kind_of(self, member_id: int) -> bytes:
         """Return the type of a member that is no folder, such as `SYMLINK`."""
-        if number in self._links:
+        if member_id in self._link_targets:
             return SYMLINK
-        return self._special.get(number, REGULAR)
+        return self._device_kinds.get(member_id, REGULAR)
 
-    def _parts(self, member: Member) -> list[str]:
+    def _split_member_path(self, member: Member) -> list[str]:
         """Return the names in the path of `member`: ``./usr/lib`` -> ``usr``, ``lib``.
 
         Raises
         ------
         CheckFailed : the path has ``..``, or a name that is too long for Linux.
         """
-        parts = [part for part in member.name.split("/") if part not in ("", ".")]
-        if ".." in parts:
+        names = _split_path(member.name)
+        if ".." in names:
             raise self._error(member, "its name leads out of the image with '..'")
-        # A character has up to 4 bytes: only long names need to be encoded.
-        safe_length = _MOST_NAME_BYTES // 4
-        if len(member.name) > safe_length and any(len(part) > safe_length for part in parts):
-            longest_bytes = max(len(part.encode("utf-8", "surrogateescape")) for part in parts)
+        # Encoding takes time. A character has up to 4 bytes, so a short path has no name that is too long.
+        if len(member.name) > _MOST_NAME_BYTES // 4:
+            name_bytes = [len(name.encode("utf-8", "surrogateescape")) for name in names]
+            longest_bytes = max(name_bytes, default=0)
             if longest_bytes > _MOST_NAME_BYTES:
                 reason = f"a name of {longest_bytes} bytes, and Linux has at most {_MOST_NAME_BYTES}"
                 raise self._error(member, reason)
-        return parts
+        return names
 
-    def _add(self, parts: list[str], member: Member, number: int) -> None:
-        """Put `member` into the tree under its path `parts`, or apply it if it is a whiteout.
+    def _add_member(self, member: Member, names: list[str], member_id: int) -> None:
+        """Put `member` into the tree at the path `names`, or delete what it hides if it is a whiteout.
 
         A whiteout is a mark for a deleted file: ``etc/.wh.motd`` removes ``etc/motd`` of the layers below.
-        `number` stands for the member in the tree, see `_LAYER_SHIFT`.
         """
-        name = parts[-1]
-        folders, missing = self._walk(parts[:-1], member.name)
+        *folder_names, name = names
+        folders, missing = self._resolve(folder_names, member.name)
+        if name == WHITEOUT:
+            raise self._error(member, "a whiteout without a name")
         if name.startswith(WHITEOUT):
-            if name == WHITEOUT:
-                raise self._error(member, "a whiteout without a name")
             if not missing:
-                _, folder = folders[-1]
-                self._apply_whiteout(folder, name)
+                self._delete_hidden(folders[-1], name)
             return
         if member.kind not in _KINDS:
             raise self._error(member, f"its type {member.kind!r} is not file, folder, link, device or FIFO")
@@ -362,27 +367,25 @@ class LayerTree:
         # target: after the file "a", the hard link "a/a" to "a" makes "a" a folder.
         folder = self._make_folders(folders, missing)
         if member.kind == DIRECTORY:
-            folder.children[name] = self._update_folder(folder.children.get(name), member)
+            self._put_folder(folder, name, member)
         elif member.kind == HARD_LINK:
-            target = self._link_target(member, folder, name)
-            folder.children[name] = target
-            # The file is in a lower layer, but its new name is of this one: whiteouts must leave it alone.
-            if target >> _LAYER_SHIFT != self._layer:
-                self._linked.add((id(folder), name))
+            self._put_hard_link(folder, name, member)
         else:
-            folder.children[name] = number
+            folder.children[name] = member_id
             if member.kind == SYMLINK:
-                self._links[number] = member.link
+                self._link_targets[member_id] = member.link
             elif member.kind != REGULAR:
-                self._special[number] = member.kind
+                self._device_kinds[member_id] = member.kind
 
-    def _update_folder(self, previous: _Node | None, member: Member) -> _Folder:
-        """Return the folder that `member` describes, with its mode, owner and time.
+    def _put_folder(self, parent: _Folder, name: str, member: Member) -> None:
+        """Put the folder that `member` describes into `parent`.
 
-        If a lower layer has the folder (`previous`), its content stays. A file or link is replaced by a new
-        folder.
+        If there is a folder of that name, its content stays. A file or link is replaced by a new folder.
         """
-        folder = previous if isinstance(previous, _Folder) else _Folder(self._layer)
+        folder = parent.children.get(name)
+        if not isinstance(folder, _Folder):
+            folder = _Folder(name, self._layer)
+            parent.children[name] = folder
         folder.layer = self._layer
         folder.entry = FolderEntry(
             mode=member.mode & 0o7777,
@@ -391,38 +394,74 @@ class LayerTree:
             mtime_s=member.mtime_s,
             xattrs=member.xattrs,
         )
-        return folder
 
-    def _walk(
-        self, parts: list[str], name: str, links: list[_FollowedLink] | None = None
-    ) -> tuple[list[tuple[str, _Folder]], list[str]]:
+    def _put_hard_link(self, folder: _Folder, name: str, member: Member) -> None:
+        """Put `name` into `folder` as a further name of the file to which the hard link `member` leads.
+
+        Raises
+        ------
+        CheckFailed : there is no such file, or the new link would replace it.
+        """
+        target_id = self._find_link_target(folder, name, member)
+        if target_id is None:
+            raise self._error(member, f"a hard link to {member.link!r}, where there is no file before it")
+        folder.children[name] = target_id
+        # The file is in a lower layer, but its new name is of this one: whiteouts must leave it alone.
+        if target_id // _LAYER_UNIT != self._layer:
+            self._new_hard_links.add((id(folder), name))
+
+    def _find_link_target(self, folder: _Folder, name: str, member: Member) -> int | None:
+        """Return the id of the file to which the hard link `member` leads.
+
+        Return None if there is no such file, or if the new link, `name` in `folder`, would replace it.
+        """
+        target_names = _split_path(member.link)
+        if not target_names or ".." in target_names:
+            return None
+        *folder_names, target_name = target_names
+        folders, missing = self._resolve(folder_names, member.name)
+        target_folder = folders[-1]
+        target_id = target_folder.children.get(target_name)
+        if missing or not isinstance(target_id, int):
+            return None
+        # A link to itself would delete the file.
+        if target_folder is folder and target_name == name:
+            return None
+        # What is called like the link is removed before the link is made: the target must not be in it.
+        if folder.children.get(name) in folders:
+            return None
+        return target_id
+
+    def _resolve(
+        self, names: list[str], path: str, links: list[_FollowedLink] | None = None
+    ) -> tuple[list[_Folder], list[str]]:
         """Follow a path and the links on it, as a process in a container of the image would.
 
         Parameters
         ----------
-        parts : the names in the path: ``["usr", "lib", "a"]``.
-        name : the path, for messages.
+        names : the names in the path: ``["usr", "lib", "a"]``.
+        path : the path, for messages.
         links : receives each link on the way.
 
         Returns
         -------
-        Name and folder of each existing folder on the path, the root first, and the names behind them that
-        are not folders. If ``usr`` is a folder without ``lib``, these are ``lib`` and ``a``.
+        The existing folders on the path, the root first, and the names behind them that are not folders. If
+        ``usr`` is a folder without ``lib``, these are ``lib`` and ``a`` for the path ``usr/lib/a``.
 
         Raises
         ------
         CheckFailed : the path has too many links, or is too long once they are followed.
         """
-        folders: list[tuple[str, _Folder]] = [("", self._root)]
+        folders = [self._root]
         missing: list[str] = []
         # In reverse, so that `pop` returns the next name, and `+=` puts the target of a link before the rest.
-        waiting = parts[::-1]
+        pending_names = names[::-1]
         hops = 0
-        while waiting:
-            part = waiting.pop()
-            if part in ("", "."):
+        while pending_names:
+            name = pending_names.pop()
+            if name in ("", "."):
                 continue
-            if part == "..":
+            if name == "..":
                 if missing:
                     missing.pop()
                 elif len(folders) > 1:
@@ -432,105 +471,72 @@ class LayerTree:
                 continue
             node = None
             if not missing:
-                _, folder = folders[-1]
-                node = folder.children.get(part)
+                node = folders[-1].children.get(name)
             if isinstance(node, _Folder):
-                folders.append((part, node))
+                folders.append(node)
                 continue
             target = None
             if node is not None:
-                target = self._links.get(node)
+                target = self._link_targets.get(node)
             if target is None:
-                missing.append(part)
+                missing.append(name)
                 continue
             hops += 1
             if links is not None:
-                folder_names = [folder_name for folder_name, _ in folders[1:]]
-                path = "/".join([*folder_names, part])
-                links.append(_FollowedLink(path, target, leaves_image=target.startswith("/")))
+                link_path = "/".join([folder.name for folder in folders[1:]] + [name])
+                links.append(_FollowedLink(link_path, target, leaves_image=target.startswith("/")))
             if hops > _MOST_HOPS:
-                raise CheckFailed(f"{name}: its folder is a link that leads to itself", where=self._where)
+                raise CheckFailed(f"{path}: its folder is a link that leads to itself", where=self._where)
             if target.startswith("/"):
                 del folders[1:]
-            waiting += target.split("/")[::-1]
+            pending_names += target.split("/")[::-1]
         if hops:
-            folder_names = [folder_name for folder_name, _ in folders]
-            path_bytes = sum(len(part) + 1 for part in folder_names + missing)
-            if path_bytes > _MOST_PATH_BYTES:
-                raise CheckFailed(f"{name}: too many links in its path", where=self._where)
+            path_names = [folder.name for folder in folders] + missing
+            if len("/".join(path_names)) >= _MOST_PATH_BYTES:
+                raise CheckFailed(f"{path}: too many links in its path", where=self._where)
         return folders, missing
 
-    def _make_folders(self, folders: list[tuple[str, _Folder]], missing: list[str]) -> _Folder:
+    def _make_folders(self, folders: list[_Folder], missing: list[str]) -> _Folder:
         """Make the folders `missing` below the last of `folders`, and return the innermost.
 
         All of them, new or not, are marked as touched by this layer: its whiteouts remove only what lower
         layers have put there.
         """
-        for _, folder in folders:
+        for folder in folders:
             folder.layer = self._layer
-        for part in missing:
+        for name in missing:
             # The new folder replaces a file of this name, or a link that leads nowhere.
-            child = _Folder(self._layer)
-            folder.children[part] = child
+            child = _Folder(name, self._layer)
+            folder.children[name] = child
             folder = child
         return folder
 
-    def _link_target(self, member: Member, folder: _Folder, name: str) -> int:
-        """Return the number of the file to which the hard link `member` leads.
-
-        The link is about to be called `name` in `folder`.
-
-        Raises
-        ------
-        CheckFailed : there is no such file, or the new link would replace it.
-        """
-        parts = [part for part in member.link.split("/") if part not in ("", ".")]
-        if not parts or ".." in parts:
-            raise self._link_error(member)
-        folders, missing = self._walk(parts[:-1], member.name)
-        _, target_folder = folders[-1]
-        target = target_folder.children.get(parts[-1])
-        if missing or not isinstance(target, int):
-            raise self._link_error(member)
-        # What is called like the link is removed before the link is made: the target must not be in it.
-        previous = folder.children.get(name)
-        is_itself = target_folder is folder and name == parts[-1]
-        is_inside = isinstance(previous, _Folder) and any(parent is previous for _, parent in folders)
-        if is_itself or is_inside:
-            raise self._link_error(member)
-        return target
-
-    def _link_error(self, member: Member) -> CheckFailed:
-        return self._error(member, f"a hard link to {member.link!r}, where there is no file before it")
-
-    def _apply_whiteout(self, folder: _Folder, name: str) -> None:
-        """Apply a whiteout, the mark `name` in `folder` by which a layer deletes files of lower layers.
+    def _delete_hidden(self, folder: _Folder, whiteout: str) -> None:
+        """Delete the files of lower layers that the mark `whiteout` in `folder` hides.
 
         ``.wh.a`` removes ``a``, and ``.wh..wh..opq`` everything in the folder. What this layer itself has put
         there stays. Other names that begin with ``.wh..wh.`` belong to the file system AUFS, and are ignored.
         """
-        if name == OPAQUE:
-            pending = [(folder, child) for child in folder.children]
-        elif name.startswith(AUFS):
+        if whiteout == OPAQUE:
+            pending = [(folder, name) for name in folder.children]
+        elif whiteout.startswith(AUFS):
             return
         else:
-            pending = [(folder, name.removeprefix(WHITEOUT))]
+            pending = [(folder, whiteout.removeprefix(WHITEOUT))]
         while pending:
-            parent, child_name = pending.pop()
-            node = parent.children.get(child_name)
-            if node is None or self._is_new_file(parent, child_name, node):
-                continue
+            parent, name = pending.pop()
+            node = parent.children.get(name)
             if isinstance(node, _Folder) and node.layer == self._layer:
                 # This layer has put something into the folder, which stays.
-                pending += [(node, child) for child in node.children]
-            else:
-                del parent.children[child_name]
+                pending += [(node, child_name) for child_name in node.children]
+            elif node is not None and not self._is_new_file(parent, name, node):
+                del parent.children[name]
 
     def _is_new_file(self, folder: _Folder, name: str, node: _Node) -> bool:
         """Return whether this layer has put `node`, a file or link called `name`, into `folder`."""
         if isinstance(node, _Folder):
             return False
-        return node >> _LAYER_SHIFT == self._layer or (id(folder), name) in self._linked
+        return node // _LAYER_UNIT == self._layer or (id(folder), name) in self._new_hard_links
 
     def _error(self, member: Member, reason: str) -> CheckFailed:
         return CheckFailed(
@@ -538,3 +544,8 @@ class LayerTree:
             where=self._where,
             hint="do not use this image if you do not know its author",
         )
+
+
+def _split_path(path: str) -> list[str]:
+    """Return the names in `path`: ``./usr//lib`` -> ``usr``, ``lib``."""
+    return [name for name in path.split("/") if name not in ("", ".")]

@@ -22,6 +22,7 @@ from imgkit_builder.oci.config import ImageConfig
 _MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 _CONFIG_TYPE = "application/vnd.oci.image.config.v1+json"
 _LAYER_TYPE = "application/vnd.oci.image.layer.v1.tar"
+_BLOBS = "blobs/sha256"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,11 @@ class OciLayout:
     """Tags that the archive knows the image by."""
     layer_bytes: int
     """Sum over the uncompressed layers."""
+
+    @property
+    def layer_paths(self) -> list[Path]:
+        """The files of the layers, the lowest first."""
+        return [_blob_path(self.folder, digest) for digest in self.config.diff_ids]
 
 
 def write_layout(
@@ -48,40 +54,44 @@ def write_layout(
     CheckFailed : a layer is damaged, or the layers unpack to more than `unpack_limit_bytes`.
     """
     config = image.selected.config
-    blobs = folder / "blobs/sha256"
-    blobs.mkdir(parents=True)
+    (folder / _BLOBS).mkdir(parents=True)
     # One allowance for all layers: a hostile image could stay below a limit per layer, and fill the disk.
     allowance = Allowance(image.stored_bytes, image.where, unpack_limit_bytes)
     layers: list[dict[str, object]] = []
     layer_bytes = 0
     for number, layer in enumerate(image.layers, 1):
-        target = blobs / layer.diff_id.removeprefix("sha256:")
-        if not target.exists():  # equal layers share one file
-            sha256 = _write_layer(layer, target, allowance)
+        path = _blob_path(folder, layer.diff_id)
+        if not path.exists():  # equal layers share one file
+            sha256 = _write_layer(layer, path, allowance)
             image.refuse_other_digest(number, sha256)
-        size = target.stat().st_size
-        layers.append({"mediaType": _LAYER_TYPE, "digest": layer.diff_id, "size": size})
-        layer_bytes += size
+        size_bytes = path.stat().st_size
+        layers.append({"mediaType": _LAYER_TYPE, "digest": layer.diff_id, "size": size_bytes})
+        layer_bytes += size_bytes
         report.advance(layer_bytes)
     manifest = {
         "schemaVersion": 2,
         "mediaType": _MANIFEST_TYPE,
-        "config": _write_blob(blobs, config.raw, _CONFIG_TYPE),
+        "config": _write_blob(folder, config.raw, _CONFIG_TYPE),
         "layers": layers,
     }
     # A runtime begins with index.json, and finds everything else by its digest.
-    descriptor = _write_blob(blobs, json.dumps(manifest).encode(), _MANIFEST_TYPE)
+    descriptor = _write_blob(folder, json.dumps(manifest).encode(), _MANIFEST_TYPE)
     index = {"schemaVersion": 2, "manifests": [descriptor]}
     (folder / "index.json").write_text(json.dumps(index), encoding="utf-8")
     (folder / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}', encoding="utf-8")
     return OciLayout(folder=folder, config=config, names=image.selected.names, layer_bytes=layer_bytes)
 
 
-def _write_blob(blobs: Path, data: bytes, media_type: str) -> dict[str, object]:
+def _blob_path(folder: Path, digest: str) -> Path:
+    """Return where the OCI folder `folder` has the content with this digest, ``sha256:...``."""
+    return folder / _BLOBS / digest.removeprefix("sha256:")
+
+
+def _write_blob(folder: Path, data: bytes, media_type: str) -> dict[str, object]:
     """Write `data` under its digest, and return the descriptor by which others refer to it."""
-    digest = hashlib.sha256(data).hexdigest()
-    (blobs / digest).write_bytes(data)
-    return {"mediaType": media_type, "digest": f"sha256:{digest}", "size": len(data)}
+    digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+    _blob_path(folder, digest).write_bytes(data)
+    return {"mediaType": media_type, "digest": digest, "size": len(data)}
 
 
 def _write_layer(layer: StoredLayer, target: Path, allowance: Allowance) -> str:

@@ -203,7 +203,7 @@ class _Selector(Generic[File]):
             descriptions = [_describe_image(image) for image in images]
         if len(descriptions) != 1:
             raise self._tags_error(descriptions)
-        (image,) = descriptions
+        image = descriptions[0]
         return self._make_image(image.config, image.layers, image.tags, named_by="manifest.json")
 
     def _tags_error(self, images: Sequence[_ManifestImage]) -> UsageError:
@@ -215,8 +215,10 @@ class _Selector(Generic[File]):
         for image in images:
             all_tags += image.tags
         all_tags.sort()
-        example, *_ = [*all_tags, "REPOSITORY:TAG"]
-        return self._not_one_error(len(images), all_tags, f"docker save -o FILE.tar {example}")
+        example_tag = "REPOSITORY:TAG"
+        if all_tags:
+            example_tag = all_tags[0]
+        return self._not_one_error(len(images), all_tags, f"docker save -o FILE.tar {example_tag}")
 
     def select_by_index(self) -> SelectedImage[File]:
         """Return the only image of ``index.json``. The index may refer to an index that lists the image."""
@@ -253,16 +255,9 @@ class _Selector(Generic[File]):
         ------
         UsageError : several entries or none.
         """
-        entries = []
-        labels = []
         with self._explain_errors(name):
-            for entry in index["manifests"]:
-                architecture = (entry.get("platform") or {}).get("architecture")
-                # BuildKit adds an entry about how the image was built: an attestation, not an image.
-                kind = _annotations(entry).get("vnd.docker.reference.type")
-                if kind != "attestation-manifest" and architecture != "unknown":
-                    entries.append(entry)
-                    labels.append(str(_tag(entry) or architecture or "?"))
+            entries = [entry for entry in index["manifests"] if not _is_attestation(entry)]
+            labels = [str(_tag(entry) or _architecture(entry) or "?") for entry in entries]
         if len(entries) != 1:
             hint = "copy one out, for example: skopeo copy oci:DIR:NAME oci:OTHER"
             raise self._not_one_error(len(entries), labels, hint)
@@ -375,6 +370,17 @@ def _annotations(entry: Any) -> Any:
     return entry.get("annotations") or {}
 
 
+def _architecture(entry: Any) -> Any:
+    """Return the architecture that an entry of an OCI index states, or None."""
+    return (entry.get("platform") or {}).get("architecture")
+
+
+def _is_attestation(entry: Any) -> bool:
+    """Return whether an entry of an OCI index describes how an image was built, as BuildKit adds it."""
+    kind = _annotations(entry).get("vnd.docker.reference.type")
+    return bool(kind == "attestation-manifest" or _architecture(entry) == "unknown")
+
+
 def _tag(entry: Any) -> Any:
     """Return the name or tag that an entry of an OCI index states, or None."""
     # containerd writes the whole name, skopeo the tag alone.
@@ -485,13 +491,13 @@ def digest_archive(
         try:
             plain = compressed.unpack_chunks(raw, compress, name=where, allowance=allowance)
             with contextlib.closing(plain):
-                members = _hash_members(plain, allowance, where)
+                members = _MemberHasher(plain, allowance, where).hash_members()
             wrong_blobs = _find_wrong_blobs(members)
-            image = select_image(members.find, where=where)
-            if not image.config.os:
+            selected = select_image(members.find, where=where)
+            if not selected.config.os:
                 raise CheckFailed("its image configuration names no operating system", where=where)
+            image = selected
         except (CheckFailed, ToolFailed, UsageError) as error:
-            image = None  # the check of `os` above fails with `image` already set
             problem = error.what
             if error.where not in (None, where):
                 problem = f"{error.where}: {problem}"
@@ -510,57 +516,64 @@ def digest_archive(
 def _find_wrong_blobs(members: Members[HashedFile]) -> list[str]:
     """Return the names of blobs whose bytes do not have the digest in their name."""
     wrong_blobs = []
-    for name in sorted({*members.files, *members.links}):
+    for name in sorted(members.files | members.links):
         file = members.find(name)
         if name.startswith(_BLOBS) and file and name != _BLOBS + file.sha256:
             wrong_blobs.append(name)
     return wrong_blobs
 
 
-def _hash_members(chunks: Iterator[bytes], allowance: Allowance, where: str) -> Members[HashedFile]:
-    """Hash every file of an archive, and keep the content of files that may be JSON.
+class _MemberHasher:
+    """Hashes every file of an archive, and keeps the content of files that may be JSON.
 
     `chunks` are the unpacked bytes of the archive. `allowance` limits what its layers may unpack to.
-
-    Raises
-    ------
-    CheckFailed : the archive is damaged, or has more JSON than fits into memory.
     """
-    stream = TarStream(chunks, name=where)
-    json_bytes = 0
 
-    def store(member: Member) -> HashedFile:
-        """Return the digests of a file, and its content if that may be JSON."""
-        nonlocal json_bytes
-        pieces = stream.body()
+    def __init__(self, chunks: Iterator[bytes], allowance: Allowance, where: str) -> None:
+        self._stream = TarStream(chunks, name=where)
+        self._allowance = allowance
+        self._where = where
+        self._json_bytes = 0
+
+    def hash_members(self) -> Members[HashedFile]:
+        """Read the archive to its end, and return the digests of its files.
+
+        Raises
+        ------
+        CheckFailed : the archive is damaged, or has more JSON than fits into memory.
+        """
+        members = read_members(self._stream, self._hash_member, where=self._where)
+        self._stream.drain()
+        return members
+
+    def _hash_member(self, member: Member) -> HashedFile:
+        """Return the digests of the file `member`, and its content if that may be JSON."""
+        pieces = self._stream.body()
         # The first piece may be too short to tell the compression.
         start = b""
         while len(start) < min(_MAGIC_BYTES, member.size_bytes):
             start += next(pieces)
-        may_be_json = member.size_bytes <= MAX_JSON_BYTES and start.lstrip()[:1] in (b"", b"{", b"[")
+        may_be_json = member.size_bytes <= MAX_JSON_BYTES and _begins_as_json(start)
         if may_be_json:
-            json_bytes += member.size_bytes
-            if json_bytes > _MAX_DOCUMENTS_BYTES:
-                raise _too_much_json(where)
+            self._json_bytes += member.size_bytes
+            if self._json_bytes > _MAX_DOCUMENTS_BYTES:
+                raise CheckFailed(
+                    f"its JSON files have more than {_MAX_DOCUMENTS_BYTES >> 20} MiB together",
+                    where=self._where,
+                    hint="do not use the archive if you do not know its author",
+                )
         return _hash_file(
             itertools.chain([memoryview(start)], pieces),
             compressed.compression_of(start),
-            allowance,
+            self._allowance,
             name=member.name,
             is_kept=may_be_json or member.size_bytes <= _SMALL_BYTES,
         )
 
-    members = read_members(stream, store, where=where)
-    stream.drain()
-    return members
 
-
-def _too_much_json(where: str) -> CheckFailed:
-    return CheckFailed(
-        f"its JSON files have more than {_MAX_DOCUMENTS_BYTES >> 20} MiB together",
-        where=where,
-        hint="do not use the archive if you do not know its author",
-    )
+def _begins_as_json(start: bytes) -> bool:
+    """Return whether a file that begins with `start` may be a JSON object or list."""
+    return start.lstrip()[:1] in (b"", b"{", b"[")
 
 
 def _hash_file(

@@ -13,14 +13,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from imgkit_builder.archive import compressed, read
-from imgkit_builder.archive.compressed import Allowance
+from imgkit_builder.archive.compressed import CHUNK_BYTES, Allowance, Compress
 from imgkit_builder.archive.read import MAX_JSON_BYTES, SelectedImage
 from imgkit_builder.archive.tar_read import FileChunks, Member, TarStream
 from imgkit_builder.base.files import FULL
@@ -44,6 +43,8 @@ class Region:
     path: Path
     start: int
     size_bytes: int
+    known_sha256: str = field(default="", compare=False)
+    """Hex digest of the bytes if it has been computed; else empty."""
 
     def chunks(self, chunk_bytes: int) -> FileChunks:
         """Open the file, and return an iterator over the bytes, at most `chunk_bytes` at a time."""
@@ -58,8 +59,10 @@ class Region:
 
     def sha256(self) -> str:
         """Return the hex digest of the bytes."""
+        if self.known_sha256:
+            return self.known_sha256
         digest = hashlib.sha256()
-        with contextlib.closing(self.chunks(compressed.CHUNK_BYTES)) as chunks:
+        with contextlib.closing(self.chunks(CHUNK_BYTES)) as chunks:
             for chunk in chunks:
                 digest.update(chunk)
         return digest.hexdigest()
@@ -74,9 +77,7 @@ class StoredLayer:
     """``sha256:...`` of its plain bytes."""
     name: str
     """What messages call it."""
-    compress: compressed.Compress
-    stored_sha256: str = ""
-    """Digest of its bytes as they lie in the file, where `spool_archive` has seen them; else empty."""
+    compress: Compress
 
     @contextlib.contextmanager
     def open(self, *, bodies: bool) -> Iterator[TarStream]:
@@ -90,18 +91,14 @@ class StoredLayer:
                 yield TarStream(plain, name=self.name)
             return
         # For headers alone, a large chunk would read most bodies together with the header before them.
-        chunk_bytes = compressed.CHUNK_BYTES if bodies else _HEADER_BYTES
+        chunk_bytes = CHUNK_BYTES if bodies else _HEADER_BYTES
         with contextlib.closing(self.region.chunks(chunk_bytes)) as chunks:
             yield TarStream(chunks, name=self.name, jump=chunks.skip)
 
     def plain(self, allowance: Allowance | None = None) -> Generator[bytes, None, None]:
         """Yield its unpacked bytes. `allowance` limits those of a compressed layer."""
-        with contextlib.closing(self.region.chunks(compressed.CHUNK_BYTES)) as raw:
-            yield from compressed.unpack_chunks(raw, self.compress, name=self.name, allowance=allowance)
-
-    def sha256(self) -> str:
-        """Return the hex digest of its bytes as they lie in the file."""
-        return self.stored_sha256 or self.region.sha256()
+        with contextlib.closing(self.region.chunks(CHUNK_BYTES)) as packed:
+            yield from compressed.unpack_chunks(packed, self.compress, name=self.name, allowance=allowance)
 
 
 def hash_chunks(chunks: Iterable[_Chunk], digest: _Hash) -> Iterator[_Chunk]:
@@ -172,44 +169,44 @@ def open_archive(
     where = str(path)
     allowance = Allowance(path.stat().st_size, where, unpack_limit_bytes)
     with contextlib.closing(compressed.read_plain(path, allowance=allowance)) as chunks:
-        digests = spool_archive(chunks, plain, where=where, advance=advance)
-    yield open_image(plain, where=where, digests=digests)
+        image = spool_archive(chunks, plain, where=where, advance=advance)
+    yield image
     plain.unlink()
 
 
 def spool_archive(
     chunks: Iterator[bytes], path: Path, *, where: str, advance: Callable[[int], None]
-) -> dict[int, str]:
-    """Write the uncompressed archive that comes in `chunks` to `path`, and hash every file in it on the way.
+) -> StoredImage:
+    """Write the uncompressed archive that comes in `chunks` to `path`, and return the image in it.
+
+    Every file in the archive is hashed on the way, so that no layer has to be read again for its digest.
 
     Parameters
     ----------
     where : the archive's name, for messages.
     advance : gets the number of bytes so far.
 
-    Returns
-    -------
-    The sha256 of each file, by the byte of the archive at which the file begins. `open_image` takes them, so
-    that no layer has to be read again for its digest.
-
     Raises
     ------
-    CheckFailed : the archive is damaged or cut short.
+    CheckFailed, UsageError : as in `open_image`, or the archive is cut short.
     """
-    digests: dict[int, str] = {}
-
-    def store(member: Member) -> Region:
-        digest = hashlib.sha256()
-        for piece in stream.body():
-            digest.update(piece)
-        digests[member.offset] = digest.hexdigest()
-        return Region(path=path, start=member.offset, size_bytes=member.size_bytes)
-
     with path.open("wb") as file:
         stream = TarStream(_write_chunks(chunks, file, advance), name=where)
-        read.read_members(stream, store, where=where)
+
+        def hash_member(member: Member) -> Region:
+            digest = hashlib.sha256()
+            for piece in stream.body():
+                digest.update(piece)
+            return Region(
+                path=path,
+                start=member.offset,
+                size_bytes=member.size_bytes,
+                known_sha256=digest.hexdigest(),
+            )
+
+        members = read.read_members(stream, hash_member, where=where)
         stream.drain()
-    return digests
+    return _make_image(read.select_image(members.find, where=where), where)
 
 
 def _write_chunks(chunks: Iterator[bytes], file: BinaryIO, advance: Callable[[int], None]) -> Iterator[bytes]:
@@ -232,42 +229,41 @@ def _write_chunks(chunks: Iterator[bytes], file: BinaryIO, advance: Callable[[in
         yield chunk
 
 
-def open_image(
-    path: Path,
-    *,
-    where: str = "",
-    digests: Mapping[int, str] = MappingProxyType({}),
-) -> StoredImage:
+def open_image(path: Path) -> StoredImage:
     """Find the image of the uncompressed archive or OCI folder `path`, without reading a layer.
-
-    Parameters
-    ----------
-    where : the image's name in messages. The default is its path.
-    digests : the result of `spool_archive`, which saves hashing the layers once more.
 
     Raises
     ------
     CheckFailed : the archive is damaged, or its configuration lists other layers than it has.
     UsageError : it has several images or none, or is no image archive at all.
     """
-    where = where or str(path)
+    where = str(path)
     select = _select_in_folder if path.is_dir() else _select_in_archive
-    selected = select(path, where)
+    return _make_image(select(path, where), where)
+
+
+def _make_image(selected: SelectedImage[Region], where: str) -> StoredImage:
+    """Return the image with the selected layers. `where` is its name in messages.
+
+    Raises
+    ------
+    CheckFailed : its configuration lists other layers.
+    """
     selected.refuse_problems(where)
+    regions = [region for _, region in selected.layers]
     layers: list[StoredLayer] = []
-    for (_, region), diff_id in zip(selected.layers, selected.config.diff_ids, strict=True):
+    for region, diff_id in zip(regions, selected.config.diff_ids, strict=True):
         layer = StoredLayer(
             region=region,
             diff_id=diff_id,
             name=f"{where}: layer {len(layers) + 1}",
             compress=_detect_compression(region),
-            stored_sha256=digests.get(region.start, ""),
         )
         layers.append(layer)
     return StoredImage(selected=selected, layers=tuple(layers), where=where)
 
 
-def _detect_compression(region: Region) -> compressed.Compress:
+def _detect_compression(region: Region) -> Compress:
     with contextlib.closing(region.chunks(_MAGIC_BYTES)) as chunks:
         return compressed.compression_of(next(chunks, b""))
 

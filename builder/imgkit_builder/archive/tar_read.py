@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,18 +66,36 @@ _OLD_MAP_GOES_ON = 482
 _OLD_CONTENT_SIZE = slice(483, 495)
 _OLD_MAP_IN_BLOCK = slice(0, 504)
 _OLD_MAP_GOES_ON_IN_BLOCK = 504
-_OLD_NUMBER_BYTES = 12
+_OLD_PART = struct.Struct("12s12s")
 CHECKSUM_AS_SPACES = 8 * 0x20
 """The checksum counts its own field of 8 bytes as spaces."""
 
 _OCTAL = re.compile(rb"[0-7]{1,22}")
 _DECIMAL = re.compile(rb"[0-9]{1,19}")
+_RECORD_LENGTH = re.compile(rb"(?P<digits>[0-9]{1,10}) ")  # of a pax record, which is smaller than 1 MiB
 _TIME = re.compile(rb"(-?[0-9]{1,19})(\.[0-9]*)?")
 # No file and no time can be larger.
 _MAX_NUMBER = (1 << 63) - 1
 _MAX_NAME_BYTES = 4096
 """Linux takes no longer path."""
 
+
+class _ExtendedHeaders(NamedTuple):
+    """The extended headers before a member's own header, which hold what does not fit there."""
+
+    pax: Mapping[str, bytes] = {}
+    """Records of a pax header. They replace fields of the member's header."""
+    gnu_name: bytes | None = None
+    """A long name in GNU's form."""
+    gnu_link: bytes | None = None
+    """A long link target in GNU's form."""
+    blocks: tuple[bytes, ...] = ()
+    """All of them as they are in the archive, so that the member can be written again unchanged."""
+    counted_bytes: int = 0
+    """Their size as far as `TarLimits.header_bytes` limits it."""
+
+
+_NO_EXTENDED_HEADERS = _ExtendedHeaders()
 Sparse = tuple[tuple[int, int], ...]
 """Offset and size in bytes of each part of a sparse file that the archive holds, in their order."""
 
@@ -181,39 +200,53 @@ class TarStream:
     # make few calls.
 
     def _read_member(self) -> Member | None:
-        """Read the headers of the next member, and return it. Return None at the end of the archive.
+        """Read the headers of the next member, and return it. Return None at the end of the archive."""
+        extended = _NO_EXTENDED_HEADERS
+        header = self._read_header()
+        while header is not None and header[_KIND] in _EXTENDED_KINDS:
+            extended = self._read_extended_header(header, extended)
+            header = self._read_header()
+        if header is None:
+            return None
+        member = _parse_member(header, extended, offset=self.position)
+        sparse_map = self._read_sparse_map(member)
+        if sparse_map is None:
+            return member
+        return self._with_sparse_map(member, sparse_map)
 
-        Extended headers come before the member's own header, and hold what does not fit there, such as a long
-        name.
+    def _read_header(self) -> bytes | None:
+        """Read a block that is a header. Return None for the zeros at the end of the archive."""
+        header = self._read_exactly(BLOCK_BYTES)
+        if header == _ZEROS:
+            return None
+        _verify_checksum(header)
+        return header
+
+    def _read_extended_header(self, header: bytes, earlier: _ExtendedHeaders) -> _ExtendedHeaders:
+        """Read the content of an extended header, and return it together with the `earlier` ones.
+
+        Raises
+        ------
+        ValueError : all of them are too large. A hostile archive may have such headers without end, to fill
+            the memory.
         """
-        pax: Mapping[str, bytes] = {}
-        # GNU's long name and long link target, by the kind of the extended header that holds them.
-        gnu: dict[bytes, bytes] = {}
-        extended: list[bytes] = []
-        # A hostile archive may have extended headers without end, to fill the memory.
-        allowed_bytes = self._limits.header_bytes
-        while True:
-            header = self._read_exactly(BLOCK_BYTES)
-            if header == _ZEROS:
-                return None
-            _verify_checksum(header)
-            kind = header[_KIND]
-            if kind not in _EXTENDED_KINDS:
-                member = _parse_member(header, pax, gnu, extended=b"".join(extended), offset=self.position)
-                sparse_map = self._read_sparse_map(member)
-                if sparse_map is None:
-                    return member
-                return self._with_sparse_map(member, sparse_map)
-            size = _parse_count(header[_SIZE])
-            allowed_bytes -= BLOCK_BYTES + size
-            if allowed_bytes < 0:
-                raise ValueError(f"extended headers of more than {self._limits.header_bytes} bytes")
-            blocks = self._read_exactly(size + -size % BLOCK_BYTES)
-            extended += (header, blocks)
-            if kind == _PAX:
-                pax = _parse_pax(blocks[:size])
-            elif kind != _PAX_GLOBAL:
-                gnu[kind] = _text_field(blocks[:size])
+        size_bytes = _parse_count(header[_SIZE])
+        counted_bytes = earlier.counted_bytes + BLOCK_BYTES + size_bytes
+        if counted_bytes > self._limits.header_bytes:
+            raise ValueError(f"extended headers of more than {self._limits.header_bytes} bytes")
+        body = self._read_exactly(size_bytes + -size_bytes % BLOCK_BYTES)
+        content = body[:size_bytes]
+        blocks = (*earlier.blocks, header, body)
+        extended = earlier._replace(blocks=blocks, counted_bytes=counted_bytes)
+        kind = header[_KIND]
+        if kind == _PAX:
+            return extended._replace(pax=_parse_pax(content))
+        if kind == _GNU_NAME:
+            return extended._replace(gnu_name=_text_field(content))
+        if kind == _GNU_LINK:
+            return extended._replace(gnu_link=_text_field(content))
+        # A global pax header: nothing in it is needed.
+        return extended
 
     def _read_sparse_map(self, member: Member) -> _SparseMap | None:
         """Read the map of a sparse file, which says where its parts belong and where it has holes.
@@ -222,20 +255,20 @@ class TarStream:
         body. Return None if `member` is not a sparse file.
         """
         pax = member.pax
-        body_bytes = member.size_bytes
         if member.header[_KIND] == _GNU_SPARSE:
             content_bytes = _parse_count(member.header[_OLD_CONTENT_SIZE])
             blocks, numbers = self._read_old_map(member.header)
-            return _SparseMap(content_bytes, numbers, blocks, body_bytes)
+            return _SparseMap(content_bytes, numbers, blocks, body_bytes=member.size_bytes)
         if "GNU.sparse.map" in pax:
             content_bytes = _parse_decimal(pax.get("GNU.sparse.size"))
             numbers = [_parse_decimal(digits) for digits in pax["GNU.sparse.map"].split(b",")]
-            return _SparseMap(content_bytes, numbers, [], body_bytes)
+            return _SparseMap(content_bytes, numbers, [], body_bytes=member.size_bytes)
         if "GNU.sparse.major" in pax:
             content_bytes = _parse_decimal(pax.get("GNU.sparse.realsize"))
-            blocks, numbers = self._read_map_in_body(body_bytes)
+            blocks, numbers = self._read_map_in_body(member.size_bytes)
             # The map is a part of the body in the archive, but not of the file.
-            return _SparseMap(content_bytes, numbers, blocks, body_bytes - len(blocks) * BLOCK_BYTES)
+            body_bytes = member.size_bytes - len(blocks) * BLOCK_BYTES
+            return _SparseMap(content_bytes, numbers, blocks, body_bytes)
         if "GNU.sparse.numblocks" in pax:
             raise ValueError("a sparse file of the outdated format 0.0")
         return None
@@ -272,9 +305,7 @@ class TarStream:
             table += block[_OLD_MAP_IN_BLOCK]
             has_more = block[_OLD_MAP_GOES_ON_IN_BLOCK]
         numbers: list[int] = []
-        for start in range(0, len(table), 2 * _OLD_NUMBER_BYTES):
-            middle = start + _OLD_NUMBER_BYTES
-            offset, size = table[start:middle], table[middle : middle + _OLD_NUMBER_BYTES]
+        for offset, size in _OLD_PART.iter_unpack(table):
             # Unused parts are zero bytes.
             if offset.strip(b"\0") or size.strip(b"\0"):
                 numbers += (_parse_count(offset), _parse_count(size))
@@ -325,11 +356,11 @@ class TarStream:
         """Skip what is left of the current member's body, and the zeros that fill its last block."""
         count = self._unread + self._padding
         # `_pending` is in memory already: only what lies behind it can be jumped over in the file.
-        unread_count = count - len(self._pending)
-        if self._jump is not None and unread_count > 0:
+        count_in_file = count - len(self._pending)
+        if self._jump is not None and count_in_file > 0:
             self.position += count
             self._pending = memoryview(b"")
-            self._jump(unread_count)
+            self._jump(count_in_file)
         else:
             for _ in self._read_pieces(count):
                 pass
@@ -501,24 +532,22 @@ class Member:
         return {key.removeprefix(XATTR): value for key, value in self.pax.items() if key.startswith(XATTR)}
 
 
-def _parse_member(
-    header: bytes, pax: Mapping[str, bytes], gnu: Mapping[bytes, bytes], *, extended: bytes, offset: int
-) -> Member:
-    """Return the member that a header describes, together with the extended headers before it.
+def _parse_member(header: bytes, extended: _ExtendedHeaders, *, offset: int) -> Member:
+    """Return the member that a header describes, together with the `extended` headers before it.
 
     Parameters
     ----------
     header : the member's own block of 512 bytes.
-    pax : records of a pax header; they replace fields of `header`.
-    gnu : a long name or link target in GNU's form, by the kind of the header that holds it.
-    extended : the raw extended headers, kept so that the member can be written again unchanged.
     offset : byte of the archive at which the member's body begins.
 
     Raises
     ------
     ValueError : a field cannot be read, or is ambiguous.
     """
-    if ("path" in pax and _GNU_NAME in gnu) or ("linkpath" in pax and _GNU_LINK in gnu):
+    pax = extended.pax
+    has_two_names = "path" in pax and extended.gnu_name is not None
+    has_two_targets = "linkpath" in pax and extended.gnu_link is not None
+    if has_two_names or has_two_targets:
         raise ValueError("a member with two names: readers disagree on which one to use")
     kind = header[_KIND]
     if kind in _REGULAR_KINDS:
@@ -530,8 +559,8 @@ def _parse_member(
     else:
         size = _parse_count(header[_SIZE])
     # GNU.sparse.name goes first: for a sparse file, GNU tar writes a made-up name into "path".
-    name = pax.get("GNU.sparse.name") or pax.get("path") or gnu.get(_GNU_NAME) or _ustar_name(header)
-    link = pax.get("linkpath") or gnu.get(_GNU_LINK) or _text_field(header[_LINK])
+    name = pax.get("GNU.sparse.name") or pax.get("path") or extended.gnu_name or _ustar_name(header)
+    link = pax.get("linkpath") or extended.gnu_link or _text_field(header[_LINK])
     mtime_s = _parse_time(pax["mtime"]) if "mtime" in pax else _parse_number(header[_MTIME])
     device = (0, 0)
     if kind in (CHARACTER, BLOCK):
@@ -547,7 +576,7 @@ def _parse_member(
         gid=_parse_owner("gid", pax, header[_GID]),
         device=device,
         header=header,
-        extended=extended,
+        extended=b"".join(extended.blocks),
         pax=pax,
         offset=offset,
         content_bytes=size,
@@ -613,15 +642,14 @@ def _parse_pax(data: bytes) -> dict[str, bytes]:
     records = {}
     start = 0
     while start < len(data):
-        # 10 bytes hold any length: a record of 1 MiB has a length of 7 digits.
-        digits, _, _ = data[start : start + 10].partition(b" ")
-        if not _DECIMAL.fullmatch(digits):
+        match = _RECORD_LENGTH.match(data, start)
+        if match is None:
             raise ValueError("a pax header that cannot be read")
-        key_start = start + len(digits) + 1
-        end = start + int(digits)
-        if not key_start <= end <= len(data):
+        end = start + int(match["digits"])
+        if not match.end() <= end <= len(data):
             raise ValueError("a pax header that cannot be read")
-        key, _, value = data[key_start : end - 1].partition(b"=")
+        record = data[match.end() : end - 1]  # without the line break
+        key, _, value = record.partition(b"=")
         records[key.decode("utf-8", "surrogateescape")] = value
         start = end
     return records
@@ -634,14 +662,17 @@ def _verify_checksum(header: bytes) -> None:
     path of a GNU header with text in it, so that a hostile archive could show each reader another tree.
     """
     checksum = header[_CHECKSUM]
-    if sum(header) - sum(checksum) + CHECKSUM_AS_SPACES != _parse_number(checksum):
+    expected = sum(header) - sum(checksum) + CHECKSUM_AS_SPACES
+    if _parse_number(checksum) != expected:
         raise ValueError("a header's checksum is wrong")
+    if header[MAGIC] != b"ustar ":
+        return
     # GNU's times and sizes are octal digits, or base-256, which is not ASCII.
     numbers = header[_PREFIX]
     if header[_KIND] == _GNU_SPARSE:
         # Only up to the end of the map: a flag byte and the size of the file follow.
         numbers = header[_PREFIX.start : _OLD_MAP.stop]
-    if header[MAGIC] == b"ustar " and numbers.strip(b"\0 01234567") and numbers.isascii():
+    if numbers.strip(b"\0 01234567") and numbers.isascii():
         raise ValueError("a GNU header with a prefix, which some readers use as a folder")
 
 

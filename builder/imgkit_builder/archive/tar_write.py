@@ -50,10 +50,10 @@ def header(
     extended = b""
     if xattrs and CAPABILITY in xattrs:
         extended = pax_header({f"{XATTR}{CAPABILITY}": xattrs[CAPABILITY]})
-    for extension, text in ((_GNU_NAME, name), (_GNU_LINK, target)):
-        if len(text) > _NAME_BYTES:
-            size = len(text) + 1
-            extended += header("././@LongLink", extension, size_bytes=size) + text + b"\0" + padding(size)
+    if len(name) > _NAME_BYTES:
+        extended += _long_text_header(_GNU_NAME, name)
+    if len(target) > _NAME_BYTES:
+        extended += _long_text_header(_GNU_LINK, target)
     fields = b"%07o\0" % (mode & 0o7777)
     fields += _number(uid, 8)
     fields += _number(gid, 8)
@@ -63,6 +63,13 @@ def header(
         device = (0, 0)
     device_fields = b"".join(_number(number, 8) for number in device)
     return extended + _block(name, fields, kind, target, b"ustar  \0", device_fields)
+
+
+def _long_text_header(kind: bytes, text: bytes) -> bytes:
+    """Return GNU's extended header of this `kind` with `text`, a long name or link target, as its content."""
+    content = text + b"\0"
+    header_block = header("././@LongLink", kind, size_bytes=len(content))
+    return header_block + content + padding(len(content))
 
 
 def ustar_header(
@@ -111,12 +118,13 @@ def _block(name: bytes, fields: bytes, kind: bytes, link: bytes, magic: bytes, d
     `fields` are mode, uid, gid, size and time, and `device` is the major and minor number, in the form in
     which a header has them. The checksum lies between `fields` and `kind`.
     """
-    start = name[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0") + fields
-    end = kind + link[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
-    end += magic.ljust(72, b"\0")  # 64 of these bytes are for names of user and group, which stay empty
-    end += device
-    checksum = sum(start) + sum(end) + CHECKSUM_AS_SPACES
-    block = start + b"%06o\0 " % checksum + end
+    before_checksum = name[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0") + fields
+    behind_checksum = kind + link[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+    # 64 of these bytes are for names of user and group, which stay empty.
+    behind_checksum += magic.ljust(72, b"\0")
+    behind_checksum += device
+    checksum = sum(before_checksum) + sum(behind_checksum) + CHECKSUM_AS_SPACES
+    block = before_checksum + b"%06o\0 " % checksum + behind_checksum
     return block.ljust(BLOCK_BYTES, b"\0")
 
 

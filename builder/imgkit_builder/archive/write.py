@@ -175,14 +175,14 @@ def _report_progress(
     """
     done_bytes = 0
     for chunk in chunks:
-        if not done_bytes:
+        if done_bytes == 0:
             report.stage(f"save {target.name}")
         done_bytes += len(chunk)
-        total_bytes = None
         if expected_bytes:
             # A tar is a little larger than its layers: never report more than 100 %.
-            total_bytes = max(expected_bytes, done_bytes)
-        report.advance(done_bytes, total_bytes)
+            report.advance(done_bytes, max(expected_bytes, done_bytes))
+        else:
+            report.advance(done_bytes, None)
         yield chunk
 
 
@@ -203,7 +203,8 @@ def _write_chunks(chunks: Iterator[bytes], stream: BinaryIO) -> Iterator[bytes]:
             stream.write(chunk)
             unflushed_bytes += len(chunk)
             # A new flush begins only when the one before has ended.
-            if unflushed_bytes >= _FLUSH_BYTES and (flush is None or flush.done()):
+            can_flush = flush is None or flush.done()
+            if can_flush and unflushed_bytes >= _FLUSH_BYTES:
                 if flush:
                     flush.result()  # raises the error of the flush before, if it failed
                 flush = pool.submit(os.fdatasync, stream.fileno())
@@ -232,7 +233,7 @@ def _gzip_chunks(chunks: Iterator[bytes]) -> Iterator[bytes]:
     with ThreadPoolExecutor(workers) as pool:
         jobs: deque[Future[bytes]] = deque()
         for block in _equal_blocks(chunks):
-            jobs.append(pool.submit(_make_member, block))
+            jobs.append(pool.submit(_gzip_member, block))
             # One more block than there are threads, so that no thread waits for new data.
             if len(jobs) > workers:
                 yield jobs.popleft().result()
@@ -240,7 +241,8 @@ def _gzip_chunks(chunks: Iterator[bytes]) -> Iterator[bytes]:
             yield job.result()
 
 
-def _make_member(block: bytes) -> bytes:
+def _gzip_member(block: bytes) -> bytes:
+    """Return `block` as one gzip member."""
     packer = zlib.compressobj(level=1, wbits=31)  # 31: with the header and trailer of gzip
     return packer.compress(block) + packer.flush()
 
@@ -250,10 +252,10 @@ def _equal_blocks(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
     The engine cuts its stream at random places. With equal blocks, equal streams give equal gzip files.
     """
-    block = bytearray()
+    buffer = bytearray()
     for chunk in chunks:
-        block += chunk
-        while len(block) >= _BLOCK_BYTES:
-            yield bytes(block[:_BLOCK_BYTES])
-            del block[:_BLOCK_BYTES]
-    yield bytes(block)
+        buffer += chunk
+        while len(buffer) >= _BLOCK_BYTES:
+            yield bytes(buffer[:_BLOCK_BYTES])
+            del buffer[:_BLOCK_BYTES]
+    yield bytes(buffer)

@@ -86,7 +86,8 @@ def find_endpoint() -> Endpoint:
             context = str(_read_json(path).get("currentContext") or "")
     if context not in ("", _DEFAULT_CONTEXT):
         return _read_context(context, source)
-    return next(_find_listening(), Endpoint(host=DEFAULT_HOST, tls=_read_variables_tls()))
+    usual = Endpoint(host=DEFAULT_HOST, tls=_read_variables_tls())
+    return next(_find_listening(), usual)
 
 
 def _usual_sockets() -> dict[Path, str]:
@@ -157,11 +158,11 @@ def _read_context(name: str, source: str) -> Endpoint:
     try:
         engines = _read_json(path).get("Endpoints")
     except OSError as error:
-        leave = Endpoint(host="", source=source).leave_command
+        leave_command = Endpoint(host="", source=source).leave_command
         raise UsageError(
             f"there is no Docker context {name!r}",
             where=source,
-            hint=f"list them: docker context ls; return to the default: {leave}",
+            hint=f"list them: docker context ls; return to the default: {leave_command}",
         ) from error
     engine = None
     if isinstance(engines, dict):
@@ -172,12 +173,9 @@ def _read_context(name: str, source: str) -> Endpoint:
             where=str(path),
             hint=f"docker context inspect {name}",
         )
-    tls: Tls | None = None
-    is_verified = not engine.get("SkipTLSVerify")
-    files = _find_tls_files(contexts / "tls" / key / "docker", verify=is_verified)
-    if files.ca or files.cert or not is_verified:
-        tls = files
-    return Endpoint(host=str(engine["Host"]), source=source, context=name, tls=tls)
+    tls = _find_tls_files(contexts / "tls" / key / "docker", verify=not engine.get("SkipTLSVerify"))
+    has_tls = bool(tls.ca or tls.cert) or not tls.verify
+    return Endpoint(host=str(engine["Host"]), source=source, context=name, tls=tls if has_tls else None)
 
 
 def _read_variables_tls() -> Tls | None:
@@ -272,10 +270,11 @@ def _explain_denied_socket(path: str) -> ToolMissing:
 
 def _explain_tls_error(engine: Endpoint, error: ssl.SSLError) -> ToolFailed:
     """Return the error for a connection on which TLS failed. Its hint lists the certificates in use."""
-    present = "none (see DOCKER_CERT_PATH)"
+    tls_files: list[str] = []
     if engine.tls:
         paths = (engine.tls.ca, engine.tls.cert, engine.tls.key)
-        present = ", ".join(str(path) for path in paths if path) or present
+        tls_files = [str(path) for path in paths if path]
+    present = ", ".join(tls_files) or "none (see DOCKER_CERT_PATH)"
     hint = (
         "ca.pem must be the CA of the engine's certificate, and the certificate must name this address; "
         f"cert.pem and key.pem identify you. Present: {present}"
@@ -292,10 +291,14 @@ def _start_hint(engine: Endpoint) -> str:
             if endpoint.host != engine.host:
                 return f"{hint}, which leads to {endpoint.host.removeprefix('unix://')}"
         return hint
-    # A stopped engine leaves its socket, which tells which engine this machine has.
-    commands = [start for path, start in _usual_sockets().items() if path.exists() and not _accepts(path)]
+    commands: list[str] = []
+    for path, command in _usual_sockets().items():
+        # A stopped engine leaves its socket, which tells which engine this machine has.
+        is_stopped = path.exists() and not _accepts(path)
+        if is_stopped and command not in commands:
+            commands.append(command)
     if commands:
-        return f"start it: {'; or: '.join(dict.fromkeys(commands))}"
+        return f"start it: {'; or: '.join(commands)}"
     return (
         "start it: sudo systemctl start docker (or systemctl --user start podman.socket); "
         "or install it: sudo apt-get install docker.io"
@@ -307,18 +310,18 @@ def _find_system_error(error: BaseException) -> OSError | None:
 
     The SDK, requests and urllib3 each wrap it in an exception of their own.
     """
-    visited_ids = set()
-    stack: list[object] = [error]
-    while stack:
-        wrapper = stack.pop()
-        if not isinstance(wrapper, BaseException) or id(wrapper) in visited_ids:
+    visited: list[BaseException] = []
+    pending: list[object] = [error]
+    while pending:
+        cause = pending.pop()
+        if not isinstance(cause, BaseException) or cause in visited:
             continue
-        visited_ids.add(id(wrapper))
+        visited.append(cause)
         # requests' own exceptions are OSErrors without a number.
-        if isinstance(wrapper, OSError) and wrapper.errno is not None:
-            return wrapper
-        reason = getattr(wrapper, "reason", None)  # of urllib3
-        stack += [wrapper.__cause__, wrapper.__context__, reason, *wrapper.args]
+        if isinstance(cause, OSError) and cause.errno is not None:
+            return cause
+        reason = getattr(cause, "reason", None)  # of urllib3
+        pending += [cause.__cause__, cause.__context__, reason, *cause.args]
     return None
 
 

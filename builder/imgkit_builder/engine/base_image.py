@@ -147,12 +147,11 @@ def _other_platform_error(
     fail at the first step that runs a program.
     """
     hints = []
-    # A stand-in cannot be pulled.
-    if not name.startswith(STANDIN_HOST):
-        if can_choose_platform(engine):
-            hints.append(f"docker pull --platform {target} {name}")
-        else:
-            hints.append(ONE_PLATFORM_HINT)
+    is_standin = name.startswith(STANDIN_HOST)  # it cannot be pulled
+    if not is_standin and can_choose_platform(engine):
+        hints.append(f"docker pull --platform {target} {name}")
+    elif not is_standin:
+        hints.append(ONE_PLATFORM_HINT)
     hints.append(f"choose a {target} base: --base NAME")
     if image.platform in recipe.image.platforms:
         hints.append(f"build for its platform: --platform {image.platform}")
@@ -196,15 +195,15 @@ def probe(engine: Engine, base: BaseImage) -> Probe:
     If it cannot run, `Probe.skipped` is the reason. The result is cached, because importing torch takes
     seconds. A cached result stays right: the content behind an image id never changes.
     """
-    digest = base.id.partition(":")[2] or "unknown"
+    digest = base.id.removeprefix("sha256:") or "unknown"
     path = files.cache_dir() / "probe" / f"{digest}.json"
     cached = _read_cached_probe(path)
     if cached is not None:
         return cached
-    name = base.name
+    ref = base.name
     if base.id and not engine.names_manifests:
-        name = base.id  # the tag may be given to another image meanwhile
-    finished = containers.run(engine, name, inside.probe_argv(), platform=base.platform)
+        ref = base.id  # the tag may be given to another image meanwhile
+    finished = containers.run(engine, ref, inside.probe_argv(), platform=base.platform)
     versions = inside.parse_probe(finished.output)
     if versions is None:
         return Probe(skipped=_probe_failure(engine, base, finished.returncode, finished.output))
@@ -238,5 +237,6 @@ def _probe_failure(engine: Engine, base: BaseImage, returncode: int, output: str
         return "the base has no python3"
     if "exec format error" in output.lower():
         return f"the base is {base.platform}, but the engine runs {engine.platform} and has no emulator"
-    *_, last_line = ["no output", *output.strip().splitlines()]
+    lines = output.strip().splitlines()
+    last_line = lines[-1] if lines else "no output"
     return f"python3 failed with exit code {returncode}: {last_line}"

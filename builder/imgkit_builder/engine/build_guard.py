@@ -31,26 +31,26 @@ CHUNK_BYTES = 1 << 16
 def main() -> int:
     """Run and return the program's exit code, 128 + N for signal N."""
     life, token, containers, _, *argv = sys.argv[1:]
-    pipe = int(life)
+    life_pipe = int(life)
     if sys.platform == "linux":
         # Orphans of the program become children of the guard, and can be found.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    source, sink = os.pipe()
-    actions = [
-        (os.POSIX_SPAWN_DUP2, sink, 1),
-        (os.POSIX_SPAWN_DUP2, sink, 2),
-        (os.POSIX_SPAWN_CLOSE, pipe),
+    output, write_end = os.pipe()
+    file_actions = [
+        (os.POSIX_SPAWN_DUP2, write_end, 1),
+        (os.POSIX_SPAWN_DUP2, write_end, 2),
+        (os.POSIX_SPAWN_CLOSE, life_pipe),
     ]
     # Python ignores these two signals, and a child would inherit that.
     ignored = (signal.SIGPIPE, signal.SIGXFSZ)
-    child = os.posix_spawnp(argv[0], argv, os.environ, file_actions=actions, setsigdef=ignored)
-    os.close(sink)
+    child = os.posix_spawnp(argv[0], argv, os.environ, file_actions=file_actions, setsigdef=ignored)
+    os.close(write_end)
     os.close(0)  # where the program ends early, imgkit has to see that nobody reads
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    code = copy_output(child, pipe, source)
+    code = copy_output(child, life_pipe, output)
     if code is None:
-        code = end_build(child, source, steps_only=bool(containers))
+        code = end_build(child, output, steps_only=bool(containers))
         if containers:
             remove_containers(containers, token)
     if code < 0:  # the number of a signal
@@ -58,31 +58,32 @@ def main() -> int:
     return code
 
 
-def copy_output(child: int, pipe: int, source: int) -> int | None:
+def copy_output(child: int, life_pipe: int, output: int) -> int | None:
     """Copy the output of the program `child` until it ends, and return its exit code.
 
-    `source` is the end of a pipe that has the output. Return None if the pipe `pipe` closes first, which
-    means that imgkit was interrupted or killed.
+    `output` is the end of a pipe that has the output. Return None if `life_pipe` closes first, which means
+    that imgkit was interrupted or killed.
     """
+    open_pipes = [life_pipe, output]
     while True:
-        ready, _, _ = select.select([pipe, source], [], [], POLL_S)
-        if pipe in ready:
+        ready, _, _ = select.select(open_pipes, [], [], POLL_S)
+        if life_pipe in ready:
             return None
-        if source in ready:
-            data = os.read(source, CHUNK_BYTES)
+        if output in ready:
+            data = os.read(output, CHUNK_BYTES)
             if data:
                 try:
                     os.write(1, data)
                 except BrokenPipeError:
                     return None
                 continue
-            source = pipe  # the output has ended: from now on, wait for `pipe` alone
+            open_pipes = [life_pipe]  # the output has ended
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             return os.waitstatus_to_exitcode(status)
 
 
-def end_build(child: int, source: int, *, steps_only: bool) -> int:
+def end_build(child: int, output: int, *, steps_only: bool) -> int:
     """End the program `child` and its descendants, and return its exit code.
 
     With `steps_only`, for podman, only the processes of the running step are killed: podman sees a failed
@@ -90,7 +91,7 @@ def end_build(child: int, source: int, *, steps_only: bool) -> int:
     """
     if not steps_only:
         os.killpg(0, signal.SIGTERM)
-    os.set_blocking(source, False)
+    os.set_blocking(output, False)
     deadline = time.monotonic() + GRACE_S
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
@@ -101,7 +102,7 @@ def end_build(child: int, source: int, *, steps_only: bool) -> int:
             # Only processes of this session: podman leaves a helper for its next run in a session of its own.
             kill_processes(pid for pid in descendants() if session_of(pid) == os.getsid(0))
         with contextlib.suppress(BlockingIOError):
-            os.read(source, CHUNK_BYTES)
+            os.read(output, CHUNK_BYTES)
         time.sleep(POLL_S)
 
 
@@ -162,10 +163,14 @@ def descendants() -> list[int]:
         _, _, fields = text.rpartition(")")
         _, parent, *_ = fields.split()
         children.setdefault(int(parent), []).append(int(path.parent.name))
-    pids = [os.getpid()]
-    for pid in pids:  # grows while it is read
-        pids += children.get(pid, [])
-    return pids[1:]
+    pids = []
+    pending_pids = children.get(os.getpid(), [])
+    # A process that starts after the scan is found by the next one: `end_build` scans until the program ends.
+    while pending_pids:
+        pid = pending_pids.pop()
+        pids.append(pid)
+        pending_pids += children.get(pid, [])
+    return pids
 
 
 def remove_containers(containers: str, token: str) -> None:
@@ -174,12 +179,12 @@ def remove_containers(containers: str, token: str) -> None:
     `containers` is podman's folder of containers. Those of this build have `token` in their file
     ``buildah.json``, since it was a build argument.
     """
-    for path in Path(containers).glob("*/userdata/buildah.json"):
+    for folder in Path(containers).glob("*"):
         with contextlib.suppress(OSError):
-            if token not in path.read_text(errors="replace"):
+            description = (folder / "userdata/buildah.json").read_text(errors="replace")
+            if token not in description:
                 continue
-            container = path.parts[-3]  # ID/userdata/buildah.json
-            argv = ["podman", "--remote=false", "rm", "--force", container]
+            argv = ["podman", "--remote=false", "rm", "--force", folder.name]
             no_files = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)]
             pid = os.posix_spawnp(argv[0], argv, os.environ, file_actions=no_files)
             os.waitpid(pid, 0)

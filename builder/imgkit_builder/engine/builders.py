@@ -161,9 +161,10 @@ def buildx_version() -> str:
     result = process.run(["docker", "buildx", "version"], check=False)
     if result.returncode:
         return ""
-    # "github.com/docker/buildx v0.29.1 COMMIT"
-    match = re.match(r"\S+ v?(\S+)", result.output)
-    return match[1] if match else "unknown"
+    match = re.match(r"\S+ v?(\S+)", result.output)  # "github.com/docker/buildx v0.29.1 COMMIT"
+    if match is None:
+        return "unknown"
+    return match[1]
 
 
 def _require_buildx() -> None:
@@ -197,18 +198,18 @@ def _find_podman_containers(facts: EngineFacts) -> Path:
     layout = "store={{.Store.GraphRoot}} driver={{.Store.GraphDriverName}}."
     # The program and the service may have different users or configurations, hence different images.
     result = process.run([*PODMAN, "info", "--format", layout], env=local_podman_env(), check=False)
-    match = re.search(r"^store=(.+) driver=(\S+)\.$", result.output, re.MULTILINE)
+    match = re.search(r"^store=(?P<root>.+) driver=(?P<driver>\S+)\.$", result.output, re.MULTILINE)
     if match is None:
         problem = result.tail().strip()[-200:]
         raise ToolMissing(f"podman info fails: {problem}", hint=f"podman info; {use_classic}")
-    root, driver = match.groups()
-    if os.path.realpath(root) != os.path.realpath(facts.root):
+    root = Path(match["root"])
+    if root.resolve() != Path(facts.root).resolve():
         raise UsageError(
             f"the program podman stores images in {root}, the engine in {facts.root}",
             where=facts.endpoint.host,
             hint=f"run imgkit as the user who owns the engine, {use_classic}",
         )
-    return Path(root) / f"{driver}-containers"
+    return root / f"{match['driver']}-containers"
 
 
 def local_podman_env() -> dict[str, str]:

@@ -99,31 +99,23 @@ def build(
     if builder.note:
         report.note(builder.note)
     platform = context.manifest.platform
-
-    def run_builder(choice: Choice) -> str:
-        """Build with `choice`, and return the engine's name for the image."""
-        make_follower = BuildKitFollower if choice.name == "buildx" else BuildFollower
-        with log.open("w", encoding="utf-8") as stream:
-            follower = make_follower(
-                stream, dockerfile, base=context.manifest.base.name, log_path=log, report=report, hide=hide
-            )
-            report.stage("send the context")
-            chunks = _context_chunks(context, dockerfile, report)
-            if choice.name == "classic":
-                return _run_classic(engine, chunks, follower, platform=platform, no_cache=no_cache)
-            options = ["--platform", platform]
-            if no_cache:
-                options.append("--no-cache")
-            return _run_program(engine, chunks, follower, choice, options)
-
+    request = _BuildRequest(
+        engine=engine,
+        context=context,
+        dockerfile=dockerfile,
+        log=log,
+        report=report,
+        hide=hide,
+        no_cache=no_cache,
+    )
     try:
-        ref = run_builder(builder)
+        ref = request.run(builder)
     except ImgkitError as error:
         fallback = choose_fallback(builder, error)
         if fallback is None:
             raise
         report.note(f"the engine refuses its classic builder, so buildx builds: {error.what}")
-        ref = run_builder(fallback)
+        ref = request.run(fallback)
     image = inspect(engine, ref)
     # The classic builder ignores the platform if the base under this name is for another one.
     if image.platform != platform:
@@ -136,6 +128,128 @@ def build(
     add_tag(engine, ref, tag)
     is_same = old is not None and old.ref == image.ref
     return Built(image=inspect(engine, tag), tag=tag, log=log, up_to_date=is_same)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BuildRequest:
+    """A build that any of the builders can run."""
+
+    engine: Engine
+    context: BuildContext
+    dockerfile: str
+    log: Path
+    report: Reporter
+    hide: Callable[[str], str]
+    no_cache: bool
+
+    def run(self, builder: Choice) -> str:
+        """Build with `builder`, and return the engine's name for the image.
+
+        Raises
+        ------
+        ToolFailed, UsageError : a step failed, with the recipe's line and the last output.
+        """
+        make_follower = BuildKitFollower if builder.name == "buildx" else BuildFollower
+        with self.log.open("w", encoding="utf-8") as stream:
+            follower = make_follower(
+                stream,
+                self.dockerfile,
+                base=self.context.manifest.base.name,
+                log_path=self.log,
+                report=self.report,
+                hide=self.hide,
+            )
+            self.report.stage("send the context")
+            with contextlib.closing(_context_chunks(self.context, self.dockerfile, self.report)) as chunks:
+                if builder.name == "classic":
+                    return self._run_classic(chunks, follower)
+                return self._run_program(chunks, follower, builder)
+
+    def _run_classic(self, chunks: Iterator[bytes], follower: BuildFollower) -> str:
+        """Let the classic builder behind the engine's API build, and return the image id.
+
+        Parameters
+        ----------
+        chunks : the tar of the context.
+        follower : receives the engine's output, and explains its errors.
+
+        Notes
+        -----
+        When the connection closes (Ctrl-C, kill -9), the engine cancels the step and, because of ``forcerm``,
+        removes the step's container within a second (docker 20.10). If imgkit is still running, it also
+        removes the container, because the engine may not have noticed.
+        """
+        stream: Any = chunks  # requests sends an iterator in pieces
+        try:
+            with translate_errors("build"):
+                events = self.engine.api.build(
+                    fileobj=stream,
+                    custom_context=True,
+                    dockerfile=DOCKERFILE,
+                    decode=True,
+                    rm=True,
+                    forcerm=True,
+                    pull=False,
+                    nocache=self.no_cache,
+                    platform=self.context.manifest.platform,
+                    timeout=None,
+                )
+                with contextlib.closing(events):
+                    for event in events:
+                        follower.add_event(event)
+            if not follower.image_id:
+                # An engine that is stopped may close the stream without an error.
+                raise connection_lost_error("build", "it ended before the image was finished")
+        except BaseException as error:
+            if follower.container:
+                # Ignore a second error: the engine itself may have ended.
+                with contextlib.suppress(ImgkitError):
+                    containers.remove(self.engine, follower.container)
+            if isinstance(error, ImgkitError):
+                raise follower.add_location(error) from error
+            raise
+        return follower.image_id
+
+    def _run_program(self, chunks: Iterator[bytes], follower: BuildFollower, builder: Choice) -> str:
+        """Build with the program of `builder`, buildx or podman, and return the engine's name for the image.
+
+        The program reads the tar `chunks` from its standard input. ``build_guard`` runs between it and this
+        process: if this process is interrupted or killed, the guard ends the step and removes what podman
+        leaves.
+        """
+        id_file = self.log.with_name("image-id")
+        metadata = self.log.with_name("build.json")
+        token = f"imgkit-{secrets.token_hex(8)}"
+        if builder.name == "podman":
+            # No --format docker: in that format, podman uses no cache on a base without dates in its history.
+            # --pull=never, because the base is local by now.
+            argv = [*PODMAN, "build", "--layers", "--force-rm", "--pull=never", "--identity-label=false"]
+            argv += ["--build-arg", f"BUILD_OF_IMGKIT={token}"]
+            env = local_podman_env()
+        else:
+            argv = ["docker", "buildx", "build", "--progress", "plain", "--load"]
+            argv += ["--metadata-file", str(metadata)]
+            env = _buildx_env(self.engine)
+        argv += ["--iidfile", str(id_file), "--file", DOCKERFILE]
+        argv += ["--platform", self.context.manifest.platform]
+        if self.no_cache:
+            argv.append("--no-cache")
+        argv += [*builder.options, "-"]
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        with _guard(argv, token, builder.containers, env) as guard:
+            for data in pump_pipes(guard, chunks):
+                follower.add_text(decoder.decode(data))
+            code = guard.wait()
+        if code:
+            raise follower.exit_error(code)
+        try:
+            if self.engine.names_manifests:
+                # Such an engine knows an image by the digest of its manifest; the id file has another digest.
+                return str(json_text.load(metadata)["containerimage.digest"])
+            return id_file.read_text(encoding="ascii").strip()
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            lost = connection_lost_error("build", "it ended before the image was finished")
+            raise follower.add_location(lost) from error
 
 
 def _make_log_folder(name: str) -> Path:
@@ -193,106 +307,6 @@ def _context_chunks(context: BuildContext, dockerfile: str, report: Reporter) ->
         while chunk:
             yield chunk
             chunk = tar.read(CHUNK_BYTES)
-
-
-def _run_classic(
-    engine: Engine,
-    chunks: Generator[bytes, None, None],
-    follower: BuildFollower,
-    *,
-    platform: str,
-    no_cache: bool,
-) -> str:
-    """Let the classic builder behind the engine's API build, and return the image id.
-
-    Parameters
-    ----------
-    chunks : the tar of the context.
-    follower : receives the engine's output, and explains its errors.
-
-    Notes
-    -----
-    When the connection closes (Ctrl-C, kill -9), the engine cancels the step and, because of ``forcerm``,
-    removes the step's container within a second (docker 20.10). If imgkit is still running, it also removes
-    the container, because the engine may not have noticed.
-    """
-    stream: Any = chunks  # requests sends an iterator in pieces
-    try:
-        with contextlib.closing(chunks), translate_errors("build"):
-            events = engine.api.build(
-                fileobj=stream,
-                custom_context=True,
-                dockerfile=DOCKERFILE,
-                decode=True,
-                rm=True,
-                forcerm=True,
-                pull=False,
-                nocache=no_cache,
-                platform=platform,
-                timeout=None,
-            )
-            with contextlib.closing(events):
-                for event in events:
-                    follower.add_event(event)
-        if not follower.image_id:
-            # An engine that is stopped may close the stream without an error.
-            raise connection_lost_error("build", "it ended before the image was finished")
-    except BaseException as error:
-        if follower.container:
-            # Ignore a second error: the engine itself may have ended.
-            with contextlib.suppress(ImgkitError):
-                containers.remove(engine, follower.container)
-        if isinstance(error, ImgkitError):
-            raise follower.add_location(error) from error
-        raise
-    return follower.image_id
-
-
-def _run_program(
-    engine: Engine,
-    chunks: Generator[bytes, None, None],
-    follower: BuildFollower,
-    builder: Choice,
-    options: list[str],
-) -> str:
-    """Build with the program of `builder`, buildx or podman, and return the engine's name for the image.
-
-    The program reads the tar `chunks` from its standard input. ``build_guard`` runs between it and this
-    process: if this process is interrupted or killed, the guard ends the step and removes what podman leaves.
-
-    Raises
-    ------
-    ToolFailed, UsageError : a step failed, with the recipe's line and the last output.
-    """
-    id_file = follower.log_path.with_name("image-id")
-    metadata = follower.log_path.with_name("build.json")
-    token = f"imgkit-{secrets.token_hex(8)}"
-    options = ["--iidfile", str(id_file), "--file", DOCKERFILE, *options, *builder.options, "-"]
-    if builder.name == "podman":
-        # No --format docker: in that format, podman uses no cache on a base without dates in its history.
-        # --pull=never, because the base is local by now.
-        argv = [*PODMAN, "build", "--layers", "--force-rm", "--pull=never", "--identity-label=false"]
-        argv += ["--build-arg", f"BUILD_OF_IMGKIT={token}"]
-        env = local_podman_env()
-    else:
-        argv = ["docker", "buildx", "build", "--progress", "plain", "--load"]
-        options = ["--metadata-file", str(metadata), *options]
-        env = _buildx_env(engine)
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    with contextlib.closing(chunks), _guard([*argv, *options], token, builder.containers, env) as guard:
-        for data in pump_pipes(guard, chunks):
-            follower.add_text(decoder.decode(data))
-        code = guard.wait()
-    if code:
-        raise follower.exit_error(code)
-    try:
-        if engine.names_manifests:
-            # Such an engine knows an image by the digest of its manifest; the id file has another digest.
-            return str(json_text.load(metadata)["containerimage.digest"])
-        return id_file.read_text(encoding="ascii").strip()
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        lost = connection_lost_error("build", "it ended before the image was finished")
-        raise follower.add_location(lost) from error
 
 
 def _buildx_env(engine: Engine) -> dict[str, str]:

@@ -232,15 +232,15 @@ def sdk_options(engine: Endpoint) -> dict[str, Any]:
 
     if engine.host.startswith("ssh://"):
         return {"base_url": _SSH_URL}
-    options: dict[str, Any] = {"base_url": engine.host}
     tls = engine.tls
-    if tls and engine.host.startswith(("tcp://", "http://", "https://")):
-        cert_and_key = None
-        if tls.cert and tls.key:
-            cert_and_key = (str(tls.cert), str(tls.key))
-        ca = str(tls.ca) if tls.ca else None
-        options["tls"] = docker.tls.TLSConfig(client_cert=cert_and_key, ca_cert=ca, verify=tls.verify)
-    return options
+    if tls is None or not engine.host.startswith(("tcp://", "http://", "https://")):
+        return {"base_url": engine.host}
+    cert_and_key = None
+    if tls.cert and tls.key:
+        cert_and_key = (str(tls.cert), str(tls.key))
+    ca = str(tls.ca) if tls.ca else None
+    tls_config = docker.tls.TLSConfig(client_cert=cert_and_key, ca_cert=ca, verify=tls.verify)
+    return {"base_url": engine.host, "tls": tls_config}
 
 
 def engine_facts(endpoint: Endpoint, *, version: Mapping[str, Any], info: Mapping[str, Any]) -> EngineFacts:
@@ -251,13 +251,16 @@ def engine_facts(endpoint: Endpoint, *, version: Mapping[str, Any], info: Mappin
     ToolFailed : the answers lack what every engine states, so another program listens at the address.
     """
     try:
-        components = [str(part.get("Name") or "") for part in version.get("Components") or ()]
+        product = "Docker"
+        for component in version.get("Components") or ():
+            if component.get("Name") == "Podman Engine":
+                product = "Podman"
         store = str(info.get("Driver") or "unknown")
         if _has_containerd_store(info):
             store = f"containerd ({store})"
         return EngineFacts(
             endpoint=endpoint,
-            product="Podman" if "Podman Engine" in components else "Docker",
+            product=product,
             version=str(version["Version"]),
             api=str(version["ApiVersion"]),
             arch=str(version["Arch"]),
@@ -277,8 +280,9 @@ def _has_containerd_store(info: Mapping[str, Any]) -> bool:
 
     Otherwise it uses one of Docker's own drivers, such as overlay2.
     """
-    status = dict(pair for pair in info.get("DriverStatus") or () if len(pair) == 2)
-    return str(status.get("driver-type") or "").startswith("io.containerd.snapshotter")
+    pairs = [pair for pair in info.get("DriverStatus") or () if len(pair) == 2]
+    driver_type = str(dict(pairs).get("driver-type") or "")
+    return driver_type.startswith("io.containerd.snapshotter")
 
 
 def query_facts(engine: Endpoint | None = None) -> EngineFacts:

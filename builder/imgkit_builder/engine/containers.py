@@ -155,9 +155,9 @@ def _start(engine: Engine, name: str) -> str:
         if not re.search("executable file not found|no such file or directory", message):
             raise
         # The text before "exec:" is about containerd and runc, and does not help the user.
-        start = message.find("exec:")
-        if start > 0:
-            return message[start:]
+        _, separator, reason = message.partition("exec:")
+        if separator:
+            return separator + reason
         return message
     return ""
 
@@ -194,12 +194,7 @@ def shell_argv(image: str, *, gpus: bool, host: bool, endpoint: Endpoint, workdi
     64 MB is too small. RDMA needs unlimited locked memory (NVIDIA's advice for its PyTorch containers).
     Docker 29 lowers the limit for open files to 1,024.
     """
-    argv = ["docker"]  # follows variables and contexts as imgkit does
-    if shutil.which("podman") and not shutil.which("docker"):
-        argv = ["podman", "--url", endpoint.host]
-    elif not endpoint.source and endpoint.host != address.DEFAULT_HOST:
-        argv += ["--host", endpoint.host]
-    argv.append("run")
+    argv = [*_engine_program(endpoint), "run"]
     if host:
         argv.append("--ipc=host")
     else:
@@ -212,3 +207,13 @@ def shell_argv(image: str, *, gpus: bool, host: bool, endpoint: Endpoint, workdi
     if gpus:
         argv += ["--gpus", "all"]
     return [*argv, image, "bash"]
+
+
+def _engine_program(endpoint: Endpoint) -> list[str]:
+    """Return the program that talks to an engine, with the options that lead it to `endpoint`."""
+    if shutil.which("podman") and not shutil.which("docker"):
+        return ["podman", "--url", endpoint.host]
+    # docker follows variables and contexts as imgkit does.
+    if endpoint.source or endpoint.host == address.DEFAULT_HOST:
+        return ["docker"]
+    return ["docker", "--host", endpoint.host]

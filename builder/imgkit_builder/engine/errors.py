@@ -197,8 +197,10 @@ class LayerProgress:
 
     def __init__(self, report: Reporter) -> None:
         self._report = report
-        self._layers: dict[str, tuple[int, int]] = {}
-        """Bytes sent and in total, by the id of the layer."""
+        self._sent_bytes: dict[str, int] = {}
+        """Bytes sent so far, by the id of the layer."""
+        self._total_bytes: dict[str, int] = {}
+        """Size of each layer, by its id."""
 
     def add_event(self, event: Event) -> None:
         """Count the bytes that `event` states, and report the sum over all layers.
@@ -208,16 +210,17 @@ class LayerProgress:
         detail = event.get("progressDetail") or {}
         layer = str(event.get("id", ""))
         status = str(event.get("status", ""))
-        if not detail and layer:
-            self._report.line(f"{layer}: {status}")
-        elif not detail and status:
-            self._report.line(status)
+        if not detail:
+            if layer:
+                self._report.line(f"{layer}: {status}")
+            elif status:
+                self._report.line(status)
+            return
         if status not in ("Downloading", "Pushing") or "current" not in detail:
             return
         sent_bytes = int(detail["current"])
         # The engine may send more bytes than it has announced: never report more than 100 %.
         total_bytes = max(int(detail.get("total") or 0), sent_bytes)
-        self._layers[layer] = (sent_bytes, total_bytes)
-        all_sent_bytes = sum(sent for sent, _ in self._layers.values())
-        all_total_bytes = sum(total for _, total in self._layers.values())
-        self._report.advance(all_sent_bytes, all_total_bytes)
+        self._sent_bytes[layer] = sent_bytes
+        self._total_bytes[layer] = total_bytes
+        self._report.advance(sum(self._sent_bytes.values()), sum(self._total_bytes.values()))

@@ -85,7 +85,7 @@ class BuildFollower:
     def exit_error(self, code: int) -> ImgkitError:
         """Return the error of a program that ended with the exit code `code`."""
         self._flush()
-        return self._step_error(self._final_message() or f"the builder ended with exit code {code}")
+        return self._step_error(self._pop_error_message() or f"the builder ended with exit code {code}")
 
     def add_location(self, error: ImgkitError) -> ImgkitError:
         """Return `error` with the path of the log, and with the recipe's line if that is known."""
@@ -104,14 +104,14 @@ class BuildFollower:
             doing = f"step {self._step}/{self._step_count} ({self._short_instruction()})"
         error = explain_message(_REPEATED_INSTRUCTION.sub("", message), doing=doing, name=self._base)
         hint = error.hint
-        lines = process.last_lines("\n".join(self._tail))
+        output = "\n".join(process.last_lines("\n".join(self._tail)))
         # The engine often says only "returned a non-zero code", so look for a known problem in the output of
         # the step, too. Scripts of imgkit itself ("imgkit: ...") have printed what helps.
-        if not hint and not any("imgkit: " in line for line in lines):
-            hint = find_hint("\n".join(lines))
+        if not hint and "imgkit: " not in output:
+            hint = find_hint(output)
         hints = []
-        if lines:
-            hints += ["its last lines:", *lines]
+        if output:
+            hints += ["its last lines:", output]
         if hint:
             hints.append(hint)
         return type(error)(error.what, where=self._origin(message), hint=self._add_log("\n".join(hints)))
@@ -123,11 +123,11 @@ class BuildFollower:
         text = self._hide(last_text)
         self._log.write(text + "\n")
         self._log.flush()
-        self._interpret(text)
+        self._update_state(text)
         self.report.line(text)
 
-    def _interpret(self, text: str) -> None:
-        """Note the step that a line of output begins, or keep the line for an error message."""
+    def _update_state(self, text: str) -> None:
+        """Begin the step that a line of output announces, or keep the line for an error message."""
         step = _STEP.match(text)
         running = _RUNNING.match(text)
         if step is not None:
@@ -139,8 +139,8 @@ class BuildFollower:
         elif text.strip() and not text.startswith((" ---> ", "--> ")):
             self._tail.append(text)
 
-    def _final_message(self) -> str:
-        """Return the message in podman's last line, ``Error: ...``, or ``""``."""
+    def _pop_error_message(self) -> str:
+        """Remove podman's last line, ``Error: ...``, from the output and return its message, or ``""``."""
         if not self._tail or not self._tail[-1].startswith("Error: "):
             return ""
         return self._tail.pop().removeprefix("Error: ")
@@ -206,8 +206,8 @@ class BuildKitFollower(BuildFollower):
     _source_line: int | None = None
     _error = ""
 
-    def _interpret(self, text: str) -> None:
-        """Note the step that a line of BuildKit's output begins, or keep the line for an error message."""
+    def _update_state(self, text: str) -> None:
+        """Begin the step that a line of BuildKit's output announces, or keep the line for an error."""
         step = _VERTEX.match(text)
         output = _OUTPUT.match(text)
         source = _SOURCE_LINE.match(text)
@@ -223,7 +223,7 @@ class BuildKitFollower(BuildFollower):
         elif error is not None:
             self._error = error[1]
 
-    def _final_message(self) -> str:
+    def _pop_error_message(self) -> str:
         return self._error
 
     def _line_of_step(self, *, only: Collection[str] = _LAYER_INSTRUCTIONS) -> int | None:
@@ -244,8 +244,9 @@ def instruction_lines(text: str, *, only: Collection[str] = ()) -> tuple[int, ..
         # A continued instruction may contain comments and empty lines.
         if not instruction or instruction.startswith("#"):
             continue
-        keyword, *_ = instruction.split()
-        if not is_continued and (not only or keyword.upper() in only):
+        keyword = instruction.split()[0].upper()
+        is_counted = not only or keyword in only
+        if is_counted and not is_continued:
             numbers.append(number)
         is_continued = instruction.endswith("\\")
     return tuple(numbers)

@@ -32,7 +32,7 @@ _TAIL_BYTES = 4096
 _TAR_END = bytes(1024)
 _MAX_FILE_BYTES = 4 << 20
 # "latest: digest: sha256:... size: 1234"
-_PUSHED = re.compile(r".*: digest: (sha256:[0-9a-f]{64}) size: \d+")
+_PUSHED = re.compile(r".*: digest: (?P<digest>sha256:[0-9a-f]{64}) size: \d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,13 +137,14 @@ def _refuse_incomplete(chunks: Iterator[bytes], doing: str) -> Generator[bytes, 
     with translate_errors(doing):
         for chunk in chunks:
             # Only the end of the chunk is copied, since chunks are large.
-            tail = (tail + chunk[-_TAIL_BYTES:])[-_TAIL_BYTES:]
+            tail += chunk[-_TAIL_BYTES:]
+            tail = tail[-_TAIL_BYTES:]
             yield chunk
     if tail.endswith(_TAR_END):
         return
-    error_start = tail.rfind(b'{"errorDetail"')
-    if error_start >= 0:
-        message = tail[error_start:].decode("utf-8", "replace")
+    _, error_start, error_rest = tail.rpartition(b'{"errorDetail"')
+    if error_start:
+        message = (error_start + error_rest).decode("utf-8", "replace")
         raise explain_message(strip_styles(message), doing=doing)
     raise ToolFailed(
         f"{doing}: the stream ended before the archive did",
@@ -266,18 +267,21 @@ def _read_digest(event: Event) -> str:
     ``latest: digest: sha256:... size: 1234``.
     """
     aux = event.get("aux") or {}
-    status = _PUSHED.fullmatch(str(event.get("status") or ""))
-    if status is not None:
-        return str(aux.get("Digest") or status[1])
-    return str(aux.get("Digest") or "")
+    digest = aux.get("Digest")
+    if digest:
+        return str(digest)
+    match = _PUSHED.fullmatch(str(event.get("status") or ""))
+    if match is None:
+        return ""
+    return match["digest"]
 
 
 def full_platform(platform: str) -> str:
     """Return ``linux/arm64`` for ``arm64``, ``linux/arm64`` or ``linux/arm64/v8``."""
-    parts = platform.split("/")
-    if len(parts) == 1:
+    if "/" not in platform:
         return f"linux/{platform}"
-    return "/".join(parts[:2])
+    system, arch, *_ = platform.split("/")  # without a variant such as v8
+    return f"{system}/{arch}"
 
 
 def add_tag(engine: Engine, image: str, ref: str) -> None:
@@ -291,6 +295,6 @@ def add_tag(engine: Engine, image: str, ref: str) -> None:
 def _split(ref: str) -> tuple[str, str]:
     """Return the repository of `ref`, and its tag or digest: ``host/mn5:1`` -> ``host/mn5``, ``1``."""
     name = repository(ref)
-    tag = ref[len(name) + 1 :]  # behind the colon
+    tag = ref.removeprefix(name).lstrip(":@")
     # Never without a tag: the SDK would push every tag of the repository.
     return name, tag or "latest"

@@ -15,8 +15,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import posixpath
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,23 +139,29 @@ def _make_info(engine: Engine, data: dict[str, Any], name: str) -> ImageInfo:
     ref = str(data["Id"])
     platform = read_platform(data)
     config = data.get("Config") or {}
-    env = {}
-    for variable in config.get("Env") or ():
-        key, _, value = variable.partition("=")
-        env[key] = value
+    digests = _sort_digests(data, short_name(name))
     return ImageInfo(
         ref=ref,
         id=_image_id(engine, ref, platform),
         tags=tuple(_sort_tags(data, short_name(name))),
         platform=platform,
         labels=dict(config.get("Labels") or {}),
-        env=env,
+        env=_parse_env(config.get("Env") or ()),
         user=str(config.get("User") or ""),
         diff_ids=_diff_ids(data),
         size_bytes=int(data.get("Size") or 0),
-        digest=next(iter(_sort_digests(data, short_name(name))), ""),
+        digest=digests[0] if digests else "",
         manifest=str(data.get("Manifest") or ""),
     )
+
+
+def _parse_env(variables: Iterable[str]) -> dict[str, str]:
+    """Return the variables of an image: ``["HOME=/root"]`` -> ``{"HOME": "/root"}``."""
+    env = {}
+    for variable in variables:
+        name, _, value = variable.partition("=")
+        env[name] = value
+    return env
 
 
 def _sort_tags(data: dict[str, Any], requested: str) -> list[str]:
@@ -164,8 +171,8 @@ def _sort_tags(data: dict[str, Any], requested: str) -> list[str]:
     """
     # An engine may send null for an empty list.
     tags = [short_name(tag) for tag in data.get("RepoTags") or () if tag != "<none>:<none>"]
-    tags.sort(key=lambda tag: tag not in (requested, f"{requested}:latest"))
-    return tags
+    requested_tags = (requested, f"{requested}:latest")
+    return sorted(tags, key=lambda tag: tag not in requested_tags)
 
 
 def _sort_digests(data: dict[str, Any], requested: str) -> list[str]:
@@ -175,8 +182,11 @@ def _sort_digests(data: dict[str, Any], requested: str) -> list[str]:
     digest that the image has under any name.
     """
     digests = [short_name(name) for name in data.get("RepoDigests") or () if not name.startswith("<none>")]
-    digests.sort(key=lambda digest: (digest != requested, repository(digest) != repository(requested)))
-    return digests
+    requested_repository = repository(requested)
+    # False sorts before True: the very name first, then others of its repository.
+    return sorted(
+        digests, key=lambda digest: (digest != requested, repository(digest) != requested_repository)
+    )
 
 
 # The longest comes first.
@@ -226,17 +236,18 @@ def _inspect_image(engine: Engine, name: str, platform: str | None) -> dict[str,
     if not can_choose_platform(engine) or not engine.names_manifests:
         return default
     is_default_kept = bool(default.get("Architecture"))
-    platforms = []
+    candidates = []
     if platform:
-        platforms.append(platform)
+        candidates.append(platform)
     if not is_default_kept:
-        platforms += sorted(_local_platforms(engine, name), key=lambda local: local != engine.platform)
-    for choice in platforms:
-        if choice == read_platform(default):
-            break
+        kept_platforms = _local_platforms(engine, name)
+        candidates += sorted(kept_platforms, key=lambda kept: kept != engine.platform)
+    for candidate in candidates:
+        if candidate == read_platform(default):
+            return default
         # An error means that the engine does not keep this platform: try the next.
         with _ignore_errors():
-            data = _inspect(engine, name, platform=_platform_json(choice))
+            data = _inspect(engine, name, platform=_platform_json(candidate))
             if is_default_kept:
                 data["Manifest"] = data["Id"]
             data["Id"] = default["Id"]
@@ -392,8 +403,8 @@ def _read_id_in_archive(engine: Engine, ref: str, platform: str) -> str | None:
                 # Only a JSON object can be the manifest or an index.
                 if not data.startswith(b"{"):
                     continue
-                _, _, hex_digest = member.name.rpartition("/")
-                blobs[f"sha256:{hex_digest}"] = data
+                blob_name = posixpath.basename(member.name)  # of "blobs/sha256/1a2b..."
+                blobs[f"sha256:{blob_name}"] = data
                 config_digest = _find_config(ref, platform, blobs.get)
                 if config_digest is not None:
                     return config_digest
@@ -415,21 +426,35 @@ def _find_config(digest: str, platform: str, read_blob: Callable[[str], bytes | 
             return None
         try:
             document: dict[str, Any] = json_text.parse(raw)
+            # A manifest names a configuration, an index does not.
             if "config" in document:
-                config_digest = str(document["config"]["digest"])
-                if not _DIGEST.fullmatch(config_digest):
-                    return None
-                return config_digest
-            entries = [entry for entry in document["manifests"] if _manifest_platform(entry) == platform]
-            digest = str(entries[0]["digest"])
+                return _require_digest(document["config"])
+            digest = _select_manifest(document["manifests"], platform)
         except (ValueError, LookupError, TypeError, AttributeError):
             return None
     return None
 
 
-def _manifest_platform(entry: dict[str, Any]) -> str:
-    platform = entry.get("platform") or {}
-    return f"{platform.get('os')}/{platform.get('architecture')}"
+def _require_digest(descriptor: dict[str, Any]) -> str:
+    """Return the digest that a descriptor of OCI states. Raise ValueError if it is not a sha256."""
+    digest = str(descriptor["digest"])
+    if not _DIGEST.fullmatch(digest):
+        raise ValueError(digest)
+    return digest
+
+
+def _select_manifest(entries: Iterable[dict[str, Any]], platform: str) -> str:
+    """Return the digest of the manifest for `platform` among the `entries` of an index.
+
+    Raises
+    ------
+    LookupError : there is none.
+    """
+    for entry in entries:
+        stated = entry.get("platform") or {}
+        if f"{stated.get('os')}/{stated.get('architecture')}" == platform:
+            return str(entry["digest"])
+    raise LookupError(platform)
 
 
 SCHEMA = 1
@@ -444,20 +469,22 @@ class ImageFacts:
 
     def lines(self) -> list[str]:
         """Return aligned lines for people."""
+        image = self.image
         facts = self.to_dict()
-        rows = [
-            ("image", ", ".join(facts["tags"]) or "(no tag)"),
-            ("id", facts["id"]),
-            ("digest", facts["digest"] or "(not from a registry)"),
-            ("platform", facts["platform"]),
-            ("size", f"{facts['size_bytes'] / 1e6:.1f} MB in {facts['layers']} layers"),
-            ("recipe", facts["recipe"] or "(not built by imgkit)"),
-            ("base", facts["base"]),
-            ("created", facts["created"]),
-        ]
-        rows += [(f"label {escape_controls(key)}", value) for key, value in sorted(facts["labels"].items())]
-        width = max(len(key) for key, _ in rows)
-        lines = [f"{key:{width}}  {value}".rstrip() for key, value in rows if value]
+        rows = {
+            "image": ", ".join(image.tags) or "(no tag)",
+            "id": image.id,
+            "digest": image.digest or "(not from a registry)",
+            "platform": image.platform,
+            "size": f"{image.size_bytes / 1e6:.1f} MB in {len(image.diff_ids)} layers",
+            "recipe": facts["recipe"] or "(not built by imgkit)",
+            "base": facts["base"],
+            "created": facts["created"],
+        }
+        for name, value in sorted(image.labels.items()):
+            rows[f"label {escape_controls(name)}"] = value
+        width = max(map(len, rows))
+        lines = [f"{name:{width}}  {value}".rstrip() for name, value in rows.items() if value]
         if facts["standin"]:
             lines.insert(0, STANDIN_WARNING)
         return lines

@@ -21,13 +21,15 @@ from imgkit_entrypoints import json_text, system
 if TYPE_CHECKING:
     from imgkit_builder.sif.entries import ImageEntry
 
-_MANIFEST, _SYSTEM, _LOCK = (
-    path.lstrip("/") for path in (manifest.MANIFEST_JSON, str(system.SYSTEM_JSON), manifest.LOCK_TOML)
-)
+_MANIFEST = manifest.MANIFEST_JSON.lstrip("/")
+_SYSTEM = str(system.SYSTEM_JSON).lstrip("/")
+_LOCK = manifest.LOCK_TOML.lstrip("/")
 BAKED_FILES = (_MANIFEST, _SYSTEM)
 """Files of imgkit in an image whose text is a part of the facts."""
 # "usr/lib/python3.12/site-packages/flash_attn-2.5.dist-info": the lib folder, and the name
-_DISTRIBUTION = re.compile(r"(.*)/python3[^/]*/(?:site|dist)-packages/([^/]+)-[^/-]+\.dist-info")
+_DISTRIBUTION = re.compile(
+    r"(?P<lib>.*)/python3[^/]*/(?:site|dist)-packages/(?P<name>[^/]+)-[^/-]+\.dist-info"
+)
 _ORIGIN = ".dist-info/direct_url.json"
 _MOST_FILE_BYTES = 1 << 20
 """A larger file is not one of imgkit's or pip's."""
@@ -94,10 +96,9 @@ class BakedFactsCollector:
 
     def facts(self, path: str) -> BakedFacts:
         """Return the facts of an image whose variable PATH is `path`."""
+        distributions = sorted(self._distributions(path), key=attrgetter("name", "folder"))
         return BakedFacts(
-            manifest=self._text(_MANIFEST),
-            system=self._text(_SYSTEM),
-            distributions=tuple(sorted(self._distributions(path), key=attrgetter("name", "folder"))),
+            manifest=self._text(_MANIFEST), system=self._text(_SYSTEM), distributions=tuple(distributions)
         )
 
     def _text(self, name: str) -> str:
@@ -111,12 +112,9 @@ class BakedFactsCollector:
         libs = library_folders(path)
         for folder in self._dist_info_folders():
             match = _DISTRIBUTION.fullmatch(folder)
-            if match is None:
-                continue
-            lib, name = match.groups()
-            if lib in libs:
-                origin = self._texts.get(f"{folder}/direct_url.json", b"")
-                yield Distribution(name=name, folder=_editable_folder(origin))
+            if match is not None and match["lib"] in libs:
+                direct_url = self._texts.get(f"{folder}/direct_url.json", b"")
+                yield Distribution(name=match["name"], folder=_editable_folder(direct_url))
 
     def _dist_info_folders(self) -> set[str]:
         """Return the .dist-info folders of the packages to list. Each installed package has one.

@@ -20,10 +20,10 @@ from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolFailed
 _NO_PROGRAM = re.compile(r'^FATAL:\s+"true": executable file not found', re.MULTILINE)
 # Objects of a .sif that hold the labels, and the keys that lead to them. The first is what a runtime's
 # ``inspect`` prints, the second is imgkit's.
-_LABEL_OBJECTS = (
-    ("inspect-metadata.json", ("data", "attributes", "labels")),
-    ("oci-config.json", ("Labels",)),
-)
+_LABEL_OBJECTS = {
+    "inspect-metadata.json": ("data", "attributes", "labels"),
+    "oci-config.json": ("Labels",),
+}
 _MAX_PACKING_RATIO = 200
 """A root partition below 1/200 of its layers has lost files. Text packs to about 1/5."""
 
@@ -77,7 +77,7 @@ def _inspect_labels(job: ConversionJob, path: Path) -> dict[str, Any]:
         document = json_text.first_object(output)
         return dict(document["data"]["attributes"]["labels"] or {})
     except (ValueError, KeyError, TypeError) as error:
-        raise _unreadable_labels(path, error) from error
+        raise _unreadable_labels_error(path, error) from error
 
 
 def check_start(job: ConversionJob, tool: RuntimeTool, config: ImageConfig, *, is_built: bool) -> None:
@@ -98,17 +98,17 @@ def check_start(job: ConversionJob, tool: RuntimeTool, config: ImageConfig, *, i
     """
     path = job.work.part
     has_manifest = "imgkit.version" in config.labels
-    argv = ("cat", manifest.MANIFEST_JSON) if has_manifest else ("true",)
+    program, *arguments = ["cat", manifest.MANIFEST_JSON] if has_manifest else ["true"]
     isolated = isolation(tool)
-    job.clock.note(isolated.description(argv[0]))
+    job.clock.note(isolated.description(program))
     try:
-        output = job.run(*exec_arguments(path, argv, isolated))
+        output = job.run(*exec_arguments(path, (program, *arguments), isolated))
     except ToolFailed as error:
         may_lack_program = not has_manifest and not is_built
         if may_lack_program and _NO_PROGRAM.search(error.hint or ""):
             job.clock.note("nothing run: the image has no program 'true'")
             return
-        raise _start_error(argv[0], error) from error
+        raise _start_error(program, error) from error
     if has_manifest:
         _check_manifest(output, config.labels, path)
 
@@ -130,26 +130,22 @@ def read_labels(sif: SifImage) -> dict[str, Any] | None:
     ------
     CheckFailed : the object cannot be read.
     """
-    objects = {descriptor.name: descriptor for descriptor in sif.descriptors}
-    for name, keys in _LABEL_OBJECTS:
-        if name in objects:
-            data = image.read_object(sif, objects[name])
-            try:
-                return _labels_at(json_text.parse(data), keys)
-            except (ValueError, AttributeError, TypeError) as error:
-                raise _unreadable_labels(sif.path, error) from error
+    descriptors = {descriptor.name: descriptor for descriptor in sif.descriptors}
+    for name, keys in _LABEL_OBJECTS.items():
+        if name not in descriptors:
+            continue
+        data = image.read_object(sif, descriptors[name])
+        try:
+            values = json_text.parse(data)
+            for key in keys:
+                values = values.get(key) or {}
+            return dict(values)
+        except (ValueError, AttributeError, TypeError) as error:
+            raise _unreadable_labels_error(sif.path, error) from error
     return None
 
 
-def _labels_at(document: Any, keys: tuple[str, ...]) -> dict[str, Any]:
-    """Return the object at `keys` in the nested objects of `document`, or ``{}`` if a key is missing."""
-    values = document
-    for key in keys:
-        values = values.get(key) or {}
-    return dict(values)
-
-
-def _unreadable_labels(path: Path, error: Exception) -> CheckFailed:
+def _unreadable_labels_error(path: Path, error: Exception) -> CheckFailed:
     return CheckFailed(f"its labels cannot be read: {error!r}", where=str(path))
 
 

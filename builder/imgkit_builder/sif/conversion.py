@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Literal, NamedTuple, TextIO
 
 from imgkit_builder.base.flags import option_field
 from imgkit_builder.base.progress import Reporter
@@ -27,8 +27,15 @@ from imgkit_entrypoints.system import CompressionChoice
 WriterChoice = Literal["auto", "imgkit", "runtime"]
 FormatName = Literal["sif", "sqsh"]
 """What is written: a .sif, or the .sqsh that enroot, pyxis and ch-run start."""
-AddedFiles = tuple[tuple[ImageEntry, ...], tuple[ImageEntry, ...]]
-"""What imgkit adds to an image: files that replace the image's own, and those that it may lack."""
+
+
+class AddedFiles(NamedTuple):
+    """What imgkit adds to an image."""
+
+    replacing: tuple[ImageEntry, ...]
+    """Files that replace the image's own."""
+    if_missing: tuple[ImageEntry, ...]
+    """Files that an image gets only if it has nothing at their paths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +111,8 @@ class Format(abc.ABC):
         return 0
 
     @abc.abstractmethod
-    def complete(self, part: Path, config: ImageConfig) -> None:
-        """Write the headers of the format around the squashfs in the file `part`, and check the result.
+    def complete(self, path: Path, config: ImageConfig) -> None:
+        """Write the headers of the format around the squashfs in the file `path`, and check the result.
 
         imgkit's record is added later, by `put_record`.
 
@@ -115,8 +122,8 @@ class Format(abc.ABC):
         """
 
     @abc.abstractmethod
-    def put_record(self, part: Path, record: ImgkitRecord, advance: Advance) -> tuple[ImgkitRecord, str]:
-        """Compute the digest of the squashfs in the file `part`, and add `record` with it to the file.
+    def put_record(self, path: Path, record: ImgkitRecord, advance: Advance) -> tuple[ImgkitRecord, str]:
+        """Compute the digest of the squashfs in the file `path`, and add `record` with it to the file.
 
         Returns
         -------
@@ -179,7 +186,8 @@ class Clock:
     def finish(self) -> None:
         """End the last stage."""
         if self._name:
-            self.stages.append(Stage(name=self._name, seconds=time.monotonic() - self._start_s))
+            seconds = time.monotonic() - self._start_s
+            self.stages.append(Stage(name=self._name, seconds=seconds))
         self._name = ""
 
 
@@ -202,7 +210,8 @@ class Compression:
         """Return the options of a runtime's ``build`` that pass compression and `limits` to mksquashfs."""
         if not self.options:
             return ()
-        return ("--mksquashfs-args", " ".join((*self.options, *limits.mksquashfs_options())))
+        mksquashfs_args = self.options + limits.mksquashfs_options()
+        return ("--mksquashfs-args", " ".join(mksquashfs_args))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,13 +283,12 @@ def choose_compression(
         return _choose_by_runtime(requested)
     if requested == "gzip":
         return GZIP
-    problem = zstd_error
     if not kernel_reads_zstd():
-        problem = f"this kernel ({os.uname().release}) cannot mount zstd squashfs; 4.14 can"
-    if not problem:
+        zstd_error = f"this kernel ({os.uname().release}) cannot mount zstd squashfs; 4.14 can"
+    if not zstd_error:
         return ZSTD
     if requested == "zstd":
-        raise UsageError(problem, where="--compression zstd", hint="--compression gzip")
+        raise UsageError(zstd_error, where="--compression zstd", hint="--compression gzip")
     return GZIP
 
 

@@ -29,8 +29,8 @@ from imgkit_builder.sif.conversion import (
     choose_compression,
 )
 from imgkit_builder.sif.entries import EngineImage, ImageEntry, OpenImage, Source
-from imgkit_builder.sif.frame import Sif
 from imgkit_builder.sif.image import ImgkitRecord
+from imgkit_builder.sif.objects import Sif
 from imgkit_builder.sif.runtime import RuntimeTool, find_runtime, log_file, runtime_if_any
 from imgkit_builder.sif.sqsh import Sqsh
 from imgkit_builder.sif.squash import Squasher, SquashTarget
@@ -79,9 +79,10 @@ class ConversionPlan:
             return False
         if record.compression == str(self.compression):
             return True
+        if self.squasher is None or options.compression != "auto":
+            return False
         # The user has named no compression, and gzip can be mounted everywhere.
-        is_free = self.squasher is not None and options.compression == "auto"
-        return is_free and record.compression.startswith(("gzip", "runtime"))
+        return record.compression.startswith(("gzip", "runtime"))
 
 
 def convert(source: Source, target: Path, options: Options, report: Reporter) -> Converted:
@@ -159,9 +160,8 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
 def _note_foreign_arch(arch: str, job: ConversionJob) -> None:
     """Tell the user if the file will not run on this machine."""
     if arch != host_arch():
-        job.clock.note(
-            f"the image is {arch}, this machine {host_arch()}: the .{job.options.format} runs on {arch} only"
-        )
+        format = job.options.format
+        job.clock.note(f"the image is {arch}, this machine {host_arch()}: the .{format} runs on {arch} only")
 
 
 def _make_result(
@@ -246,7 +246,7 @@ def file_entries(image: OpenImage, job: ConversionJob, *, spool_bytes: int) -> I
     """
     format = FORMATS[job.options.format]
     note = job.clock.note
-    replacing, if_missing = format.added_files(image.config, note)
+    added = format.added_files(image.config, note)
     with entries.image_entries(
         image,
         job.work.folder,
@@ -254,7 +254,7 @@ def file_entries(image: OpenImage, job: ConversionJob, *, spool_bytes: int) -> I
         spool_bytes=spool_bytes,
         unpack_limit_bytes=job.options.unpack_limit_bytes,
     ) as image_files:
-        all_files = entries.with_added_files(image_files, replacing, if_missing)
+        all_files = entries.with_added_files(image_files, added.replacing, added.if_missing)
         storable_files = format.filter_entries(all_files, note)
         yield entries.with_package_list(storable_files, image.config)
 
@@ -322,8 +322,8 @@ def _find_existing(
         return None
 
     def accepts(record: ImgkitRecord) -> bool:
-        is_same = (record.image_id, record.diff_ids) == (config.image_id, config.diff_ids)
-        return is_same and plan.accepts(record, options)
+        is_same_image = record.image_id == config.image_id and record.diff_ids == config.diff_ids
+        return is_same_image and plan.accepts(record, options)
 
     record = FORMATS[options.format].intact_record(target, config, accepts)
     if record is None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import stat
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
@@ -308,10 +309,10 @@ def _spool_stream(
     """
     path = folder / "spool.tar"
     with opening as chunks:
-        digests = stored.spool_archive(
+        image = stored.spool_archive(
             chunks, path, where=name, advance=lambda done_bytes: report.advance(done_bytes, total_bytes)
         )
-    yield stored.open_image(path, where=name, digests=digests)
+    yield image
     path.unlink()
 
 
@@ -419,22 +420,27 @@ def _visible_files(image: StoredImage, plan: MergePlan, report: Reporter) -> Ite
     free memory.
     """
     total_bytes = image.stored_bytes
-    next_start = 0
-    for layer, visible_names in zip(image.layers, plan.names, strict=True):
-        layer_start = next_start
-        next_start += layer.region.size_bytes
-        if not visible_names:
+    earlier_bytes = 0
+    for layer, visible_paths in zip(image.layers, plan.visible_paths, strict=True):
+        if visible_paths:
+            with layer.open(bodies=True) as stream:
+                for entry in _visible_files_of_layer(stream, visible_paths):
+                    yield entry
+                    done_bytes = earlier_bytes + stream.position
+                    report.advance(done_bytes, max(total_bytes, done_bytes))
+        earlier_bytes += layer.region.size_bytes
+
+
+def _visible_files_of_layer(
+    stream: TarStream, visible_paths: dict[int, tuple[str, ...]]
+) -> Iterator[ImageEntry]:
+    """Yield the members of a layer at the positions in `visible_paths`, and remove these on the way."""
+    for position, member in enumerate(stream):
+        if position not in visible_paths:
             continue
-        with layer.open(bodies=True) as stream:
-            for number, member in enumerate(stream):
-                if number not in visible_names:
-                    continue
-                yield member_entry(member, stream.content(), names=visible_names.pop(number))
-                done_bytes = layer_start + stream.position
-                report.advance(done_bytes, max(total_bytes, done_bytes))
-                # All visible files of the layer have been read: later layers hide the rest.
-                if not visible_names:
-                    break
+        yield member_entry(member, stream.content(), names=visible_paths.pop(position))
+        if not visible_paths:
+            return  # later layers hide the rest
 
 
 def member_entry(
@@ -487,13 +493,14 @@ def export_entries(
     ------
     CheckFailed : the stream is damaged or cut short.
     """
-    container_s: int | None = None
+    container_s: float = math.inf
     stream = TarStream(chunks, name=name)
     for member in stream:
         if member.name == _DOCKERENV:
             container_s = member.mtime_s
-        is_recent = container_s is not None and abs(member.mtime_s - container_s) <= _CREATION_S
-        if not member.name or _is_of_engine(member, is_recent):
+        is_recent = abs(member.mtime_s - container_s) <= _CREATION_S
+        is_root = not member.name
+        if is_root or _is_made_by_engine(member, is_recent):
             continue
         if is_recent and member.kind == DIRECTORY and member.name in _TOUCHED_FOLDERS:
             yield member_entry(member, ()).changed(mtime_s=created_s)
@@ -513,7 +520,7 @@ def _reusable_header(member: Member) -> bytes:
     return member.extended + member.header
 
 
-def _is_of_engine(member: Member, is_recent: bool) -> bool:
+def _is_made_by_engine(member: Member, is_recent: bool) -> bool:
     """Return whether the engine, not the image, has put the file into the container.
 
     The engine's files are empty and have the mode 0755. `is_recent` says that the file was made within
@@ -522,10 +529,13 @@ def _is_of_engine(member: Member, is_recent: bool) -> bool:
     if member.name == _DOCKERENV:
         return True
     if member.name in _ENGINE_FILES:
-        return member.kind == REGULAR and member.size_bytes == 0 and member.mode & 0o777 == 0o755
+        is_empty_file = member.kind == REGULAR and member.size_bytes == 0
+        return is_empty_file and member.mode & 0o777 == 0o755
+    if not is_recent:
+        return False
     if member.name == "etc/mtab":
-        return member.kind == SYMLINK and member.link == "/proc/mounts" and is_recent
-    return member.name in _ENGINE_FOLDERS and member.kind == DIRECTORY and is_recent
+        return member.kind == SYMLINK and member.link == "/proc/mounts"
+    return member.name in _ENGINE_FOLDERS and member.kind == DIRECTORY
 
 
 def with_added_files(
@@ -540,36 +550,41 @@ def with_added_files(
     if_missing : files that are added only if the image has nothing at their paths, and no link or file where
         they need a folder.
     """
-    winners = {entry.name: entry for entry in replacing}
-    added = winners | {entry.name: entry for entry in if_missing}
-    top_folders = {path.partition("/")[0] for path in added}
+    replacing_by_path = {entry.name: entry for entry in replacing}
+    to_add = replacing_by_path | {entry.name: entry for entry in if_missing}
+    top_folders = {_top_folder(path) for path in to_add}
     for entry in entries:
         # For speed: most entries are in folders to which imgkit adds nothing.
-        if not any(name.partition("/")[0] in top_folders for name in entry.names):
+        if top_folders.isdisjoint(map(_top_folder, entry.names)):
             yield entry
             continue
-        replaced_names = [name for name in entry.names if _is_replaced(name, entry.kind, winners)]
+        replaced_names = [name for name in entry.names if _is_replaced(name, entry.kind, replacing_by_path)]
         remaining = entry.without_names(replaced_names)
         if remaining is not None:
-            _drop_existing(added, remaining)
+            for path in _paths_in_place(remaining, to_add):
+                to_add.pop(path, None)
             # A folder of imgkit only changes owner, mode and time: what the image has in the folder stays.
-            yield winners.get(remaining.name, remaining)
+            yield replacing_by_path.get(remaining.name, remaining)
     # Folders sort before what is in them.
-    for path in sorted(added):
-        yield added[path]
+    for path in sorted(to_add):
+        yield to_add[path]
 
 
-def _drop_existing(added: dict[str, ImageEntry], existing: ImageEntry) -> None:
-    """Remove from `added` the files that the image has already as `existing`.
+def _top_folder(path: str) -> str:
+    """Return the first name in `path`: ``usr`` of ``usr/lib/a``."""
+    return path.partition("/")[0]
 
-    If `existing` is a file or link, files that imgkit would add below its path are removed, too.
+
+def _paths_in_place(existing: ImageEntry, to_add: Collection[str]) -> list[str]:
+    """Return the paths of `to_add` at which imgkit adds nothing, since the image has `existing` there.
+
+    If `existing` is a file or link, these are also the paths below it.
     """
-    for name in existing.names:
-        if added.pop(name, None) is None or existing.kind == DIRECTORY:
-            continue
-        for path in list(added):
-            if path.startswith(f"{name}/"):
-                del added[path]
+    paths = [name for name in existing.names if name in to_add]
+    if existing.kind == DIRECTORY:
+        return paths
+    folders = tuple(f"{path}/" for path in paths)
+    return paths + [path for path in to_add if path.startswith(folders)]
 
 
 def _is_replaced(path: str, kind: bytes, replacing: Mapping[str, ImageEntry]) -> bool:
@@ -596,7 +611,7 @@ def with_package_list(entries: Iterator[ImageEntry], config: ImageConfig) -> Ite
     at the document's path. An older document of the image is left out.
     """
     collector = InventoryCollector()
-    kinds = {}
+    existing_kinds = {}
     for entry in entries:
         remaining: ImageEntry | None = entry
         if SPDX_PATH in entry.names and entry.kind != DIRECTORY:
@@ -605,13 +620,14 @@ def with_package_list(entries: Iterator[ImageEntry], config: ImageConfig) -> Ite
         if remaining is None:
             continue
         if remaining.name in ("opt", OWN_FOLDER, SPDX_PATH):
-            kinds[remaining.name] = remaining.kind
+            existing_kinds[remaining.name] = remaining.kind
         yield copy_for_inventory(remaining, collector)
-    if SPDX_PATH in kinds or any(kind != DIRECTORY for kind in kinds.values()):
+    has_only_folders = set(existing_kinds.values()) <= {DIRECTORY}
+    if SPDX_PATH in existing_kinds or not has_only_folders:
         return
     created_s = creation_time_s(config.created)
     for folder in ("opt", OWN_FOLDER):
-        if folder not in kinds:
+        if folder not in existing_kinds:
             yield ImageEntry(names=(folder,), kind=DIRECTORY, mtime_s=created_s)
     text = spdx.spdx_document(collector.inventory(arch=config.arch, created_s=created_s))
     document = ImageEntry(names=(SPDX_PATH,), kind=REGULAR, mode=0o644, mtime_s=created_s)

@@ -1,4 +1,4 @@
-"""Read a .sif file by parsing its structs, without singularity; `frame` writes one.
+"""Read a .sif file by parsing its structs, without singularity; `objects` writes one.
 
 The format is that of https://github.com/apptainer/sif (pkg/sif/sif.go). All integers are little-endian::
 
@@ -104,6 +104,14 @@ class Header(NamedTuple):
     data_bytes: int
 
 
+class _PartitionFields(NamedTuple):
+    """What `Descriptor.extra` states about a partition, in the order of its bytes."""
+
+    file_system: int
+    kind: int
+    arch_code: bytes
+
+
 class Descriptor(NamedTuple):
     """One data object, in the order of its bytes. Its position in the table is its id minus 1."""
 
@@ -145,24 +153,22 @@ class Descriptor(NamedTuple):
         """The kind of the partition, a number as in `PartitionType`; 0 if the object is not a partition."""
         if self.datatype != DataType.PARTITION:
             return 0
-        _, partition_type, _ = _PARTITION.unpack_from(self.extra)
-        return int(partition_type)
+        return self._partition_fields().kind
 
     @property
     def arch(self) -> str:
         """Architecture of a partition. It is empty for other objects."""
         if not self.partition:
             return ""
-        _, _, code = _PARTITION.unpack_from(self.extra)
-        return _arch_name(code)
+        return _arch_name(self._partition_fields().arch_code)
 
     @property
     def encrypted(self) -> bool:
         """Whether it is a partition that a runtime mounts only with a key."""
-        if not self.partition:
-            return False
-        file_system, _, _ = _PARTITION.unpack_from(self.extra)
-        return bool(file_system == _FS_ENCRYPTED)
+        return bool(self.partition) and self._partition_fields().file_system == _FS_ENCRYPTED
+
+    def _partition_fields(self) -> _PartitionFields:
+        return _PartitionFields._make(_PARTITION.unpack_from(self.extra))
 
 
 class Superblock(NamedTuple):
@@ -226,15 +232,15 @@ class SifImage:
 
     path: Path
     header: Header
-    slots: tuple[Descriptor, ...]
-    """The whole descriptor table, with its unused entries."""
+    table: tuple[Descriptor, ...]
+    """All descriptors, with the unused ones."""
     size_bytes: int
     record: ImgkitRecord | None
 
     @property
     def descriptors(self) -> tuple[Descriptor, ...]:
         """The descriptors in use."""
-        return tuple(descriptor for descriptor in self.slots if descriptor.used)
+        return tuple(descriptor for descriptor in self.table if descriptor.used)
 
     @property
     def arch(self) -> str:
@@ -274,8 +280,8 @@ class SifImage:
         root = self.root
         if root is None:
             return ()
-        overlays = [slot for slot in self.descriptors if slot.partition == PartitionType.OVERLAY]
-        return tuple(overlay for overlay in overlays if overlay.group == root.group)
+        in_group = [descriptor for descriptor in self.descriptors if descriptor.group == root.group]
+        return tuple(descriptor for descriptor in in_group if descriptor.partition == PartitionType.OVERLAY)
 
     @property
     def signatures(self) -> tuple[Descriptor, ...]:
@@ -324,11 +330,11 @@ def parse(path: Path, stream: BinaryIO) -> SifImage:
     header = _read_header(path, stream)
     table_bytes = header.total * DESCRIPTOR.size
     stream.seek(min(header.table_offset, file_bytes))
-    table = stream.read(table_bytes)
-    if len(table) < table_bytes:
+    raw_table = stream.read(table_bytes)
+    if len(raw_table) < table_bytes:
         raise CheckFailed(f"cut short within its descriptor table, at {file_bytes} bytes", where=str(path))
-    slots = tuple(Descriptor(*fields) for fields in DESCRIPTOR.iter_unpack(table))
-    sif = SifImage(path=path, header=header, slots=slots, size_bytes=file_bytes, record=None)
+    table = tuple(map(Descriptor._make, DESCRIPTOR.iter_unpack(raw_table)))
+    sif = SifImage(path=path, header=header, table=table, size_bytes=file_bytes, record=None)
     for descriptor in sif.descriptors:
         if descriptor.offset < 0 or descriptor.size_bytes < 0 or descriptor.end > file_bytes:
             raise CheckFailed(
@@ -351,12 +357,13 @@ def _read_header(path: Path, stream: BinaryIO) -> Header:
     CheckFailed : the file is not a .sif, or its header describes an impossible table.
     """
     raw = stream.read(HEADER.size)
-    if len(raw) < HEADER.size or raw[MAGIC_OFFSET : MAGIC_OFFSET + len(MAGIC)] != MAGIC:
+    if len(raw) < HEADER.size or not raw.startswith(MAGIC, MAGIC_OFFSET):
         raise CheckFailed("not a .sif file (no SIF_MAGIC in its header)", where=str(path))
-    header = Header(*HEADER.unpack(raw))
+    header = Header._make(HEADER.unpack(raw))
     is_count_possible = 0 <= header.free <= header.total <= _MAX_DESCRIPTORS
-    has_room = header.table_offset >= HEADER.size and header.table_bytes >= header.total * DESCRIPTOR.size
-    if not is_count_possible or not has_room:
+    is_table_behind_header = header.table_offset >= HEADER.size
+    is_table_large_enough = header.table_bytes >= header.total * DESCRIPTOR.size
+    if not (is_count_possible and is_table_behind_header and is_table_large_enough):
         raise CheckFailed(
             f"its header claims {header.total} descriptors, {header.free} free: damaged", where=str(path)
         )
@@ -494,25 +501,6 @@ def check_structure(path: Path) -> SifImage:
             f"its root partition has {root_bytes} of {superblock.used_bytes} bytes: cut short",
             where=str(path),
         )
-    return sif
-
-
-def read_if_intact(path: Path, accepts: Callable[[SifImage, ImgkitRecord], bool]) -> SifImage | None:
-    """Return the .sif `path` if `accepts` takes its record and its squashfs is undamaged, else None.
-
-    Undamaged means that the squashfs has the recorded sha256. A .sif with overlay partitions gives None, too:
-    a runtime would mount them over the image. Other objects that were added later, such as signatures, make
-    no difference.
-    """
-    try:
-        sif = read(path)
-        # Cheap comparisons first: the digest reads gigabytes.
-        if sif.record is None or sif.overlays or not accepts(sif, sif.record):
-            return None
-        if root_sha256(path) != sif.record.root_sha256:
-            return None
-    except CheckFailed:
-        return None
     return sif
 
 

@@ -27,6 +27,8 @@ _RUNTIMES = ("apptainer", "singularity")
 _CONFIGURED_PATH = re.compile(r"^\s*mksquashfs path\s*=\s*(\S.*?)\s*$", re.MULTILINE)
 _MAX_CONFIG_BYTES = 1 << 20
 
+# "0::/user.slice" of v2, "4:cpu,cpuacct:/slurm/job_1" of v1
+_GROUP = re.compile(r"[^:]*:(?P<controllers>[^:]*):(?P<path>.*)")
 # cgroup v1 writes a huge page-rounded number where there is no limit.
 _UNLIMITED_V1 = 1 << 60
 _MIN_MEMORY_BYTES = 128 << 20
@@ -81,7 +83,8 @@ def find_programs() -> tuple[Path, ...]:
             prefix = Path(runtime).resolve().parents[1]  # "/usr" of "/usr/bin/apptainer"
             programs += _find_bundled(prefix)
             programs += _find_configured(prefix)
-    return tuple(dict.fromkeys(Path(program) for program in programs if program))
+    existing = [Path(program) for program in programs if program]
+    return tuple(dict.fromkeys(existing))
 
 
 def _find_bundled(prefix: Path) -> Iterator[str | None]:
@@ -120,10 +123,11 @@ def _find_configured(prefix: Path) -> Iterator[str | None]:
 
 def read_version(program: Path) -> str:
     """Return its version, as its ``-version`` says."""
-    # "mksquashfs version 4.5.1 (2022/03/17)"
-    _, _, rest = run([program, "-version"], check=False).output.partition(" version ")
-    version, *_ = [*rest.split(), "unknown"]
-    return version
+    output = run([program, "-version"], check=False).output
+    match = re.search(r" version (\S+)", output)  # "mksquashfs version 4.5.1 (2022/03/17)"
+    if match is None:
+        return "unknown"
+    return match[1]
 
 
 def has_option(program: Path, option: str) -> bool:
@@ -184,15 +188,18 @@ def _group_folders(root: Path) -> Iterator[Path]:
     """
     mounts = root / "sys/fs/cgroup"
     for line in _read_text(root / "proc/self/cgroup").splitlines():
-        # "0::/user.slice" of v2, "4:cpu,cpuacct:/slurm/job_1" of v1
-        _, _, controllers_and_path = line.partition(":")
-        controllers, _, path = controllers_and_path.partition(":")
-        if controllers and not ({"cpu", "memory"} & set(controllers.split(","))):
+        match = _GROUP.fullmatch(line)
+        if match is None:
+            continue
+        controllers = match["controllers"]
+        is_v2 = not controllers
+        has_limits = not {"cpu", "memory"}.isdisjoint(controllers.split(","))
+        if not is_v2 and not has_limits:
             continue
         mount = mounts / controllers
-        group = mount / path.lstrip("/")
+        group = mount / match["path"].lstrip("/")
         # In a container, the path may lead out of what is mounted here, as "/../..": only the top is visible.
-        if ".." in Path(path).parts:
+        if ".." in group.parts:
             group = mount
         for folder in (group, *group.parents):
             if folder.is_dir():
@@ -211,9 +218,9 @@ def _read_cpu_quota(folder: Path) -> float | None:
     for fields in (v2_fields, v1_fields):
         if len(fields) != 2:
             continue
-        quota, period = map(parse_digits, fields)
-        if quota is not None and period:
-            return quota / period
+        quota_us, period_us = map(parse_digits, fields)
+        if quota_us is not None and period_us:
+            return quota_us / period_us
     return None
 
 

@@ -114,7 +114,9 @@ def find_runtime(command: str | None = None, *, module_hint: str | None = None) 
     match = _FLAVOUR.match(output)
     if answer.returncode != 0 or match is None:
         # Debian's package "singularity" is a game.
-        first_line, *_ = [*output.splitlines(), "(no output)"]
+        first_line = "(no output)"
+        if output:
+            first_line = output.splitlines()[0]
         raise ToolMissing(
             f"{path} is not Singularity 3.x or Apptainer: its --version prints {first_line!r}",
             hint=module_hint or "choose another: --runtime-command COMMAND",
@@ -216,10 +218,10 @@ def run(
             on_line(secret_patterns.mask_secrets(line.rstrip("\n")))
 
     argv = (str(tool.path), *arguments)
-    wrapped = argv
+    full_argv = argv
     if namespace:
-        wrapped = (sys.executable, "-I", "-S", "-c", _source("namespace.py"), *argv)
-    code = _stream_output(tool.path, wrapped, folder=folder or Path.cwd(), env=env or {}, on_line=keep_line)
+        full_argv = (sys.executable, "-I", "-S", "-c", _source("namespace.py"), *argv)
+    code = _stream_output(tool.path, full_argv, folder=folder or Path.cwd(), env=env or {}, on_line=keep_line)
     finished = Finished(argv=argv, returncode=code, output="".join(lines))
     if code != 0:
         tail = secret_patterns.mask_secrets(strip_styles(finished.tail())) or "(no output)"
@@ -247,27 +249,29 @@ def _stream_output(
 
     # TMPDIR as the runtime gets it: in a conversion, this is the workspace, which is removed in any case.
     # `tempfile` alone would use the folder that it has remembered from this process's environment.
-    base = env.get("TMPDIR") or os.environ.get("TMPDIR")
-    if base and not Path(base).is_dir():
-        base = None
-    with tempfile.TemporaryDirectory(prefix="imgkit-run-", dir=base) as scratch:
+    tmpdir = env.get("TMPDIR") or os.environ.get("TMPDIR")
+    if tmpdir and not Path(tmpdir).is_dir():
+        tmpdir = None
+    with tempfile.TemporaryDirectory(prefix="imgkit-run-", dir=tmpdir) as scratch:
         pid_file = Path(scratch) / "pid"
         # For mksquashfs, for example, which the runtime starts.
         search_path = f"{path.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-        supervised = _supervise(argv, pid_file, folder=folder, env={"PATH": search_path, **env})
+        supervised_argv = _supervisor_argv(argv, pid_file, folder=folder, env={"PATH": search_path, **env})
         try:
             # A pattern that matches nothing: spython's default one drops every line with "Progess" in it.
-            for line in stream_command(supervised, output_type="both", no_newline_regexp=r"(?!)"):
+            for line in stream_command(supervised_argv, output_type="both", no_newline_regexp=r"(?!)"):
                 on_line(line)
         except subprocess.CalledProcessError as error:
             return int(error.returncode)
         except BaseException:
-            _end_group(pid_file)
+            _kill_group(pid_file)
             raise
     return 0
 
 
-def _supervise(argv: Sequence[str], pid_file: Path, *, folder: Path, env: Mapping[str, str]) -> list[str]:
+def _supervisor_argv(
+    argv: Sequence[str], pid_file: Path, *, folder: Path, env: Mapping[str, str]
+) -> list[str]:
     """Return the command that runs `argv` under ``supervisor.py``, in `folder` and with `env` added."""
     encoding = locale.getpreferredencoding(False)
     variables = [f"{name}={value}" for name, value in env.items()]
@@ -280,7 +284,7 @@ def _source(module: str) -> str:
     return importlib.resources.files(__package__).joinpath(module).read_text(encoding="utf-8")
 
 
-def _end_group(pid_file: Path) -> None:
+def _kill_group(pid_file: Path) -> None:
     """End the runtime and all processes that it has started, and wait until they are gone.
 
     They are one process group, whose number the supervisor has written to `pid_file`. They get SIGTERM first,
@@ -354,8 +358,8 @@ def isolation(tool: RuntimeTool) -> Isolation:
     with tempfile.TemporaryDirectory(prefix="imgkit-empty-") as empty:
         for name in ("dev", "proc", "sys", "tmp"):
             (Path(empty) / name).mkdir()
-        attempt = _ask(tool.path, "exec", *without_network.options, empty, "/nothing")
-    is_refused = "network" in attempt.output.lower()
+        answer = _ask(tool.path, "exec", *without_network.options, empty, "/nothing")
+    is_refused = "network" in answer.output.lower()
     return Isolation(network=is_refused)
 
 
@@ -370,8 +374,7 @@ def log_file(stem: str) -> Iterator[TextIO]:
 
     It goes to the folder for temporary files if the home folder cannot be written. Secrets are masked in it.
     """
-    time_text = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    name = f"{time_text}-{stem}-{secrets.token_hex(4)}.log"
+    name = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{stem}-{secrets.token_hex(4)}.log"
     try:
         folder = files.state_dir() / "sif"
         folder.mkdir(parents=True, exist_ok=True)

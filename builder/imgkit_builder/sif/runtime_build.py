@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from imgkit_builder.archive import oci_folder, tar_read
-from imgkit_builder.archive.layers import LayerTree
+from imgkit_builder.archive.layers import LayerTree, SpecialFile
 from imgkit_builder.archive.oci_folder import OciLayout
 from imgkit_builder.archive.stored import StoredImage
-from imgkit_builder.archive.tar_read import BLOCK, CHARACTER, FIFO, SYMLINK
+from imgkit_builder.archive.tar_read import BLOCK, CHARACTER, FIFO
 from imgkit_builder.sif import mksquashfs
 from imgkit_builder.sif.conversion import Compression, ConversionJob
 from imgkit_builder.sif.entries import OpenImage
@@ -47,9 +47,7 @@ def write_oci_folder(image: OpenImage, job: ConversionJob) -> OciLayout:
         job.clock,
         unpack_limit_bytes=job.options.unpack_limit_bytes,
     )
-    blobs = oci.folder / "blobs/sha256"
-    layers = [blobs / diff_id.removeprefix("sha256:") for diff_id in oci.config.diff_ids]
-    refuse_links(layers, image.name)
+    refuse_links(oci.layer_paths, image.name)
     return oci
 
 
@@ -111,29 +109,29 @@ def refuse_links(layers: Iterable[Path], where: str) -> None:
     tree = LayerTree(where)
     for layer in layers:
         tree.add_layer(tar_read.read_headers(layer))
-    for path, file_type, target in tree.special_files(META):
-        raise _special_file_error(path, file_type, target, "the runtime puts its own files there", where)
+    for file in tree.special_files(META):
+        raise _special_file_error(file, "the runtime puts its own files there", where)
     for path in (*_WRITTEN_FOLDERS, *_WRITTEN_FILES):
-        escape = tree.find_escape(path)
-        if escape is not None:
-            link, target = escape
+        link = tree.find_escape(path)
+        if link is not None:
             reason = f"the runtime would write to /{path} through it: into this machine"
-            raise _special_file_error(link, SYMLINK, target, reason, where)
+            raise _special_file_error(link, reason, where)
     for path in _WRITTEN_FILES:
-        special_type = tree.file_type(path)
-        if special_type in _SPECIAL_FILES:
-            raise _special_file_error(path, special_type, "", "the runtime would write to it", where)
+        kind = tree.file_type(path)
+        if kind in _SPECIAL_FILES:
+            file = SpecialFile(path, kind, target="")
+            raise _special_file_error(file, "the runtime would write to it", where)
 
 
-def _special_file_error(path: str, file_type: bytes, target: str, reason: str, where: str) -> CheckFailed:
+def _special_file_error(file: SpecialFile, reason: str, where: str) -> CheckFailed:
     """Return the error for a file of an image through which a runtime would write into this machine.
 
-    The file is a device, a FIFO, or a link to `target`. `reason` says what the runtime would do with it.
+    `reason` says what the runtime would do with the link, device or FIFO.
     """
-    description = _SPECIAL_FILES.get(file_type, f"a link to {target!r}")
+    description = _SPECIAL_FILES.get(file.kind, f"a link to {file.target!r}")
     return CheckFailed(
-        f"/{path} in the image is {description}, and {reason}",
+        f"/{file.path} in the image is {description}, and {reason}",
         where=where,
         hint="do not use this image if you do not know its author; otherwise remove that file in the "
-        f"image's recipe or Dockerfile: RUN rm /{path}",
+        f"image's recipe or Dockerfile: RUN rm /{file.path}",
     )

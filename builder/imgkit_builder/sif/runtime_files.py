@@ -27,7 +27,7 @@ ENVIRONMENT = f"{META}/env/10-docker2singularity.sh"
 """Script with the variables of the image's configuration; the runtimes write one, too."""
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # A line of a script: "export A=...", "[ -n ... ] || A=..." or "A=...".
-_ASSIGNMENT = re.compile(r"(?:export |.*\|\| )?([A-Za-z_][A-Za-z0-9_]*)=(.*)")
+_ASSIGNMENT = re.compile(r"(?:export |.*\|\| )?(?P<name>[A-Za-z_][A-Za-z0-9_]*)=(?P<value>.*)")
 
 # Not %A and %B: they depend on the locale.
 _WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
@@ -82,9 +82,7 @@ def runtime_files(config: ImageConfig) -> tuple[ImageEntry, ...]:
         # Without this one, Apptainer 1.4.5 looks for actions/test.
         f"{META}/test": "#!/bin/sh\n",
     }
-    entries = []
-    for path in (META, f"{META}/env", f"{META}/libs"):
-        entries.append(ImageEntry(names=(path,), kind=DIRECTORY, mtime_s=created_s))
+    entries = [_folder(path, created_s) for path in (META, f"{META}/env", f"{META}/libs")]
     for path, text in scripts.items():
         entries.append(text_file(path, text, created_s, mode=0o755))
     entries.append(text_file(f"{META}/Singularity", definition(config), created_s))
@@ -97,9 +95,13 @@ def mount_points(created_s: int) -> tuple[ImageEntry, ...]:
 
     An image gets those that it lacks.
     """
-    folders = [ImageEntry(names=(path,), kind=DIRECTORY, mtime_s=created_s) for path in _MOUNT_FOLDERS]
-    files = [text_file(path, "", created_s) for path in _MOUNT_FILES]
-    return (*folders, *files)
+    entries = [_folder(path, created_s) for path in _MOUNT_FOLDERS]
+    entries += [text_file(path, "", created_s) for path in _MOUNT_FILES]
+    return tuple(entries)
+
+
+def _folder(path: str, created_s: int) -> ImageEntry:
+    return ImageEntry(names=(path,), kind=DIRECTORY, mtime_s=created_s)
 
 
 def runtime_links(created_s: int) -> tuple[ImageEntry, ...]:
@@ -138,9 +140,10 @@ def variables(script: str) -> dict[str, str]:
         match = _ASSIGNMENT.fullmatch(line)
         if match is None:
             continue
-        name, value = match.groups()
+        name = match["name"]
+        quoted_value = _strip_default(name, match["value"])
         with contextlib.suppress(ValueError):  # an open quote: the value has several lines
-            values[name] = "".join(shlex.split(_strip_default(name, value)))
+            values[name] = "".join(shlex.split(quoted_value))
     return values
 
 

@@ -60,9 +60,9 @@ unset OLDPWD
     . /etc/rc.local
 fi
 if [ $# -eq 0 ]; then
-    set --{cmd}
+    {set_cmd}
 fi
-exec {entrypoint}"$@"
+{exec_entrypoint} "$@"
 """
 
 
@@ -96,10 +96,9 @@ def mount_points(config: ImageConfig) -> tuple[ImageEntry, ...]:
         entries[path] = text_file(path, "", created_s)
     workdir = PurePosixPath(config.workdir.lstrip("/"))
     for folder in (*reversed(workdir.parents), workdir):
-        # The topmost parent is "."; it has no name.
-        if folder.name:
-            path = str(folder)
-            entries.setdefault(path, ImageEntry(names=(path,), kind=DIRECTORY, mtime_s=created_s))
+        path = str(folder)
+        if path != "." and path not in entries:
+            entries[path] = ImageEntry(names=(path,), kind=DIRECTORY, mtime_s=created_s)
     return tuple(entries.values())
 
 
@@ -129,9 +128,10 @@ def without_devices(entries: Iterator[ImageEntry], note: Callable[[str], None]) 
         remaining = entry.without_names(dev_names)
         if remaining is None:
             continue
+        is_link_to_device = remaining.kind == HARD_LINK and remaining.link in devices
         if remaining.kind in (CHARACTER, BLOCK):
             devices += remaining.names
-        elif remaining.kind != HARD_LINK or remaining.link not in devices:
+        elif not is_link_to_device:
             yield remaining
     if devices:
         note(f"{len(devices)} devices outside /dev are left out, as /{devices[0]}: only root can unpack one")
@@ -200,9 +200,11 @@ def _restoring_lines(config: ImageConfig) -> str:
     lines = []
     for name, value in _variables(config).items():
         bare = value.rstrip()
-        if len(bare) > 1 and bare.startswith(_REMOVED_PAIRS) and bare.endswith(_REMOVED_PAIRS):
-            stripped = shlex.quote(bare[1:-1])
-            lines.append(f'[ "${{{name}-}}" != {stripped} ] || export {name}={shlex.quote(value)}\n')
+        has_pair = bare.startswith(_REMOVED_PAIRS) and bare.endswith(_REMOVED_PAIRS)
+        if has_pair and len(bare) > 1:
+            value_in_container = shlex.quote(bare[1:-1])
+            restore = f"export {name}={shlex.quote(value)}"
+            lines.append(f'[ "${{{name}-}}" != {value_in_container} ] || {restore}\n')
     return "".join(lines)
 
 
@@ -215,8 +217,8 @@ def _start_script(config: ImageConfig) -> str:
     return _RC.format(
         image_id=config.image_id,
         workdir=shlex.quote(posixpath.join("/", config.workdir)),
-        cmd="".join(f" {shlex.quote(argument)}" for argument in cmd),
-        entrypoint="".join(f"{shlex.quote(argument)} " for argument in config.entrypoint),
+        set_cmd=shlex.join(("set", "--", *cmd)),
+        exec_entrypoint=shlex.join(("exec", *config.entrypoint)),
         restored=_restoring_lines(config),
     )
 
@@ -259,7 +261,7 @@ _ADD_LIBS = (
 )
 
 
-def environment_words(first: str) -> tuple[str, ...]:
+def environment_argv(first: str) -> tuple[str, ...]:
     """Return the arguments to put before a command that Singularity runs in a .sqsh: ``sh -c SCRIPT sh``.
 
     Singularity does not know where a .sqsh keeps the image's variables. The script sets them, adds the GPU
@@ -306,12 +308,13 @@ def check_structure(path: Path) -> Superblock:
     with files.open_regular(path) as stream:
         stream.seek(superblock.used_bytes)
         is_padding = not stream.read(_PADDING_BYTES).strip(b"\0")
-        if not is_padding and not files.has_trailer(stream, MARK):
-            raise CheckFailed(
-                "what follows the squashfs is no record of imgkit: cut short, or changed",
-                where=str(path),
-                hint="copy it again",
-            )
+        has_record = files.has_trailer(stream, MARK)
+    if not is_padding and not has_record:
+        raise CheckFailed(
+            "what follows the squashfs is no record of imgkit: cut short, or changed",
+            where=str(path),
+            hint="copy it again",
+        )
     return superblock
 
 
@@ -376,7 +379,7 @@ class Sqsh(Format):
         """Return the files that the programs read, and what the image gets if it lacks it."""
         for name in skipped_variables(config):
             note(f"the image sets the variable {name!r}, which enroot never sets: left out")
-        return enroot_files(config), mount_points(config)
+        return AddedFiles(replacing=enroot_files(config), if_missing=mount_points(config))
 
     def filter_entries(
         self, entries: Iterator[ImageEntry], note: Callable[[str], None]
@@ -384,18 +387,18 @@ class Sqsh(Format):
         """Return `entries` without devices."""
         return without_devices(entries, note)
 
-    def complete(self, part: Path, config: ImageConfig) -> None:
+    def complete(self, path: Path, config: ImageConfig) -> None:
         """Check the squashfs. A .sqsh has no headers to write around it."""
-        check_structure(part)
+        check_structure(path)
 
-    def put_record(self, part: Path, record: ImgkitRecord, advance: Advance) -> tuple[ImgkitRecord, str]:
+    def put_record(self, path: Path, record: ImgkitRecord, advance: Advance) -> tuple[ImgkitRecord, str]:
         """Append the record, and return the checksum of the whole file with it."""
-        with files.open_regular(part) as stream:
-            digest = files.start_sha256(stream, 0, part.stat().st_size, advance=advance)
+        with files.open_regular(path) as stream:
+            digest = files.start_sha256(stream, 0, path.stat().st_size, advance=advance)
         record = dataclasses.replace(record, root_sha256=digest.hexdigest())
-        tail = files.make_trailer(image.record_text(record), MARK)
-        files.append_file(part, tail)
-        digest.update(tail)
+        trailer = files.make_trailer(image.record_text(record), MARK)
+        files.append_file(path, trailer)
+        digest.update(trailer)
         return record, digest.hexdigest()
 
     def intact_record(
@@ -411,10 +414,11 @@ class Sqsh(Format):
             record = read_record(path)
             if record is None or not accepts(record):
                 return None
-            recorded_digests = (record.root_sha256, sidecar.read_sha256(path))
+            checksum = sidecar.read_sha256(path)
             # Last, since it reads the whole file.
-            if hash_sqsh(path) != recorded_digests:
-                return None
+            squashfs_sha256, file_sha256 = hash_sqsh(path)
         except (CheckFailed, UsageError):
+            return None
+        if squashfs_sha256 != record.root_sha256 or file_sha256 != checksum:
             return None
         return record

@@ -21,7 +21,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import fcntl
-import itertools
 import os
 import re
 import shutil
@@ -63,8 +62,8 @@ _BLOCK_HEADER = struct.Struct("<H")
 _PLAIN = 0x8000
 # Size of an uncompressed metadata block, without its header.
 _METADATA_BYTES = 8192
-_LIST_HEADER = struct.Struct("<III")
-_LIST_ENTRY = struct.Struct("<HhHH")
+_LIST_HEADER = struct.Struct("<I8x")  # the number of names, and two numbers that are not needed
+_LIST_ENTRY = struct.Struct("<6xH")  # the length of the name behind it
 # Offset of a table that is not there.
 _ABSENT = (1 << 64) - 1
 # Position in the superblock of the time at which the squashfs was written.
@@ -112,8 +111,8 @@ class Squasher(abc.ABC):
         """Return the program and its arguments."""
 
     @abc.abstractmethod
-    def write(self, entries: Iterator[ImageEntry], target: SquashTarget, job: ConversionJob) -> None:
-        """Write `entries` as a squashfs.
+    def write(self, entries: Iterator[ImageEntry], target: SquashTarget, job: ConversionJob) -> int:
+        """Write `entries` as a squashfs, and return how many names they have.
 
         Raises
         ------
@@ -177,10 +176,7 @@ def write(
         compression=job.compression,
         folder=job.work.folder,
     )
-    # `strip_attributes` draws a number for each name that it passes on, so that the next number is the count.
-    counter = itertools.count()
-    squasher.write(strip_attributes(entries, counter, job.clock.note), target, job)
-    sent_count = next(counter)
+    sent_count = squasher.write(strip_attributes(entries, job.clock.note), target, job)
     stored_count = _count_names(path, offset)
     if stored_count != sent_count:
         raise CheckFailed(
@@ -192,20 +188,13 @@ def write(
     set_root(path, created_s, offset=offset)
 
 
-def strip_attributes(
-    entries: Iterator[ImageEntry], counter: Iterator[int], note: Callable[[str], None]
-) -> Iterator[ImageEntry]:
+def strip_attributes(entries: Iterator[ImageEntry], note: Callable[[str], None]) -> Iterator[ImageEntry]:
     """Yield `entries` without extended attributes other than file capabilities.
 
-    Parameters
-    ----------
-    counter : is advanced by one for each name of an entry, so that the caller knows how many there were.
-    note : receives a sentence for the user at the end, if something was stripped.
+    `note` receives a sentence for the user at the end, if something was stripped.
     """
     stripped_count = 0
     for entry in entries:
-        for _ in entry.names:
-            next(counter)
         if not entry.xattrs.keys() - {CAPABILITY}:
             yield entry
             continue
@@ -232,20 +221,22 @@ class TarMksquashfs(Squasher):
         argv += ["-root-time", created_s, "-mkfs-time", created_s]
         return argv
 
-    def write(self, entries: Iterator[ImageEntry], target: SquashTarget, job: ConversionJob) -> None:
+    def write(self, entries: Iterator[ImageEntry], target: SquashTarget, job: ConversionJob) -> int:
         """Pass `entries` to the program as a tar, through its standard input."""
         argv = self.argv(target)
         job.log.write(f"$ ... | {' '.join(argv)}\n")
         with running(argv, job) as sink:
-            write_tar(entries, sink)
+            return write_tar(entries, sink)
 
 
-def write_tar(entries: Iterator[ImageEntry], sink: IO[bytes]) -> None:
-    """Write `entries` to `sink` as a tar.
+def write_tar(entries: Iterator[ImageEntry], sink: IO[bytes]) -> int:
+    """Write `entries` to `sink` as a tar, and return how many names it has.
 
     Hard links come directly behind their file: mksquashfs 4.5.1 loses one that comes before it.
     """
+    name_count = 0
     for entry in entries:
+        name_count += len(entry.names)
         sink.write(entry.header or _tar_header(entry))
         if entry.size_bytes:
             for piece in entry.content:
@@ -255,6 +246,7 @@ def write_tar(entries: Iterator[ImageEntry], sink: IO[bytes]) -> None:
         for name in entry.names[1:]:
             sink.write(tar_write.header(name, HARD_LINK, link=entry.name))
     sink.write(tar_write.END)
+    return name_count
 
 
 def _tar_header(entry: ImageEntry) -> bytes:
@@ -287,14 +279,16 @@ class OldMksquashfs(Squasher):
         # -pf replaces owner and mode of files that are there, and adds devices that are not.
         return [str(self.program), str(tree), str(output), "-pf", str(owners), *self._options(target)]
 
-    def write(self, entries: Iterator[ImageEntry], target: SquashTarget, job: ConversionJob) -> None:
+    def write(self, entries: Iterator[ImageEntry], target: SquashTarget, job: ConversionJob) -> int:
         """Write the files to disk, pack them into a squashfs, and copy that into the target's file.
 
         An old mksquashfs reads no tar, and cannot write into the middle of a file.
         """
         tree = UnpackedTree(target.folder / "tree")
+        name_count = 0
         for entry in entries:
             tree.add(entry)
+            name_count += len(entry.names)
         tree.finish(target.created_s)
         (target.folder / "owners").write_bytes(b"".join(tree.pseudo_file()))
         for loss in tree.losses():
@@ -309,6 +303,7 @@ class OldMksquashfs(Squasher):
         # Removed before the squashfs is copied: files, squashfs and copy may not fit on the disk together.
         remove_tree(tree.root)
         _move_into(target.folder / "root.sqfs", target)
+        return name_count
 
 
 def _move_into(squashfs: Path, target: SquashTarget) -> None:
@@ -339,7 +334,7 @@ class UnpackedTree:
         self.attributes = 0
         """Number of extended attributes that were set on files."""
         self._folder_times: dict[str, int] = {"": 0}
-        self._lines: dict[str, str] = {}
+        self._definitions: dict[str, str] = {}
         """The line of each name in the pseudo file, without the name. A folder comes before what is in it.
 
         The lines are interned, since most files have the same owner and mode.
@@ -393,52 +388,41 @@ class UnpackedTree:
             )
 
     def _create(self, entry: ImageEntry) -> None:
-        """Write the file, folder, link or FIFO to disk, and note its line of the pseudo file.
+        """Write the file, folder, link or FIFO to disk, and add its line to the pseudo file.
 
         A device is not written, since an ordinary user cannot make one: its line makes mksquashfs add it.
         """
-        path = self._path(entry.name)
-        kind = entry.kind
         mode = entry.mode & 0o7777  # without the bits of the file type
-        time_s = min(max(entry.mtime_s, 0), _MAX_TIME_S)
-        if kind == REGULAR:
-            # O_EXCL and O_NOFOLLOW: an earlier entry of this name, such as a link, is never written through.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            with os.fdopen(os.open(path, flags, 0o600), "wb") as stream:  # noqa: TID251 - see `flags`
-                stream.writelines(entry.content)
-        elif kind == DIRECTORY:
-            # Private until it is packed: nobody else may run or change the image's files meanwhile.
-            path.mkdir(mode=0o700)
-            self._folder_times[entry.name] = time_s
-        elif kind == SYMLINK:
-            path.symlink_to(os.fsdecode(_raw(entry.link)))
-            mode = 0o777
-        elif kind == FIFO:
-            os.mkfifo(path, 0o600)  # noqa: TID251 - a folder of this process
-        elif kind in _DEVICES:
+        if entry.kind in _DEVICES:
             major, minor = entry.device
-            line = f"{_DEVICES[kind]} {mode:o} {entry.uid} {entry.gid} {major} {minor}"
-            self._lines[entry.name] = sys.intern(line)
+            device = f"{_DEVICES[entry.kind]} {mode:o} {entry.uid} {entry.gid} {major} {minor}"
+            self._definitions[entry.name] = sys.intern(device)
             return
-        else:
-            raise CheckFailed(f"{entry.name!r} is of the unknown type {kind!r}", where="the merged layers")
+        path = self._path(entry.name)
+        _write_to_disk(entry, path)
+        # The pseudo file has no extended attributes: mksquashfs takes those of the file.
         self._set_attributes(entry, path)
+        time_s = min(max(entry.mtime_s, 0), _MAX_TIME_S)
         # Last, because attributes and content change the time.
         os.utime(path, (time_s, time_s), follow_symlinks=False)
-        self._lines[entry.name] = sys.intern(f"m {mode:o} {entry.uid} {entry.gid}")
+        if entry.kind == DIRECTORY:
+            self._folder_times[entry.name] = time_s
+        if entry.kind == SYMLINK:
+            mode = 0o777
+        self._definitions[entry.name] = sys.intern(f"m {mode:o} {entry.uid} {entry.gid}")
 
     def _link(self, name: str, target: str) -> None:
         """Make `name` a hard link to `target`, which must have been written before and be no folder.
 
         A second name of a device gets only its line in the pseudo file.
         """
-        line = self._lines.get(target)
-        if line is None or target in self._folder_times:
+        definition = self._definitions.get(target)
+        if definition is None or target in self._folder_times:
             raise CheckFailed(f"{name!r} is a hard link to {target!r}", where="the merged layers")
-        if not _is_device(line):
+        if not _is_device(definition):
             os.link(self._path(target), self._path(name), follow_symlinks=False)
         # mksquashfs stores every name of a link or FIFO as a file of its own.
-        self._lines[name] = line
+        self._definitions[name] = definition
 
     def _set_attributes(self, entry: ImageEntry, path: Path) -> None:
         """Set the extended attributes that this user may set, and count the others as lost.
@@ -466,19 +450,42 @@ class UnpackedTree:
 
     def pseudo_file(self) -> Iterator[bytes]:
         """Yield the lines of the pseudo file."""
-        for name, line in self._lines.items():
-            yield _PSEUDO_SPECIAL.sub(rb"\\\g<0>", _raw(name)) + f" {line}\n".encode()
+        for name, definition in self._definitions.items():
+            escaped_name = _PSEUDO_SPECIAL.sub(rb"\\\g<0>", _raw(name))
+            yield escaped_name + f" {definition}\n".encode()
 
     def losses(self) -> Iterator[str]:
         """Yield a sentence for the user on each thing of the image that the squashfs will not have."""
         if self._lost_attributes:
             yield f"{self._lost_attributes} extended attributes are left out, which this user cannot set here"
-        device_count = sum(_is_device(line) for line in self._lines.values())
+        device_count = sum(map(_is_device, self._definitions.values()))
         if device_count:
             yield f"{device_count} devices get the current time"
 
     def _path(self, name: str) -> Path:
         return self.root / os.fsdecode(_raw(name))
+
+
+def _write_to_disk(entry: ImageEntry, path: Path) -> None:
+    """Make the file, folder, link or FIFO `path`, which only this user may read until it is packed.
+
+    Raises
+    ------
+    CheckFailed : the entry is of another kind.
+    """
+    if entry.kind == REGULAR:
+        # O_EXCL and O_NOFOLLOW: an earlier entry of this name, such as a link, is never written through.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(path, flags, 0o600), "wb") as stream:  # noqa: TID251 - see `flags`
+            stream.writelines(entry.content)
+    elif entry.kind == DIRECTORY:
+        path.mkdir(mode=0o700)
+    elif entry.kind == SYMLINK:
+        path.symlink_to(os.fsdecode(_raw(entry.link)))
+    elif entry.kind == FIFO:
+        os.mkfifo(path, 0o600)  # noqa: TID251 - a folder of this process
+    else:
+        raise CheckFailed(f"{entry.name!r} is of the unknown type {entry.kind!r}", where="the merged layers")
 
 
 def _attributes(path: Path) -> list[str]:
@@ -488,9 +495,9 @@ def _attributes(path: Path) -> list[str]:
         return []
 
 
-def _is_device(line: str) -> bool:
+def _is_device(definition: str) -> bool:
     """Return whether a line of a pseudo file makes a device. Other lines modify what is there."""
-    return not line.startswith("m")
+    return not definition.startswith("m")
 
 
 def _raw(text: str) -> bytes:
@@ -581,24 +588,32 @@ def _count_names(path: Path, offset: int) -> int:
     ------
     CheckFailed : the table is compressed or damaged.
     """
-    name_count = 0
-    position = 0
     try:
         with files.open_regular(path) as stream:
             table = b"".join(_read_folder_table(stream, offset))
-        # Each list is a header, then an entry and a name for each file. The format stores counts and lengths
-        # minus 1.
-        while position < len(table):
-            count_less_one, _, _ = _LIST_HEADER.unpack_from(table, position)
-            position += _LIST_HEADER.size
-            for _ in range(count_less_one + 1):
-                *_, length_less_one = _LIST_ENTRY.unpack_from(table, position)
-                position += _LIST_ENTRY.size + length_less_one + 1
-            name_count += count_less_one + 1
+        return sum(_list_lengths(table))
     except (struct.error, ValueError) as error:
         message = "a squashfs was written whose table of folders cannot be read"
         raise CheckFailed(message, where=str(path)) from error
-    return name_count
+
+
+def _list_lengths(table: bytes) -> Iterator[int]:
+    """Yield the number of names in each list of the table of folders.
+
+    A list is a header, then an entry and a name for each file. The format stores counts and lengths minus 1.
+
+    Raises
+    ------
+    struct.error : the table ends within a list.
+    """
+    position = 0
+    while position < len(table):
+        (count_less_one,) = _LIST_HEADER.unpack_from(table, position)
+        position += _LIST_HEADER.size
+        for _ in range(count_less_one + 1):
+            (name_length_less_one,) = _LIST_ENTRY.unpack_from(table, position)
+            position += _LIST_ENTRY.size + name_length_less_one + 1
+        yield count_less_one + 1
 
 
 def _read_folder_table(stream: BinaryIO, offset: int) -> Iterator[bytes]:
@@ -655,11 +670,46 @@ def _read_metadata_block(stream: BinaryIO, position: int) -> bytes:
     return data
 
 
-def set_root(path: Path, mtime_s: int, *, offset: int) -> bool:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Inode:
+    """An inode in an open squashfs.
+
+    It may begin in one metadata block of 8 KiB and end in the next, behind that block's header.
+    """
+
+    stream: BinaryIO
+    first_block: int
+    """Byte of the file at which the block begins in which the inode begins."""
+    start: int
+    """Byte of that block's content at which the inode begins."""
+
+    def is_folder(self) -> bool:
+        """Return whether it is an uncompressed inode of a folder."""
+        (block_header,) = _unpack(self.stream, _BLOCK_HEADER, self.first_block)
+        if not block_header & _PLAIN:
+            return False
+        self.stream.seek(self._position(0))
+        return self.stream.read(1)[0] in _FOLDER_TYPES
+
+    def write(self, field_offset: int, data: bytes) -> None:
+        """Replace the bytes of the inode from `field_offset` on by `data`."""
+        # Byte by byte, because the header of the next block may lie between two bytes of a field.
+        for number, byte in enumerate(data, field_offset):
+            self.stream.seek(self._position(number))
+            self.stream.write(bytes([byte]))
+
+    def _position(self, number: int) -> int:
+        """Return the position in the file of byte `number` of the inode."""
+        block_number, block_offset = divmod(self.start + number, _METADATA_BYTES)
+        block = self.first_block + block_number * (_BLOCK_HEADER.size + _METADATA_BYTES)
+        return block + _BLOCK_HEADER.size + block_offset
+
+
+def set_root(path: Path, mtime_s: int, *, offset: int) -> None:
     """Give the root folder of a squashfs to root, and set its time and that of the squashfs to `mtime_s`.
 
-    The squashfs begins at byte `offset` of the file `path`, which is changed in place. Return False, and
-    leave the folder alone, if its inode is compressed.
+    The squashfs begins at byte `offset` of the file `path`, which is changed in place. The folder is left
+    alone if its inode is compressed.
 
     Notes
     -----
@@ -675,32 +725,16 @@ def set_root(path: Path, mtime_s: int, *, offset: int) -> bool:
         stream.seek(offset + _MKFS_TIME_OFFSET)
         stream.write(raw_time)
         # The high bits say in which block the inode begins, the low 16 bits where in it.
-        first_block = offset + superblock.inode_table + (superblock.root_inode >> 16)
-        inode_start = superblock.root_inode & 0xFFFF
-
-        def inode_byte(field_offset: int) -> int:
-            """Return the position in the file of byte `field_offset` of the inode.
-
-            An inode may begin in one block of 8 KiB and end in the next, behind that block's header.
-            """
-            block_number, block_offset = divmod(inode_start + field_offset, _METADATA_BYTES)
-            block = first_block + block_number * (_BLOCK_HEADER.size + _METADATA_BYTES)
-            return block + _BLOCK_HEADER.size + block_offset
-
-        (header,) = _unpack(stream, _BLOCK_HEADER, first_block)
-        stream.seek(inode_byte(0))
-        if not header & _PLAIN or stream.read(1)[0] not in _FOLDER_TYPES:
-            return False
-        changes = {_INODE_TIME: raw_time}
-        root_owner = _index_of_root(stream, superblock, offset)
-        if root_owner is not None:
-            changes[_INODE_OWNERS] = struct.pack("<HH", root_owner, root_owner)
-        for field_offset, data in changes.items():
-            # Byte by byte, because the header of the next block may lie between two bytes of a field.
-            for number, byte in enumerate(data):
-                stream.seek(inode_byte(field_offset + number))
-                stream.write(bytes([byte]))
-    return True
+        block_offset, start = divmod(superblock.root_inode, 1 << 16)
+        first_block = offset + superblock.inode_table + block_offset
+        root = _Inode(stream=stream, first_block=first_block, start=start)
+        # A squashfs of another program may have compressed inodes, in which nothing can be replaced.
+        if not root.is_folder():
+            return
+        root.write(_INODE_TIME, raw_time)
+        owner_index = _index_of_root(stream, superblock, offset)
+        if owner_index is not None:
+            root.write(_INODE_OWNERS, struct.pack("<HH", owner_index, owner_index))
 
 
 def _index_of_root(stream: BinaryIO, superblock: Superblock, offset: int) -> int | None:

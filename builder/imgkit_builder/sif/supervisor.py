@@ -20,43 +20,55 @@ POLL_S = 1.0  # how soon the death of the parent is seen
 def main() -> int:
     """Run and return the exit code, 128 + N for signal N."""
     pid_file, encoding, folder, *arguments = sys.argv[1:]
-    end = arguments.index("--")
-    env = dict(os.environ) | dict(variable.split("=", 1) for variable in arguments[:end])
-    argv = arguments[end + 1 :]
+    separator = arguments.index("--")
+    variables = arguments[:separator]
+    argv = arguments[separator + 1 :]
     parent = os.getppid()
     os.setsid()
     with open(pid_file, "w") as stream:  # noqa: PTH123 - pathlib costs 10 ms of start-up
         stream.write(str(os.getpid()))
     os.chdir(folder)
-    source, sink = os.pipe()
-    actions = [
+    for variable in variables:
+        name, _, value = variable.partition("=")
+        os.environ[name] = value
+    read_end, write_end = os.pipe()
+    file_actions = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-        (os.POSIX_SPAWN_DUP2, sink, 1),
-        (os.POSIX_SPAWN_DUP2, sink, 2),
+        (os.POSIX_SPAWN_DUP2, write_end, 1),
+        (os.POSIX_SPAWN_DUP2, write_end, 2),
     ]
     # Python ignores these two signals, and a child would inherit that.
-    child = os.posix_spawnp(argv[0], argv, env, file_actions=actions, setsigdef=(SIGPIPE, SIGXFSZ))
-    os.close(sink)
+    ignored_signals = (SIGPIPE, SIGXFSZ)
+    child = os.posix_spawnp(argv[0], argv, os.environ, file_actions=file_actions, setsigdef=ignored_signals)
+    os.close(write_end)
+    copy_output(read_end, encoding, parent)
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:  # the number of a signal
+        return 128 - code
+    return code
+
+
+def copy_output(pipe: int, encoding: str, parent: int) -> None:
+    """Copy what comes through `pipe` to standard output, until the other end is closed.
+
+    If the process `parent` has gone or reads nothing more, the whole group of processes is killed.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
     while True:
-        ready, _, _ = select.select([source], [], [], POLL_S)
+        ready, _, _ = select.select([pipe], [], [], POLL_S)
         if ready:
-            chunk = os.read(source, CHUNK_BYTES)
-            text = decoder.decode(chunk, not chunk)
+            chunk = os.read(pipe, CHUNK_BYTES)
+            text = decoder.decode(chunk, final=not chunk)
             try:
                 sys.stdout.buffer.write(text.encode(encoding, "backslashreplace"))
                 sys.stdout.buffer.flush()
             except BrokenPipeError:
                 os.killpg(0, SIGKILL)
             if not chunk:
-                break
+                return
         if os.getppid() != parent:
             os.killpg(0, SIGKILL)
-    _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)
-    if code < 0:  # the number of a signal
-        return 128 - code
-    return code
 
 
 if __name__ == "__main__":

@@ -21,7 +21,9 @@ MOST_BYTES = 64 << 20
 """Size of the largest file that is read as a whole."""
 _WILDCARD = re.compile(r"[*?\[\]\\]")
 # "-rwxr-xr-x 0/0   123 2024-03-01 12:00 /usr/bin/a"; of a device, "10, 200" in place of the size
-_LISTED_FILE = re.compile(r"([-dlcbps]\S{9}) (\d+)/(\d+) +(\d+(?:, *\d+)?) \S+ \S+ /(.*)")
+_LISTED_FILE = re.compile(
+    r"(?P<mode>[-dlcbps]\S{9}) (?P<uid>\d+)/(?P<gid>\d+) +(?P<size>\d+(?:, *\d+)?) \S+ \S+ /(?P<path>.*)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +62,13 @@ class Squashfs:
             match = _LISTED_FILE.fullmatch(os.fsdecode(line))
             if match is None:  # the header, and what unsquashfs says about devices
                 continue
-            mode, uid, gid, size, path = match.groups()
-            yield ListedFile(path=path, mode=mode, uid=int(uid), gid=int(gid), size=size.replace(" ", ""))
+            yield ListedFile(
+                path=match["path"],
+                mode=match["mode"],
+                uid=int(match["uid"]),
+                gid=int(match["gid"]),
+                size=match["size"].replace(" ", ""),
+            )
 
     def read(self, names: Iterable[str]) -> dict[str, bytes]:
         """Return the content of the regular files `names`, by name.
@@ -79,10 +86,11 @@ class Squashfs:
         contents = {}
         with tempfile.TemporaryDirectory(prefix="imgkit-") as scratch:
             folder = Path(os.path.realpath(scratch))
-            unpacked = folder / "files"
-            with files.create_file(folder / "names") as stream:
+            pattern_file = folder / "names"
+            with files.create_file(pattern_file) as stream:
                 stream.write(os.fsencode("".join(patterns)))
-            self.unpack(unpacked, "-ef", str(folder / "names"))
+            unpacked = folder / "files"
+            self.unpack(unpacked, "-ef", str(pattern_file))
             for name in names:
                 data = _read_unpacked(unpacked, name)
                 if data is not None:
@@ -139,10 +147,10 @@ def _program() -> str:
     ------
     ToolMissing : there is none on this machine.
     """
-    names = ["unsquashfs"]
-    names += [str(program.with_name("unsquashfs")) for program in mksquashfs.find_programs()]
-    for name in names:
-        program = shutil.which(name)
+    candidates = ["unsquashfs"]
+    candidates += [str(program.with_name("unsquashfs")) for program in mksquashfs.find_programs()]
+    for candidate in candidates:
+        program = shutil.which(candidate)
         if program is not None and mksquashfs.has_option(Path(program), r"-o\[ffset\]"):
             return program
     raise ToolMissing("unsquashfs 4.4 or later is not on this machine", hint=squash.INSTALL)

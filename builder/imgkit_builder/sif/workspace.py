@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import disk_usage
-from typing import Any
+from typing import Any, NamedTuple
 
 from imgkit_builder.base import files
 from imgkit_builder.base.sizes import size_text
@@ -34,6 +34,8 @@ NO_SPACE = re.compile(r"no space left on device|disk quota exceeded|file too lar
 """How programs report that a disk is full or that a limit of the user is reached."""
 PACKED_SHARE = 0.5
 """Size of a squashfs per image byte, with a margin: measured 0.26 to 0.4."""
+_TOKEN = re.compile(r"[0-9a-f]{8}")
+"""What follows `_folder_prefix` in the name of a temporary folder."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """Errors of ``flock`` on a file system without locks."""
 
@@ -48,6 +50,20 @@ class Workspace:
     """File beside the target, which is renamed to it at the end."""
 
 
+class _DiskNeed(NamedTuple):
+    """What a conversion needs of the disk of a folder."""
+
+    folder: Path
+    needed_bytes: int
+    option: str
+    """The option with which the user can choose another disk."""
+
+    @property
+    def free_bytes(self) -> int:
+        """The free space on the disk."""
+        return disk_usage(self.folder).free
+
+
 def tmp_base(target: Path, chosen: Path | None) -> Path:
     """Return the folder for temporary files.
 
@@ -60,12 +76,12 @@ def tmp_base(target: Path, chosen: Path | None) -> Path:
     UsageError : the folder does not exist, or this user cannot write to it.
     """
     requested = chosen or _tmp_from_environment() or target.parent
-    base = requested.expanduser().absolute()
-    if base.is_dir() and os.access(base, os.W_OK | os.X_OK):
-        return base
-    problem = "not writable" if base.is_dir() else "no such folder"
+    folder = requested.expanduser().absolute()
+    if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):
+        return folder
+    problem = "not writable" if folder.is_dir() else "no such folder"
     raise UsageError(
-        f"temporary files cannot go to {base}: {problem}",
+        f"temporary files cannot go to {folder}: {problem}",
         where="--tmpdir" if chosen else "IMGKIT_TMPDIR, APPTAINER_TMPDIR, TMPDIR",
         hint="--tmpdir DIR with a folder on a large, local disk",
     )
@@ -91,29 +107,27 @@ def check_space(image_bytes: int, temporary_bytes: int, target: Path, base: Path
     base : the folder for temporary files, which may be on the same disk.
     """
     packed_bytes = int(image_bytes * PACKED_SHARE)
-    is_one_disk = _is_on_one_disk(base, target)
-    if is_one_disk:
-        needed = {base: temporary_bytes + packed_bytes}
+    if _is_on_one_disk(base, target):
+        # Both options: with one alone, the next attempt would fail here again.
+        needs = [_DiskNeed(base, temporary_bytes + packed_bytes, "--tmpdir DIR and -o FILE.sif")]
     else:
-        needed = {base: temporary_bytes, target.parent: packed_bytes}
-    free = {folder: disk_usage(folder).free for folder in needed}
-    full_folders = [folder for folder in needed if free[folder] < needed[folder]]
-    if not full_folders:
+        needs = [
+            _DiskNeed(base, temporary_bytes, "--tmpdir DIR"),
+            _DiskNeed(target.parent, packed_bytes, "-o FILE.sif"),
+        ]
+    unmet_needs = [need for need in needs if need.free_bytes < need.needed_bytes]
+    if not unmet_needs:
         return
-    # Name both options if both are needed: with one alone, the next attempt would fail here again.
-    options = []
-    if base in full_folders:
-        options.append("--tmpdir DIR")
-    if is_one_disk or target.parent in full_folders:
-        options.append("-o FILE.sif")
-    first, *further_folders = full_folders
+    first, *others = unmet_needs
     message = (
-        f"{size_text(free[first])} are free, "
-        f"an image of {size_text(image_bytes)} needs {size_text(needed[first])}"
+        f"{size_text(first.free_bytes)} are free, "
+        f"an image of {size_text(image_bytes)} needs {size_text(first.needed_bytes)}"
     )
-    for folder in further_folders:
-        message += f"; {size_text(needed[folder])} in {folder}, where {size_text(free[folder])} are free"
-    raise CheckFailed(message, where=str(first), hint=f"{' and '.join(options)} on a larger disk")
+    for need in others:
+        needed, free = size_text(need.needed_bytes), size_text(need.free_bytes)
+        message += f"; {needed} in {need.folder}, where {free} are free"
+    options = " and ".join(need.option for need in unmet_needs)
+    raise CheckFailed(message, where=str(first.folder), hint=f"{options} on a larger disk")
 
 
 def spare_bytes(image_bytes: int, disk_share: float, target: Path, base: Path) -> int:
@@ -246,10 +260,10 @@ def _locked(target: Path, folder: Path | None) -> Iterator[None]:
     path = _lock_path(target)
     descriptor = _open_lock(path, target)
     try:
-        has_lock = _take_lock(descriptor, path, target)
+        has_lock = _acquire_lock(descriptor, path, target)
         try:
             if has_lock:
-                _remove_stale(target, _read_holder(descriptor))
+                _remove_stale_files(target, _read_holder(descriptor))
             os.ftruncate(descriptor, 0)
             holder = {"pid": os.getpid(), "host": socket.gethostname(), "folder": str(folder)}
             os.pwrite(descriptor, json.dumps(holder).encode(), 0)
@@ -281,7 +295,7 @@ def _open_lock(path: Path, target: Path) -> int:
         ) from error
 
 
-def _take_lock(descriptor: int, path: Path, target: Path) -> bool:
+def _acquire_lock(descriptor: int, path: Path, target: Path) -> bool:
     """Take the lock of `target`, whose file `path` is open as `descriptor`.
 
     Return False if the file system has no locks. Then nobody can tell whether the files of another run are
@@ -332,18 +346,19 @@ def _read_holder(descriptor: int) -> dict[str, Any]:
     return values
 
 
-def _remove_stale(target: Path, holder: dict[str, Any]) -> None:
+def _remove_stale_files(target: Path, holder: dict[str, Any]) -> None:
     """Remove the temporary files of a killed run for `target`.
 
     `holder` is the content of its lock file. Anybody may have written that, so the folder it names is removed
     only if it belongs to this user and has a name that imgkit gives to such folders.
     """
-    for part in files.temporary_files(target):
-        if _is_ours(part, stat.S_ISREG):
-            part.unlink(missing_ok=True)
+    for path in files.temporary_files(target):
+        if _is_ours(path, stat.S_ISREG):
+            path.unlink(missing_ok=True)
     folder = Path(str(holder.get("folder", "")))
-    has_our_name = re.fullmatch(rf"{re.escape(_folder_prefix(target))}[0-9a-f]{{8}}", folder.name)
-    if has_our_name and _is_ours(folder, stat.S_ISDIR):
+    prefix = _folder_prefix(target)
+    is_named_by_imgkit = folder.name.startswith(prefix) and _TOKEN.fullmatch(folder.name, len(prefix))
+    if is_named_by_imgkit and _is_ours(folder, stat.S_ISDIR):
         remove_tree(folder)
 
 

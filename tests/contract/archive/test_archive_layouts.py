@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refused
 from sample_image import SampleImage, lay_out, verdicts
 from tars import tar_of_files
 
@@ -63,59 +64,59 @@ def test_older_layout_manifest_last(archive: Path, sample: SampleImage, tmp_path
     assert laid.names == ("made:latest",)
 
 
-def test_newer_layout_oci_inside(sample: SampleImage, tmp_path: Path) -> None:
-    assert_archive_of(sample, tar_of_files(sample.modern_members()), tmp_path)
-
-
-def test_newer_layout_gzip_layers(sample: SampleImage, tmp_path: Path) -> None:
-    assert_archive_of(sample, tar_of_files(sample.modern_members(gzip.compress)), tmp_path)
-
-
-def test_newer_layout_zstd_layers(
-    sample: SampleImage, tmp_path: Path, zstd: Callable[[bytes], bytes]
-) -> None:
-    assert_archive_of(sample, tar_of_files(sample.modern_members(zstd)), tmp_path)
-
-
-def test_oci_archive_without_manifest_json(sample: SampleImage, tmp_path: Path) -> None:
-    members = sample.modern_members()
+def without_manifest_json(image: SampleImage) -> bytes:
+    members = image.modern_members()
     del members["manifest.json"]
-    assert_archive_of(sample, tar_of_files(members), tmp_path)
+    return tar_of_files(members)
 
 
-def test_attestation_is_no_image(sample: SampleImage, tmp_path: Path) -> None:
-    assert_archive_of(sample, tar_of_files(sample.oci_members()), tmp_path)
-
-
-def test_attestation_of_unknown_platform_is_no_image(sample: SampleImage, tmp_path: Path) -> None:
-    members = sample.oci_members()
+def attestation_of_unknown_platform(image: SampleImage) -> bytes:
+    members = image.oci_members()
     entries = json.loads(members["index.json"])["manifests"]
     attestation = {"digest": "sha256:" + "0" * 64, "platform": {"architecture": "unknown", "os": "unknown"}}
     members["index.json"] = json.dumps({"manifests": [*entries, attestation]}).encode()
-    assert_archive_of(sample, tar_of_files(members), tmp_path)
+    return tar_of_files(members)
 
 
-def test_configuration_named_by_its_digest(sample: SampleImage, tmp_path: Path) -> None:
+def configuration_named_by_its_digest(image: SampleImage) -> bytes:
     """Tools made of go-containerregistry name it ``sha256:...``."""
-    members = sample.legacy_members()
+    members = image.legacy_members()
     (entry,) = json.loads(members["manifest.json"])
-    members[sample.image_id] = members.pop(entry["Config"])
-    members["manifest.json"] = json.dumps([entry | {"Config": sample.image_id}]).encode()
-    assert_archive_of(sample, tar_of_files(members), tmp_path)
+    members[image.image_id] = members.pop(entry["Config"])
+    members["manifest.json"] = json.dumps([entry | {"Config": image.image_id}]).encode()
+    return tar_of_files(members)
 
 
-def test_gzip_archive_unpacked(sample: SampleImage, tmp_path: Path) -> None:
-    assert_archive_of(sample, gzip.compress(tar_of_files(sample.legacy_members())), tmp_path)
+def gzip_of_several_members(image: SampleImage) -> bytes:
+    data = tar_of_files(image.legacy_members())
+    return gzip.compress(data[:5000]) + gzip.compress(data[5000:])
 
 
-def test_gzip_of_several_members(sample: SampleImage, tmp_path: Path) -> None:
-    data = tar_of_files(sample.legacy_members())
-    packed = gzip.compress(data[:5000]) + gzip.compress(data[5000:])
-    assert_archive_of(sample, packed, tmp_path)
+LAYOUTS: dict[str, Callable[[SampleImage], bytes]] = {
+    "newer layout, OCI inside": lambda image: tar_of_files(image.modern_members()),
+    "newer layout, gzip layers": lambda image: tar_of_files(image.modern_members(gzip.compress)),
+    "OCI archive without manifest.json": without_manifest_json,
+    "attestation": lambda image: tar_of_files(image.oci_members()),
+    "attestation of an unknown platform": attestation_of_unknown_platform,
+    "configuration named by its digest": configuration_named_by_its_digest,
+    "gzip": lambda image: gzip.compress(tar_of_files(image.legacy_members())),
+    "gzip of several members": gzip_of_several_members,
+}
 
 
-def test_zstd_archive_unpacked(sample: SampleImage, tmp_path: Path, zstd: Callable[[bytes], bytes]) -> None:
-    assert_archive_of(sample, zstd(tar_of_files(sample.legacy_members())), tmp_path)
+@pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
+def test_image_of_every_layout(
+    sample: SampleImage, tmp_path: Path, make: Callable[[SampleImage], bytes]
+) -> None:
+    assert_archive_of(sample, make(sample), tmp_path)
+
+
+@pytest.mark.parametrize("packed", ["archive", "layers"])
+def test_zstd_is_unpacked(
+    sample: SampleImage, tmp_path: Path, zstd: Callable[[bytes], bytes], packed: str
+) -> None:
+    data = tar_of_files(sample.modern_members(zstd) if packed == "layers" else sample.legacy_members())
+    assert_archive_of(sample, data if packed == "layers" else zstd(data), tmp_path)
 
 
 def test_zstd_archive_without_program(
@@ -123,9 +124,8 @@ def test_zstd_archive_without_program(
 ) -> None:
     path = write(tmp_path, zstd(tar_of_files(sample.legacy_members())))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ToolMissing, match="zstd is not on PATH") as caught:
+    with refused(ToolMissing, "zstd is not on PATH", hint="zstd -d"):
         lay_out(path, tmp_path / "laid")
-    assert "zstd -d" in str(caught.value.hint)
 
 
 def test_equal_layers_by_symlink(sample: SampleImage, tmp_path: Path) -> None:

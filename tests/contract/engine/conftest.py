@@ -72,6 +72,11 @@ class FakeEngine:
         return Reply(chunks=chunks, dies=dies, delay_s=delay_s)
 
     @staticmethod
+    def json(data: Any, status: int = 200) -> Reply:
+        """An answer in JSON."""
+        return Reply(data=data, status=status)
+
+    @staticmethod
     def error(message: str) -> dict[str, Any]:
         """The in-band event of a failure."""
         return {"errorDetail": {"message": message}, "error": message}
@@ -111,6 +116,32 @@ class FakeEngine:
     def on_image(self, name: str, reply: Reply) -> None:
         """Answer the inspection of one image."""
         self.on("GET", f"/images/{re.escape(name)}/json", reply)
+
+    def has(self, *names: str, **description: Any) -> None:
+        """Keep local images that `image` describes."""
+        for name in names:
+            self.on_image(name, self.image(**{"tags": [name], **description}))
+
+    def on_build(self, *output: str, error: str = "", image: str = "", dies: bool = False) -> None:
+        """Answer builds with texts, and with an error or the id of an image behind them."""
+        items = [{"stream": text} for text in output]
+        if error:
+            items.append(self.error(error))
+        if image:
+            items.append({"aux": {"ID": image}})
+        self.on("POST", "/build", self.events(*items, dies=dies))
+
+    def on_pull(self, reply: Reply | Callable[[Request], Reply]) -> None:
+        self.on("POST", "/images/create", reply)
+
+    def on_push(self, reply: Reply) -> None:
+        self.on("POST", "/images/.+/push", reply)
+
+    def on_save(self, reply: Reply) -> None:
+        self.on("GET", "/images/.+/get", reply)
+
+    def on_export(self, reply: Reply) -> None:
+        self.on("GET", "/containers/.+/export", reply)
 
     def answer(self, request: Request) -> Reply:
         self.seen.append(request)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from file_tree import write_program
+from refusals import refused
 from tars import tar_of_files
 
 from imgkit_builder import engine as engines
@@ -25,6 +26,7 @@ ANSWERS: dict[str, Any] = json.loads(Path(__file__).with_name("containerd_answer
 RELEASES = ("26.1.5", "28.5.2")
 NAME = "127.0.0.1:5000/both:1"
 FILES: dict[str, str] = ANSWERS["files"]
+Playing = Callable[..., Engine]
 INDEX = "sha256:a65deac7cef8e901ecf8d65895f7f5c0b159438fca45cdd416394f6e2c4c2198"
 MANIFESTS = {
     "linux/amd64": "sha256:b76dee553934451d82da7b2e172afeb1b3f1b25e54f156f2f67199ccb8842483",
@@ -38,14 +40,14 @@ CONFIGS = {
 
 def play(fake: Any, release: str, platforms: str = "both") -> None:
     """Answer as `release` does, which keeps ``both`` platforms of the image or ``arm64 only``."""
-    answers, reply = ANSWERS[release], type(fake.image())
+    answers = ANSWERS[release]
 
     def inspected(request: Any) -> Any:
         platform = json.loads(request.query.get("platform", "{}")).get("architecture", "plain")
         parameter = "manifests" if "manifests" in request.query else platform
         # Release 26.1.5 does not know the parameters.
         answer = answers[platforms].get(parameter, answers[platforms]["plain"])
-        return reply(status=answer["status"], data=answer["data"])
+        return fake.json(answer["data"], answer["status"])
 
     def file(request: Any) -> Any:
         name = request.query["path"].rpartition("/")[2]
@@ -54,15 +56,15 @@ def play(fake: Any, release: str, platforms: str = "both") -> None:
             return fake.refused(404, "no such file")
         return fake.raw(tar_of_files({name: text.encode()}))
 
-    fake.on("GET", "/version", reply(data=answers["version"]))
-    fake.on("GET", "/info", reply(data=answers["info"]))
+    fake.on("GET", "/version", fake.json(answers["version"]))
+    fake.on("GET", "/info", fake.json(answers["info"]))
     for name in (NAME, INDEX):
         fake.on("GET", f"/images/{name}/json", inspected)
     fake.on("GET", "/containers/.+/archive", file)
 
 
 @pytest.fixture
-def playing(fake: Any) -> Iterator[Callable[..., Engine]]:
+def playing(fake: Any) -> Iterator[Playing]:
     """Connect to a release that keeps ``both`` platforms or ``arm64 only``."""
     with contextlib.ExitStack() as stack:
 
@@ -106,25 +108,25 @@ def test_cache_that_cannot_be_written(engine: Engine, monkeypatch: pytest.Monkey
     assert engines.inspect(engine, NAME).id == CONFIGS["linux/amd64"]
 
 
-def without_store(fake: Any, playing: Callable[..., Engine], release: str) -> Engine:
+def without_store(fake: Any, playing: Playing, release: str) -> Engine:
     """Connect to a release whose store is in a place that nobody knows."""
     engine, refusal = playing(release), ANSWERS[release]["folder that is not there"]
     fake.on("POST", "/containers/create", fake.refused(refusal["status"], refusal["data"]["message"]))
     return engine
 
 
-def test_store_elsewhere_reads_the_save_stream(fake: Any, playing: Callable[..., Engine]) -> None:
+def test_store_elsewhere_reads_the_save_stream(fake: Any, playing: Playing) -> None:
     engine = without_store(fake, playing, "28.5.2")
     blobs = {f"blobs/sha256/{name.removeprefix('sha256:')}": text.encode() for name, text in FILES.items()}
-    fake.on("GET", "/images/.+/get", fake.raw(tar_of_files({"layer": bytes(5 << 20), **blobs})))
+    fake.on_save(fake.raw(tar_of_files({"layer": bytes(5 << 20), **blobs})))
     assert engines.inspect(engine, NAME).id == CONFIGS["linux/amd64"]
 
 
 @pytest.mark.parametrize("damage", ["absent", "changed"])
-def test_id_is_never_guessed(fake: Any, playing: Callable[..., Engine], damage: str) -> None:
+def test_id_is_never_guessed(fake: Any, playing: Playing, damage: str) -> None:
     engine = without_store(fake, playing, "26.1.5")
     blobs = {} if damage == "absent" else {f"blobs/sha256/{INDEX.removeprefix('sha256:')}": b"{}"}
-    fake.on("GET", "/images/.+/get", fake.raw(tar_of_files(blobs)))
+    fake.on_save(fake.raw(tar_of_files(blobs)))
     with pytest.raises(ToolFailed, match=f"does not show the manifest of {INDEX}"):
         engines.inspect(engine, NAME)
 
@@ -136,51 +138,47 @@ def emulator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("emulator")
-def test_base_of_the_only_platform_that_is_here(playing: Callable[..., Engine], recipe: Recipe) -> None:
+def test_base_of_the_only_platform_that_is_here(playing: Playing, recipe: Recipe) -> None:
     base = engines.resolve_base(playing("28.5.2", "arm64 only"), recipe, platform="linux/arm64")
     assert (base.name, base.platform, base.id) == (NAME, "linux/arm64", CONFIGS["linux/arm64"])
 
 
 @pytest.mark.usefixtures("emulator")
-def test_base_of_several_platforms_by_its_manifest(
-    fake: Any, playing: Callable[..., Engine], recipe: Recipe
-) -> None:
+def test_base_of_several_platforms_by_its_manifest(fake: Any, playing: Playing, recipe: Recipe) -> None:
     # Its builder would take the platform that it prefers.
     engine, manifest = playing("28.5.2"), MANIFESTS["linux/arm64"]
     exact = f"127.0.0.1:5000/both@{manifest}"
 
     def arrives(_: object) -> Any:
         answer = ANSWERS["28.5.2"]["both"]["arm64"]["data"]
-        fake.on_image(exact, type(fake.image())(data=answer))
+        fake.on_image(exact, fake.json(answer))
         return fake.events({"status": "Downloaded newer image"})
 
-    fake.on("POST", "/images/create", arrives)
+    fake.on_pull(arrives)
     base = engines.resolve_base(engine, recipe, platform="linux/arm64")
     assert (base.name, base.platform, base.id) == (exact, "linux/arm64", CONFIGS["linux/arm64"])
     (request,) = fake.requests("/images/create")
     assert request.query["tag"] == manifest
 
 
-def test_missing_platform_names_the_pull(playing: Callable[..., Engine], recipe: Recipe) -> None:
-    engine = playing("28.5.2", "arm64 only")
-    with pytest.raises(UsageError, match="is linux/arm64, the build is for linux/amd64") as caught:
-        engines.resolve_base(engine, recipe)
-    assert f"docker pull --platform linux/amd64 {NAME}" in str(caught.value.hint)
-
-
-def test_engine_of_one_platform_names_the_digest(playing: Callable[..., Engine], recipe: Recipe) -> None:
-    # To pull the other platform, which it then keeps as well, changes nothing.
-    engine = playing("26.1.5")
-    with pytest.raises(UsageError, match="is linux/amd64, the build is for linux/arm64") as caught:
-        engines.resolve_base(engine, recipe, platform="linux/arm64")
-    assert "docker pull" not in str(caught.value.hint)
-    assert "NAME@sha256:" in str(caught.value.hint)
+@pytest.mark.parametrize(
+    ("release", "kept", "requested", "hint"),
+    [
+        ("28.5.2", "arm64 only", "amd64", f"docker pull --platform linux/amd64 {NAME}"),
+        # To pull the other platform, which it then keeps as well, changes nothing.
+        ("26.1.5", "both", "arm64", "NAME@sha256:"),
+    ],
+)
+def test_missing_platform_names_the_pull_or_the_digest(
+    playing: Playing, recipe: Recipe, release: str, kept: str, requested: str, hint: str
+) -> None:
+    with refused(UsageError, rf"is linux/\w+, the build is for linux/{requested}", hint=hint) as caught:
+        engines.resolve_base(playing(release, kept), recipe, platform=requested)
+    assert ("docker pull" in str(caught.value.hint)) == ("docker pull" in hint)
 
 
 @pytest.mark.parametrize("requested", [None, "linux/arm64"])
-def test_preferred_platform_that_is_not_kept(
-    fake: Any, playing: Callable[..., Engine], requested: str | None
-) -> None:
+def test_preferred_platform_that_is_not_kept(fake: Any, playing: Playing, requested: str | None) -> None:
     """Docker 29 tells nothing of it; here that is an answer of 28 without its platform."""
     engine = playing("28.5.2", "arm64 only")
     recorded = ANSWERS["28.5.2"]["arm64 only"]
@@ -190,7 +188,7 @@ def test_preferred_platform_that_is_not_kept(
         platform = json.loads(request.query.get("platform", "{}")).get("architecture")
         parameter = "manifests" if "manifests" in request.query else platform
         answer = recorded[parameter] if parameter else nothing
-        return type(fake.image())(status=answer["status"], data=answer["data"])
+        return fake.json(answer["data"], answer["status"])
 
     fake.on("GET", f"/images/{NAME}/json", inspected)
     info = engines.inspect(engine, NAME, platform=requested)
@@ -199,38 +197,35 @@ def test_preferred_platform_that_is_not_kept(
 
 @pytest.mark.parametrize("release", RELEASES, indirect=True)
 def test_push_takes_the_digest_from_the_status(fake: Any, engine: Engine, release: str) -> None:
-    fake.on("POST", "/images/.+/push", fake.events(*ANSWERS[release]["push"]))
+    fake.on_push(fake.events(*ANSWERS[release]["push"]))
     assert engines.push(engine, NAME, Silent()) == INDEX
 
 
 @pytest.mark.parametrize("status", ["1: digest: sha256:abc size: 1", "digest of 1 is unknown", "Pushed"])
-def test_push_with_half_a_digest_is_no_success(
-    fake: Any, playing: Callable[..., Engine], status: str
-) -> None:
+def test_push_with_half_a_digest_is_no_success(fake: Any, playing: Playing, status: str) -> None:
     engine = playing("28.5.2")
-    fake.on("POST", "/images/.+/push", fake.events({"status": status}))
+    fake.on_push(fake.events({"status": status}))
     with pytest.raises(ToolFailed, match="reported no digest"):
         engines.push(engine, NAME, Silent())
 
 
-def test_save_asks_for_the_platform(fake: Any, playing: Callable[..., Engine]) -> None:
+def test_save_asks_for_the_platform(fake: Any, playing: Playing) -> None:
     engine = playing("28.5.2", "arm64 only")
-    fake.on("GET", "/images/.+/get", fake.raw(bytes(1024)))
+    fake.on_save(fake.raw(bytes(1024)))
     with engines.save_stream(engine, NAME) as chunks:
         assert b"".join(chunks) == bytes(1024)
     (request,) = fake.requests("/get")
     assert json.loads(request.query["platform"]) == {"os": "linux", "architecture": "arm64"}
 
 
-def test_save_that_is_refused_is_raised(fake: Any, playing: Callable[..., Engine]) -> None:
+def test_save_that_is_refused_is_raised(fake: Any, playing: Playing) -> None:
     engine = playing("28.5.2")
-    fake.on("GET", "/images/.+/get", fake.refused(404, "content digest sha256:1: not found"))
+    fake.on_save(fake.refused(404, "content digest sha256:1: not found"))
     with (
-        pytest.raises(ToolFailed, match="content digest") as caught,
+        refused(ToolFailed, "content digest", hint="NAME@sha256:"),
         engines.save_stream(engine, NAME) as chunks,
     ):
         next(chunks)
-    assert "NAME@sha256:" in str(caught.value.hint)
 
 
 BUILDX = """
@@ -255,19 +250,17 @@ def fake_buildx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fake_buildx")
-def test_buildx_tells_which_manifest_it_built(
-    fake: Any, playing: Callable[..., Engine], context: BuildContext
-) -> None:
+def test_buildx_tells_which_manifest_it_built(fake: Any, playing: Playing, context: BuildContext) -> None:
     engine, answer = playing("28.5.2"), ANSWERS["28.5.2"]["both"]["amd64"]["data"]
     for name in (MANIFESTS["linux/amd64"], "small:latest"):
-        fake.on_image(name, type(fake.image())(data=answer))
+        fake.on_image(name, fake.json(answer))
     built = engines.build(engine, context, tag="small:latest", report=Silent(), builder=Choice(name="buildx"))
     assert (built.image.id, built.image.ref) == (CONFIGS["linux/amd64"], MANIFESTS["linux/amd64"])
 
 
 @pytest.mark.usefixtures("fake_buildx")
 def test_buildx_without_an_image_is_no_success(
-    playing: Callable[..., Engine], context: BuildContext, monkeypatch: pytest.MonkeyPatch
+    playing: Playing, context: BuildContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SILENT", "1")
     with pytest.raises(ToolFailed, match="ended before the image was finished"):
@@ -275,7 +268,7 @@ def test_buildx_without_an_image_is_no_success(
 
 
 def test_containers_run_the_base_by_name(
-    fake: Any, playing: Callable[..., Engine], recipe: Recipe, container_says: Callable[[str, int], None]
+    fake: Any, playing: Playing, recipe: Recipe, container_says: Callable[[str, int], None]
 ) -> None:
     # The engine knows no image by the digest of its configuration.
     engine = playing("28.5.2")

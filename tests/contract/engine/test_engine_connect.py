@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
+from refusals import refused
 
 from imgkit_builder import engine as engines
+from imgkit_builder.engine import connection
+from imgkit_builder.engine.address import Endpoint
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 
 
@@ -15,7 +19,7 @@ def test_missing_socket_says_how_to_start(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.delenv("DOCKER_HOST", raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr("imgkit_builder.engine.address.DEFAULT_HOST", f"unix://{tmp_path}/docker.sock")
-    with pytest.raises(ToolMissing, match="no Docker engine answers") as caught:
+    with refused(ToolMissing, "no Docker engine answers", hint="apt-get install docker.io") as caught:
         engines.connect()
     assert "systemctl start docker" in str(caught.value)
     assert caught.value.exit_code == 3
@@ -46,6 +50,8 @@ def test_dead_address_names_the_other_engine(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/other.sock")
     monkeypatch.setattr("imgkit_builder.engine.address.DEFAULT_HOST", f"unix://{tmp_path}/none.sock")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with socket.socket(socket.AF_UNIX) as stopped:
+        stopped.bind(str(tmp_path / "other.sock"))
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "docker.sock"))
         listener.listen()
@@ -63,11 +69,11 @@ def test_closed_tcp_port_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
             engines.connect()
 
 
-def test_garbage_address_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DOCKER_HOST", "garbage")
-    with pytest.raises(UsageError, match="not an engine's address") as caught:
+@pytest.mark.parametrize("host", ["garbage", "tcp://"])
+def test_garbage_address_is_a_usage_error(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    monkeypatch.setenv("DOCKER_HOST", host)
+    with refused(UsageError, "not an engine's address", hint="unix:///"):
         engines.connect()
-    assert "unix:///" in str(caught.value.hint)
 
 
 def test_silent_engine_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,17 +96,38 @@ def denied_socket(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("denied_socket")
-def test_denied_socket_names_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.geteuid", lambda: 1000)
-    with pytest.raises(ToolMissing, match="no permission") as caught:
+@pytest.mark.parametrize(
+    ("uid", "advice", "other_advice"),
+    [(1000, "usermod -aG docker", "security policy"), (0, "security policy", "sudo")],
+)
+def test_denied_socket_names_the_group_except_to_root(
+    monkeypatch: pytest.MonkeyPatch, uid: int, advice: str, other_advice: str
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: uid)
+    with refused(ToolMissing, "no permission", hint=advice) as caught:
         engines.connect()
-    assert "usermod -aG docker" in str(caught.value.hint)
+    assert other_advice not in str(caught.value.hint)
 
 
-@pytest.mark.usefixtures("denied_socket")
-def test_root_is_not_told_to_use_sudo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.geteuid", lambda: 0)
-    with pytest.raises(ToolMissing, match="no permission") as caught:
-        engines.connect()
-    assert "security policy" in str(caught.value.hint)
-    assert "sudo" not in str(caught.value.hint)
+def test_engine_tells_version_and_space(fake: Any, tmp_path: Path) -> None:
+    fake.on("GET", "/info", fake.json({"DockerRootDir": str(tmp_path)}))
+    facts = connection.query_facts()
+    assert facts.endpoint == Endpoint(host=f"unix://{fake.socket}", source="DOCKER_HOST")
+    assert (facts.product, facts.version, facts.api, facts.arch) == ("Docker", "20.10.24", "1.41", "amd64")
+    assert facts.free_bytes
+    # In a virtual machine, the folder is not on this one.
+    fake.on("GET", "/info", fake.json({"DockerRootDir": "/nonexistent"}))
+    assert connection.query_facts(Endpoint(host=f"unix://{fake.socket}")).free_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("status", "data", "message"),
+    [
+        (200, ["hello"], "no usable Docker engine"),
+        (500, {"message": "its disk is broken"}, "its disk is broken"),
+    ],
+)
+def test_socket_without_a_working_engine_is_told(fake: Any, status: int, data: Any, message: str) -> None:
+    fake.on("GET", "/version", fake.json(data, status))
+    with pytest.raises(ToolFailed, match=message):
+        connection.query_facts()

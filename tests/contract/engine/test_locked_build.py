@@ -35,9 +35,9 @@ def engine(fake: Any, folder: Path, container_says: Callable[[str, int], None]) 
     """An engine that has the base, builds at once, and keeps the result."""
     container_says(answer_line(), 0)
     fake.on_image(BASE, fake.image(identifier="sha256:" + "b" * 64, tags=[BASE]))
-    fake.on("POST", "/build", fake.events({"aux": {"ID": fake.image_id}}))
+    fake.on_build(image=fake.image_id)
     fake.on_image(fake.image_id, fake.image())
-    fake.on_image("small:latest", fake.image(tags=["small:latest"]))
+    fake.has("small:latest")
     return fake
 
 

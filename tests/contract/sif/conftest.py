@@ -36,28 +36,18 @@ class FakeRuntime:
         path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
+OLD_FLAGS = ("--disable-cache", "--no-https")
 RUNTIMES = {
-    "apptainer 1.3": ("apptainer", "apptainer version 1.3.6-1.el8", ["--disable-cache", "--no-https"], True),
-    "apptainer 1.4": (
-        "apptainer",
-        "apptainer version 1.4.5",
-        ["--disable-cache", "--no-https", "--mksquashfs-args"],
-        True,
-    ),
+    "apptainer 1.3": ("apptainer", "apptainer version 1.3.6-1.el8", OLD_FLAGS),
+    "apptainer 1.4": ("apptainer", "apptainer version 1.4.5", (*OLD_FLAGS, "--mksquashfs-args")),
     "apptainer 1.5": (
         "singularity",
         "apptainer version 1.5.3",
-        ["--disable-cache", "--no-https", "--mksquashfs-args", "--reproducible"],
-        True,
+        (*OLD_FLAGS, "--mksquashfs-args", "--reproducible"),
     ),
-    "singularity-ce 4.1": (
-        "singularity",
-        "singularity-ce version 4.1.0-jammy",
-        ["--disable-cache", "--no-https"],
-        True,
-    ),
-    "singularity 3.8": ("singularity", "singularity version 3.8.7-1.el8", ["--disable-cache"], True),
-    "singularitypro 3.9": ("singularity", "SingularityPRO version 3.9-4.el8", [], False),
+    "singularity-ce 4.1": ("singularity", "singularity-ce version 4.1.0-jammy", OLD_FLAGS),
+    "singularity 3.8": ("singularity", "singularity version 3.8.7-1.el8", ("--disable-cache",)),
+    "singularitypro 3.9": ("singularity", "SingularityPRO version 3.9-4.el8", ()),
 }
 
 
@@ -66,7 +56,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Fa
     """Install one of `RUNTIMES` as the only runtime on PATH."""
 
     def _install(name: str = "apptainer 1.4", **settings: Any) -> FakeRuntime:
-        command, version, flags, sif_verbs = RUNTIMES[name]
+        command, version, flags = RUNTIMES[name]
         folder = tmp_path / "bin"
         folder.mkdir()
         source = Path(__file__).with_name("fake_runtime.py").read_text()
@@ -78,8 +68,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Fa
         # The runtime builds only where nothing else squashes: this one knows no option.
         write_program(folder / "mksquashfs", "echo zstd")
         fake = FakeRuntime(folder=folder, command=command)
-        base = {"version": version, "build_flags": flags, "sif_verbs": sif_verbs, "behaviour": "good"}
-        (folder / "settings.json").write_text(json.dumps(base | {"manifest": "{}"} | settings))
+        good = {"version": version, "build_flags": flags, "behaviour": "good", "manifest": "{}"}
+        (folder / "settings.json").write_text(json.dumps(good | settings))
         monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
         return fake
 

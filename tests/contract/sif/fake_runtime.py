@@ -29,7 +29,7 @@ ARCHS = {"386": 1, "amd64": 2, "arm": 3, "arm64": 4}
 
 def main() -> int:
     argv = sys.argv[1:]
-    call = {"name": Path(sys.argv[0]).name, "argv": argv, "cwd": str(Path.cwd()), "pid": os.getpid()}
+    call = {"name": Path(sys.argv[0]).name, "argv": argv, "pid": os.getpid()}
     call["env"] = {name: os.environ.get(name) for name in RECORDED_VARIABLES}
     with (HERE / "calls.jsonl").open("a") as stream:
         stream.write(json.dumps(call) + "\n")
@@ -39,10 +39,6 @@ def main() -> int:
     if argv == ["build", "--help"]:
         print("Options:\n" + "\n".join(f"      {flag} string   help" for flag in SETTINGS["build_flags"]))
         return 0
-    if argv == ["sif", "--help"]:
-        verbs = ["add", "del", "list", "new"] if SETTINGS["sif_verbs"] else []
-        print("Available Commands:\n" + "\n".join(f"  {verb}         help" for verb in verbs))
-        return 0 if verbs else 1
     verb = {"build": build, "inspect": inspect, "exec": execute}[argv[0]]
     return verb(argv[1:])
 
@@ -81,7 +77,6 @@ def build(argv: list[str]) -> int:
             (HERE / "grandchild").write_text(str(os.getpid()))
             time.sleep(60)
             os._exit(0)
-        (HERE / "hanging").touch()
         time.sleep(60)
         return 0
     if behaviour == "no file":

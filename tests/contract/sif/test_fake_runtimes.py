@@ -16,6 +16,8 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from notes import Notes
+from refusals import refused
 from sample_image import SampleImage, layer_tar
 from tars import tar_of_files
 
@@ -26,57 +28,52 @@ from imgkit_builder.sif.entries import Archive, EngineImage
 from imgkit_builder.sif.runtime import scratch_env
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolFailed, ToolMissing, UsageError
 
-Install = Callable[..., Any]
+
+class Lab:
+    """An archive to convert, fake runtimes to convert it with, and what the conversion reports."""
+
+    def __init__(self, archive: Path, folder: Path, install: Callable[..., Any]) -> None:
+        self.archive = archive
+        self.folder = folder
+        self.install = install
+        self.notes = Notes()
+        self.target = folder / "out/made.sif"
+        self.target.parent.mkdir()
+
+    def write(self, sample: SampleImage, **changes: Any) -> None:
+        """Replace the archive by one of a changed image."""
+        image = dataclasses.replace(sample, **changes)
+        self.archive.write_bytes(tar_of_files(image.legacy_members()))
+
+    def sif(self, **options: Any) -> Converted:
+        return convert.convert(Archive(path=self.archive), self.target, Options(**options), self.notes)
+
+    def outputs(self) -> list[str]:
+        """Return the names in the target's folder, which is also that of temporary files."""
+        return sorted(path.name for path in self.target.parent.iterdir())
 
 
-class Notes:
-    """A reporter that records all that it gets."""
-
-    def __init__(self) -> None:
-        self.stages: list[str] = []
-        self.lines: list[str] = []
-        self.notes: list[str] = []
-
-    def stage(self, text: str) -> None:
-        self.stages.append(text)
-
-    def advance(self, done_bytes: int, total_bytes: int | None = None) -> None:
-        pass
-
-    def line(self, text: str) -> None:
-        self.lines.append(text)
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-
-def sif(archive: Path, tmp_path: Path, notes: Notes | None = None, **options: Any) -> Converted:
-    target = tmp_path / "out" / "made.sif"
-    target.parent.mkdir(exist_ok=True)
-    return convert.convert(Archive(path=archive), target, Options(**options), notes or Notes())
-
-
-def output_names(tmp_path: Path) -> list[str]:
-    """Return the names in the target's folder, which is also that of temporary files."""
-    return sorted(path.name for path in (tmp_path / "out").iterdir())
+@pytest.fixture
+def lab(archive: Path, tmp_path: Path, install: Callable[..., Any]) -> Lab:
+    return Lab(archive, tmp_path, install)
 
 
 @pytest.mark.parametrize(
-    ("name", "compression"),
+    ("name", "version", "compression"),
     [
-        ("apptainer 1.3", "runtime"),
-        ("apptainer 1.4", "zstd 3"),
-        ("apptainer 1.5", "zstd 3"),
-        ("singularity-ce 4.1", "runtime"),
-        ("singularity 3.8", "runtime"),
-        ("singularitypro 3.9", "runtime"),
+        ("apptainer 1.3", "apptainer 1.3.6-1.el8", "runtime"),
+        ("apptainer 1.4", "apptainer 1.4.5", "zstd 3"),
+        ("apptainer 1.5", "apptainer 1.5.3", "zstd 3"),
+        ("singularity-ce 4.1", "singularity-ce 4.1.0-jammy", "runtime"),
+        ("singularity 3.8", "singularity 3.8.7-1.el8", "runtime"),
+        ("singularitypro 3.9", "singularitypro 3.9-4.el8", "runtime"),
     ],
 )
-def test_each_runtime_gets_its_flags(
-    archive: Path, sample: SampleImage, tmp_path: Path, install: Install, name: str, compression: str
+def test_each_runtime_is_understood_and_gets_its_flags(
+    lab: Lab, sample: SampleImage, name: str, version: str, compression: str
 ) -> None:
-    fake, notes = install(name), Notes()
-    converted = sif(archive, tmp_path, notes)
+    fake = lab.install(name)
+    converted = lab.sif()
     (build,) = fake.calls("build")
     argv = build["argv"]
     assert ("--mksquashfs-args" in argv) == (compression == "zstd 3")
@@ -84,110 +81,93 @@ def test_each_runtime_gets_its_flags(
         passed = argv[argv.index("--mksquashfs-args") + 1]
         assert passed.startswith("-comp zstd -Xcompression-level 3 -b 256K -processors ")
     else:
-        assert any("gzip 9 by default" in note for note in notes.notes)
+        assert any("gzip 9 by default" in note for note in lab.notes.texts)
     assert argv[-1] == "oci:made_latest"
     assert "sudo" not in argv
+    assert converted.record.runtime == version
     assert converted.record.compression == compression
     assert converted.record.image_id == sample.image_id
-    assert output_names(tmp_path) == ["made.sif"]
+    assert lab.outputs() == ["made.sif"]
     assert image.read(converted.path).record == converted.record
 
 
-def test_gzip_asked_for(archive: Path, tmp_path: Path, install: Install) -> None:
-    fake = install()
-    sif(archive, tmp_path, compression="gzip")
+def test_gzip_asked_for(lab: Lab) -> None:
+    fake = lab.install()
+    lab.sif(compression="gzip")
     (build,) = fake.calls("build")
     assert "-comp gzip -Xcompression-level 6 -processors" in " ".join(build["argv"])
 
 
-def test_zstd_from_old_runtime_refused(archive: Path, tmp_path: Path, install: Install) -> None:
-    install("apptainer 1.3")
+def test_zstd_from_old_runtime_refused(lab: Lab) -> None:
+    lab.install("apptainer 1.3")
     with pytest.raises(UsageError, match="no --mksquashfs-args"):
-        sif(archive, tmp_path, compression="zstd")
+        lab.sif(compression="zstd")
 
 
-def test_scratch_variables_both_prefixes(archive: Path, tmp_path: Path, install: Install) -> None:
-    fake = install()
+def test_scratch_variables_both_prefixes(lab: Lab) -> None:
+    fake = lab.install()
     before = dict(os.environ)
-    sif(archive, tmp_path, tmpdir=tmp_path)
+    lab.sif(tmpdir=lab.folder)
     env = fake.calls("build")[0]["env"]
     assert env["APPTAINER_TMPDIR"] == env["SINGULARITY_TMPDIR"] == env["TMPDIR"]
     assert env["APPTAINER_CACHEDIR"] == env["SINGULARITY_CACHEDIR"]
-    assert env["TMPDIR"].startswith(f"{tmp_path}/.imgkit-sif.")
+    assert env["TMPDIR"].startswith(f"{lab.folder}/.imgkit-sif.")
     assert dict(os.environ) == before
-    assert not list(tmp_path.glob(".imgkit*"))
+    assert not list(lab.folder.glob(".imgkit*"))
 
 
-def test_no_runtime_names_the_module(archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ToolMissing, match="singularity or apptainer is not on PATH") as caught:
-        sif(archive, tmp_path, module_hint="module load singularity/3.11")
-    assert "module load singularity/3.11" in str(caught.value.hint)
+def test_no_runtime_names_the_module(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(lab.folder))
+    with refused(
+        ToolMissing, "singularity or apptainer is not on PATH", hint="module load singularity/3.11"
+    ) as caught:
+        lab.sif(module_hint="module load singularity/3.11")
     assert "apt install squashfs-tools" in str(caught.value.hint)
-    assert output_names(tmp_path) == []
+    assert lab.outputs() == []
 
 
-def test_game_called_singularity_refused(archive: Path, tmp_path: Path, install: Install) -> None:
-    install(version="Endgame: Singularity 1.00")
+def test_game_called_singularity_refused(lab: Lab) -> None:
+    lab.install(version="Endgame: Singularity 1.00")
     with pytest.raises(ToolMissing, match="not Singularity 3"):
-        sif(archive, tmp_path)
+        lab.sif()
 
 
-@pytest.mark.parametrize(
-    ("line", "flavour", "version"),
-    [
-        ("apptainer version 1.4.5", "apptainer", "1.4.5"),
-        ("singularity-ce version 4.1.0", "singularity-ce", "4.1.0"),
-        ("singularity version 3.8.7", "singularity", "3.8.7"),
-        ("SingularityPRO version 3.11-2.el8", "singularitypro", "3.11-2.el8"),
-    ],
-)
-def test_version_lines_understood(install: Install, line: str, flavour: str, version: str) -> None:
-    install(version=line)
-    program = runtime.find_runtime()
-    assert (program.flavour, program.version) == (flavour, version)
-
-
-def test_name_apptainer_alone_works(archive: Path, tmp_path: Path, install: Install) -> None:
-    fake = install("apptainer 1.4")
+def test_name_apptainer_alone_works(lab: Lab) -> None:
+    fake = lab.install("apptainer 1.4")
     assert fake.command == "apptainer"
-    sif(archive, tmp_path)
+    lab.sif()
     assert {call["name"] for call in fake.calls()} == {"apptainer"}
 
 
-def test_chosen_runtime_runs_whatever_path_says(
-    archive: Path, tmp_path: Path, install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake = install("apptainer 1.4")
+def test_chosen_runtime_runs_whatever_path_says(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = lab.install("apptainer 1.4")
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    sif(archive, tmp_path, runtime=str(fake.folder / fake.command))
+    lab.sif(runtime=str(fake.folder / fake.command))
     assert fake.calls("exec")
 
 
-def test_environment_of_this_process_stays(tmp_path: Path, install: Install) -> None:
+def test_environment_of_this_process_stays(lab: Lab) -> None:
     """Other threads see no variable of a run, not even while it goes on."""
-    fake = install("apptainer 1.4")
+    fake = lab.install("apptainer 1.4")
     tool, before, seen = runtime.find_runtime(), dict(os.environ), []
-    variables = scratch_env(tmp_path) | {"TMPDIR": str(tmp_path)}
+    variables = scratch_env(lab.folder) | {"TMPDIR": str(lab.folder)}
     runtime.run(tool, ["--version"], env=variables, on_line=lambda _: seen.append(dict(os.environ)))
     assert seen == [before]
-    assert fake.calls()[-1]["env"]["TMPDIR"] == str(tmp_path)
+    assert fake.calls()[-1]["env"]["TMPDIR"] == str(lab.folder)
 
 
-def test_megabyte_of_stderr_drained(archive: Path, tmp_path: Path, install: Install) -> None:
-    install(behaviour="noisy")
-    notes = Notes()
-    converted = sif(archive, tmp_path, notes)
-    assert sum(line.startswith("warn rootless") for line in notes.lines) == 16384
+def test_megabyte_of_stderr_drained(lab: Lab) -> None:
+    lab.install(behaviour="noisy")
+    converted = lab.sif()
+    assert sum(line.startswith("warn rootless") for line in lab.notes.lines) == 16384
     assert converted.log is not None
     assert converted.log.stat().st_size > 1 << 20
 
 
-def test_undecodable_output_survives(archive: Path, tmp_path: Path, install: Install) -> None:
-    install(behaviour="stray byte")
-    notes = Notes()
-    sif(archive, tmp_path, notes)
-    assert "caf\\xe9" in notes.lines
+def test_undecodable_output_survives(lab: Lab) -> None:
+    lab.install(behaviour="stray byte")
+    lab.sif()
+    assert "caf\\xe9" in lab.notes.lines
 
 
 @pytest.mark.parametrize(
@@ -205,69 +185,57 @@ def test_undecodable_output_survives(archive: Path, tmp_path: Path, install: Ins
 )
 @pytest.mark.parametrize("stale", [True, False], ids=["old file", "no old file"])
 def test_failure_keeps_the_old_file(
-    sample: SampleImage,
-    tmp_path: Path,
-    install: Install,
-    behaviour: str,
-    kind: type[ImgkitError],
-    message: str,
-    stale: bool,
+    lab: Lab, sample: SampleImage, behaviour: str, kind: type[ImgkitError], message: str, stale: bool
 ) -> None:
-    big = dataclasses.replace(sample, layers=[layer_tar("big", 8 << 20)])
-    archive = tmp_path / "big.tar"
-    archive.write_bytes(tar_of_files(big.legacy_members()))
-    fake = install()
-    old = sif(archive, tmp_path).path.read_bytes()
+    lab.write(sample, layers=[layer_tar("big", 8 << 20)])
+    fake = lab.install()
+    old = lab.sif().path.read_bytes()
     if not stale:
-        (tmp_path / "out/made.sif").unlink()
+        lab.target.unlink()
     fake.set(behaviour=behaviour)
     with pytest.raises(kind, match=message):
-        sif(archive, tmp_path, force=True)
-    assert output_names(tmp_path) == (["made.sif"] if stale else [])
+        lab.sif(force=True)
+    assert lab.outputs() == (["made.sif"] if stale else [])
     if stale:
-        assert (tmp_path / "out/made.sif").read_bytes() == old
+        assert lab.target.read_bytes() == old
 
 
 @pytest.mark.parametrize("behaviour", ["killed", "killed child"])
-def test_killed_runtime_names_a_job(archive: Path, tmp_path: Path, install: Install, behaviour: str) -> None:
-    install(behaviour=behaviour)
+def test_killed_runtime_names_a_job(lab: Lab, behaviour: str) -> None:
+    lab.install(behaviour=behaviour)
     with pytest.raises(ToolFailed) as caught:
-        sif(archive, tmp_path)
+        lab.sif()
     assert str(caught.value.hint).endswith(
         "on a login node, let a job do this: the same command with --submit --time 1h"
     )
 
 
-def test_failure_quotes_and_names_log(archive: Path, tmp_path: Path, install: Install) -> None:
-    install(behaviour="fail")
+def test_failure_quotes_and_names_log(lab: Lab) -> None:
+    lab.install(behaviour="fail")
     with pytest.raises(ToolFailed) as caught:
-        sif(archive, tmp_path)
+        lab.sif()
     hint = str(caught.value.hint)
     assert "while extracting: no space left on device" in hint
     log = Path(hint.rpartition("the full log: ")[2].strip())
     assert "FATAL" in log.read_text()
 
 
-def test_exec_not_possible_can_be_skipped(archive: Path, tmp_path: Path, install: Install) -> None:
-    fake = install(behaviour="no exec")
-    assert sif(archive, tmp_path, test=False).path.exists()
+def test_exec_not_possible_can_be_skipped(lab: Lab) -> None:
+    fake = lab.install(behaviour="no exec")
+    assert lab.sif(test=False).path.exists()
     assert fake.calls("exec") == []
 
 
-def test_foreign_architecture_not_executed(sample: SampleImage, tmp_path: Path, install: Install) -> None:
-    foreign = dataclasses.replace(sample, arch="386")
-    archive = tmp_path / "foreign.tar"
-    archive.write_bytes(tar_of_files(foreign.legacy_members()))
-    fake, notes = install(behaviour="no exec"), Notes()
-    assert sif(archive, tmp_path, notes).arch == "386"
+def test_foreign_architecture_not_executed(lab: Lab, sample: SampleImage) -> None:
+    lab.write(sample, arch="386")
+    fake = lab.install(behaviour="no exec")
+    assert lab.sif().arch == "386"
     assert fake.calls("exec") == []
-    assert any("the image is 386" in note for note in notes.notes)
+    assert any("the image is 386" in note for note in lab.notes.texts)
 
 
-def test_baked_manifest_must_fit(sample: SampleImage, tmp_path: Path, install: Install) -> None:
-    labels = {"imgkit.version": "0.3.0", "imgkit.recipe.sha256": "aa"}
-    archive = tmp_path / "built.tar"
-    archive.write_bytes(tar_of_files(dataclasses.replace(sample, labels=labels).legacy_members()))
+def test_baked_manifest_must_fit(lab: Lab, sample: SampleImage) -> None:
+    lab.write(sample, labels={"imgkit.version": "0.3.0", "imgkit.recipe.sha256": "aa"})
     baked = {
         "schema": 1,
         "imgkit": "0.3.0",
@@ -277,20 +245,20 @@ def test_baked_manifest_must_fit(sample: SampleImage, tmp_path: Path, install: I
         "platform": "linux/amd64",
         "wheel_sha256": "cc",
     }
-    fake = install(manifest=json.dumps(baked))
-    assert sif(archive, tmp_path).path.exists()
+    fake = lab.install(manifest=json.dumps(baked))
+    assert lab.sif().path.exists()
     fake.set(manifest=json.dumps(baked | {"recipe_sha256": "bb"}))
     with pytest.raises(CheckFailed, match="of recipe bb, its label says aa"):
-        sif(archive, tmp_path, force=True)
+        lab.sif(force=True)
     fake.set(manifest="cat: no such file")
     with pytest.raises(CheckFailed, match="json in it cannot be read"):
-        sif(archive, tmp_path, force=True)
+        lab.sif(force=True)
 
 
-def test_second_run_is_up_to_date(archive: Path, tmp_path: Path, install: Install) -> None:
-    fake = install()
-    first = sif(archive, tmp_path)
-    again = sif(archive, tmp_path)
+def test_second_run_is_up_to_date(lab: Lab) -> None:
+    fake = lab.install()
+    first = lab.sif()
+    again = lab.sif()
     assert not first.up_to_date
     assert again.up_to_date
     assert again.record == first.record
@@ -298,11 +266,9 @@ def test_second_run_is_up_to_date(archive: Path, tmp_path: Path, install: Instal
 
 
 @pytest.mark.parametrize("reason", ["force", "other runtime", "other compression", "damaged", "other image"])
-def test_not_up_to_date_converts_again(
-    archive: Path, sample: SampleImage, tmp_path: Path, install: Install, reason: str
-) -> None:
-    fake = install()
-    path = sif(archive, tmp_path).path
+def test_not_up_to_date_converts_again(lab: Lab, sample: SampleImage, reason: str) -> None:
+    fake = lab.install()
+    path = lab.sif().path
     if reason == "other runtime":
         fake.set(version="apptainer version 1.4.6")
     if reason == "damaged":
@@ -310,31 +276,29 @@ def test_not_up_to_date_converts_again(
             stream.seek(32768 + 2000)
             stream.write(b"?")
     if reason == "other image":
-        archive.write_bytes(tar_of_files(dataclasses.replace(sample, labels={"new": "1"}).legacy_members()))
+        lab.write(sample, labels={"new": "1"})
     compression = "gzip" if reason == "other compression" else "auto"
-    again = sif(archive, tmp_path, force=reason == "force", compression=compression)
+    again = lab.sif(force=reason == "force", compression=compression)
     assert not again.up_to_date
     assert len(fake.calls("build")) == 2
 
 
-def test_target_of_another_kind_refused(archive: Path, tmp_path: Path, install: Install) -> None:
-    install()
-    target = tmp_path / "out/made.sif"
-    target.parent.mkdir()
-    target.write_text("my thesis")
+def test_target_of_another_kind_refused(lab: Lab) -> None:
+    lab.install()
+    lab.target.write_text("my thesis")
     with pytest.raises(UsageError, match="exists and is no"):
-        sif(archive, tmp_path)
-    assert target.read_text() == "my thesis"
-    assert sif(archive, tmp_path, force=True).path == target
+        lab.sif()
+    assert lab.target.read_text() == "my thesis"
+    assert lab.sif(force=True).path == lab.target
 
 
-def test_runtime_builds_on_request_and_says_why(archive: Path, tmp_path: Path, install: Install) -> None:
-    fake, notes = install(), Notes()
-    converted = sif(archive, tmp_path, notes, writer="runtime")
+def test_runtime_builds_on_request_and_says_why(lab: Lab) -> None:
+    fake = lab.install()
+    converted = lab.sif(writer="runtime")
     assert (converted.record.route, converted.record.runtime) == ("layers", "apptainer 1.4.5")
     assert len(fake.calls("build")) == 1
-    assert notes.notes[0] == "writer: apptainer 1.4.5, started through spython: --writer runtime"
-    assert sif(archive, tmp_path, writer="runtime").up_to_date
+    assert lab.notes.texts[0] == "writer: apptainer 1.4.5, started through spython: --writer runtime"
+    assert lab.sif(writer="runtime").up_to_date
 
 
 def test_engine_image_without_mksquashfs_names_both_ways(
@@ -342,68 +306,55 @@ def test_engine_image_without_mksquashfs_names_both_ways(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     laptop_image = MagicMock(spec=EngineImage)
-    with pytest.raises(ToolMissing) as caught:
+    with refused(ToolMissing, hint="brew install squashfs") as caught:
         convert.list_commands(laptop_image, tmp_path / "x.sif", Options())
-    assert "brew install squashfs" in str(caught.value.hint)
     assert "imgkit save IMAGE" in str(caught.value.hint)
 
 
-def test_image_of_an_engine_reaches_the_runtime_by_its_save_stream(
-    archive: Path, sample: SampleImage, tmp_path: Path, install: Install
-) -> None:
-    fake, target = install(), tmp_path / "x.sif"
+def test_image_of_an_engine_reaches_the_runtime_by_its_save_stream(lab: Lab, sample: SampleImage) -> None:
+    fake = lab.install()
     saved = MagicMock(spec=EngineImage)
-    saved.name, saved.size_bytes = "mine:1", archive.stat().st_size
-    saved.config = stored.open_image(archive).selected.config
-    saved.save = lambda: contextlib.nullcontext(iter([archive.read_bytes()]))
-    converted = convert.convert(saved, target, Options(writer="runtime"), Notes())
+    saved.name, saved.size_bytes = "mine:1", lab.archive.stat().st_size
+    saved.config = stored.open_image(lab.archive).selected.config
+    saved.save = lambda: contextlib.nullcontext(iter([lab.archive.read_bytes()]))
+    record = convert.convert(saved, lab.target, Options(writer="runtime"), Notes()).record
     assert fake.calls("build")[0]["argv"][-1] == "oci:mine_1"
-    assert (converted.record.route, converted.record.source, converted.record.image_id) == (
-        "layers",
-        "mine:1",
-        sample.image_id,
-    )
+    assert (record.route, record.source, record.image_id) == ("layers", "mine:1", sample.image_id)
     assert not saved.export.called
 
 
-def test_writer_imgkit_does_not_fall_back_to_a_runtime(
-    archive: Path, tmp_path: Path, install: Install
-) -> None:
-    fake = install()
+def test_writer_imgkit_does_not_fall_back_to_a_runtime(lab: Lab) -> None:
+    fake = lab.install()
     with pytest.raises(ToolMissing, match="mksquashfs"):
-        sif(archive, tmp_path, writer="imgkit")
+        lab.sif(writer="imgkit")
     assert fake.calls("build") == []
 
 
-def test_no_space_refused_before_work(
-    archive: Path, tmp_path: Path, install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake = install()
+def test_no_space_refused_before_work(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = lab.install()
     usage = type("usage", (), {"free": 100_000})
     monkeypatch.setattr(workspace, "disk_usage", lambda _: usage)
     with pytest.raises(CheckFailed, match=r"100\.0 kB are free"):
-        sif(archive, tmp_path)
+        lab.sif()
     assert fake.calls("build") == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
-def test_stopped_midway_leaves_nothing(
-    archive: Path, tmp_path: Path, install: Install, number: signal.Signals
-) -> None:
-    fake = install(behaviour="hang")
-    with _verb(archive, tmp_path) as process:
+def test_stopped_midway_leaves_nothing(lab: Lab, number: signal.Signals) -> None:
+    fake = lab.install(behaviour="hang")
+    with _verb(lab) as process:
         _wait_for(fake.folder / "grandchild")
         process.send_signal(number)
         assert process.wait(20) != 0
-    assert output_names(tmp_path) == []
-    assert not list(tmp_path.glob(".imgkit*"))
+    assert lab.outputs() == []
+    assert not list(lab.folder.glob(".imgkit*"))
     assert _gone(int((fake.folder / "grandchild").read_text()))
     assert all(_gone(call["pid"]) for call in fake.calls("build"))
 
 
-def test_interrupted_reader_ends_the_group(tmp_path: Path, install: Install) -> None:
+def test_interrupted_reader_ends_the_group(lab: Lab) -> None:
     """When `run` raises, nothing that it started runs any more."""
-    fake = install(behaviour="hang")
+    fake = lab.install(behaviour="hang")
     tool = runtime.find_runtime()
 
     def interrupt(line: str) -> None:
@@ -413,49 +364,48 @@ def test_interrupted_reader_ends_the_group(tmp_path: Path, install: Install) -> 
     with pytest.raises(KeyboardInterrupt):
         runtime.run(
             tool,
-            ["build", "--force", str(tmp_path / "x"), "oci:x"],
-            env=scratch_env(tmp_path),
+            ["build", "--force", str(lab.folder / "x"), "oci:x"],
+            env=scratch_env(lab.folder),
             on_line=interrupt,
         )
     pids = [int((fake.folder / "grandchild").read_text()), *(call["pid"] for call in fake.calls("build"))]
     assert all(_gone(pid, within_s=0) for pid in pids)
 
 
-def test_killed_midway_cleaned_by_the_next(archive: Path, tmp_path: Path, install: Install) -> None:
-    fake = install(behaviour="hang")
-    with _verb(archive, tmp_path) as process:
+def test_killed_midway_cleaned_by_the_next(lab: Lab) -> None:
+    fake = lab.install(behaviour="hang")
+    with _verb(lab) as process:
         _wait_for(fake.folder / "grandchild")
         process.kill()
         process.wait(20)
-    assert "made.sif" not in output_names(tmp_path)
-    assert all(name.startswith(".imgkit-") for name in output_names(tmp_path))
-    assert list(tmp_path.glob(".imgkit-sif.*"))
+    assert "made.sif" not in lab.outputs()
+    assert all(name.startswith(".imgkit-") for name in lab.outputs())
+    assert list(lab.folder.glob(".imgkit-sif.*"))
     # Its children notice that they are orphans.
     assert _gone(int((fake.folder / "grandchild").read_text()))
     fake.set(behaviour="good")
-    assert sif(archive, tmp_path).path.exists()
-    assert output_names(tmp_path) == ["made.sif"]
-    assert not list(tmp_path.glob(".imgkit*"))
+    assert lab.sif().path.exists()
+    assert lab.outputs() == ["made.sif"]
+    assert not list(lab.folder.glob(".imgkit*"))
 
 
-def test_second_run_at_once_refused(archive: Path, tmp_path: Path, install: Install) -> None:
-    fake = install(behaviour="hang")
-    with _verb(archive, tmp_path) as process:
+def test_second_run_at_once_refused(lab: Lab) -> None:
+    fake = lab.install(behaviour="hang")
+    with _verb(lab) as process:
         _wait_for(fake.folder / "grandchild")
         with pytest.raises(
             UsageError, match=rf"another imgkit process is writing this file .pid {process.pid} "
         ):
-            sif(archive, tmp_path)
+            lab.sif()
         process.terminate()
         process.wait(20)
 
 
 @contextlib.contextmanager
-def _verb(archive: Path, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """``imgkit sif`` as its own process, temporary files in `tmp_path`."""
-    (tmp_path / "out").mkdir(exist_ok=True)
-    argv = [sys.executable, "-m", "imgkit_builder", "sif", str(archive), "--tmpdir", str(tmp_path)]
-    with subprocess.Popen([*argv, "-o", str(tmp_path / "out/made.sif")]) as process:
+def _verb(lab: Lab) -> Iterator[subprocess.Popen[bytes]]:
+    """``imgkit sif`` as its own process, temporary files in the folder of `lab`."""
+    argv = [sys.executable, "-m", "imgkit_builder", "sif", str(lab.archive), "--tmpdir", str(lab.folder)]
+    with subprocess.Popen([*argv, "-o", str(lab.target)]) as process:
         try:
             yield process
         finally:

@@ -132,7 +132,7 @@ class Singularity(Runtime):
         libraries = self.listed_libraries(job)
         if libraries:
             set_library_path = quoting.export_library_path(libraries)
-        return (*argv, *sqsh.environment_words(set_library_path), *command)
+        return (*argv, *sqsh.environment_argv(set_library_path), *command)
 
     def _argv_to_image(self, job: Job, verb: str) -> Argv:
         """Return the runtime's command line up to the image: ``singularity --quiet VERB OPTIONS IMAGE``."""

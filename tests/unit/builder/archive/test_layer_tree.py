@@ -25,33 +25,6 @@ def tree_of(*layers: Layer) -> LayerTree:
 
 
 @pytest.mark.parametrize(
-    ("layers", "path", "link"),
-    [
-        ([[("etc", LINK, "/home/me")]], "etc", ("etc", "/home/me")),
-        ([[("etc", LINK, "/home/me")], [("etc/passwd", FILE, "")]], "etc", ("etc", "/home/me")),
-        ([[("etc", LINK, "../../home/me")]], "etc/hosts", ("etc", "../../home/me")),
-        ([[("etc", LINK, "usr/etc"), ("usr/etc", LINK, "/x")]], "etc", ("usr/etc", "/x")),
-        ([[("x", LINK, "/")], [("x/etc", LINK, "/home/me")]], "etc", ("etc", "/home/me")),
-        (
-            [[("x", LINK, "etc"), ("etc/", DIR, "")], [("x/hosts", LINK, "/y")]],
-            "etc/hosts",
-            ("etc/hosts", "/y"),
-        ),
-        ([[("x", LINK, "/y"), ("etc/hosts", HARD, "x")]], "etc/hosts", ("etc/hosts", "/y")),
-        ([[("etc", LINK, "a"), ("a", LINK, "etc")]], "etc", ("a", "etc")),
-        ([[("etc", LINK, "/a"), ("a", LINK, "/etc/x")]], "a", ("a", "/etc/x")),
-        ([[("etc", LINK, "usr/etc"), ("usr/etc/r", LINK, "../../run/r")]], "etc/r", None),
-        ([[("etc", LINK, "/home/me")], [(".wh.etc", FILE, "")]], "etc", None),
-        ([[("etc", LINK, "/home/me")], [("etc/", DIR, "")]], "etc", None),
-        ([[("var/tmp", LINK, "/tmp")]], "var", None),
-        ([[("var/tmp", LINK, "/tmp")]], "var/lib/none", None),
-    ],
-)
-def test_links_that_leave_the_image(layers: list[Layer], path: str, link: tuple[str, str] | None) -> None:
-    assert tree_of(*layers).find_escape(path) == link
-
-
-@pytest.mark.parametrize(
     ("path", "kind"),
     [
         ("etc", DIRECTORY),
@@ -83,6 +56,21 @@ def test_type_of_what_a_path_opens(path: str, kind: bytes | None) -> None:
 def test_type_behind_a_circle_of_links_refused() -> None:
     with pytest.raises(CheckFailed, match="leads to itself"):
         tree_of([("a", LINK, "b"), ("b", LINK, "a")]).file_type("a/x")
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        [("a", HARD, "none")],
+        [("a", FILE, ""), ("a", HARD, "a")],
+        [("d/f", FILE, ""), ("d", HARD, "d/f")],
+        [("a", FILE, ""), ("b", HARD, "../a")],
+    ],
+    ids=["to nothing", "to itself", "in place of its target's folder", "out of the image"],
+)
+def test_hard_link_without_a_file_is_refused(layer: Layer) -> None:
+    with pytest.raises(CheckFailed, match=r"a hard link to .*, where there is no file before it"):
+        tree_of(layer)
 
 
 def test_special_files_below_a_path() -> None:

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from imgkit_builder.archive import sidecar
 from imgkit_builder.archive.sidecar import SavedArchive, SavedImage, Sidecar
@@ -41,11 +42,6 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         pass
     assert sidecar.read_sidecar(tmp_path / "mn5.tar") == FULL
     assert sidecar.read_sha256(tmp_path / "mn5.tar") == EMPTY
-
-
-def test_what_was_read_can_be_written_again() -> None:
-    text = sidecar.to_json(FULL)
-    assert sidecar.to_json(sidecar.from_json(text, where="x")) == text
 
 
 def test_foreign_image_has_no_system_or_manifest() -> None:
@@ -87,9 +83,8 @@ def test_later_schema_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 1}', '{"schema": 1, "image": 3}', "\0"])
 def test_what_is_no_sidecar_is_refused(tmp_path: Path, text: str) -> None:
     sidecar.json_path(tmp_path / "x").write_text(text)
-    with pytest.raises(UsageError, match=r"not a sidecar") as caught:
+    with refused(UsageError, r"not a sidecar", where=str(tmp_path / "x.manifest.json")):
         sidecar.read_sidecar(tmp_path / "x")
-    assert caught.value.where == str(tmp_path / "x.manifest.json")
 
 
 @pytest.mark.parametrize("line", ["", f"{EMPTY}  other.tar", f"{EMPTY[:-1]}  x.tar", f"md5  {EMPTY}  x.tar"])

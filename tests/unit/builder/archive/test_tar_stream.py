@@ -9,41 +9,42 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from tars import chunks
+from refusals import refused
+from tars import TarEntry, changed_header, chunks, tar_entry, tar_of_entries
 
 from imgkit_builder.archive.tar_read import TarLimits, TarStream
 from imgkit_builder.archive.tar_write import pax_header, ustar_header
 from imgkit_entrypoints.errors import CheckFailed
 
+every_form = pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT], ids=["pax", "gnu"])
+FILE = ustar_header(name=b"one", kind=b"0")
+SIZE, UID = slice(124, 136), slice(108, 116)
 LONG = "d" * 90 + "/" + "f" * 120
 
 
 def sample(form: int) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=form) as tar:
+    def entry(name: str, size: int = 0, kind: bytes = tarfile.REGTYPE, **fields: object) -> TarEntry:
+        data = (bytes(range(256)) * (size // 256 + 1))[:size]
+        return tar_entry(name, data, kind, mode=0o4751, mtime=946684800, **fields)
 
-        def add(
-            name: str, kind: bytes = tarfile.REGTYPE, *, size: int = 0, link: str = "", uid: int = 0
-        ) -> None:
-            member = tarfile.TarInfo(name)
-            member.type, member.size, member.linkname, member.uid = kind, size, link, uid
-            member.mtime, member.mode = 946684800, 0o4751
-            tar.addfile(member, io.BytesIO(bytes(range(256)) * (size // 256 + 1)) if size else None)
-
-        add("./dir", tarfile.DIRTYPE)
-        add("dir/empty")
-        add("dir/file", size=1000)
-        add("dir/block", size=512)
-        add("dir/ünïcode\n", size=1)
-        add(LONG, size=700)
-        add("link", tarfile.SYMTYPE, link="../" + LONG)
-        add("hard", tarfile.LNKTYPE, link=LONG)
-        add("device", tarfile.CHRTYPE)
-        add("big owner", uid=3_000_000, size=3)
-    return buffer.getvalue()
+    return tar_of_entries(
+        [
+            entry("./dir", kind=tarfile.DIRTYPE),
+            entry("dir/empty"),
+            entry("dir/file", 1000),
+            entry("dir/block", 512),
+            entry("dir/ünïcode\n", 1),
+            entry(LONG, 700),
+            entry("link", kind=tarfile.SYMTYPE, linkname="../" + LONG),
+            entry("hard", kind=tarfile.LNKTYPE, linkname=LONG),
+            entry("device", kind=tarfile.CHRTYPE),
+            entry("big owner", 3, uid=3_000_000),
+        ],
+        form=form,
+    )
 
 
-@pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT], ids=["pax", "gnu"])
+@every_form
 @pytest.mark.parametrize("size", [1, 511, 512, 513, 1 << 20])
 def test_same_as_tarfile(form: int, size: int) -> None:
     data = sample(form)
@@ -67,14 +68,19 @@ def test_same_as_tarfile(form: int, size: int) -> None:
     assert members == expected
 
 
-@pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT], ids=["pax", "gnu"])
+def raw_members(stream: TarStream) -> bytes:
+    return b"".join(
+        member.extended + member.header + b"".join(stream.body()) + bytes(-member.size_bytes % 512)
+        for member in stream
+    )
+
+
+@every_form
 def test_raw_blocks_make_the_same_tar(form: int) -> None:
-    data, out = sample(form), b""
-    stream = TarStream(chunks(data, 700), name="x")
-    for member in stream:
-        out += member.extended + member.header + b"".join(stream.body()) + bytes(-member.size_bytes % 512)
-    assert data.startswith(out)
-    assert not data[len(out) :].strip(b"\0")
+    data = sample(form)
+    raw = raw_members(TarStream(chunks(data, 700), name="x"))
+    assert data.startswith(raw)
+    assert not data[len(raw) :].strip(b"\0")
 
 
 def test_unread_bodies_are_skipped() -> None:
@@ -83,11 +89,8 @@ def test_unread_bodies_are_skipped() -> None:
 
 
 def test_base_256_size_read() -> None:
-    header = bytearray(ustar_header(name=b"big", kind=b"0"))
-    header[124:136] = b"\x80" + (9 << 30).to_bytes(11, "big")
-    header[148:156] = b" " * 8
-    header[148:156] = b"%06o\0 " % sum(header)
-    member = next(iter(TarStream(iter([bytes(header)]), name="x")))
+    header = changed_header(FILE, (SIZE, b"\x80" + (9 << 30).to_bytes(11, "big")))
+    member = next(iter(TarStream(iter([header]), name="x")))
     assert member.size_bytes == 9 << 30
 
 
@@ -113,18 +116,16 @@ def test_cut_anywhere_refused(cut: int) -> None:
 
 
 def test_missing_end_refused() -> None:
-    header = ustar_header(name=b"one", kind=b"0")
-    assert len(list(TarStream(iter([header, bytes(512)]), name="x"))) == 1
+    assert len(list(TarStream(iter([FILE, bytes(512)]), name="x"))) == 1
     with pytest.raises(CheckFailed, match="cut short, at byte 512"):
-        list(TarStream(iter([header]), name="where"))
+        list(TarStream(iter([FILE]), name="where"))
 
 
 def test_wrong_checksum_refused() -> None:
     data = bytearray(sample(tarfile.GNU_FORMAT))
     data[3] ^= 1
-    with pytest.raises(CheckFailed, match="checksum is wrong, at byte 512") as caught:
+    with refused(CheckFailed, "checksum is wrong, at byte 512", where="a.tar"):
         list(TarStream(iter([bytes(data)]), name="a.tar"))
-    assert caught.value.where == "a.tar"
 
 
 def test_huge_extended_header_refused() -> None:
@@ -136,22 +137,9 @@ def test_huge_extended_header_refused() -> None:
 @pytest.mark.parametrize("records", [b"99999 a=b\n", b"x a=b\n", b"0 a=b\n", b"2 a=b\n"])
 def test_bad_pax_records_refused(records: bytes) -> None:
     data = ustar_header(name=b"x", kind=b"x", size_bytes=len(records)) + records.ljust(512, b"\0")
-    data += ustar_header(name=b"one", kind=b"0") + bytes(1024)
+    data += FILE + bytes(1024)
     with pytest.raises(CheckFailed, match="pax header that cannot be read"):
         list(TarStream(iter([data]), name="x"))
-
-
-def beside(header: bytes, field: slice, value: bytes) -> bytes:
-    """A header with another field and a right checksum."""
-    changed = bytearray(header)
-    changed[field] = value
-    changed[148:156] = b" " * 8
-    changed[148:156] = b"%06o\0 " % sum(changed)
-    return bytes(changed)
-
-
-FILE = ustar_header(name=b"one", kind=b"0")
-SIZE, UID = slice(124, 136), slice(108, 116)
 
 
 @pytest.mark.parametrize(
@@ -165,10 +153,10 @@ SIZE, UID = slice(124, 136), slice(108, 116)
         pax_header({"path": b"a\0b"}) + FILE,
         pax_header({"path": b"p" * 5000}) + FILE,
         pax_header({"uid": b"4294967296"}) + FILE,
-        beside(FILE, SIZE, b"\xff" * 12),
-        beside(FILE, SIZE, b"\x80" + b"\xff" * 11),
-        beside(FILE, SIZE, b"-0000000001\0"),
-        beside(FILE, UID, b"0o17777\0"),
+        changed_header(FILE, (SIZE, b"\xff" * 12)),
+        changed_header(FILE, (SIZE, b"\x80" + b"\xff" * 11)),
+        changed_header(FILE, (SIZE, b"-0000000001\0")),
+        changed_header(FILE, (UID, b"0o17777\0")),
         pax_header({"comment": b"c" * 1000}) * 1100 + FILE,
         pax_header({"GNU.sparse.map": b"5,1", "GNU.sparse.size": b"3"}) + FILE,
         pax_header({"GNU.sparse.map": b"9,1,0,1", "GNU.sparse.size": b"20"}) + FILE,
@@ -221,11 +209,7 @@ def test_sparse_file_as_gnu_tar_writes_it(tmp_path: Path, flags: list[str]) -> N
     stream = TarStream(chunks(archive, 1000), name="x")
     files = {member.name: (member.content_bytes, b"".join(stream.content())) for member in stream}
     assert files == {"holes": (len(content), bytes(content)), "after": (5, b"after")}
-    stream = TarStream(chunks(archive, 1000), name="x")
-    raw = b"".join(
-        member.extended + member.header + b"".join(stream.body()) + bytes(-member.size_bytes % 512)
-        for member in stream
-    )
+    raw = raw_members(TarStream(chunks(archive, 1000), name="x"))
     assert archive.startswith(raw)
     assert len(archive) - len(raw) <= 10240
     assert len(archive) < 1 << 20

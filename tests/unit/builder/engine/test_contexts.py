@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from imgkit_builder.engine import address
 from imgkit_builder.engine.address import Endpoint
@@ -147,14 +148,10 @@ def test_stated_certificates_reach_the_sdk(docker: Path, monkeypatch: pytest.Mon
 
 def test_unknown_context_is_refused(docker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = use(docker, "gone")
-    with pytest.raises(UsageError, match="no Docker context 'gone'") as caught:
-        address.find_endpoint()
-    assert caught.value.where == source
-    assert "docker context use default" in str(caught.value.hint)
-    monkeypatch.setenv("DOCKER_CONTEXT", "gone")
-    with pytest.raises(UsageError) as caught:
-        address.find_endpoint()
-    assert (caught.value.where, "unset DOCKER_CONTEXT" in str(caught.value.hint)) == ("DOCKER_CONTEXT", True)
+    for where, leave in ((source, "docker context use default"), ("DOCKER_CONTEXT", "unset DOCKER_CONTEXT")):
+        with refused(UsageError, "no Docker context 'gone'", where=where, hint=leave):
+            address.find_endpoint()
+        monkeypatch.setenv("DOCKER_CONTEXT", "gone")
 
 
 def test_context_of_something_else_is_refused(docker: Path) -> None:
@@ -166,9 +163,8 @@ def test_context_of_something_else_is_refused(docker: Path) -> None:
 @pytest.mark.parametrize("text", ["{", "[]", '"x"'])
 def test_damaged_settings_are_refused(docker: Path, text: str) -> None:
     (docker / "config.json").write_text(text)
-    with pytest.raises(UsageError, match="this file is not") as caught:
+    with refused(UsageError, "this file is not", where=str(docker / "config.json")):
         address.find_endpoint()
-    assert caught.value.where == str(docker / "config.json")
 
 
 def test_folder_of_settings_is_in_the_home(monkeypatch: pytest.MonkeyPatch) -> None:

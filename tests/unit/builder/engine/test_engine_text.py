@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+
 import pytest
 import requests
 from docker.errors import create_api_error_from_http_exception
 
+from imgkit_builder.engine import images
 from imgkit_builder.engine.address import Endpoint
 from imgkit_builder.engine.building import _label_instruction
 from imgkit_builder.engine.containers import shell_argv
@@ -15,15 +19,11 @@ from imgkit_builder.engine.image_source import full_platform
 from imgkit_builder.engine.images import ImageFacts, ImageInfo, repository
 from imgkit_builder.oci.manifest import STANDIN_LABEL
 from imgkit_entrypoints.errors import ToolFailed, UsageError
-from imgkit_entrypoints.terminal import strip_styles
 
 
 def test_steps_map_to_first_lines() -> None:
     text = "# c\nARG A=1\nFROM x\n\nRUN a \\\n  # inside\n\n  && b\n# c \\\nCOPY a b\n"
     assert instruction_lines(text) == (2, 3, 5, 10)
-
-
-def test_empty_dockerfile_has_no_steps() -> None:
     assert instruction_lines("# only\n\n") == ()
 
 
@@ -75,69 +75,68 @@ def test_message_decides_the_kind(message: str, kind: type) -> None:
 
 def test_unknown_message_is_quoted_in_full() -> None:
     assert "push x: something new" in str(explain_message("\x1b[91msomething new\x1b[0m", doing="push x"))
-    assert strip_styles("\x1b[91mred\x1b[0m") == "red"
 
 
 HERE = Endpoint(host="unix:///var/run/docker.sock")
 
 
+def shell(endpoint: Endpoint = HERE, *, gpus: bool = False, host: bool = True) -> str:
+    return " ".join(shell_argv("mn5", gpus=gpus, host=host, endpoint=endpoint))
+
+
 def test_shell_asks_for_gpus_only_if_told() -> None:
-    plain = shell_argv("mn5", gpus=False, host=True, endpoint=HERE)
-    assert plain[-2:] == ["mn5", "bash"]
-    assert "--gpus" not in plain
-    assert "--ipc=host" in plain
-    assert shell_argv("mn5", gpus=True, host=True, endpoint=HERE)[-4:] == ["--gpus", "all", "mn5", "bash"]
+    assert shell().endswith("--rm mn5 bash")
+    assert "--ipc=host" in shell()
+    assert shell(gpus=True).endswith("--rm --gpus all mn5 bash")
 
 
 def test_shell_shares_nothing_unasked() -> None:
-    argv = shell_argv("mn5", gpus=False, host=False, endpoint=HERE)
-    assert argv[argv.index("--network") + 1] == "none"
-    assert not any(arg.startswith(("--ipc", "--volume", "--mount")) for arg in argv)
+    argv = shell(host=False)
+    assert " --network none " in argv
+    for option in ("--ipc", "--volume", "--mount"):
+        assert option not in argv
 
 
-def test_shell_names_a_socket_that_docker_would_not_find(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.which", lambda name: name if name == "docker" else None)
-    assert shell_argv("mn5", gpus=False, host=True, endpoint=HERE)[:2] == ["docker", "run"]
-    host = "unix:///run/user/1000/podman/podman.sock"
-    from_variable = Endpoint(host=host, source="DOCKER_HOST")
-    assert shell_argv("mn5", gpus=False, host=True, endpoint=from_variable)[:2] == ["docker", "run"]
-    assert shell_argv("mn5", gpus=False, host=True, endpoint=Endpoint(host=host))[:3] == [
-        "docker",
-        "--host",
-        host,
-    ]
+@pytest.mark.parametrize(
+    ("program", "endpoint", "start"),
+    [
+        ("docker", HERE, "docker run"),
+        ("docker", Endpoint(host="unix:///p.sock", source="DOCKER_HOST"), "docker run"),
+        ("docker", Endpoint(host="unix:///p.sock"), "docker --host unix:///p.sock run"),
+        ("podman", HERE, f"podman --url {HERE.host} run"),
+    ],
+)
+def test_shell_names_a_socket_that_its_program_would_not_find(
+    monkeypatch: pytest.MonkeyPatch, program: str, endpoint: Endpoint, start: str
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: name if name == program else None)
+    assert shell(endpoint).startswith(f"{start} ")
 
 
-def test_shell_opens_by_podman_without_docker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.which", lambda name: name if name == "podman" else None)
-    assert shell_argv("mn5", gpus=False, host=True, endpoint=HERE)[:3] == ["podman", "--url", HERE.host]
-
-
-def facts(*, standin: bool) -> ImageFacts:
-    labels = {"a": "b", **({STANDIN_LABEL: "1"} if standin else {})}
+def test_facts_name_a_standin_first_and_have_a_schema() -> None:
     image = ImageInfo(
         ref="sha256:1",
         id="sha256:1",
         tags=("mn5:latest",),
         platform="linux/amd64",
-        labels=labels,
+        labels={"a": "b"},
         env={},
         user="",
         diff_ids=("sha256:2",),
         size_bytes=5_000_000,
         digest="",
     )
-    return ImageFacts(image=image)
-
-
-def test_standin_is_said_first() -> None:
-    assert facts(standin=True).lines()[0].startswith("STAND-IN")
-    assert "STAND-IN" not in "".join(facts(standin=False).lines())
-
-
-def test_facts_as_json_carry_schema() -> None:
-    data = facts(standin=False).to_dict()
+    assert "STAND-IN" not in "".join(ImageFacts(image=image).lines())
+    data = ImageFacts(image=image).to_dict()
     assert (data["schema"], data["standin"], data["labels"]) == (1, False, {"a": "b"})
+    standin = dataclasses.replace(image, labels={STANDIN_LABEL: "1"})
+    assert ImageFacts(image=standin).lines()[0].startswith("STAND-IN")
+
+
+def test_configuration_that_is_not_named_by_a_sha256_gives_no_id() -> None:
+    manifest = b'{"config": {"digest": "sha256:../etc/passwd"}}'
+    digest = f"sha256:{hashlib.sha256(manifest).hexdigest()}"
+    assert images._find_config(digest, "linux/amd64", {digest: manifest}.get) is None
 
 
 def test_error_without_a_message_is_told() -> None:

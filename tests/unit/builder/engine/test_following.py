@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 
 import pytest
+from notes import Notes
 
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.engine.following import BuildFollower, BuildKitFollower
@@ -60,23 +61,13 @@ ERROR: failed to solve: executor failed running [/bin/sh -c echo out;     exit 7
 """
 
 
-class Stages(Silent):
-    """Records the stages."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def stage(self, text: str) -> None:
-        self.seen.append(text)
-
-
 def follow(kind: type[BuildFollower], text: str, *, code: int = 1) -> tuple[list[str], str]:
     """The stages that `text` reports, and the message of its error; it comes in small pieces."""
-    stages = Stages()
-    follower = kind(io.StringIO(), DOCKERFILE, base="base:1", log_path=Path("/log"), report=stages)
+    notes = Notes()
+    follower = kind(io.StringIO(), DOCKERFILE, base="base:1", log_path=Path("/log"), report=notes)
     for start in range(0, len(text), 7):
         follower.add_text(text[start : start + 7])
-    return stages.seen, str(follower.exit_error(code))
+    return notes.stages, str(follower.exit_error(code))
 
 
 @pytest.mark.parametrize("text", [PODMAN, PODMAN.replace("STEP", "Step").replace(": ", " : ", 4)])
@@ -133,21 +124,16 @@ def test_full_disk_gets_its_hint() -> None:
 
 
 def test_hidden_words_are_nowhere(tmp_path: Path) -> None:
-    class Heard(Silent):
-        def line(self, text: str) -> None:
-            lines.append(text)
-
-    lines: list[str] = []
-    log = io.StringIO()
+    log, notes = io.StringIO(), Notes()
     watch = BuildFollower(
         log,
         DOCKERFILE,
         base="b",
         log_path=tmp_path / "log",
-        report=Heard(),
+        report=notes,
         hide=lambda x: x.replace("out", "***"),
     )
     watch.add_text(PODMAN)
     error = watch.exit_error(1)
-    assert "out" not in "\n".join([log.getvalue(), *lines, str(error)]).replace("without", "")
+    assert "out" not in "\n".join([log.getvalue(), *notes.lines, str(error)]).replace("without", "")
     assert "***" in error.hint

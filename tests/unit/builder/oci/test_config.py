@@ -7,7 +7,7 @@ import json
 import pytest
 
 from imgkit_builder.oci.config import parse_config
-from imgkit_builder.sif import frame
+from imgkit_builder.sif import objects
 from imgkit_entrypoints.errors import CheckFailed
 
 FORGED = "amd64\nok    signature  good"
@@ -33,5 +33,5 @@ def test_system_that_is_no_word_is_refused(fields: dict[str, object]) -> None:
 
 def test_architecture_without_a_number_makes_no_sif() -> None:
     with pytest.raises(CheckFailed, match=r"no \.sif can be for the architecture 'loong64'") as caught:
-        frame.make_frame(parse_config(config(architecture="loong64"), where="x.tar"))
+        objects.make_metadata(parse_config(config(architecture="loong64"), where="x.tar"))
     assert "riscv64" in str(caught.value)

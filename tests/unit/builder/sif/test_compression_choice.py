@@ -52,24 +52,22 @@ def test_kernel_release_understood(release: str, reads: bool) -> None:
 
 def test_zstd_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, FULL)
-    assert choose(NEW, "auto") == conversion.ZSTD
-    assert choose(None, "auto") == conversion.ZSTD
+    assert choose(NEW, "auto") == choose(None, "auto") == conversion.ZSTD
     assert choose(NEW, "gzip") == conversion.GZIP
 
 
-def test_gzip_without_zstd_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, "-tar\n\t\tgzip (default)\n\t\txz")
-    assert choose(NEW, "auto") == conversion.GZIP
-    with pytest.raises(UsageError, match="built without zstd"):
-        choose(NEW, "zstd")
-
-
-def test_gzip_on_old_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, FULL)
-    monkeypatch.setattr(conversion, "kernel_reads_zstd", lambda: False)
+@pytest.mark.parametrize(
+    ("help_text", "kernel_reads", "message"),
+    [("-tar\n\t\tgzip (default)\n\t\txz", True, "built without zstd"), (FULL, False, "cannot mount zstd")],
+)
+def test_gzip_without_zstd_here_or_on_old_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, help_text: str, kernel_reads: bool, message: str
+) -> None:
+    install(tmp_path, monkeypatch, help_text)
+    monkeypatch.setattr(conversion, "kernel_reads_zstd", lambda: kernel_reads)
     assert choose(None, "auto") == conversion.GZIP
-    with pytest.raises(UsageError, match="cannot mount zstd"):
-        choose(None, "zstd")
+    with pytest.raises(UsageError, match=message):
+        choose(NEW, "zstd")
 
 
 def test_runtime_that_takes_no_options_says_so() -> None:

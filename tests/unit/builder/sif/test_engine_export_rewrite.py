@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
-import itertools
 import tarfile
 from typing import Any
 
 import pytest
 from small_sif import CONFIG, CREATED_S
+from tars import TarEntry, tar_entry, tar_of_entries
 
 from imgkit_builder.sif import squash
 from imgkit_builder.sif.entries import ImageEntry, export_entries, with_added_files, with_package_list
@@ -17,17 +17,11 @@ from imgkit_entrypoints.errors import CheckFailed
 EXPORTED_S = 1795262421
 
 
-def member(
-    name: str, kind: bytes = tarfile.REGTYPE, *, data: bytes = b"", **fields: object
-) -> tuple[tarfile.TarInfo, bytes]:
-    info = tarfile.TarInfo(name)
-    info.type, info.size, info.mtime = kind, len(data), CREATED_S
-    for key, value in fields.items():
-        setattr(info, key, value)
-    return info, data
+def member(name: str, kind: bytes = tarfile.REGTYPE, *, data: bytes = b"", **fields: Any) -> TarEntry:
+    return tar_entry(name, data, kind, **{"mode": 0o644, "mtime": CREATED_S, **fields})
 
 
-def engines(name: str, kind: bytes = tarfile.REGTYPE, **fields: object) -> tuple[tarfile.TarInfo, bytes]:
+def engines(name: str, kind: bytes = tarfile.REGTYPE, **fields: Any) -> TarEntry:
     """A file that the engine adds to a container."""
     return member(name, kind, **{"mode": 0o755, "mtime": EXPORTED_S, **fields})
 
@@ -51,14 +45,11 @@ IF_MISSING = (
 )
 
 
-def rewritten(*members: tuple[tarfile.TarInfo, bytes], form: int = tarfile.PAX_FORMAT) -> tarfile.TarFile:
-    buffer, sink = io.BytesIO(), io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=form) as tar:
-        for info, data in members:
-            tar.addfile(info, io.BytesIO(data))
-    entries = export_entries(iter([buffer.getvalue()]), created_s=CREATED_S)
+def rewritten(*members: TarEntry) -> tarfile.TarFile:
+    entries = export_entries(iter([tar_of_entries(members)]), created_s=CREATED_S)
     entries = with_package_list(with_added_files(entries, OWN, IF_MISSING), CONFIG)
-    squash.write_tar(squash.strip_attributes(entries, itertools.count(), print), sink)
+    sink = io.BytesIO()
+    squash.write_tar(squash.strip_attributes(entries, print), sink)
     sink.seek(0)
     return tarfile.open(fileobj=sink)
 

@@ -13,11 +13,11 @@ import small_sif
 from imgkit_builder.base import checks
 from imgkit_builder.examine.verify import verify_file
 from imgkit_builder.oci.config import ImageConfig, parse_config
-from imgkit_builder.sif import frame, image
+from imgkit_builder.sif import image, objects
 from imgkit_builder.sif.baked_facts import BakedFacts, Distribution
 from imgkit_builder.sif.conversion import Format
-from imgkit_builder.sif.frame import NewObject, Sif
 from imgkit_builder.sif.image import DataType, ImgkitRecord, PartitionType
+from imgkit_builder.sif.objects import NewObject, Sif
 from imgkit_builder.sif.sqsh import Sqsh
 from imgkit_entrypoints.errors import CheckFailed
 
@@ -71,13 +71,10 @@ def sif(tmp_path: Path) -> Path:
 def extents(path: Path) -> list[range]:
     """Where header, descriptors and objects are, without the record."""
     sif = image.read(path)
-    objects = [
-        range(descriptor.offset, descriptor.end)
-        for descriptor in sif.descriptors
-        if descriptor.name != image.IMGKIT_OBJECT
-    ]
+    written = [descriptor for descriptor in sif.descriptors if descriptor.name != image.IMGKIT_OBJECT]
+    ranges = [range(descriptor.offset, descriptor.end) for descriptor in written]
     table = sif.header.table_offset
-    return [range(128), range(table, table + (len(objects) - 1) * image.DESCRIPTOR.size), *objects]
+    return [range(128), range(table, table + (len(ranges) - 1) * image.DESCRIPTOR.size), *ranges]
 
 
 def test_flipped_bit_in_what_imgkit_wrote_is_noticed(sif: Path) -> None:
@@ -104,14 +101,14 @@ def test_flipped_bit_in_the_record_is_noticed(sif: Path) -> None:
 def test_signed_file_and_added_objects_are_no_difference(sif: Path) -> None:
     small_sif.sign(sif)
     small_sif.sign(sif, b"another")
-    frame.add_object(sif, NewObject(datatype=DataType.JSON, name="notes", data=b"{}"))
+    objects.add_object(sif, NewObject(datatype=DataType.JSON, name="notes", data=b"{}"))
     assert is_intact(sif)
     assert len(image.read(sif).signatures) == 2
 
 
 def overlay(path: Path) -> None:
     extra = image.partition_extra(PartitionType.OVERLAY, "amd64")
-    frame.add_object(
+    objects.add_object(
         path, NewObject(datatype=DataType.PARTITION, name="o", data=b"x", extra=extra, align=4096)
     )
 
@@ -121,7 +118,7 @@ def cut(path: Path) -> None:
 
 
 def no_record(path: Path) -> None:
-    frame.remove_objects(path, [image.read(path).descriptors[-1].id])
+    objects.remove_objects(path, [image.read(path).descriptors[-1].id])
 
 
 def no_sif(path: Path) -> None:
@@ -172,7 +169,7 @@ def test_flipped_bit_in_a_sqsh_is_noticed(tmp_path: Path) -> None:
 def test_replaced_record_leaves_no_old_bytes(sif: Path) -> None:
     before, record = sif.read_bytes(), image.read(sif).record
     assert record
-    frame.put_record(sif, record)
+    objects.put_record(sif, record)
     assert sif.read_bytes() == before
 
 

@@ -68,16 +68,9 @@ def test_odd_quota_is_no_limit(tmp_path: Path, text: str) -> None:
     assert gather_limits(root).processors == 64
 
 
-def test_machine_without_limits_keeps_memory_small() -> None:
-    assert Limits(processors=1, memory_bytes=None).mksquashfs_options()[-1] == "512M"
-
-
-def test_job_gives_mksquashfs_a_quarter() -> None:
-    assert Limits(processors=1, memory_bytes=1 << 30).mksquashfs_options()[-1] == "256M"
-
-
-def test_small_memory_has_a_floor() -> None:
-    assert Limits(processors=1, memory_bytes=100 << 20).mksquashfs_options()[-1] == "128M"
+@pytest.mark.parametrize(("memory_bytes", "option"), [(None, "512M"), (1 << 30, "256M"), (100 << 20, "128M")])
+def test_mksquashfs_gets_a_quarter_of_the_memory_within_bounds(memory_bytes: int | None, option: str) -> None:
+    assert Limits(processors=1, memory_bytes=memory_bytes).mksquashfs_options()[-1] == option
 
 
 def test_affinity_counts_without_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,12 +23,11 @@ SQUASHERS: dict[str, Squasher | None] = {
 }
 
 
-def check(source: Source, folder: Path, way: str) -> None:
-    squasher = SQUASHERS[way]
+def check(source: Source, folder: Path, way: str = "new") -> None:
     plan = ConversionPlan(
-        method="stream" if squasher else "layers",
+        method="layers" if way == "runtime" else "stream",
         compression=conversion.GZIP,
-        squasher=squasher,
+        squasher=SQUASHERS[way],
         tool=None,
         notes=(),
     )
@@ -59,7 +58,7 @@ def test_compressed_archive_needs_room_for_its_plain_form(
     (tmp_path / "x.tar.gz").write_bytes(gzip.compress(b"x") + bytes(IMAGE_BYTES))
     free(monkeypatch, 4 * IMAGE_BYTES)
     with pytest.raises(CheckFailed, match=r"4\.0 MB are free, an image of 3\.0 MB needs 4\.5 MB"):
-        check(Archive(path=tmp_path / "x.tar.gz"), tmp_path, "new")
+        check(Archive(path=tmp_path / "x.tar.gz"), tmp_path)
 
 
 def test_full_disk_names_both_options_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +78,7 @@ def test_standard_input_that_is_a_file_is_measured(tmp_path: Path, monkeypatch: 
     (tmp_path / "x.tar").write_bytes(bytes(IMAGE_BYTES))
     free(monkeypatch, IMAGE_BYTES)
     with (tmp_path / "x.tar").open("rb") as stream, pytest.raises(CheckFailed, match=r"needs 1\.5 MB"):
-        check(Piped(stream=stream), tmp_path, "new")
+        check(Piped(stream=stream), tmp_path)
 
 
 @pytest.mark.parametrize(

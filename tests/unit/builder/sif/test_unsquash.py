@@ -11,7 +11,7 @@ import pytest
 import small_sif
 from file_tree import write_program
 
-from imgkit_builder.sif import frame, unsquash
+from imgkit_builder.sif import objects, unsquash
 from imgkit_builder.sif.baked_facts import BakedFacts, Distribution
 from imgkit_builder.sif.unsquash import Squashfs
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing
@@ -94,6 +94,6 @@ def test_facts_of_a_file_by_another_program_are_read(tmp_path: Path) -> None:
 def test_facts_in_a_record_need_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = BakedFacts(manifest="{}", system="é", distributions=(Distribution(name="a", folder="/x"),))
     path = small_sif.write(tmp_path / "x.sif")
-    frame.put_record(path, dataclasses.replace(small_sif.record(), facts=facts))
+    objects.put_record(path, dataclasses.replace(small_sif.record(), facts=facts))
     monkeypatch.setenv("PATH", "")
     assert unsquash.baked_facts(path) == facts

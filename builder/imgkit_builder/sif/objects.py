@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -93,7 +93,7 @@ def add_object(path: Path, new: NewObject) -> Descriptor:
         stream.truncate(sif.end)
         stream.seek(descriptor.offset)
         stream.writelines(_chunks(new.data))
-        _write_slot(stream, sif, descriptor.id, DESCRIPTOR.pack(*descriptor))
+        _write_descriptor(stream, sif, descriptor.id, DESCRIPTOR.pack(*descriptor))
         _write_header(stream, sif.header, free=sif.header.free - 1, end=descriptor.end)
     return descriptor
 
@@ -105,10 +105,10 @@ def _find_unused_id(sif: image.SifImage) -> int:
     ------
     CheckFailed : all descriptors are in use. Runtimes and imgkit write tables of 48.
     """
-    for id, slot in enumerate(sif.slots, 1):
-        if not slot.used:
+    for id, descriptor in enumerate(sif.table, 1):
+        if not descriptor.used:
             return id
-    raise CheckFailed(f"all {len(sif.slots)} descriptors of the .sif are in use", where=str(sif.path))
+    raise CheckFailed(f"all {len(sif.table)} descriptors of the .sif are in use", where=str(sif.path))
 
 
 def _make_descriptor(new: NewObject, size_bytes: int, *, id: int, end: int, time_s: int) -> Descriptor:
@@ -164,7 +164,7 @@ def remove_objects(path: Path, ids: Collection[int]) -> None:
         for descriptor in removed:
             # Overwritten with zeros, so that neither a digest nor a person finds anything of it later.
             _write_zeros(stream, descriptor.offset, min(descriptor.end, end))
-            _write_slot(stream, sif, descriptor.id, bytes(DESCRIPTOR.size))
+            _write_descriptor(stream, sif, descriptor.id, bytes(DESCRIPTOR.size))
         stream.truncate(end)
         _write_header(stream, sif.header, free=sif.header.free + len(removed), end=end)
 
@@ -176,7 +176,8 @@ def _write_zeros(stream: BinaryIO, start: int, end: int) -> None:
         stream.write(bytes(min(files.CHUNK_BYTES, end - position)))
 
 
-def _write_slot(stream: BinaryIO, sif: image.SifImage, id: int, raw: bytes) -> None:
+def _write_descriptor(stream: BinaryIO, sif: image.SifImage, id: int, raw: bytes) -> None:
+    """Write `raw` into the table of descriptors, in place of the descriptor with number `id`."""
     stream.seek(sif.header.table_offset + (id - 1) * DESCRIPTOR.size)
     stream.write(raw)
 
@@ -187,7 +188,7 @@ def _write_header(stream: BinaryIO, header: Header, *, free: int, end: int) -> N
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
+class SifMetadata:
     """What a .sif has around its root partition, the squashfs with the image's files: header and objects."""
 
     arch: str
@@ -210,7 +211,7 @@ class Frame:
         return _round_up(end, PARTITION_ALIGN_BYTES)
 
 
-def make_frame(config: ImageConfig) -> Frame:
+def make_metadata(config: ImageConfig) -> SifMetadata:
     """Return what a .sif of an image with this configuration has around its squashfs.
 
     Raises
@@ -224,45 +225,50 @@ def make_frame(config: ImageConfig) -> Frame:
     # An engine adds empty values to a configuration of BuildKit. Without them, an image gives the same .sif
     # from an engine and from an archive.
     settings = {name: value for name, value in settings.items() if value}
-    return Frame(
+    return SifMetadata(
         arch=config.arch,
         definition=runtime_files.definition(config).encode(),
         oci_config=json.dumps(settings, indent=1, sort_keys=True).encode(),
     )
 
 
-def write_frame(part: Path, frame: Frame) -> None:
-    """Write header, table and objects of a .sif in front of the squashfs in the file `part`.
+def write_metadata(path: Path, metadata: SifMetadata) -> None:
+    """Write header, table and objects of a .sif in front of the squashfs in the file `path`.
 
-    The squashfs is there already. It fills the file from byte `Frame.root_offset` to the end.
+    The squashfs is there already. It fills the file from byte `SifMetadata.root_offset` to the end.
     """
-    root_bytes = part.stat().st_size - frame.root_offset
-    header, descriptors = _layout(frame, root_bytes)
-    *object_descriptors, _ = descriptors  # the last is the root's
-    with part.open("r+b") as stream:
+    root_bytes = path.stat().st_size - metadata.root_offset
+    descriptors = _make_descriptors(metadata, root_bytes)
+    header = _make_header(metadata.arch, descriptors)
+    with path.open("r+b") as stream:
         stream.write(HEADER.pack(*header).ljust(_TABLE_OFFSET, b"\0"))
         stream.write(_pack_table(descriptors).ljust(_DATA_OFFSET - _TABLE_OFFSET, b"\0"))
-        for new, descriptor in zip(frame.objects, object_descriptors, strict=True):
+        # The last descriptor is the root's.
+        for new, descriptor in zip(metadata.objects, descriptors[:-1], strict=True):
             stream.seek(descriptor.offset)
             stream.writelines(_chunks(new.data))
 
 
-def is_framed_by(sif: image.SifImage, frame: Frame) -> bool:
-    """Return whether the .sif still has what `write_frame` writes for `frame` around the squashfs.
+def has_metadata(sif: image.SifImage, metadata: SifMetadata) -> bool:
+    """Return whether the .sif still has what `write_metadata` writes for `metadata` around the squashfs.
 
     A signature that was added later makes no difference. It changes two counts and the time of the last
     change in the header, which are not compared.
     """
     if sif.root is None:
         return False
-    header, descriptors = _layout(frame, sif.root.size_bytes)
+    # The squashfs is compared by its digest, in `Sif.intact_record`: here only its size counts.
+    descriptors = _make_descriptors(metadata, sif.root.size_bytes)
+    header = _make_header(metadata.arch, descriptors)
     if _pack_fixed_fields(sif.header) != _pack_fixed_fields(header):
         return False
     # Later objects, such as signatures, come behind these.
-    if _pack_table(sif.slots[: len(descriptors)]) != _pack_table(descriptors):
+    if _pack_table(sif.table[: len(descriptors)]) != _pack_table(descriptors):
         return False
-    contents = [image.read_object(sif, slot) for slot in sif.slots[: len(frame.objects)]]
-    return contents == [new.data for new in frame.objects]
+    for new, descriptor in zip(metadata.objects, descriptors[:-1], strict=True):
+        if image.read_object(sif, descriptor) != new.data:
+            return False
+    return True
 
 
 def _pack_table(descriptors: Iterable[Descriptor]) -> bytes:
@@ -274,32 +280,31 @@ def _pack_fixed_fields(header: Header) -> bytes:
     return HEADER.pack(*header._replace(modified_s=0, free=0, data_bytes=0))
 
 
-def _layout(frame: Frame, root_bytes: int) -> tuple[Header, list[Descriptor]]:
-    """Return the header and the descriptors of a .sif before imgkit's record is added.
+def _make_descriptors(metadata: SifMetadata, root_bytes: int) -> list[Descriptor]:
+    """Return the descriptors of a .sif before imgkit's record is added.
 
-    The last descriptor is that of the root partition, which has `root_bytes`.
+    The last one is that of the root partition, which has `root_bytes`.
     """
+    # Objects follow each other; only a partition is aligned.
+    descriptors: list[Descriptor] = []
+    end = _DATA_OFFSET
+    for id, new in enumerate(metadata.objects, 1):
+        descriptor = _make_descriptor(new, new.size_bytes, id=id, end=end, time_s=0)
+        descriptors.append(descriptor)
+        end = descriptor.end
     root = NewObject(
         datatype=DataType.PARTITION,
         name="root.sqfs",
         data=b"",
-        extra=image.partition_extra(image.PartitionType.PRIMARY, frame.arch),
+        extra=image.partition_extra(image.PartitionType.PRIMARY, metadata.arch),
         align=PARTITION_ALIGN_BYTES,
     )
-    sized_objects = [(new, new.size_bytes) for new in frame.objects]
-    sized_objects.append((root, root_bytes))
-    # Objects follow each other; only a partition is aligned.
-    descriptors: list[Descriptor] = []
-    end = _DATA_OFFSET
-    for id, (new, size_bytes) in enumerate(sized_objects, 1):
-        descriptor = _make_descriptor(new, size_bytes, id=id, end=end, time_s=0)
-        descriptors.append(descriptor)
-        end = descriptor.end
-    return _make_header(frame.arch, len(descriptors), end), descriptors
+    descriptors.append(_make_descriptor(root, root_bytes, id=len(descriptors) + 1, end=end, time_s=0))
+    return descriptors
 
 
-def _make_header(arch: str, object_count: int, end: int) -> Header:
-    """Return the header of a .sif whose last object ends at byte `end`. Times and UUID are zero."""
+def _make_header(arch: str, descriptors: Sequence[Descriptor]) -> Header:
+    """Return the header of a .sif with these objects. Times and UUID are zero."""
     return Header(
         launch=_LAUNCH,
         magic=image.MAGIC,
@@ -308,12 +313,12 @@ def _make_header(arch: str, object_count: int, end: int) -> Header:
         uuid=bytes(16),
         created_s=0,
         modified_s=0,
-        free=_DESCRIPTORS - object_count,
+        free=_DESCRIPTORS - len(descriptors),
         total=_DESCRIPTORS,
         table_offset=_TABLE_OFFSET,
         table_bytes=_DESCRIPTORS * DESCRIPTOR.size,
         data_offset=_DATA_OFFSET,
-        data_bytes=end - _DATA_OFFSET,
+        data_bytes=descriptors[-1].end - _DATA_OFFSET,
     )
 
 
@@ -333,25 +338,25 @@ class Sif(Format):
             note(f"the image sets the variable {name!r}, which no shell can set: left out")
         created_s = creation_time_s(config.created)
         links = runtime_files.runtime_links(created_s)
-        folders = runtime_files.mount_points(created_s)
-        return runtime_files.runtime_files(config), (*links, *folders)
+        mount_points = runtime_files.mount_points(created_s)
+        return AddedFiles(replacing=runtime_files.runtime_files(config), if_missing=links + mount_points)
 
     def squashfs_offset(self, config: ImageConfig) -> int:
         """Return where the room for header and objects ends."""
-        return make_frame(config).root_offset
+        return make_metadata(config).root_offset
 
-    def complete(self, part: Path, config: ImageConfig) -> None:
+    def complete(self, path: Path, config: ImageConfig) -> None:
         """Write header and objects around the squashfs, and check the result."""
-        write_frame(part, make_frame(config))
-        image.check_structure(part)
+        write_metadata(path, make_metadata(config))
+        image.check_structure(path)
 
     def put_record(
-        self, part: Path, record: image.ImgkitRecord, advance: Advance
+        self, path: Path, record: image.ImgkitRecord, advance: Advance
     ) -> tuple[image.ImgkitRecord, str]:
         """Add the record. A .sif has no checksum of the whole file."""
         # The header states the architecture.
-        record = replace(record, root_sha256=image.root_sha256(part, advance=advance), arch="")
-        put_record(part, record)
+        record = replace(record, root_sha256=image.root_sha256(path, advance=advance), arch="")
+        put_record(path, record)
         return record, ""
 
     def intact_record(
@@ -362,14 +367,18 @@ class Sif(Format):
         It can if `accepts` is true for its record, the squashfs is undamaged, and so are the objects around
         it that imgkit wrote.
         """
-
-        def is_same(sif: image.SifImage, record: image.ImgkitRecord) -> bool:
-            if not accepts(record):
-                return False
+        try:
+            sif = image.read(path)
+            record = sif.record
+            # A runtime would mount overlay partitions over the image.
+            if record is None or sif.overlays or not accepts(record):
+                return None
             # A runtime ("layers") writes other headers, and nothing says how they should be.
-            return record.route == "layers" or is_framed_by(sif, make_frame(config))
-
-        sif = image.read_if_intact(path, is_same)
-        if sif is None:
+            if record.route != "layers" and not has_metadata(sif, make_metadata(config)):
+                return None
+            # Last, since the digest reads gigabytes.
+            if image.root_sha256(path) != record.root_sha256:
+                return None
+        except CheckFailed:
             return None
-        return sif.record
+        return record
