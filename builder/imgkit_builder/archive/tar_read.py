@@ -463,8 +463,10 @@ class FileChunks:
         return self
 
     def __next__(self) -> bytes:
-        # `skip` may have led behind the end.
-        count = max(0, min(self._chunk_bytes, self._end - self._position))
+        # `skip` may have led behind the end, and even behind the last position that a file can have.
+        if self._position >= self._end:
+            raise StopIteration
+        count = min(self._chunk_bytes, self._end - self._position)
         try:
             chunk = os.pread(self._file.fileno(), count, self._position)
         except OSError as error:

@@ -12,7 +12,7 @@ import pytest
 from refusals import refused
 from tars import TarEntry, changed_header, chunks, tar_entry, tar_of_entries
 
-from imgkit_builder.archive.tar_read import TarLimits, TarStream
+from imgkit_builder.archive.tar_read import TarLimits, TarStream, read_headers
 from imgkit_builder.archive.tar_write import pax_header, ustar_header
 from imgkit_entrypoints.errors import CheckFailed
 
@@ -105,6 +105,14 @@ def test_own_headers_read_by_tarfile() -> None:
 def test_too_long_name_refused() -> None:
     with pytest.raises(ValueError, match="too long"):
         ustar_header(name=b"n" * 101, kind=b"0")
+
+
+def test_size_beyond_any_file_is_cut_short(tmp_path: Path) -> None:
+    """No file has a position of 64 bits, so reading there is an OverflowError."""
+    path = tmp_path / "x.tar"
+    path.write_bytes(changed_header(FILE, (SIZE, b"\x80\0\0\0" + (2**63 - 1).to_bytes(8, "big"))))
+    with pytest.raises(CheckFailed, match="cut short"):
+        list(read_headers(path))
 
 
 @pytest.mark.parametrize("cut", [1, 100, 512, 600, 5000])
