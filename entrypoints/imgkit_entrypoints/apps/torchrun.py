@@ -66,7 +66,6 @@ LOGGERS = [
 # Functions of torch that this module replaces.
 _TORCH_RENDEZVOUS = SimpleElasticAgent._rendezvous
 _TORCH_EXIT_BARRIER = SimpleElasticAgent._exit_barrier
-_TORCH_IS_DONE = api.MultiprocessContext._is_done
 # None: this release of torch has no such function.
 _TORCH_START_WORKER: Any = getattr(api, "get_subprocess_handler", None)
 _TORCH_ON_SIGNAL: Any = getattr(api, "_terminate_process_handler", None)
@@ -215,7 +214,7 @@ def run_with_forks() -> None:
         importlib.import_module(module)
     # When one worker has failed, torch ends the others by TERM, which is blocked in them. So end them by HUP.
     popen_fork.Popen.terminate = _hang_up  # type: ignore[assignment, method-assign]
-    api.MultiprocessContext._is_done = is_done
+    count_exited_forks()
     elastic_launch(config, run_forked_worker)(*argv)
 
 
@@ -229,17 +228,22 @@ def _can_fork_workers() -> bool:
     return True
 
 
-def is_done(group: api.MultiprocessContext) -> bool:
-    """Return whether all forks of a group have succeeded, where the exit code 0 of a fork is success.
+def count_exited_forks() -> None:
+    """Change torchrun so that the exit code 0 of a fork is success.
 
     A fork ends its process within its function, so the function returns nothing. torchrun would wait for
     ever for its return value.
     """
-    _FORKS[:] = [group]
-    for rank, process in enumerate(group._pc.processes):
-        if process.exitcode == 0:
-            group._return_values.setdefault(rank, None)
-    return bool(_TORCH_IS_DONE(group))
+    torch_is_done = api.MultiprocessContext._is_done
+
+    def is_done(group: api.MultiprocessContext) -> bool:
+        _FORKS[:] = [group]
+        for rank, process in enumerate(group._pc.processes):
+            if process.exitcode == 0:
+                group._return_values.setdefault(rank, None)
+        return bool(torch_is_done(group))
+
+    api.MultiprocessContext._is_done = is_done
 
 
 _ORIGINAL_TERMINATE = popen_fork.Popen.terminate
