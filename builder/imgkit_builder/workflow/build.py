@@ -1,4 +1,4 @@
-"""Build and test a recipe's image with an engine, or its .sif with Singularity or Apptainer."""
+"""Build a recipe and test the result: an image with an engine, or a .sif with Singularity or Apptainer."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ class BuiltBase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltImage:
-    """An image in the engine that was built, and has passed its smoke test unless that was skipped."""
+    """An image that was built in the engine. It has passed its smoke test, unless the test was skipped."""
 
     id: str
     tag: str
     up_to_date: bool
-    """Whether the tag named this image before: every step of the build came from the engine's cache."""
+    """Whether the tag named this image before. Every step of the build then came from the engine's cache."""
     platform: str
     size_bytes: int
     standin: bool
-    """Whether the base is a stand-in for tests, without NVIDIA software."""
+    """Whether the base is a stand-in, a small image for tests without NVIDIA software."""
     base: BuiltBase
     locked: bool
     """Whether the image was built from the recipe's lock."""
@@ -67,12 +67,12 @@ class BuiltImage:
     """The digest of the input of the build; see `ImagePlan`."""
     labels: Mapping[str, str]
     checks: tuple[Check, ...] = ()
-    """The checks of the smoke test. Empty if it was skipped, or if the image has passed it before."""
+    """The checks of the smoke test. Empty if the test was skipped, or if the image had passed it before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImagePlan:
-    """The plan of a build by an engine, which a dry run prints."""
+    """The plan of a build with an engine, as a dry run prints it."""
 
     recipe: str
     file: Path
@@ -90,7 +90,7 @@ class ImagePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SifPlan:
-    """The plan of a build by Singularity or Apptainer, which a dry run prints."""
+    """The plan of a build with Singularity or Apptainer, as a dry run prints it."""
 
     recipe: str
     file: Path
@@ -129,14 +129,14 @@ def build(
     engines.check_name(tag, where="--tag")
     with engines.connect() as engine:
         builder = engines.choose(engine.facts(), request.builder, secrets_at=secrets_at)
-        # The platform and the lock must be known before the base: a lock has a part for each platform, and
-        # names the base by its digest.
+        # The platform and the lock must be known before the base is resolved. A lock has a section for each
+        # platform, and names the base by its digest.
         target = engines.choose_platform(loaded, requested=request.platform, host=engine.platform)
         loaded = _attach_lock(loaded, target, request, report)
         base = _resolve_base(engine, loaded, request, report)
         report.stage("context")
         context = _pack_context(loaded, base, request, report)
-        # A secret in a file of the context would become a part of the image.
+        # A secret in a file of the context would become part of the image.
         secret_values.refuse_secrets_in(context, secrets)
         tested: list[Check] = []
 
@@ -177,12 +177,12 @@ def build(
 
 
 def _resolve_base(engine: Engine, recipe: Recipe, request: BuildRequest, report: Reporter) -> BaseImage:
-    """Return the base image, pulled if necessary, with the versions of the software in it.
+    """Return the base image of a build, with the versions of the software in it. Pull it if necessary.
 
     Raises
     ------
-    CheckFailed : it is another image than the one in the recipe's lock.
-    ToolFailed : it cannot be pulled.
+    CheckFailed : the image differs from the one in the recipe's lock.
+    ToolFailed : the image cannot be pulled.
     """
     override = _base_name(recipe, request)
     name = override or recipe.image.base
@@ -197,7 +197,7 @@ def _resolve_base(engine: Engine, recipe: Recipe, request: BuildRequest, report:
     probe = engines.probe(engine, base)
     if probe.skipped:
         report.note(f"the base could not be probed: {probe.skipped}")
-    # The versions become a part of the manifest in the image.
+    # The versions become part of the manifest in the image.
     return dataclasses.replace(base, probe=probe)
 
 
@@ -233,15 +233,15 @@ def plan(
 def _run_smoke_test(
     engine: Engine, image: ImageInfo, context: BuildContext, report: Reporter
 ) -> Sequence[Check]:
-    """Run the smoke test in `image`, short programs that check Python and torch, and return its checks.
+    """Run the smoke test in `image` (short programs that check Python and torch), and return its checks.
 
-    It is not run again in an image that has passed it. The result is empty then.
+    If the image has passed the test before, the test is skipped and the result is empty.
 
     Raises
     ------
     CheckFailed : a check failed.
     """
-    # The content behind an image id never changes.
+    # An image id always stands for the same content, so a test that was passed stays passed.
     if smoke.has_passed(image.id):
         report.note("smoke test: skipped, this image has passed it before")
         return ()
@@ -307,14 +307,14 @@ def plan_sif(
 
 
 def _prepare_sif(recipe: str | Path, request: SifBuildRequest, report: Reporter) -> tuple[SifRequest, Pack]:
-    """Return the arguments of `apptainer.build.build_sif`: a request, and a function that packs the context.
+    """Return the two arguments of `apptainer.build.build_sif`: a request, and a function.
 
-    The context, the files that the build gets, depends on the base image, which `build_sif` looks up first.
-    So it gets this function instead of the context.
+    The function packs the build context, the files that the build gets. The context depends on the base
+    image, which `build_sif` looks up first. So `build_sif` calls the function once the base is known.
     """
     loaded = _load_recipe(recipe, request, report)
     _refuse_for_sif(loaded, request)
-    # A definition is built for this machine's platform only.
+    # A definition file is always built for this machine's platform.
     locked = _attach_lock(loaded, host_platform(), request, report)
     _refuse_local_base(locked, request)
 
@@ -340,9 +340,9 @@ def _prepare_sif(recipe: str | Path, request: SifBuildRequest, report: Reporter)
 
 
 def _refuse_local_base(recipe: Recipe, request: SifBuildRequest) -> None:
-    """Raise UsageError if the base in the recipe's lock has to be pulled, but was never in a registry.
+    """Raise UsageError if the base in the recipe's lock would have to be pulled, but was never in a registry.
 
-    Such a base existed only in the engine of the machine that made the lock.
+    Such a base existed only in the engine of the machine on which the lock was made.
     """
     is_pulled = request.base_from in (None, "registry")
     if is_pulled and recipe.lock and not recipe.lock.base.digest:
@@ -354,9 +354,10 @@ def _refuse_local_base(recipe: Recipe, request: SifBuildRequest) -> None:
 
 
 def _refuse_for_sif(recipe: Recipe, request: SifBuildRequest) -> None:
-    """Raise UsageError for builds that Singularity and Apptainer cannot do.
+    """Raise UsageError for a build that Singularity and Apptainer cannot do.
 
-    They build only for this machine's platform, and a definition file would store a secret in the image.
+    They build only for this machine's platform. They also have no build secrets, because a definition file
+    would store a secret in the image.
     """
     if request.platform:
         _refuse_other_platform((request.platform,), "--platform", recipe.name)
@@ -371,7 +372,10 @@ def _refuse_for_sif(recipe: Recipe, request: SifBuildRequest) -> None:
 
 
 def _refuse_other_platform(platforms: Sequence[str], where: str, recipe: str) -> None:
-    """Raise UsageError, with the position `where`, if this machine's platform is not one of `platforms`."""
+    """Raise UsageError if this machine's platform is not one of `platforms`.
+
+    `where` is the position of the setting, such as a line of the recipe, for the message.
+    """
     host = host_platform()
     if host not in platforms:
         raise UsageError(
@@ -399,7 +403,7 @@ def _load_recipe(recipe: str | Path, request: AnyBuildRequest, report: Reporter)
 def _pack_context(
     recipe: Recipe, base: BaseImage, request: AnyBuildRequest, report: Reporter
 ) -> BuildContext:
-    """Pack the build context for `base`, and report the files of the recipe's code that stay out of it."""
+    """Pack the build context for `base`, and report which files of the recipe's code are left out."""
     context = pack_context(
         recipe,
         base=base,
@@ -415,10 +419,10 @@ def _pack_context(
 
 
 def _attach_lock(recipe: Recipe, platform: str, request: AnyBuildRequest, report: Reporter) -> Recipe:
-    """Return `recipe` with its lock: the file with the exact version of each package of the image.
+    """Return `recipe` with its lock, which lists the exact version of each package of the image.
 
-    The recipe is returned unchanged if it has no lock, or if the request has ``--no-lock``. The file of the
-    lock and the number of packages in it are reported.
+    If the recipe has no lock, or the request has ``--no-lock``, the recipe is returned unchanged. Otherwise
+    the path of the lock file and the number of its packages are reported.
 
     Raises
     ------
@@ -439,24 +443,24 @@ def _attach_lock(recipe: Recipe, platform: str, request: AnyBuildRequest, report
 
 
 def _base_name(recipe: Recipe, request: AnyBuildRequest) -> str | None:
-    """Return the name of the base to use, or None for the recipe's base.
+    """Return the name of the base image to use, or None for the base that the recipe names.
 
-    The digest in the lock takes precedence over ``--base``.
+    If the recipe has a lock, the digest in the lock takes precedence over ``--base``.
     """
-    # The base of a lock has no digest if it was never in a registry.
+    # The base in a lock has no digest if it was never in a registry.
     if recipe.lock and recipe.lock.base.digest:
         return recipe.lock.base.exact
     return bases.select_base(request.base, recipe)
 
 
 def _check_base(recipe: Recipe, base: BaseImage) -> None:
-    """Raise CheckFailed if `base` is another image than the one in the recipe's lock.
+    """Raise CheckFailed if `base` is not the image that is in the recipe's lock.
 
-    The locked packages were chosen for the locked base, and may not fit another one.
+    The locked packages were chosen for that image, and may not fit another one.
     """
     if recipe.lock is None:
         return
-    # The id of a base in a registry is not known before it has been pulled, and is empty then.
+    # The id of a base in a registry is empty until it has been pulled.
     locked_id = recipe.lock.base.id
     if locked_id and base.id and base.id != locked_id:
         raise CheckFailed(
@@ -468,7 +472,7 @@ def _check_base(recipe: Recipe, base: BaseImage) -> None:
 
 
 def _report_left_out_files(code: PackedCode, report: Reporter) -> None:
-    """Report the files of the recipe's code that stay out of the image, and how to bring them back."""
+    """Report which files of the recipe's code are left out of the image, and how to include them."""
     if code.secret:
         report.note(
             f"not in the image, as they usually hold secrets: {', '.join(code.secret)}; a step can use "
