@@ -36,8 +36,7 @@ _NVIDIA_IMAGE_BYTES = 20 * 10**9
 _SIF_SPACE_BYTES = int(PACKED_SHARE * _NVIDIA_IMAGE_BYTES)
 """The disk space for a .sif of such an image."""
 _BUILD_SPACE_BYTES = 2 * _NVIDIA_IMAGE_BYTES
-"""The disk space to build such an image twice: for the image, and for its archive or the next image's
-layers."""
+"""The disk space to build such an image. The second half is for its archive or the next image's layers."""
 
 _APPARMOR = KernelSetting("proc/sys/kernel/apparmor_restrict_unprivileged_userns", "1", "0")
 """Ubuntu's setting for user namespaces. Runtimes in its packages have a profile that exempts them from it."""
