@@ -1,4 +1,4 @@
-"""Verbs for recipes: list, check, render."""
+"""``imgkit list``, ``check`` and ``render``: verbs for recipes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def load_recipe(ref: str, *, build_args: Sequence[str] = ()) -> Recipe:
-    """Load a recipe and print its warnings on stderr."""
+    """Load a recipe, and print its warnings on stderr."""
     recipe = load(ref, build_args=build_args)
     terminal.print_messages(*warning_lines(recipe.warnings))
     return recipe
@@ -77,7 +77,7 @@ def verb_list(
 
 
 def _list_recipes(*, as_json: bool) -> None:
-    """Print the shipped recipes."""
+    """Print the shipped recipes as a table or as JSON."""
     rows, table = [], []
     for recipe in map(load, recipe_names()):
         image, system = recipe.image, recipe.system
@@ -117,12 +117,15 @@ def _list_bases(*, as_json: bool) -> None:
 
 
 def _list_systems(*, as_json: bool) -> None:
-    """Print each known cluster and how its values were tested: the strongest test, or all tests as JSON."""
+    """Print each known cluster and how its values were tested.
+
+    The table shows only the strongest test, and the JSON shows all tests.
+    """
     rows, table = [], []
     for system in map(load_system, system_files.find_systems()):
         facts = system.facts
         is_of_site = system_files.is_site(system.file)
-        # The path tells the file of a site apart from a shipped one.
+        # The path shows that the file belongs to a site and is not shipped with imgkit.
         title = f"{facts.title} ({system.file})" if is_of_site else facts.title
         table.append((system.name, facts.scheduler, system.proof.strongest, title))
         rows.append(
@@ -199,8 +202,8 @@ def verb_check(
 def _check_recipe(file: str, *, strict: bool) -> tuple[Sequence[Problem], UsageError | None]:
     """Load the recipe `file`, and return its warnings and its error. The error is None for a correct recipe.
 
-    With `strict`, the warnings also list values with which the recipe reaches beyond the image, such as
-    folders of a machine that its jobs see.
+    With `strict`, there are also warnings about values that affect a machine outside of the image, such as
+    folders of a machine that jobs can access.
     """
     warnings: list[Problem] = []
     try:
@@ -217,7 +220,7 @@ def _check_recipe(file: str, *, strict: bool) -> tuple[Sequence[Problem], UsageE
 def _problems_to_dicts(error: UsageError) -> list[dict[str, Any]]:
     """Return the JSON form of the problems in `error`.
 
-    An error that is not about the text of the recipe counts as one problem without a key.
+    An error that is not about the text of the recipe becomes one problem without a key.
     """
     data = error_data(error)["error"]
     if data.get("problems"):
@@ -277,11 +280,11 @@ def verb_render(
 def _write_context(
     recipe: Recipe, file: Path, *, base: str | None, platform: str | None, large: bool
 ) -> None:
-    """Write the build context of the recipe, all files that a build gets, to `file` as a tar.
+    """Write the build context of the recipe, which contains all files that a build gets, to `file` as a tar.
 
     Parameters
     ----------
-    base, platform : those of ``imgkit render``. None stands for the recipe's value.
+    base, platform : the options of ``imgkit render``. None means the recipe's value.
     large : whether the user has allowed code of more than 1 GB.
     """
 

@@ -121,10 +121,9 @@ def verb_scaling(
 
 
 def _refuse_with_continue(nodes: str, options: JobOptions, flags: JobRequest) -> None:
-    """Raise UsageError if another flag or argument is given with ``--continue``.
+    """Raise UsageError if another flag or argument is given together with ``--continue``.
 
-    ``--continue`` only waits for the jobs of a report that were submitted before, so other values would have
-    no effect.
+    ``--continue`` only waits for jobs that were already submitted, so other values would have no effect.
     """
     refused = [*flags_in(flags), *flags_in(dataclasses.replace(options, as_json=False))]
     if nodes:
@@ -141,11 +140,11 @@ def _refuse_with_continue(nodes: str, options: JobOptions, flags: JobRequest) ->
 def _plan_sizes(
     nodes: str, options: JobOptions, flags: JobRequest
 ) -> tuple[list[PreparedJob], Remote | None]:
-    """Return one checked job for each number of nodes, the largest last, and the remote of the jobs.
+    """Plan one job for each number of nodes, and return the jobs, the largest last, and their remote.
 
     Parameters
     ----------
-    nodes : the numbers of nodes: ``"1,2,4"`` gives three jobs.
+    nodes : the numbers of nodes. For example, ``"1,2,4"`` results in three jobs.
 
     Returns
     -------
@@ -169,7 +168,7 @@ def _plan_sizes(
 
 
 def _show_scripts(planned: Sequence[PreparedJob], remote: Remote | None, *, as_json: bool) -> None:
-    """Print the scripts of all jobs, and the warnings, which are the same for all."""
+    """Print the scripts of all jobs, and their warnings. The warnings are the same for all jobs."""
     from imgkit_builder.jobs import image_source, scaling
 
     largest = planned[-1]
