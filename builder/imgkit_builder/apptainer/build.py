@@ -132,24 +132,24 @@ def build_sif(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
             tool=tool, options=options, compression=compression, work=work, clock=clock, log=log
         )
         base = _stage_base(base, job)
-        planned = _plan_build(request, base, pack, clock)
+        build_plan = _plan_build(request, base, pack, clock)
         clock.stage("unpack the context")
         folder = work.folder / "build"
-        links = definition.links_script(planned.context.unpack(folder))
+        links = definition.links_script(build_plan.context.unpack(folder))
         (folder / definition.LOOK).write_text(definition.look_program(), encoding="utf-8")
         # File names on Linux may contain any bytes. Python reads bytes that are not UTF-8 as surrogates, and
         # this option writes them back unchanged.
         (folder / definition.LINKS).write_text(links, encoding="utf-8", errors="surrogateescape")
         file = work.folder / _DEFINITION
-        files.write_file(file, planned.definition)
+        files.write_file(file, build_plan.definition)
         # The log begins with the definition, so that a user can look up the step that failed.
-        log.write(planned.definition)
+        log.write(build_plan.definition)
         clock.stage(f"build with {tool}")
         argv = runtime_build.build_arguments(tool, compression, work.part, str(file))
         job.run(*argv, folder=folder, namespace=user_rights.needs_namespace)
         if not work.part.exists():
             raise ToolFailed(f"{tool} succeeded but wrote no file", hint=f"the full log: {log.name}")
-        return _finish_sif(request, base, planned, job, tool)
+        return _finish_sif(request, base, build_plan, job, tool)
 
 
 def plan_build(request: SifRequest, pack: Pack, report: Reporter) -> tuple[BuildPlan, str]:

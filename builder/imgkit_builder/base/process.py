@@ -417,12 +417,12 @@ def read_answer(output: Generator[bytes, None, None], program: str) -> bytes:
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
     """Yield the lines of an output that arrives in chunks. Each line is yielded as soon as it is complete."""
-    rest = b""
+    incomplete_line = b""
     for chunk in chunks:
-        *lines, rest = (rest + chunk).split(b"\n")
+        *lines, incomplete_line = (incomplete_line + chunk).split(b"\n")
         yield from lines
-    if rest:
-        yield rest
+    if incomplete_line:
+        yield incomplete_line
 
 
 def filter_through(

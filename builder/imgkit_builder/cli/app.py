@@ -89,16 +89,17 @@ class GroupedVerbs(TyperGroup):
         # These commands only appear in --help. `resolve_command` imports the real command of a verb when it
         # is used.
         for name, verb in VERBS.items():
+            # The help of these commands comes from the table above, so no module is imported.
             self.add_command(TyperCommand(name, help=verb.help))
 
     def resolve_command(self, ctx: ClickContext, args: list[str]) -> Any:
         """Return the name and the command of the verb with which `args` begin, and the other arguments."""
-        name, command, rest = super().resolve_command(ctx, args)
+        name, command, remaining_args = super().resolve_command(ctx, args)
         if name not in VERBS:
-            return name, command, rest
+            return name, command, remaining_args
         # resilient_parsing means that the shell is completing an argument. Messages about plug-ins would
         # disturb it.
-        return name, verb_command(name, quiet=ctx.resilient_parsing), rest
+        return name, verb_command(name, quiet=ctx.resilient_parsing), remaining_args
 
     def format_commands(self, ctx: ClickContext, formatter: HelpFormatter) -> None:
         """Write one section of the help for each group of verbs."""
@@ -240,6 +241,7 @@ def _print_usage_error(error: Any, *, as_json: bool) -> NoReturn:
 def _print_error(error: ImgkitError, *, as_json: bool) -> NoReturn:
     """Print `error` in the form that `main` describes, and exit with the exit code of the error."""
     if as_json:
+        # Imported here, because only --json needs it.
         from imgkit_builder.cli.common import error_data, print_result
 
         print_result(error_data(error), as_json=True)

@@ -85,19 +85,20 @@ def verb_save(
                 report=report,
                 describe=describe,
             )
-    described = describe(saved)
-    commands = _next_commands(target, described.system)
+    # `save_archive` has already written this sidecar. The text for the user is made from the same values.
+    facts = describe(saved)
+    commands = _next_commands(target, facts.system)
     lines = [f"{target}  {saved.size_bytes / 1e6:.1f} MB  sha256 {saved.sha256}"]
-    if described.manifest and described.manifest.base.standin:
+    if facts.manifest and facts.manifest.base.standin:
         lines.append("a STAND-IN without NVIDIA's software: for tests only, not for a cluster")
-    cluster = described.system.title if described.system and described.system.title else "the cluster"
+    cluster = facts.system.title if facts.system and facts.system.title else "the cluster"
     lines += [f"copy it:    {commands['copy']}", f"on {cluster}:"]
     for step in ("module", "verify", "convert"):
         if commands[step]:
             lines.append(f"            {commands[step]}")
     data = {
-        "image": dataclasses.asdict(described.image),
-        "archive": dataclasses.asdict(described.archive) | {"path": target},
+        "image": dataclasses.asdict(facts.image),
+        "archive": dataclasses.asdict(facts.archive) | {"path": target},
         "sidecars": [sidecar.sha256_path(target), sidecar.json_path(target)],
         "commands": commands,
     }

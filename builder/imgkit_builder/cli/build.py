@@ -99,6 +99,7 @@ def verb_build(
         submit_job(prepared, job, dry_run=dry_run, as_json=as_json)
         return
     refuse_without_submit(job)
+    # All four functions take the recipe, the options and the reporter.
     run: Callable[..., Any]
     if options.program == "docker":
         run = build.plan if dry_run else build.build

@@ -113,6 +113,7 @@ def verb_shell(
         print_message(command)
     program, *_ = shell.argv
     install = "sudo apt-get install docker-cli (or docker.io)"
+    # Without this check, execvp would fail with an error that has no hint.
     process.require_program(program, "run this where the job was submitted" if job else install)
     os.execvp(program, shell.argv)  # noqa: S606 - an argv list, no shell; the terminal now belongs to it
 

@@ -53,22 +53,23 @@ def verb_status(
     run = job_status.status_runner(record, may_ask=may_ask())
     report = job_status.report_job(record, run)
     save_new_state(record, report.record)
-    use = job_status.read_gpu_use(record, run)
+    gpu_report = job_status.read_gpu_use(record, run)
     if as_json:
         data = _report_to_dict(report)
-        if use:
-            data["gpu_use"] = dataclasses.asdict(use)
+        if gpu_report:
+            data["gpu_use"] = dataclasses.asdict(gpu_report)
         print_result(data, as_json=True)
         return
     if report.argv:
         print_message(f"{_remote_prefix(record)}{shlex.join(report.argv)}")
+        # On a terminal, this replaces control characters in the output of the scheduler.
         terminal.output_copier()(report.text.encode())
     if report.has_ended:
         terminal.print_results(job_status.ending_text(report))
     elif report.record.state == "waiting":
         terminal.print_results(job_status.waiting_text(record.job, report.wait))
-    if use:
-        terminal.print_results(gpu_use.describe(use))
+    if gpu_report:
+        terminal.print_results(gpu_use.describe(gpu_report))
 
 
 def _show_own_jobs(*, as_json: bool) -> None:

@@ -79,16 +79,17 @@ def verb_lock(
             hint=f"imgkit lock {recipe} --upgrade {' '.join(packages)}",
         )
 
-    loaded = load_recipe(recipe)
-    source = dataclasses.replace(source, base=bases.select_base(source.base, loaded))
+    loaded_recipe = load_recipe(recipe)
+    # --base current means the image.current_base of the recipe.
+    source = dataclasses.replace(source, base=bases.select_base(source.base, loaded_recipe))
     if check:
-        _check_lock(loaded, base=source.base, platform=source.platform, as_json=as_json)
+        _check_lock(loaded_recipe, base=source.base, platform=source.platform, as_json=as_json)
         return
 
     options = dataclasses.replace(options, packages=tuple(packages or ()))
-    file = lock_file.lock_path(loaded)
+    file = lock_file.lock_path(loaded_recipe)
     with exit_on_sigterm(), reporter(as_json=as_json, verbose=verbose) as report:
-        old, new = _update_lock(loaded, options, source, file, writes=not dry_run, report=report)
+        old, new = _update_lock(loaded_recipe, options, source, file, writes=not dry_run, report=report)
     _show_changes(file, old, new, dry_run=dry_run, as_json=as_json)
 
 
@@ -134,7 +135,7 @@ def _update_lock(
     values = secret_values.read_secrets(recipe)
     secrets_at = recipe.where("image", "secrets") if values.options else ""
     with engines.connect() as engine, tempfile.TemporaryDirectory(prefix="imgkit-lock-") as folder:
-        choice = engines.choose(engine.facts(), source.builder, secrets_at=secrets_at)
+        builder = engines.choose(engine.facts(), source.builder, secrets_at=secrets_at)
         report.stage(f"base {request.base}")
         image = engines.resolve_base(
             engine,
@@ -153,7 +154,7 @@ def _update_lock(
         new = resolve_packages(
             engine,
             resolution,
-            builder=dataclasses.replace(choice, options=values.options),
+            builder=dataclasses.replace(builder, options=values.options),
             values=values,
             folder=Path(folder),
             report=report,
@@ -192,8 +193,8 @@ def _show_changes(
         print_result(data, f"{file} is up to date: {counts}", as_json=as_json)
         return
     lines = [str(change) for change in difference if change.kind != "file"]
-    verdict = "not written (--dry-run)" if dry_run else "written"
-    print_result(data, *lines, f"{file} {verdict}: {counts}", as_json=as_json)
+    outcome = "not written (--dry-run)" if dry_run else "written"
+    print_result(data, *lines, f"{file} {outcome}: {counts}", as_json=as_json)
 
 
 def _lock_request(recipe: Recipe, base: str | None) -> LockRequest:

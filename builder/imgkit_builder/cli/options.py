@@ -127,6 +127,7 @@ def _typer_option(flag: Flag) -> Any:
         *flag.names,
         metavar=flag.metavar or None,
         help=flag.help,
+        # rich is not used, but `_section_title` finds the group under this name.
         rich_help_panel=flag.group or None,
     )
 
@@ -246,12 +247,12 @@ def _flags_of_systems(*, quiet: bool) -> list[type[Any]]:
     # search for plug-ins.
     from imgkit_builder.jobs import systems
 
-    installed = systems.load_systems()
+    loaded_systems = systems.load_systems()
     if not quiet:
-        for error in installed.errors:
+        for error in loaded_systems.errors:
             terminal.print_messages(*f"imgkit: {error}".split("\n"))
     classes = []
-    for system in installed.systems.values():
+    for system in loaded_systems.systems.values():
         # Systems can share a class: all systems without flags do, and so do RunAI and Kubeflow.
         if system.flags not in classes:
             classes.append(system.flags)

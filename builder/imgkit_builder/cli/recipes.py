@@ -181,6 +181,7 @@ def verb_check(
             verdict, file_exit_code = "bad", EXIT_USAGE
         elif strict and warnings:
             verdict, file_exit_code = "warn", EXIT_NO
+        # The worst recipe decides about the exit code of the verb.
         exit_code = max(exit_code, file_exit_code)
         rows.append(
             {
@@ -262,15 +263,18 @@ def verb_render(
       imgkit render mn5 --context mn5.tar && docker build -t mn5 - < mn5.tar
       imgkit render mn5 --format def -o mn5.def
     """
-    loaded = load_recipe(recipe, build_args=build_args)
-    base = bases.select_base(base, loaded)
+    loaded_recipe = load_recipe(recipe, build_args=build_args)
+    base = bases.select_base(base, loaded_recipe)
     if not no_lock:
-        loaded = lock_file.attach_lock(loaded, platform=platform or loaded.image.platforms[0], base=base)
-        base = loaded.lock.base.exact if loaded.lock else base
+        loaded_recipe = lock_file.attach_lock(
+            loaded_recipe, platform=platform or loaded_recipe.image.platforms[0], base=base
+        )
+        # A lock names its base by digest, and its packages fit only that image.
+        base = loaded_recipe.lock.base.exact if loaded_recipe.lock else base
     make = render.render_dockerfile if form == "dockerfile" else render.render_definition
-    text = make(loaded, base=base, platform=platform)
+    text = make(loaded_recipe, base=base, platform=platform)
     if context is not None:
-        _write_context(loaded, context, base=base, platform=platform, large=large)
+        _write_context(loaded_recipe, context, base=base, platform=platform, large=large)
     if output is not None:
         files.write_file(output, text)
     else:

@@ -85,6 +85,7 @@ def add(
         config.check_host(transfer, where="--transfer")
     if recipe:
         target = targets.load_target(recipe)
+        # A file is stored as a path, and a shipped recipe as its name.
         recipe = str(target.file) if Path(recipe).is_file() else target.name
     if volume and not pvc:
         raise UsageError("--volume without --pvc", where="--volume", hint="--pvc CLAIM:/PATH")
@@ -125,6 +126,7 @@ def list_remotes(as_json: bool = JSON) -> None:
 def remove(name: str = NAME, as_json: bool = JSON) -> None:
     """Remove a remote from the list; its files and jobs stay."""
     remote = config.remove_remote(name)
+    # Without this, the shared ssh connection would stay open until its idle timeout.
     connection.connect(remote).close()
     print_result(
         dataclasses.asdict(remote), f"its folder {remote.folder} on {remote.address} is kept", as_json=as_json

@@ -255,6 +255,7 @@ def _run_job(options: _Options, flags: JobRequest) -> None:
             _show_comments(script)
         on_remote = f"on {transport.name}: " if remote else ""
         print_message(f"{on_remote}{shlex.join(script.submit)}")
+        # The job's directory exists only on the machine that runs the job.
         folder = Path() if remote else ready.job.directory
         process.replace_process(transport.foreground_argv(ready.job, script), cwd=folder)
     show_submitted(record, ready, detach=options.detach, as_json=options.as_json)
@@ -418,6 +419,7 @@ def _no_scheduler_hint(recipe: str) -> str:
     first_step = ""
     name = "NAME"
     if remotes:
+        # A remote with this recipe is the most probable one.
         name = (matching_remotes or remotes)[0].name
     else:
         first_step = "imgkit remote add NAME USER@HOST:DIR, then "

@@ -92,6 +92,7 @@ def verb_scaling(
                     folder = report_folder
                     size = run.sizes[0]  # the sizes are submitted from the largest to the smallest
                     report.note(f"{scaling.nodes_text(size.nodes)}: {size.job or size.state}")
+            # The folder is known here: it was given by --continue, or `submit_sizes` has yielded it.
             assert folder is not None  # noqa: S101 - `submit` yields it, or raises
             command = f"imgkit scaling --continue {shlex.quote(str(folder))}"
             if options.detach:
@@ -116,6 +117,7 @@ def verb_scaling(
         as_json=options.as_json,
     )
     print_message(str(folder / scaling.PAGE_FILE))
+    # The report is written all the same, but scripts should notice that it has gaps.
     if not all(size.is_complete for size in result.sizes):
         raise typer.Exit(EXIT_NO)
 
@@ -133,6 +135,7 @@ def _refuse_with_continue(nodes: str, options: JobOptions, flags: JobRequest) ->
     if flags.launch.command:
         refused.append("COMMAND")
     if refused:
+        # The first option is enough for the error.
         name = refused[0]
         raise UsageError(f"{name} cannot be combined with --continue", where=name, hint="leave it out")
 

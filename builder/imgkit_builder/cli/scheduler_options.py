@@ -263,8 +263,8 @@ def _split_pbs_resources(flag: str, value: str) -> Iterator[TypedOption]:
     # A colon or comma separates two resources only if a name and "=" follow it. Values such as 1:00:00 also
     # contain colons.
     for resource in re.split("[:,](?=[a-z_]+=)", value):
-        name, _, number = resource.partition("=")
-        yield TypedOption(flag, name, number)
+        name, _, resource_value = resource.partition("=")
+        yield TypedOption(flag, name, resource_value)
 
 
 def _find_answers(rows: Sequence[Row], typed_options: Sequence[TypedOption]) -> Iterator[Answer]:

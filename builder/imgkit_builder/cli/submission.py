@@ -40,6 +40,7 @@ def refuse_without_submit(options: SubmitOptions) -> None:
     The caller has already checked that ``--submit`` is not given, and the options need it.
     """
     for name in flags_in(options):
+        # The first option is enough for the error.
         raise UsageError(f"{name} is for a job", where=name, hint="add --submit, or leave it out")
 
 

@@ -101,8 +101,8 @@ def read_file_facts(name: str) -> FileFacts | PackagesFacts:
     """
     path = Path(name)
     if packages_record.is_packages(path):
-        stored = packages_record.read(path)
-        return PackagesFacts(path=name, size_bytes=path.stat().st_size, record=stored)
+        stored_record = packages_record.read(path)
+        return PackagesFacts(path=name, size_bytes=path.stat().st_size, record=stored_record)
     if image.is_sif(path):
         sif = image.read(path)
         kind: Literal["sif", "sqsh"] = "sif"

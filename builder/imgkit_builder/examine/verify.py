@@ -240,17 +240,17 @@ def _check_packages(path: Path, report: Reporter) -> Iterator[Check]:
     """Check a file of packages that ``imgkit add`` wrote, and whether it belongs to the image beside it."""
     report.stage(f"read {path.name}")
     try:
-        stored = record.read(path)
+        stored_record = record.read(path)
         actual = record.squashfs_sha256(path)
     except CheckFailed as error:
         yield Check("record", "fail", error.what, error.hint or "")
         return
     damage = ""
-    if actual != stored.squashfs_sha256:
-        damage = f"has sha256 {actual}, the record says {stored.squashfs_sha256}"
-    yield _make_check("content", damage, f"{len(stored.packages)} packages, sha256 {actual}")
+    if actual != stored_record.squashfs_sha256:
+        damage = f"has sha256 {actual}, the record says {stored_record.squashfs_sha256}"
+    yield _make_check("content", damage, f"{len(stored_record.packages)} packages, sha256 {actual}")
     # ``imgkit add`` writes the file into the folder of its image.
-    image = path.with_name(stored.image)
+    image = path.with_name(stored_record.image)
     if not image.exists():
         yield Check("image", "skip", f"{image.name} is not beside it")
         return
@@ -287,16 +287,16 @@ def _check_manifest(path: Path, arch: str) -> Check:
         text = unsquash.baked_facts(path).manifest
         if not text:
             return Check(name, "warn", f"no {manifest.MANIFEST_JSON}: imgkit did not build this image")
-        built = manifest.from_json(text)
+        parsed = manifest.from_json(text)
     except ToolMissing as error:
         return Check(name, "skip", f"not read: {error.what}", error.hint or "")
     except ImgkitError as error:
         return Check(name, "fail", error.what, error.hint or "")
-    _, _, manifest_arch = built.platform.partition("/")
+    _, _, manifest_arch = parsed.platform.partition("/")
     if arch not in (manifest_arch, "unknown"):
-        problem = f"it says {built.platform}, but the file is for {arch}"
+        problem = f"it says {parsed.platform}, but the file is for {arch}"
         return Check(name, "fail", problem, "convert it again")
-    base = built.base.name
-    if built.base.standin:
+    base = parsed.base.name
+    if parsed.base.standin:
         base += " (a stand-in)"
-    return Check(name, "ok", f"recipe {built.recipe} on {base}, {built.platform}, imgkit {built.imgkit}")
+    return Check(name, "ok", f"recipe {parsed.recipe} on {base}, {parsed.platform}, imgkit {parsed.imgkit}")

@@ -134,8 +134,8 @@ def _parse_metadata(text: str) -> tuple[str, str]:
 
 def _parse_package_name(text: str) -> tuple[str, str]:
     """Return the name and version in ``torch-2.3.0``, or in the name of an egg, ``torch-2.3.0-py3.10``."""
-    name, _, rest = text.partition("-")
-    version, _, _ = rest.partition("-")
+    name, _, version_and_tag = text.partition("-")
+    version, _, _ = version_and_tag.partition("-")
     return name, version
 
 

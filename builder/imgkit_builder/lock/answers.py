@@ -155,8 +155,8 @@ def _find_built_wheel(name: str, version: str, files: Iterable[str]) -> str:
     """
     wheel = ""
     for file in files:
-        file_name, _, rest = file.partition("-")
-        file_version, _, _ = rest.partition("-")
+        file_name, _, version_and_tags = file.partition("-")
+        file_version, _, _ = version_and_tags.partition("-")
         if canonical_name(file_name) == canonical_name(name) and file_version == version:
             wheel = file
     return wheel

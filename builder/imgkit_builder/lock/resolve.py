@@ -178,9 +178,9 @@ def _read_answers(folder: Path, resolution: Resolution, mask: Callable[[str], st
         debs = files.read_text(folder / "apt.txt", errors="replace")
     digests = _hash_packages([*resolution.kept_wheels.values(), *sorted(folder.iterdir())])
     wheels: list[LockedWheel] = []
-    for number in install.pip_step_numbers(resolution.recipe):
-        answer = files.read_bytes(folder / f"pip-{install.step_name(number)}.json")
-        wheels += answers.read_wheels(answer, number, digests)
+    for step_number in install.pip_step_numbers(resolution.recipe):
+        answer = files.read_bytes(folder / f"pip-{install.step_name(step_number)}.json")
+        wheels += answers.read_wheels(answer, step_number, digests)
     return LockedPlatform(
         platform=base.platform,
         source_date_epoch=now_s(),
@@ -220,9 +220,9 @@ def pack_request(resolution: Resolution) -> BuildContext:
     for package in recipe.image.apt:
         apt += f"{NEXT}    {shlex.quote(package)}"
     pip_steps = []
-    for number in install.pip_step_numbers(recipe):
-        pip = f"{program} {install.step_name(number)}"
-        pip_steps.append(install.pip_step(recipe, number, pip=pip))
+    for step_number in install.pip_step_numbers(recipe):
+        pip = f"{program} {install.step_name(step_number)}"
+        pip_steps.append(install.pip_step(recipe, step_number, pip=pip))
     apt_steps = tuple(dataclasses.replace(step, command=apt) for step in layers.apt)
     layers = dataclasses.replace(layers, apt=apt_steps, pip=tuple(pip_steps))
     program_data = importlib.resources.files(__package__).joinpath(_PROGRAM).read_bytes()
@@ -265,16 +265,18 @@ def _make_settings(resolution: Resolution) -> dict[str, object]:
         debs = [(deb.name, deb.version) for deb in resolution.old.apt if options.keeps_version(deb.name)]
         wheels = [wheel for wheel in resolution.old.pip if options.keeps_version(wheel.name)]
     steps = {}
-    for number in install.pip_step_numbers(recipe):
+    for step_number in install.pip_step_numbers(recipe):
         pins = {}
-        if number == UV_STEP:
+        if step_number == UV_STEP:
             # This step has no pins, because its versions are those of uv.lock.
             pip_options = uv_export.index_options(recipe)
         else:
-            pip_options = list(lock_file.collect_pip_options(recipe.image.pip[number]))
+            pip_options = list(lock_file.collect_pip_options(recipe.image.pip[step_number]))
             # Each step has its own pins, because two steps may install two versions of the same package.
-            pins = {canonical_name(wheel.name): wheel.version for wheel in wheels if wheel.step == number}
-        steps[install.step_name(number)] = {"options": pip_options, "pins": pins}
+            pins = {
+                canonical_name(wheel.name): wheel.version for wheel in wheels if wheel.step == step_number
+            }
+        steps[install.step_name(step_number)] = {"options": pip_options, "pins": pins}
     return {"keep_files": options.keep_files, "debs": debs, "steps": steps}
 
 

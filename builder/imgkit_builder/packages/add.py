@@ -134,9 +134,9 @@ def this_machine() -> ImageMachine:
     def run_script(script: str, args: Sequence[str], data: Iterable[bytes]) -> Generator[bytes, None, None]:
         return process.filter_through(("sh", "-c", script, "sh", *args), data, hold=True)
 
-    installed = [name for name in runtime.COMMANDS if shutil.which(name)]
+    installed_runtimes = [name for name in runtime.COMMANDS if shutil.which(name)]
     # If no runtime is installed, the first command is used. `machine.sh` then reports that it is missing.
-    return ImageMachine(run=run_script, program=(*installed, *runtime.COMMANDS)[0])
+    return ImageMachine(run=run_script, program=(*installed_runtimes, *runtime.COMMANDS)[0])
 
 
 def add(
@@ -351,12 +351,12 @@ class _Steps:
         output = b"".join(self._run("look"))
         # The output is "DIGEST  -". If the file to write exists, a line with its size and its last bytes
         # follow.
-        digest_line, _, rest = output.partition(b"\n")
+        digest_line, _, file_output = output.partition(b"\n")
         self._refuse_problem(digest_line.decode())
         image_digest = digest_line.decode().split()[0]
-        if not rest:
+        if not file_output:
             return _Files(image_digest)
-        size_line, _, end = rest.partition(b"\n")
+        size_line, _, end = file_output.partition(b"\n")
         return _Files(image_digest, int(size_line), record.parse_end(end, str(self.target)))
 
     def install(self, report: Reporter, log: TextIO) -> _Installation:

@@ -252,7 +252,7 @@ def search_path_script(count: int) -> str:
 
     It sets PATH and PYTHONPATH so that Python finds the added packages before those of the image.
     """
-    folders = [mount_path(number) for number in range(1, count + 1)]
+    folders = [mount_path(file_number) for file_number in range(1, count + 1)]
     path = ":".join(f"{folder}/bin" for folder in folders)
     python_path = ":".join(folders)
     return f'export PYTHONPATH="{python_path}${{PYTHONPATH:+:$PYTHONPATH}}" PATH="{path}:$PATH"; exec "$@"'

@@ -119,23 +119,23 @@ def build(
     ToolFailed : a step failed.
     CheckFailed : the smoke test failed.
     """
-    loaded = _load_recipe(recipe, request, report)
-    secrets = secret_values.read_secrets(loaded)
+    loaded_recipe = _load_recipe(recipe, request, report)
+    secrets = secret_values.read_secrets(loaded_recipe)
     secrets_at = ""
     if secrets.options:
         # The line of the recipe to name if the builder cannot pass on secrets.
-        secrets_at = loaded.where("image", "secrets")
-    tag = request.tag or default_tag(loaded.name)
+        secrets_at = loaded_recipe.where("image", "secrets")
+    tag = request.tag or default_tag(loaded_recipe.name)
     engines.check_name(tag, where="--tag")
     with engines.connect() as engine:
         builder = engines.choose(engine.facts(), request.builder, secrets_at=secrets_at)
         # The platform and the lock must be known before the base is resolved. A lock has a section for each
         # platform, and names the base by its digest.
-        target = engines.choose_platform(loaded, requested=request.platform, host=engine.platform)
-        loaded = _attach_lock(loaded, target, request, report)
-        base = _resolve_base(engine, loaded, request, report)
+        target = engines.choose_platform(loaded_recipe, requested=request.platform, host=engine.platform)
+        loaded_recipe = _attach_lock(loaded_recipe, target, request, report)
+        base = _resolve_base(engine, loaded_recipe, request, report)
         report.stage("context")
-        context = _pack_context(loaded, base, request, report)
+        context = _pack_context(loaded_recipe, base, request, report)
         # A secret in a file of the context would become part of the image.
         secret_values.refuse_secrets_in(context, secrets)
         tested: list[Check] = []
@@ -155,7 +155,10 @@ def build(
             no_cache=request.no_cache,
             accept=accept,
         )
-    build_input_sha256 = input_sha256(loaded, context, _base_name(loaded, request) or loaded.image.base)
+    # The digest lets a later job find this image without a question to the engine.
+    build_input_sha256 = input_sha256(
+        loaded_recipe, context, _base_name(loaded_recipe, request) or loaded_recipe.image.base
+    )
     record_build(build_input_sha256, built.image.id)
     if built.up_to_date:
         report.note(f"{built.tag} is up to date: the engine's cache has every step (to run them: --no-cache)")
@@ -167,8 +170,8 @@ def build(
         size_bytes=built.image.size_bytes,
         standin=base.standin,
         base=BuiltBase(name=base.name, id=base.id, digest=base.digest),
-        locked=loaded.lock is not None,
-        runtime=loaded.system.runtime.kind,
+        locked=loaded_recipe.lock is not None,
+        runtime=loaded_recipe.system.runtime.kind,
         log=built.log,
         input_sha256=build_input_sha256,
         labels=dict(built.image.labels),
@@ -210,22 +213,23 @@ def plan(
     ------
     UsageError, LargeContext : as in `build`.
     """
-    loaded = _load_recipe(recipe, request, report)
-    target = engines.choose_platform(loaded, requested=request.platform, host=host_platform())
-    loaded = _attach_lock(loaded, target, request, report)
-    base = _base_name(loaded, request) or loaded.image.base
-    tag = request.tag or default_tag(loaded.name)
+    loaded_recipe = _load_recipe(recipe, request, report)
+    # The engine is not asked, so this machine's platform is the default.
+    target = engines.choose_platform(loaded_recipe, requested=request.platform, host=host_platform())
+    loaded_recipe = _attach_lock(loaded_recipe, target, request, report)
+    base = _base_name(loaded_recipe, request) or loaded_recipe.image.base
+    tag = request.tag or default_tag(loaded_recipe.name)
     engines.check_name(base, where="--base")
     engines.check_name(tag, where="--tag")
-    context = _pack_context(loaded, BaseImage(name=base, platform=target), request, report)
+    context = _pack_context(loaded_recipe, BaseImage(name=base, platform=target), request, report)
     return ImagePlan(
-        recipe=loaded.name,
-        file=loaded.file,
+        recipe=loaded_recipe.name,
+        file=loaded_recipe.file,
         base=base,
         platform=target,
         tag=tag,
         context_bytes=context.size_bytes,
-        input_sha256=input_sha256(loaded, context, base),
+        input_sha256=input_sha256(loaded_recipe, context, base),
         dockerfile=context.dockerfile,
     )
 
@@ -291,8 +295,8 @@ def plan_sif(
     UsageError, LargeContext, ToolMissing : as in `build_sif`.
     """
     sif_request, pack_context = _prepare_sif(recipe, request, report)
-    planned, command = builds.plan_build(sif_request, pack_context, report)
-    base = planned.context.manifest.base
+    build_plan, command = builds.plan_build(sif_request, pack_context, report)
+    base = build_plan.context.manifest.base
     return SifPlan(
         recipe=sif_request.recipe.name,
         file=sif_request.recipe.file,
@@ -300,9 +304,9 @@ def plan_sif(
         base_from=request.base_from or "its registry",
         platform=base.platform,
         sif=sif_request.target,
-        context_bytes=planned.context.size_bytes,
+        context_bytes=build_plan.context.size_bytes,
         command=command,
-        definition=planned.definition,
+        definition=build_plan.definition,
     )
 
 
@@ -312,10 +316,10 @@ def _prepare_sif(recipe: str | Path, request: SifBuildRequest, report: Reporter)
     The function packs the build context, the files that the build gets. The context depends on the base
     image, which `build_sif` looks up first. So `build_sif` calls the function once the base is known.
     """
-    loaded = _load_recipe(recipe, request, report)
-    _refuse_for_sif(loaded, request)
+    loaded_recipe = _load_recipe(recipe, request, report)
+    _refuse_for_sif(loaded_recipe, request)
     # A definition file is always built for this machine's platform.
-    locked = _attach_lock(loaded, host_platform(), request, report)
+    locked = _attach_lock(loaded_recipe, host_platform(), request, report)
     _refuse_local_base(locked, request)
 
     def pack_context(base: BaseImage) -> BuildContext:
@@ -394,10 +398,10 @@ def _load_recipe(recipe: str | Path, request: AnyBuildRequest, report: Reporter)
     """
     if request.locked and request.no_lock:
         raise UsageError("--locked cannot be combined with --no-lock", where="--no-lock")
-    loaded = load(str(recipe), build_args=request.build_args)
-    for line in warning_lines(loaded.warnings):
+    loaded_recipe = load(str(recipe), build_args=request.build_args)
+    for line in warning_lines(loaded_recipe.warnings):
         report.note(line)
-    return loaded
+    return loaded_recipe
 
 
 def _pack_context(

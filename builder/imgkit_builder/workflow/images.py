@@ -170,8 +170,8 @@ def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] =
     command = _shell_in_image(len(packages), variables)
     argv = [str(tool.path), "exec" if command else "shell", "--nv"]
     # A file of packages is a squashfs. The runtime mounts each one in its own folder.
-    for number, file in enumerate(packages, 1):
-        argv += ["--bind", f"{Path(file).absolute()}:{record.mount_path(number)}:image-src=/,ro"]
+    for file_number, file in enumerate(packages, 1):
+        argv += ["--bind", f"{Path(file).absolute()}:{record.mount_path(file_number)}:image-src=/,ro"]
     for option in dict.fromkeys(options):  # each option once, and --nv is already in argv
         if option != "--nv":
             argv.append(option)
