@@ -86,6 +86,7 @@ def read_trailer(stream: BinaryIO, start: int, size_bytes: int, magic: bytes) ->
         return None
     length, actual_magic = _END.unpack(end)
     max_length = min(_MAX_DESCRIPTION_BYTES, size_bytes - _END.size)
+    # The length comes from the file, so it is not trusted before it is checked.
     if actual_magic != magic or not 0 < length <= max_length:
         return None
     stream.seek(start + size_bytes - _END.size - length)

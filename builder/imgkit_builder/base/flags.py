@@ -149,6 +149,7 @@ def option_arguments(kind: type[Any], request: Any) -> tuple[str, ...]:
         if value == declared_flag.default:
             continue
         if isinstance(value, bool):
+            # A flag without a value. Its value differs from the default, so the flag was given.
             argv.append(name)
         elif isinstance(value, tuple):
             for item in value:

@@ -143,6 +143,7 @@ def _read_built_file(
     try:
         return parse(data.decode())
     except (ValueError, TypeError, UsageError) as error:
+        # The archive itself is complete, so the save goes on with a smaller sidecar.
         report.note(f"another imgkit wrote {path} in the image; the sidecar leaves it out: {error}")
         return None
 

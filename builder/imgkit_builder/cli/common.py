@@ -179,6 +179,7 @@ def format_columns(table: Sequence[Sequence[str]], *, max_width: int = sys.maxsi
     max_width : the largest width of a column, in characters. A longer cell is not cut. It shifts the rest of
         its line to the right.
     """
+    # Control characters are replaced first, because that changes the length of a cell.
     rows = [[terminal.escape_controls(cell) for cell in row] for row in table]
     widths = []
     for column in zip(*rows, strict=True):

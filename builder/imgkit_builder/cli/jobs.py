@@ -77,8 +77,10 @@ def _show_own_jobs(*, as_json: bool) -> None:
 
     If the states of some jobs are unknown, exit with the exit code of `ToolFailed`.
     """
+    # The records on this machine have the last known states. Only jobs that may have changed are asked about.
     old_records = [record for record in records.list_records() if _may_run(record)]
     jobs, is_complete = _refresh_states(old_records)
+    # `imgkit runs` shows the saved states without asking a scheduler.
     for record, current in zip(old_records, jobs, strict=True):
         save_new_state(record, current)
     lines = jobs_table(jobs) if jobs else ("no job waits or runs; imgkit runs lists those that have ended",)
@@ -106,6 +108,7 @@ def _refresh_states(jobs: Iterable[SubmittedJob]) -> tuple[list[SubmittedJob], b
         except ImgkitError as error:
             print_message(f"{record.job.handle}: {error.what}")
             is_complete = False
+            # Cut means that ssh could not connect, or lost the connection.
             if isinstance(error, Cut):
                 unreachable_remotes.add(record.job.remote)
         current_jobs.append(current)
@@ -214,10 +217,12 @@ def follow_job(record: SubmittedJob) -> int:
         print_message(continue_hint)
         return INTERRUPTED
     except Cut as error:
+        # The connection broke, but the job did not. Say first how to follow it again.
         raise Cut(error.what, where=error.where, hint=f"{continue_hint}\n{error.hint}") from error
     save_new_state(record, report.record)
     print_message(job_status.ending_text(report))
     state = report.record.state
+    # "ended" means that the job has ended, but its result is unknown.
     if state in ("succeeded", "ended"):
         return 0
     if state == "failed":

@@ -168,8 +168,10 @@ class _FieldOptions:
         for name, flag in self.flags.items():
             value = values.pop(name)
             if isinstance(value, list):
+                # typer returns a list for a repeated option, and a frozen dataclass has a tuple.
                 fields[flag.field] = tuple(value)
             elif flag.is_negative:
+                # The field is True by default, and an option such as --no-test sets it to False.
                 fields[flag.field] = not value
             else:
                 fields[flag.field] = value

@@ -40,6 +40,7 @@ def reporter(*, as_json: bool = False, verbose: bool = False) -> Iterator[Report
         try:
             yield live
         finally:
+            # The terminal must be restored even if the verb fails.
             live.close()
 
 

@@ -160,6 +160,7 @@ def _select_remote_and_recipe(on: str, recipe: str) -> tuple[str, str]:
         return remote.name, recipe or remote.recipe
     if recipe:
         return "", recipe
+    # With several remotes, the hint is to choose one of them.
     if len(remotes) > 1:
         names = ", ".join(item.name for item in remotes)
         message = f"no recipe given, and there are several remotes: {names}"

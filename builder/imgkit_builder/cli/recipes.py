@@ -214,6 +214,7 @@ def _check_recipe(file: str, *, strict: bool) -> tuple[Sequence[Problem], UsageE
             warnings += host_effects.find_host_effects(recipe)
         check_code(recipe)
     except UsageError as error:
+        # Warnings that were found before the error are still worth printing.
         return warnings, error
     return warnings, None
 

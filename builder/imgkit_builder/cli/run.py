@@ -358,6 +358,7 @@ def _show_dry_run(options: _Options, prepared: PreparedJob, inputs: JobInputs) -
         print_message(warning)
     values = list(origins.list_value_sources(prepared.job, inputs.flags, inputs.project))
     if prepared.source is not None and remote is not None:
+        # The remote and the recipe come first in the list of values.
         values = _remote_values(options, prepared.source, remote, inputs.project, values)
         print_message(f"{image_source.UNKNOWN_HOME} stands for the folder on {remote.name}")
     show_script(prepared.job, prepared.script, values if options.verbose else (), as_json=options.as_json)
@@ -445,6 +446,7 @@ def show_submitted(record: SubmittedJob, ready: PreparedJob, *, detach: bool, as
         return
     is_interactive = ready.job.request.launch.interactive
     is_followed = False
+    # The tasks of an array have separate outputs, and an interactive job has none to follow.
     if not (detach or record.job.array or is_interactive):
         is_followed = can_follow(record)
     if not is_followed:
@@ -474,6 +476,7 @@ def show_script(job: Job, script: Script, values: Sequence[ValueSource], *, as_j
             data["values"] = values_data(values)
         print_result(data, as_json=True)
         return
+    # stdout has the script only, so that it can be redirected to a file.
     terminal.print_messages(*values_table(values))
     terminal.print_document(script.text)
 

@@ -174,6 +174,7 @@ def _show_scripts(planned: Sequence[PreparedJob], remote: Remote | None, *, as_j
     """Print the scripts of all jobs, and their warnings. The warnings are the same for all jobs."""
     from imgkit_builder.jobs import image_source, scaling
 
+    # All jobs differ only in their size, so the warnings of one job are enough.
     largest = planned[-1]
     for warning in largest.job.warnings:
         print_message(warning)

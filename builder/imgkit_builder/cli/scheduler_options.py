@@ -210,6 +210,7 @@ def _foreign_options_error(scheduler: str, answers: Sequence[Answer]) -> UsageEr
             options_to_type.append(row.answer.format(*map(shlex.quote, values)))
         if row.note:
             notes.append(row.note.format(*values, name=option.name))
+    # A dict keeps the order and drops repeated entries.
     unique_flags = list(dict.fromkeys(flags))
     hints = list(dict.fromkeys(notes))
     if options_to_type:

@@ -182,6 +182,7 @@ def _refuse_unreadable(path: str, status: os.stat_result) -> None:
             where=path,
             hint="remove it from the data",
         )
+    # os.access tests the permission without opening the file.
     if not os.access(path, os.R_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
 

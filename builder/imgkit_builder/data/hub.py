@@ -146,6 +146,7 @@ def read_lock(file: Path) -> dict[str, str]:
         item, _, commit = line.partition(" ")
         if COMMIT.fullmatch(commit):
             commits[item] = commit
+        # Empty lines and comments are skipped.
         elif line and not line.startswith("#"):
             raise UsageError("this is no commit", where=f"{file}:{line_number}", hint="remove the line")
     return commits
@@ -229,7 +230,9 @@ def _download_error(error: Exception, spec: DataSpec) -> ImgkitError:
     refusal = _refusal(error, spec)
     if refusal is not None:
         return refusal
+    # huggingface_hub wraps errors of its HTTP library. The cause names the real problem.
     reason = str(error.__cause__ or error).partition("\n")[0]
+    # Network errors can be an OSError, too, but only errors of the operating system have an errno.
     is_local_problem = isinstance(error, OSError) and bool(error.errno)
     if is_local_problem or "No space left" in reason:
         message = f"{spec.source} cannot be written: {reason}"
@@ -263,6 +266,7 @@ def _refusal(error: Exception, spec: DataSpec) -> UsageError | None:
             f"{page}/commits/main lists them; if {LOCK} has a line for it, remove that",
         ),
     }
+    # The order matters, because GatedRepoError is a subclass of RepositoryNotFoundError.
     for kind, (message, hint) in refusals.items():
         if isinstance(error, kind):
             return UsageError(f"{spec.source} {message}", where="data", hint=hint)

@@ -108,6 +108,7 @@ def parse_all(texts: Iterable[str]) -> tuple[DataSpec, ...]:
     """
     specs = tuple(parse_spec(text) for text in texts)
     for first, second in itertools.combinations(specs, 2):
+        # A path can only be inside of a shorter path.
         outer, inner = sorted((first.target, second.target), key=len)
         if posixpath.commonpath((outer, inner)) == outer:
             raise UsageError(

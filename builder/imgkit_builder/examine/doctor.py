@@ -111,6 +111,7 @@ def _check_engine() -> Check:
     builder = builders.choose(facts)
     choices: str = builder.name
     buildx = builders.buildx_version()
+    # buildx is a plug-in of Docker, and imgkit does not use it with Podman.
     if buildx and not facts.is_podman:
         choices += f" or buildx {buildx}"
     text = (
@@ -228,6 +229,7 @@ def _check_sif_writer(tool: RuntimeTool | None, tool_check: Check) -> Check:
         squasher = squash.choose()
     except ToolMissing as error:
         obstacle = error.what
+        # If there is an mksquashfs that imgkit cannot use, its version explains why.
         path = mksquashfs.find_any()
         if path:
             obstacle += f" (version {mksquashfs.read_version(path)})"
@@ -331,6 +333,7 @@ def _check_emulation(machine: Machine, target: Target | None) -> Iterator[Check]
     """
     if target is None or f"linux/{machine.arch}" in target.platforms:
         return
+    # The first platform of a recipe is its default.
     _, _, arch = target.platforms[0].partition("/")
     problem = emulator_problem(arch, root=machine.root)
     if not problem:

@@ -110,6 +110,7 @@ def read_file_facts(name: str) -> FileFacts | PackagesFacts:
     else:
         kind = "sqsh"
         record = sqsh.read_record(path)
+        # A squashfs itself does not tell the architecture. Only the record in the file does.
         arch = record.arch if record else ""
     if record is None or not record.image_id:
         raise CheckFailed(

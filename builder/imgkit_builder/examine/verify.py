@@ -111,6 +111,7 @@ def check_checksum(path: Path, actual: str, size_bytes: int) -> Check:
         return Check("sha256", "fail", error.what, f"{error.where}: {_COPY_AGAIN}")
     name = sidecar.sha256_path(path).name
     summary = f"{actual} ({size_bytes} bytes)"
+    # An interrupted save may leave X.manifest.json without X.sha256, which is written last.
     if recorded is None:
         if description is None:
             return Check("sha256", "warn", f"{summary}; {name} is missing", f"copy {name} as well")
@@ -125,6 +126,7 @@ def check_checksum(path: Path, actual: str, size_bytes: int) -> Check:
     if not differences:
         return Check("sha256", "ok", summary)
     text = f"is {actual}{differences}"
+    # A different size shows that a copy was interrupted.
     if archive and archive.size_bytes != size_bytes:
         text += f"; the file has {size_bytes} of {archive.size_bytes} bytes"
     return Check("sha256", "fail", text, _COPY_AGAIN)
@@ -159,6 +161,7 @@ def _check_description(path: Path, contents: Contents, image: SelectedImage[Hash
         return Check("sidecar", "skip", f"{sidecar.json_path(path).name} is missing")
     difference = _describe_difference(description, contents, image)
     if difference:
+        # The archive itself may be fine.
         hint = "the sidecar belongs to another archive: copy both again"
         return Check("sidecar", "fail", difference, hint)
     recorded = description.image
@@ -293,6 +296,7 @@ def _check_manifest(path: Path, arch: str) -> Check:
     except ImgkitError as error:
         return Check(name, "fail", error.what, error.hint or "")
     _, _, manifest_arch = parsed.platform.partition("/")
+    # A .sqsh of another program does not record its architecture, which is then "unknown".
     if arch not in (manifest_arch, "unknown"):
         problem = f"it says {parsed.platform}, but the file is for {arch}"
         return Check(name, "fail", problem, "convert it again")

@@ -181,6 +181,7 @@ class InventoryCollector:
             try:
                 self._manifest = manifest.from_json(data.decode())
             except (ValueError, UsageError):
+                # The image may be of unknown origin, so a wrong manifest must not end the collection.
                 self._leave_out(path, "not a manifest of imgkit")
         elif f"/{path}" == manifest.LOCK_TOML:
             self._locked = _locked_files(data.decode("utf-8", "replace"))
@@ -274,6 +275,7 @@ def _locked_files(text: str) -> dict[_LockKey, _LockedFile]:
     The URL is empty if the lock has none, or one in a form that imgkit does not write.
     """
     files = {}
+    # The text before the first table has no packages.
     _, *tables = _TABLE_START.split(text)
     for table in tables:
         values = _parse_lock_table(table)

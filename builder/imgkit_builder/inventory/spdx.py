@@ -140,7 +140,9 @@ def package_url(package: Package, inventory: Inventory) -> str:
     """
     version = quote(package.version, safe=":")
     if package.kind == "pypi":
+        # The specification asks for lower case and hyphens in names from PyPI.
         return f"pkg:pypi/{package.name.lower().replace('_', '-')}@{version}"
+    # Without os-release, Debian is the best guess for a package of dpkg.
     distribution = inventory.distribution or "debian"
     url = f"pkg:deb/{distribution}/{quote(package.name, safe='')}@{version}"
     qualifiers = {}

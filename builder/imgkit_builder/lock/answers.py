@@ -108,6 +108,7 @@ def read_wheels(text: str | bytes, step: int, digests: Mapping[str, str]) -> tup
         package = f"{item.name}=={item.version}"
         wheel = _find_wheel(item, step, digests)
         if wheel is None:
+            # All missing packages are reported together.
             missing.append(package)
             continue
         if not _SHA256.fullmatch(wheel.sha256) or digests.get(wheel.file, wheel.sha256) != wheel.sha256:

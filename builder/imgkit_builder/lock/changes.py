@@ -49,6 +49,7 @@ def list_changes(old: LockedPlatform | None, new: LockedPlatform) -> tuple[Chang
         old_versions = _read_versions(old)
     new_versions = _read_versions(new)
     changes = []
+    # A dict keeps its order: items of the new lock first, then those that are only in the old one.
     for item in {**new_versions, **old_versions}:
         old_version = old_versions.get(item, "")
         new_version = new_versions.get(item, "")

@@ -157,6 +157,7 @@ def install_pinned(argv: list[str], pins: dict[str, str]) -> None:
             return
         except subprocess.CalledProcessError as error:
             blamed_names = PINNED_NAME.findall(error.output)
+        # pip may blame a package under another spelling of its name.
         unfit = pins.keys() & {re.sub(r"[-_.]+", "-", name).lower() for name in blamed_names}
         if not unfit:
             unfit = set(pins)
@@ -213,6 +214,7 @@ def run_program(argv: list[str]) -> str:
     with subprocess.Popen(
         argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", bufsize=1
     ) as process:
+        # The output is printed at once, because a step can take minutes and the user watches the build.
         for line in process.stdout or ():
             lines.append(line)
             print(line, end="", flush=True)

@@ -176,6 +176,7 @@ def _read_answers(folder: Path, resolution: Resolution, mask: Callable[[str], st
     debs = ""
     if request.apt:
         debs = files.read_text(folder / "apt.txt", errors="replace")
+    # Stored wheels of the old lock come first, so a wheel that was built now replaces one of the same name.
     digests = _hash_packages([*resolution.kept_wheels.values(), *sorted(folder.iterdir())])
     wheels: list[LockedWheel] = []
     for step_number in install.pip_step_numbers(resolution.recipe):

@@ -222,6 +222,7 @@ def _image_path(request: AddRequest, machine: ImageMachine | None) -> Path:
         )
     if machine is None:
         return request.image.absolute()
+    # A relative path would depend on the folder in which ssh starts.
     if not request.image.is_absolute():
         raise UsageError(
             f"{str(request.image)!r} is not a path on the remote",

@@ -137,6 +137,7 @@ def write_constraints(
         if name in replaced:
             continue
         lines.append(f"{name}=={version}\n")
+        # `released` has changed the version, so pip must also find the changed one in the metadata.
         if version != versions[name]:
             changed_versions[name] = version
     write_shadows(shadows, changed_versions)

@@ -179,6 +179,7 @@ def parse_end(end: bytes, path: str) -> PackagesRecord:
     try:
         text = files.read_trailer(io.BytesIO(end), 0, len(end), _MAGIC) or b""
         values = json_text.parse(text)
+        # This raises an error if the digest that `to_bytes` has added does not match.
         json_text.unseal(values)
         if values.pop("schema") != _SCHEMA:
             raise ValueError("another version of imgkit wrote it")

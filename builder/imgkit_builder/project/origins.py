@@ -129,6 +129,7 @@ def find_value_source(
     if flag:
         return ValueSource(name=name, value=value, flag=flag)
     position = default
+    # A value is called like its flag, "group-readable", and a key has underscores.
     key = name.replace("-", "_")
     if project and getattr(project.values, key, None):
         position = project.positions[key]
@@ -243,6 +244,7 @@ def _variable_sources(job: Job, flags: JobRequest, project: ProjectFile) -> Iter
     variables = _ListSources("env", flag_names, file_names, project.positions.get("env"))
     texts = {name: f"{name}={value}" for name, value in job.container.env.items()}
     for name in job.container.names:
+        # A variable that also has an explicit value is listed only with that value.
         texts.setdefault(name, f"{name} (with its value from here)")
     for name, text in texts.items():
         yield dataclasses.replace(variables.find(name), value=text)

@@ -66,6 +66,7 @@ def find_start_scripts(folder: Path) -> tuple[str, ...]:
     If a file has a usual name, such as ``train.py``, only that file is returned. Otherwise all Python files
     with the line ``if __name__ == ...`` are returned, sorted by name. Tests and packaging tools are left out.
     """
+    # A usual name is a strong sign, so other programs are not considered then.
     for name in _TRAINING_PROGRAMS:
         if (folder / name).is_file():
             return (name,)
@@ -200,6 +201,7 @@ def _conda_lines(file: Path) -> Iterator[str]:
     tree = yaml_tree.read_yaml(file, Collector()) if file.is_file() else None
     if tree is None:
         return
+    # The file is the user's and may have any form, so each level is checked.
     for item in _as_list(yaml_tree.to_data(tree).get("dependencies")):
         if isinstance(item, str):
             yield _convert_conda_spec(item)

@@ -114,6 +114,7 @@ def find_file(folder: Path) -> Path | None:
         file = candidate / NAME
         if file.is_file():
             return file
+        # Files above the root of the repository belong to something else.
         if candidate == last_candidate:
             break
     return None

@@ -173,6 +173,7 @@ def read_arch(path: Path) -> str:
         programs = unsquash.read(path, _PROGRAMS)
     except (CheckFailed, ToolMissing, UsageError):
         return ""
+    # Some of these programs may be links or scripts, which have no such header.
     for program in programs.values():
         arch = _elf_arch(program)
         if arch:

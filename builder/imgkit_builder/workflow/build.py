@@ -436,6 +436,7 @@ def _attach_lock(recipe: Recipe, platform: str, request: AnyBuildRequest, report
         return recipe
     base = bases.select_base(request.base, recipe)
     locked_recipe = lock_file.attach_lock(recipe, platform=platform, base=base, required=request.locked)
+    # There is no lock if the recipe has no lock file and the request does not demand one.
     lock = locked_recipe.lock
     if lock is not None:
         file = shorten_path(lock_file.lock_path(recipe))
