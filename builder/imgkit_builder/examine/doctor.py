@@ -60,7 +60,7 @@ def check_machine(
     ----------
     target : a recipe. If it is given, its module, runtime and platform are checked, too.
     purpose : what the machine is for: ``build`` images, convert them to a ``sif``, or ``any`` of the two. A
-        problem is a failure only if it stands in the way of `purpose`. Otherwise it is a warning.
+        problem is a failure only if it prevents `purpose`. Otherwise it is a warning.
     machine : replaces this machine in tests.
     """
     machine = machine or Machine()
