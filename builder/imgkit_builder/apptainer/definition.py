@@ -192,7 +192,7 @@ def find_base(recipe: Recipe, *, name: str | None, base_from: str | None, report
 
 
 def identify_base(archive: Archive, config: ImageConfig, names: tuple[str, ...]) -> DefinitionBase:
-    """Return the base in `archive`, whose configuration and names have been read.
+    """Describe the base in `archive` by the configuration and the names that were read from it.
 
     Raises
     ------

@@ -129,7 +129,7 @@ def start_sha256(
 def state_dir() -> Path:
     """Return the folder for logs of builds and jobs.
 
-    This is ``$XDG_STATE_HOME/imgkit`` or ``~/.local/state/imgkit``.
+    It is ``$XDG_STATE_HOME/imgkit`` or ``~/.local/state/imgkit``.
     """
     return _xdg_folder("XDG_STATE_HOME", ".local/state")
 
@@ -137,7 +137,7 @@ def state_dir() -> Path:
 def cache_dir() -> Path:
     """Return the folder for files that may be deleted at any time.
 
-    This is ``$XDG_CACHE_HOME/imgkit`` or ``~/.cache/imgkit``.
+    It is ``$XDG_CACHE_HOME/imgkit`` or ``~/.cache/imgkit``.
     """
     return _xdg_folder("XDG_CACHE_HOME", ".cache")
 

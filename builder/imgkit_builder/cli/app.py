@@ -201,7 +201,7 @@ def main() -> None:
 
 
 class Interrupted(ImgkitError):
-    """The user pressed Ctrl-C, or the process got SIGTERM in a block of `exit_on_sigterm`."""
+    """The user pressed Ctrl-C, or the process got SIGTERM within `exit_on_sigterm`."""
 
     exit_code = INTERRUPTED
 

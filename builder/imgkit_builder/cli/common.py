@@ -58,7 +58,7 @@ def name_argument(metavar: str, help: str, default: Any = ...) -> Any:
 
 
 def output_option(metavar: str, help: str) -> Any:
-    """Return the option ``--output`` of a verb that writes one file or folder."""
+    """Return the option ``--output`` for a verb that writes one file or folder."""
     return typer.Option(None, "--output", "-o", metavar=metavar, help=help)
 
 

@@ -184,7 +184,7 @@ def connect_to(name: str) -> Connection:
 
 
 def scheduler_runner(record: SubmittedJob) -> Callable[[Sequence[str]], Finished]:
-    """Return a function that runs a command on the machine where the job was submitted."""
+    """Return a function that runs a command on the machine from which the job was submitted."""
     return job_status.scheduler_runner(record, may_ask=may_ask())
 
 

@@ -342,7 +342,7 @@ def write_lock(
 
 
 def _store_packages(locked: LockedPlatform, new_files: Path, folder: Path) -> None:
-    """Copy the packages of `locked` that are in `new_files` to `folder`."""
+    """Copy the package files of `locked` from `new_files` to `folder`. Skip files that are not there."""
     folder.mkdir(exist_ok=True)
     for name in sorted(locked.digests):
         source = new_files / name

@@ -136,12 +136,12 @@ def is_packages(path: Path) -> bool:
 
 
 def read(path: Path) -> PackagesRecord:
-    """Return the record of the file `path`.
+    """Return the record at the end of the file `path`.
 
     Raises
     ------
     UsageError : there is no such file, or `imgkit add` did not write it.
-    CheckFailed : its record is damaged.
+    CheckFailed : the record is damaged.
     """
     if not path.exists():
         raise UsageError("there is no such file", where=str(path), hint=_HINT)

@@ -79,7 +79,7 @@ def find_start_scripts(folder: Path) -> tuple[str, ...]:
 
 
 def has_code(folder: Path) -> bool:
-    """Return whether there is a Python file in `folder` or directly in one of its folders."""
+    """Return whether there is a Python file in `folder` or in one of its direct subfolders."""
     paths = (*folder.glob("*.py"), *folder.glob("*/*.py"))
     return any(path.is_file() for path in paths)
 

@@ -106,10 +106,10 @@ class SifPlan:
 def build(
     recipe: str | Path, request: BuildRequest = BuildRequest(), *, report: Reporter = SILENT
 ) -> BuiltImage:
-    """Build the image of `recipe`, which is a shipped name or a file, and test it.
+    """Build the image of `recipe` with Docker or Podman, and test it.
 
-    Docker or Podman (the engine) reuses every step that it has in its cache. The image gets its tag last, so
-    that the tag still names the old image after a failed build or test.
+    `recipe` is a shipped name or a file. The engine (Docker or Podman) reuses every step that is in its
+    cache. The image gets its tag last. So after a failed build or test, the tag still names the old image.
 
     Raises
     ------
@@ -207,7 +207,7 @@ def _resolve_base(engine: Engine, recipe: Recipe, request: BuildRequest, report:
 def plan(
     recipe: str | Path, request: BuildRequest = BuildRequest(), *, report: Reporter = SILENT
 ) -> ImagePlan:
-    """Return what `build` would do, for a dry run. Docker or Podman are not needed for that.
+    """Return what `build` would do, for a dry run. This does not need Docker or Podman.
 
     Raises
     ------
@@ -288,7 +288,7 @@ def build_sif(
 def plan_sif(
     recipe: str | Path, request: SifBuildRequest = SifBuildRequest(), *, report: Reporter = SILENT
 ) -> SifPlan:
-    """Return what `build_sif` would do, with the command and the definition file, for a dry run.
+    """Return what `build_sif` would do, for a dry run, with its command and definition file.
 
     Raises
     ------
@@ -390,7 +390,7 @@ def _refuse_other_platform(platforms: Sequence[str], where: str, recipe: str) ->
 
 
 def _load_recipe(recipe: str | Path, request: AnyBuildRequest, report: Reporter) -> Recipe:
-    """Load the recipe, and report its warnings.
+    """Load the recipe of a build, and report its warnings.
 
     Raises
     ------

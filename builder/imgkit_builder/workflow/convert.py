@@ -46,16 +46,16 @@ def convert(
 ) -> Converted:
     """Convert `image` to the file `sif`, and check the result.
 
-    An older file is replaced in one step, and only by a file that has passed the check. A file that is up to
-    date stays as it is.
+    An existing file is replaced in one step, and only after the new file has passed the check. If the
+    existing file is up to date, it is left as it is.
 
     Parameters
     ----------
     image : an archive, a built recipe, an image of the engine, an OCI folder, or ``-`` for standard input.
     sif : the file to write. By default it is in the current folder and has the name of the image:
         ``mn5.sif``.
-    options : the options of the conversion. The compression ``auto`` is that of the image's system, if that
-        names one.
+    options : the options of the conversion. If the compression is ``auto``, the compression of the image's
+        system is used, if the image names a system.
 
     Raises
     ------
