@@ -40,8 +40,7 @@ COMMAND_CLASSES = {"build": GroupedCommand}
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions(BuildRequest, SifBuildRequest):
-    """The options of ``imgkit build``: the fields of both kinds of request, and ``--with``, which selects
-    one."""
+    """The options of ``imgkit build``: both kinds of request, and ``--with``, which selects one."""
 
     program: Literal["docker", "apptainer"] = option_field(
         "docker",
