@@ -85,11 +85,13 @@ _MODULES = {
     "imgkit_entrypoints.errors": ("ImgkitError",),
 }
 _HERE = {"Options": "ConversionRequest"}
-"""Names that are clear in their own module only, and their names here."""
+"""The names of this API that differ from the class's name in its own module. There, ``Options`` is clear."""
+# "ConversionRequest" -> ("imgkit_builder.sif.conversion", "Options")
 _MODULE_OF = {_HERE.get(name, name): (module, name) for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
+    """Import the module of an API name at the first use of the name, and return the value (PEP 562)."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = _MODULE_OF[name]

@@ -1,1 +1,1 @@
-"""Build a recipe without an engine. Singularity or Apptainer runs its definition and writes a .sif."""
+"""Build a recipe without a container engine: Singularity or Apptainer runs a definition and writes a .sif."""

@@ -1,7 +1,8 @@
-"""Build a recipe to a .sif without an engine (``imgkit build --with apptainer``).
+"""Build a .sif from a recipe without a container engine (``imgkit build --with apptainer``).
 
-The runtime, Singularity or Apptainer, runs the rendered definition and writes a temporary file. imgkit adds a
-configuration and its record to that file, runs the smoke test in it, and moves it to its final name.
+The runtime (Singularity or Apptainer) runs a definition file that is made from the recipe, and writes a
+temporary .sif. imgkit adds a configuration and its own record to the .sif, runs the smoke test in it, and
+moves it to its final name.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ from imgkit_entrypoints.errors import CheckFailed, ToolFailed
 if TYPE_CHECKING:
     from imgkit_builder.image.context import BuildContext
 
-# The name of the rendered definition in the workspace.
+# The file name of the definition in the workspace, the folder for temporary files.
 _DEFINITION = "imgkit.def"
 _ROUTE = "definition"
-"""The `route` in the record of a .sif that this module builds."""
+"""The value of `route` in the record of a .sif that this module builds."""
 _CONFIG_OBJECT = "imgkit-config"
-"""The name of the object of the .sif that holds a configuration, whose digest is the image id (ADR 14)."""
+"""The name of the object in a .sif that holds the configuration. Its digest is the image id (ADR 14)."""
 
 Pack = Callable[[BaseImage], "BuildContext"]
-"""A function that packs the build context for a base."""
+"""A function that packs the build context for the given base image."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,14 +66,14 @@ class SifRequest:
     target: Path
     options: Options
     base: str | None = None
-    """The name of another base than the recipe's. None: the recipe's."""
+    """The name of a base to use in place of the recipe's. None means the recipe's base."""
     base_from: str | None = None
-    """The path of a file or an OCI folder that holds the base, or ``registry``. None: ``registry``."""
+    """The path of a file or an OCI folder with the base, or ``registry``. None means ``registry``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltSif:
-    """A .sif that is complete at its final name, and has passed its smoke test unless that was skipped."""
+    """A complete .sif at its final path. It has passed its smoke test, unless the test was skipped."""
 
     path: Path
     size_bytes: int
@@ -81,7 +82,7 @@ class BuiltSif:
     record: ImgkitRecord
     labels: Mapping[str, str]
     checks: tuple[Check, ...]
-    """The smoke test. Empty if it was skipped."""
+    """The checks of the smoke test. Empty if the test was skipped."""
     stages: tuple[Stage, ...]
     log: Path
 
@@ -99,21 +100,22 @@ class BuildPlan:
 def build_sif(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
     """Build the .sif `request.target`, test it, and return it.
 
-    On an error, the target stays as it was before.
+    If an error is raised, the target is left as it was before.
 
     Raises
     ------
-    UsageError : a definition cannot express the recipe, there is no such base, or the target is another kind
-        of file than a .sif.
+    UsageError : a definition cannot express the recipe, there is no such base, or the target exists and is
+        not a .sif.
     ToolMissing : there is no runtime.
     ToolFailed : a step failed. The error quotes the runtime's last lines and names the log.
-    CheckFailed : this user cannot build here, the base is damaged, or the result fails its smoke test.
+    CheckFailed : this user cannot build on this machine, the base is damaged, or the result fails its smoke
+        test.
     """
     target = request.target.absolute()
     options = request.options
     tool, compression = _find_tools(request)
-    # This comes before anything is fetched or written, as an administrator may have to change something
-    # first.
+    # The rights are checked before anything is downloaded or written, because an administrator may have to
+    # change a setting first.
     user_rights = rights.inspect_rights()
     if not user_rights.way:
         message = f"{tool} cannot build for this user: {user_rights.problem}"
@@ -130,29 +132,30 @@ def build_sif(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
             tool=tool, options=options, compression=compression, work=work, clock=clock, log=log
         )
         base = _stage_base(base, job)
-        planned = _plan_build(request, base, pack, clock)
+        build_plan = _plan_build(request, base, pack, clock)
         clock.stage("unpack the context")
         folder = work.folder / "build"
-        links = definition.links_script(planned.context.unpack(folder))
+        links = definition.links_script(build_plan.context.unpack(folder))
         (folder / definition.LOOK).write_text(definition.look_program(), encoding="utf-8")
-        # File names on Linux may hold any bytes. Python has read bytes that are not UTF-8 as surrogates.
+        # File names on Linux may contain any bytes. Python reads bytes that are not UTF-8 as surrogates, and
+        # this option writes them back unchanged.
         (folder / definition.LINKS).write_text(links, encoding="utf-8", errors="surrogateescape")
         file = work.folder / _DEFINITION
-        files.write_file(file, planned.definition)
+        files.write_file(file, build_plan.definition)
         # The log begins with the definition, so that a user can look up the step that failed.
-        log.write(planned.definition)
+        log.write(build_plan.definition)
         clock.stage(f"build with {tool}")
         argv = runtime_build.build_arguments(tool, compression, work.part, str(file))
         job.run(*argv, folder=folder, namespace=user_rights.needs_namespace)
         if not work.part.exists():
             raise ToolFailed(f"{tool} succeeded but wrote no file", hint=f"the full log: {log.name}")
-        return _finish_sif(request, base, planned, job, tool)
+        return _finish_sif(request, base, build_plan, job, tool)
 
 
 def plan_build(request: SifRequest, pack: Pack, report: Reporter) -> tuple[BuildPlan, str]:
     """Return the plan of `build_sif`, and the command line of the runtime.
 
-    In the command, TOKEN and a relative path stand for names that only a build knows.
+    In the command, TOKEN and a relative path replace names that are only known during a build.
     """
     tool, compression = _find_tools(request)
     base = definition.find_base(request.recipe, name=request.base, base_from=request.base_from, report=report)
@@ -162,7 +165,7 @@ def plan_build(request: SifRequest, pack: Pack, report: Reporter) -> tuple[Build
 
 
 def _find_tools(request: SifRequest) -> tuple[RuntimeTool, Compression]:
-    """Return the runtime, and the compression that it will use.
+    """Return the runtime to use, and the compression of the .sif that it can write.
 
     Raises
     ------
@@ -178,7 +181,7 @@ def _find_tools(request: SifRequest) -> tuple[RuntimeTool, Compression]:
 
 
 def _plan_build(request: SifRequest, base: DefinitionBase, pack: Pack, report: Reporter) -> BuildPlan:
-    """Pack the build context with `pack`, and render the definition for the base `base`."""
+    """Pack the build context with `pack`, and render the definition for the given base."""
     report.stage("context")
     context = pack(base.image)
     labels = manifests.labels(
@@ -192,10 +195,11 @@ def _plan_build(request: SifRequest, base: DefinitionBase, pack: Pack, report: R
 
 
 def _stage_base(base: DefinitionBase, job: ConversionJob) -> DefinitionBase:
-    """Check a base that is a file on this machine, and put it where the runtime looks for it.
+    """Check a base that is a file on this machine, and put it where the definition expects it.
 
-    An archive is unpacked to an OCI folder, and the base returned for it has the name and id that were read
-    on the way. A base in a registry is returned unchanged: the runtime pulls it.
+    A .sif is linked, and an archive or OCI folder is unpacked to an OCI folder. Unpacking an archive reads
+    its name and id, so the base is returned with these values. A base in a registry is returned unchanged,
+    because the runtime pulls it.
 
     Raises
     ------
@@ -206,7 +210,8 @@ def _stage_base(base: DefinitionBase, job: ConversionJob) -> DefinitionBase:
     if isinstance(base.source, Path):
         job.clock.stage(f"check {base.source.name}")
         sif_image.refuse_damaged(base.source)
-        # A link, not a copy: the definition has a fixed name for it, and a base may have many GB.
+        # The base is linked and not copied, because it may have many GB. The name of the link is fixed in the
+        # definition.
         (folder / definition.FILE).symlink_to(base.source)
     elif base.source is not None:
         limit = job.options.unpack_limit_bytes
@@ -221,9 +226,10 @@ def _stage_base(base: DefinitionBase, job: ConversionJob) -> DefinitionBase:
 def _finish_sif(
     request: SifRequest, base: DefinitionBase, planned: BuildPlan, job: ConversionJob, tool: RuntimeTool
 ) -> BuiltSif:
-    """Complete the file that the runtime has built, and move it to the target.
+    """Complete the .sif that the runtime has built, and move it to the target.
 
-    It is checked, gets imgkit's record, and must pass the smoke test, unless that is switched off.
+    The file is checked and gets imgkit's record. Then it must pass the smoke test, unless the test is
+    switched off.
 
     Raises
     ------
@@ -258,12 +264,12 @@ def _finish_sif(
 def _write_record(
     request: SifRequest, new_sif: Path, sif: SifImage, labels: Mapping[str, str], job: ConversionJob
 ) -> ImgkitRecord:
-    """Add two objects to the .sif `new_sif`, a configuration and imgkit's record, and return the record.
+    """Add two objects to the .sif `new_sif`: a configuration and imgkit's record. Return the record.
 
-    The configuration gives the file an image id, the digest of its bytes.
+    The digest of the configuration becomes the id of the image.
     """
-    # A definition makes no layers, and no engine has a configuration of the image. So imgkit writes one in
-    # the form of OCI, with the root partition as its only layer (ADR 14).
+    # A definition does not make layers, and there is no configuration of an engine. So imgkit writes a
+    # configuration in the OCI format, with the root partition as its only layer (ADR 14).
     root = sif_image.root_sha256(new_sif, advance=job.clock.advance)
     diff_id = f"sha256:{root}"
     config = {
@@ -291,7 +297,7 @@ def _write_record(
 
 
 def _run_smoke_test(new_sif: Path, arch: str, job: ConversionJob, tool: RuntimeTool) -> tuple[Check, ...]:
-    """Run the checks of the smoke test in the new file `new_sif`, and return them.
+    """Run the smoke test in `new_sif`, and return its checks.
 
     Raises
     ------

@@ -1,7 +1,7 @@
-"""Render the definition file that the runtime builds, and find its base.
+"""Render the definition file that the runtime builds, and find the base image that it starts from.
 
 The base is an archive, an OCI folder, a .sif or an image in a registry. The first step of the definition
-reads the versions in the base and writes them into the image's manifest.
+inspects the base and writes the versions of its software into the image's manifest.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 LOOK = "imgkit/look.py"
 LINKS = "imgkit/links.sh"
-"""Paths of two files in the folder of the build context. The first steps of the definition run them in the
-base."""
+"""Paths of two files in the folder of the build context. The first steps of the definition run them."""
 
 RUNTIME = "/.singularity.d"
-"""The folder of an image in which the runtime keeps its own files."""
-# Scripts in that folder that set the base's variables.
+"""The folder in an image that contains the runtime's own files."""
+# The scripts in this folder that set the environment variables of the base.
 _ENVIRONMENT = ("10-docker2singularity.sh", "90-environment.sh", "91-environment.sh")
 
-# The end of a program that runs in the base. Its beginning, of `inside.probe_argv`, leaves what it has found
-# out in the variable `seen`.
+# The end of a program that runs in the base. The beginning comes from `inside.probe_argv`. It inspects the
+# base, and stores the result in the variable `seen`.
 _FILL = """
 path = "{manifest}"
 with open(path, encoding="utf-8") as stream:
@@ -58,7 +57,10 @@ with open(path, "w", encoding="utf-8") as stream:
 
 
 def look_program() -> str:
-    """Return a Python program that writes the versions and variables of the base into the manifest."""
+    """Return a Python program that writes the versions and variables of the base into the manifest.
+
+    The first step of the definition runs it in the base.
+    """
     return inside.probe_argv()[-1] + _FILL.format(
         manifest=f"{INSIDE}/manifest.json",
         files=" ".join(f"{RUNTIME}/env/{name}" for name in _ENVIRONMENT),
@@ -67,10 +69,10 @@ def look_program() -> str:
 
 
 def links_script(links: Mapping[str, str]) -> str:
-    """Return a shell script that makes the symbolic links of the build context inside the image.
+    """Return a shell script that creates the symbolic links of the build context inside the image.
 
-    They are not in the context's folder, because the runtime follows links when it copies files into the
-    image.
+    The context's folder does not contain these links, because the runtime follows links when it copies files
+    into the image.
     """
     lines = ["set -e"]
     for name, link_target in links.items():
@@ -79,7 +81,9 @@ def links_script(links: Mapping[str, str]) -> str:
 
 
 def render_definition(recipe: Recipe, base: DefinitionBase, labels: Mapping[str, str]) -> str:
-    """Return the definition that builds `recipe` on the base `base`. `labels` are added to the recipe's own.
+    """Return the definition that builds `recipe` on the given base.
+
+    `labels` are added to the recipe's own labels.
 
     Raises
     ------
@@ -87,7 +91,7 @@ def render_definition(recipe: Recipe, base: DefinitionBase, labels: Mapping[str,
     """
     look = ContextFile(context_path=LOOK, path=f"{INSIDE}/look.py")
     links = ContextFile(context_path=LINKS, path=f"{INSIDE}/links.sh")
-    # Both steps come before those of the recipe. The second one removes both files from the image.
+    # Both steps run before the steps of the recipe. The second step also removes both files from the image.
     inspect = f"if command -v python3 > /dev/null; then python3 -I -B {look.path} || :; fi"
     steps = (
         Step(origin="imgkit: inspect the base", command=inspect),
@@ -96,7 +100,7 @@ def render_definition(recipe: Recipe, base: DefinitionBase, labels: Mapping[str,
             command=f"sh {links.path}\nrm {look.path} {links.path}",
         ),
     )
-    # A line of the section %labels is a name and a value, so a value cannot contain line breaks.
+    # A line in the section %labels has the form NAME VALUE, so a value must not contain line breaks.
     rows = {key: " ".join(value.split()) for key, value in labels.items()}
     return render.render_build_definition(
         recipe,
@@ -109,24 +113,24 @@ def render_definition(recipe: Recipe, base: DefinitionBase, labels: Mapping[str,
 
 
 REGISTRY = "registry"
-"""The value of ``--base-from`` for an image in its registry. Every other value is a path."""
+"""The value of ``--base-from`` for a base in a registry. Every other value is a path."""
 FOLDER, FILE = "base", "base.sif"
-"""The names of a base in the folder in which the runtime builds: an OCI folder, or a .sif."""
+"""The name of the base in the folder in which the runtime builds: an OCI folder or a .sif."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DefinitionBase:
-    """The base of a build, and where its files are."""
+    """The base image of a build, and where its files are."""
 
     source: Archive | OciFolder | Path | None
     """An archive, an OCI folder or the path of a .sif.
 
-    None: the runtime pulls the image from its registry.
+    None means that the runtime pulls the image from its registry.
     """
     image: BaseImage
     """What is known about the image.
 
-    Of a compressed archive, this is only its name until it has been read.
+    For a compressed archive, this is only its name until the archive has been read.
     """
 
     @property
@@ -140,7 +144,7 @@ class DefinitionBase:
 
     @property
     def location(self) -> str:
-        """The value of ``From:`` in the definition: the name of the image, or of a file or folder."""
+        """The value of ``From:`` in the definition: the name of the image, or of its file or folder."""
         return {"docker": self.image.name, "localimage": FILE, "oci": FOLDER}[self.bootstrap]
 
 
@@ -149,17 +153,17 @@ def find_base(recipe: Recipe, *, name: str | None, base_from: str | None, report
 
     Parameters
     ----------
-    name : the name of the base; None for that of the recipe.
+    name : the name of the base, or None for the base that the recipe names.
     base_from : the path of an archive, an OCI folder or a .sif, or ``registry``. None means ``registry``.
 
     Raises
     ------
     UsageError : there is no such file, or it is not an image.
-    CheckFailed : the image is damaged, or for another platform than this machine's.
+    CheckFailed : the image is damaged, or is for another platform than this machine's.
     """
     name = name or recipe.image.base
     if base_from in (None, REGISTRY):
-        # A tag can name another image tomorrow, so that only a digest identifies the image.
+        # A tag may name another image tomorrow. Only a digest identifies the image.
         digest = name if "@sha256:" in name else ""
         image = BaseImage(name=name, digest=digest, platform=host_platform())
         return DefinitionBase(source=None, image=image)
@@ -188,7 +192,7 @@ def find_base(recipe: Recipe, *, name: str | None, base_from: str | None, report
 
 
 def identify_base(archive: Archive, config: ImageConfig, names: tuple[str, ...]) -> DefinitionBase:
-    """Return the base in `archive`, whose configuration and names have been read.
+    """Describe the base in `archive` by the configuration and the names that were read from it.
 
     Raises
     ------
@@ -200,19 +204,19 @@ def identify_base(archive: Archive, config: ImageConfig, names: tuple[str, ...])
 
 
 def check_space(base: DefinitionBase, target: Path, temporary: Path) -> None:
-    """Check that there is enough space before the build begins.
+    """Check that there is enough disk space, before the build begins.
 
-    Nothing is checked for a base in a registry, whose size is unknown.
+    A base in a registry is not checked, because its size is unknown.
 
     Raises
     ------
-    CheckFailed : there is too little on the disk of `target`, or on that of `temporary`.
+    CheckFailed : there is too little space on the disk of `target` or of `temporary`.
     """
     if base.source is None:
         return
     if isinstance(base.source, Path):
         image_bytes = int(base.source.stat().st_size * entries.UNPACKED_FACTOR)
-        # The runtime unpacks the files of a .sif once, as they are not in layers.
+        # A .sif has no layers, so the runtime unpacks its files only once.
         temporary_bytes = image_bytes
     else:
         image_bytes = base.source.size_bytes
@@ -225,15 +229,16 @@ def _read_archive(path: Path) -> DefinitionBase:
     archive = Archive(path=path.absolute())
     config = entries.peek_config(archive)
     if config is None:
-        # The archive is compressed or damaged. `identify_base` is called once all of it has been read.
+        # The archive is compressed or damaged. `identify_base` is called later, when the whole archive has
+        # been read.
         return DefinitionBase(source=archive, image=BaseImage(name=path.name, platform=host_platform()))
     return identify_base(archive, config, stored.open_image(path).selected.names)
 
 
 def _describe_base(config: ImageConfig, names: tuple[str, ...], path: Path) -> BaseImage:
-    """Return the base with the configuration `config` and the tags `names`.
+    """Return a description of the base with the configuration `config` and the tags `names`.
 
-    Without a tag, it is called like the archive or folder `path`.
+    If there is no tag, the name of the archive or folder `path` is used.
     """
     return BaseImage(
         name=names[0] if names else path.name,

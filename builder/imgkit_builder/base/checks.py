@@ -13,7 +13,8 @@ from typing import Any, Literal
 # Version of the JSON form that `to_dict` returns.
 SCHEMA = 1
 
-# Only "fail" counts as a failure in `passed`. "skip": the check could not be made, or was not needed.
+# "skip" means that the check could not be made, or was not needed. Only "fail" counts as a failure in
+# `passed`.
 Verdict = Literal["ok", "warn", "fail", "skip"]
 
 
@@ -48,10 +49,10 @@ def to_dict(checks: Sequence[Check], **context: Any) -> dict[str, Any]:
 
 
 def table(checks: Sequence[Check]) -> Iterator[str]:
-    """Yield the lines of a table for people.
+    """Yield the lines of a table that is printed for people.
 
-    ``warn  zstd  not on PATH`` is the line of a check, with its verdict, name and finding in aligned columns.
-    A line with the hint follows if there is one.
+    Each check has a line with its verdict, its name and what was found, in aligned columns: ``warn  zstd  not
+    on PATH``. If the check has a hint, the hint follows in a line of its own.
     """
     width = max((len(check.name) for check in checks), default=0)
     for check in checks:

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-# These names are re-exported: `name as name` tells type checkers so. isort would split the statement into one
-# import per name.
+# These names are re-exported. The form `name as name` tells type checkers that this is intended. isort would
+# split the statement into one import per name.
 # isort: off
 from imgkit_entrypoints.files import (
     FULL as FULL,
@@ -47,36 +47,38 @@ CHUNK_BYTES = 1 << 20
 # Seconds between two calls of fsync in `flush_in_background`.
 _FLUSH_EVERY_S = 1.0
 
-# The modification time of files in images: 1980-01-01, in seconds since 1970. Zip files and wheels, which a
-# user may make inside the image, cannot hold an earlier time.
+# The modification time of files in images: 1980-01-01, in seconds since 1970. Zip files and wheels cannot
+# hold an earlier time, and a user may pack files of the image into a wheel.
 MTIME_S = 315532800
 
 _END = struct.Struct("<Q8s")
-"""The last 16 bytes of a file with a description: the length of that text, and 8 bytes that name its kind."""
-# 1 MB. A larger length is treated as damage, and nothing is read.
+"""The last 16 bytes of a file with a trailer: the length of the trailer's text, and 8 bytes that name the
+kind of text (the magic bytes).
+"""
+# 1 MB, the longest text of a trailer. A larger length means that the file is damaged, so nothing is read.
 _MAX_DESCRIPTION_BYTES = 1 << 20
 
 
 def make_trailer(text: bytes, magic: bytes) -> bytes:
-    """Return the bytes to append to a file so that `read_trailer` finds `text` under `magic`.
+    """Return the bytes to append to a file so that `read_trailer` can find `text` in it.
 
-    They are `text`, its length in 8 bytes, and `magic`, which has 8 bytes and names the kind of text.
+    The trailer consists of `text`, its length as 8 bytes, and `magic`, 8 bytes that name the kind of text.
     """
     return text + _END.pack(len(text), magic)
 
 
 def has_trailer(stream: BinaryIO, magic: bytes) -> bool:
-    """Return whether the last bytes of the file are `magic`, with which the result of `make_trailer` ends."""
+    """Return whether the file ends with `magic`, the last bytes that `make_trailer` writes."""
     stream.seek(max(0, os.fstat(stream.fileno()).st_size - len(magic)))
     return stream.read(len(magic)) == magic
 
 
 def read_trailer(stream: BinaryIO, start: int, size_bytes: int, magic: bytes) -> bytes | None:
-    """Return the text of the trailer that `make_trailer` put at a file's end, or None if there is none.
+    """Return the text of the trailer at the end of a file, or None if the file has no trailer.
 
-    The trailer is searched at the end of the part of `stream` that begins at byte `start` and has
-    `size_bytes`. There is none if this part does not end with `magic`, or if the recorded length is 0, over
-    1 MB or larger than the part.
+    `make_trailer` describes its format. Only a part of `stream` is considered: the `size_bytes` bytes that
+    begin at byte `start`. The result is None if this part does not end with `magic`, or if the recorded
+    length cannot be right because it is 0, over 1 MB or larger than the part.
     """
     stream.seek(max(start + size_bytes - _END.size, 0))
     end = stream.read(_END.size)
@@ -84,6 +86,7 @@ def read_trailer(stream: BinaryIO, start: int, size_bytes: int, magic: bytes) ->
         return None
     length, actual_magic = _END.unpack(end)
     max_length = min(_MAX_DESCRIPTION_BYTES, size_bytes - _END.size)
+    # The length comes from the file, so it is not trusted before it is checked.
     if actual_magic != magic or not 0 < length <= max_length:
         return None
     stream.seek(start + size_bytes - _END.size - length)
@@ -93,10 +96,10 @@ def read_trailer(stream: BinaryIO, start: int, size_bytes: int, magic: bytes) ->
 def sha256(
     stream: BinaryIO, start: int, size_bytes: int, *, advance: Callable[[int, int | None], None] | None = None
 ) -> str:
-    """Return the SHA-256 digest, in hex, of `size_bytes` of `stream` from byte `start` on.
+    """Return the SHA-256 digest, in hex, of the `size_bytes` bytes of `stream` that begin at byte `start`.
 
-    If the stream ends earlier, the digest covers the bytes that there are. `advance` is called after each
-    chunk with the number of bytes done so far and `size_bytes`.
+    If the stream ends earlier, the digest covers the bytes up to its end. After each chunk, `advance` is
+    called with the number of bytes done so far and `size_bytes`.
     """
     return start_sha256(stream, start, size_bytes, advance=advance).hexdigest()
 
@@ -104,9 +107,10 @@ def sha256(
 def start_sha256(
     stream: BinaryIO, start: int, size_bytes: int, *, advance: Callable[[int, int | None], None] | None = None
 ) -> hashlib._Hash:
-    """Return the SHA-256 of `size_bytes` of `stream` from byte `start` on, as an object of hashlib.
+    """Hash `size_bytes` bytes of `stream` from byte `start` on, and return the hashlib object.
 
-    Unlike with `sha256`, the caller can update it with further bytes. `advance` is called as in `sha256`.
+    Unlike the text that `sha256` returns, this object can be updated with further bytes. `advance` is called
+    as in `sha256`.
     """
     digest = hashlib.sha256()
     position = 0
@@ -125,7 +129,7 @@ def start_sha256(
 def state_dir() -> Path:
     """Return the folder for logs of builds and jobs.
 
-    This is ``$XDG_STATE_HOME/imgkit`` or ``~/.local/state/imgkit``.
+    It is ``$XDG_STATE_HOME/imgkit`` or ``~/.local/state/imgkit``.
     """
     return _xdg_folder("XDG_STATE_HOME", ".local/state")
 
@@ -133,7 +137,7 @@ def state_dir() -> Path:
 def cache_dir() -> Path:
     """Return the folder for files that may be deleted at any time.
 
-    This is ``$XDG_CACHE_HOME/imgkit`` or ``~/.cache/imgkit``.
+    It is ``$XDG_CACHE_HOME/imgkit`` or ``~/.cache/imgkit``.
     """
     return _xdg_folder("XDG_CACHE_HOME", ".cache")
 
@@ -144,9 +148,12 @@ def config_dir() -> Path:
 
 
 def _xdg_folder(variable: str, fallback: str) -> Path:
-    """Return imgkit's folder in the folder that `variable` names, or else in `fallback` of the home folder.
+    """Return imgkit's folder for one kind of file, such as ``$XDG_CACHE_HOME/imgkit`` or ``~/.cache/imgkit``.
 
-    ``XDG_CACHE_HOME``, ``.cache`` -> ``$XDG_CACHE_HOME/imgkit`` or ``~/.cache/imgkit``
+    Parameters
+    ----------
+    variable : the environment variable with the parent folder, such as ``XDG_CACHE_HOME``.
+    fallback : the parent folder if the variable is not set, relative to the home folder, such as ``.cache``.
     """
     # The XDG base directory specification says to ignore relative values.
     value = os.environ.get(variable, "")
@@ -160,16 +167,16 @@ def _xdg_folder(variable: str, fallback: str) -> Path:
 
 
 def fullest_folder(*folders: Path) -> Path:
-    """Return that one of `folders` whose disk has the least free space. All of them must exist."""
+    """Return the folder whose disk has the least free space. All `folders` must exist."""
     return min(folders, key=lambda folder: shutil.disk_usage(folder).free)
 
 
 def full_file(error: OSError) -> str:
-    """Return the path that a message about a full disk names.
+    """Return the path to name in a message about a full disk.
 
-    It is the file in `error`. If `error` has no file, nobody knows which disk is full. The result is then the
-    folder with the least free space among the current folder, the temporary folder, and imgkit's folders for
-    state and cache.
+    If `error` names a file, the result is that file. Otherwise it is unknown which disk is full. Then the
+    most probable folder is returned: the one with the least free space among the current folder, the
+    temporary folder, and imgkit's folders for state and cache.
     """
     if error.filename:
         return str(error.filename)
@@ -179,9 +186,9 @@ def full_file(error: OSError) -> str:
 
 
 def write_cache(target: Path, text: str) -> None:
-    """Write `text` to `target`, a file in `cache_dir`, and ignore an error.
+    """Write `text` to `target`, a file in `cache_dir`. Errors are ignored.
 
-    If the home folder is read-only, the caller only has to work out the cached value again next time.
+    A cache is never required: if the home folder is read-only, the caller computes the value again next time.
     """
     with contextlib.suppress(OSError):
         make_own_folder(cache_dir())
@@ -193,20 +200,20 @@ def write_cache(target: Path, text: str) -> None:
 def flush_in_background(path: Path) -> Iterator[None]:
     """Sync `path` to the disk once a second while the ``with`` block writes to it.
 
-    Otherwise the fsync at the end would take long. Linux begins to write a file of gigabytes only when a
-    tenth of the memory is waiting. By then the program that makes the file has often ended, and the
-    processors would idle until the disk is done.
+    Without this, the fsync at the end would take long. Linux begins to write a large file only when unwritten
+    data fills a tenth of the memory. By then the program that makes the file has often ended, and the
+    processors would be idle until the disk has caught up.
 
     Raises
     ------
-    OSError : the disk did not take all of it. It is raised here because Linux reports such an error only
-        once: a later fsync of the file can succeed.
+    OSError : the disk did not accept all data. Linux reports such an error only once, so a later fsync of the
+        file could succeed although data is missing.
     """
     ended = threading.Event()
     errors: list[OSError] = []
 
     def flush() -> None:
-        """Sync the file again and again until the block ends or the disk reports an error."""
+        """Sync the file once a second until the ``with`` block ends or the disk reports an error."""
         while not ended.wait(_FLUSH_EVERY_S) and not errors:
             try:
                 with open_regular(path) as stream:

@@ -1,8 +1,8 @@
 """Flags of the command line, declared as fields of dataclasses.
 
 `option_field` makes a field that carries the names, help and metavar of its flag. A request, such as
-`JobRequest`, may contain other requests (`part`), whose flags it then has as well. The names of the
-fields are also the keywords of the Python API (`replace_fields`).
+`JobRequest`, may contain other requests as fields (`part`). Its verb then accepts their flags, too. The names
+of the fields are also the keywords of the Python API (`replace_fields`).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _NESTED = "nested"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """One flag of the command line, with what its field declares about it."""
+    """One flag of the command line, as a field of a dataclass declares it."""
 
     field: str
     """The name of the dataclass field, ``stop_before`` for ``--stop-before``."""
     nested_in: str
-    """The name of the field that holds the nested request with this field. Empty if the request has it."""
+    """The name of the field that holds the nested request, if the flag belongs to one. Otherwise empty."""
     names: tuple[str, ...]
     """The long name and then the short ones: ``("--account", "-A")``."""
     type: Any
-    """The field's type, which is str, int, bool, Path or a Literal, also with ``| None``. A flag of the type
+    """The field's type: str, int, bool, Path or a Literal, possibly with ``| None``. A flag with the type
     ``tuple[str, ...]`` can be repeated.
     """
     default: Any
@@ -44,7 +44,7 @@ class Flag:
         return self.default is True
 
     def value(self, request: Any) -> Any:
-        """Return the value of this flag's field in `request` or in the nested request that has the field."""
+        """Return the value of this flag's field in `request`, or in the nested request that holds it."""
         owner = getattr(request, self.nested_in) if self.nested_in else request
         return getattr(owner, self.field)
 
@@ -60,40 +60,43 @@ def option_field(
     metavar: str = "",
     group: str = "",
 ) -> Any:
-    """Return a dataclass field that is a flag.
+    """Return a dataclass field that is also a flag of the command line.
 
     Parameters
     ----------
-    default : the field's value without the flag. If it is True, the flag sets the field to False.
-    names : the names of the flag, such as ``--account``, ``-A``. Without any, it is ``--`` and the field's
-        name.
-    help : the flag's description in ``--help``.
-    metavar : the value's name in ``--help``.
-    group : the heading above the flag in ``--help``. Empty: the heading of the verb's other options.
+    default : the value of the field if the flag is not given. If it is True, the flag sets the field to
+        False.
+    names : the names of the flag, such as ``--account``, ``-A``. If there are none, the flag is called ``--``
+        and the name of the field.
+    help : the description of the flag in ``--help``.
+    metavar : the name of the flag's value in ``--help``.
+    group : the heading above the flag in ``--help``. If it is empty, the flag is listed with the verb's other
+        options.
     """
     metadata = {"names": names, "help": help, "metavar": metavar, "group": group}
     return field(default=default, metadata=metadata)
 
 
 def part(kind: type[Value], *, group: str = "") -> Value:
-    """Return a dataclass field that holds another request, whose flags the dataclass then has as well.
+    """Return a dataclass field that holds a nested request, so that the dataclass also has its flags.
 
-    ``container: ContainerRequest = part(ContainerRequest)`` gives a `JobRequest` the flags of a
+    For example, ``container: ContainerRequest = part(ContainerRequest)`` gives a `JobRequest` the flags of a
     container.
 
     Parameters
     ----------
-    group : the heading above all of these flags in ``--help``. Empty: each flag keeps its own heading.
+    group : the heading above all of these flags in ``--help``. If it is empty, each flag keeps its own
+        heading.
     """
-    # For type checkers, the field has the type of the value that an instance holds in it.
+    # Type checkers should see the type of the value that an instance holds, and not a `dataclasses.Field`.
     nested_field: Any = field(default_factory=kind, metadata={_NESTED: kind, "group": group})
     return typing.cast("Value", nested_field)
 
 
 def declared_options(owner: type[Any]) -> tuple[Flag, ...]:
-    """Return the flags of the dataclass `owner` and its nested requests, in the order of the fields.
+    """Return the flags of the dataclass `owner` and of its nested requests, in the order of the fields.
 
-    Fields without help are no flags.
+    Fields without a help text are not flags.
     """
     types = typing.get_type_hints(owner)  # noqa: TID251 - makes options of them
     flags: list[Flag] = []
@@ -130,13 +133,14 @@ def flags_in(request: Any) -> tuple[str, ...]:
 
 
 def option_arguments(kind: type[Any], request: Any) -> tuple[str, ...]:
-    """Return the arguments of a command line that give the same `request`: ``("--time", "1h", "--verbose")``.
+    """Return the command-line arguments that produce `request`, such as ``("--time", "1h", "--verbose")``.
 
-    A flag whose value is its default is left out.
+    Flags that have their default value are left out.
 
     Parameters
     ----------
-    kind : the dataclass whose flags are written. `request` can be of a subclass with more flags.
+    kind : the dataclass whose flags are written. `request` may be an instance of a subclass with more flags,
+        which are left out.
     """
     argv: list[str] = []
     for declared_flag in declared_options(kind):
@@ -145,6 +149,7 @@ def option_arguments(kind: type[Any], request: Any) -> tuple[str, ...]:
         if value == declared_flag.default:
             continue
         if isinstance(value, bool):
+            # A flag without a value. Its value differs from the default, so the flag was given.
             argv.append(name)
         elif isinstance(value, tuple):
             for item in value:
@@ -155,18 +160,18 @@ def option_arguments(kind: type[Any], request: Any) -> tuple[str, ...]:
 
 
 def replace_fields(request: Value, values: Mapping[str, Any]) -> Value:
-    """Return a copy of `request` with other values for the fields that `values` names.
+    """Return a copy of `request` in which the fields named in `values` have new values.
 
-    A field can be one of the request or of a nested request: ``{"command": ("ls",)}`` changes
-    ``request.launch.command``.
+    A field may belong to the request itself or to a nested request. For example, ``{"command": ("ls",)}``
+    changes ``request.launch.command``.
 
     Raises
     ------
-    TypeError : neither the request nor a nested request has a field with such a name.
+    TypeError : neither the request nor a nested request has a field with one of these names.
     """
     remaining = dict(values)
     changes: dict[str, Any] = {}
-    dataclass_value: Any = request  # mypy knows no bound that all dataclasses have
+    dataclass_value: Any = request  # mypy has no type that means "any dataclass"
     for item in dataclasses.fields(dataclass_value):
         if item.name in remaining:
             changes[item.name] = remaining.pop(item.name)

@@ -1,8 +1,8 @@
-"""Functions that run other programs: git, ssh, squashfs tools, engines and schedulers.
+"""Functions that run other programs: git, ssh, squashfs tools, container engines and schedulers.
 
-The program and its arguments are always a list, and no shell is involved. The functions that capture output
-read both streams of the program all the time, because a program blocks once a pipe is full. They keep the end
-of its output for the error message.
+A program and its arguments are always passed as a list, without a shell. The functions that capture output
+read both streams all the time, because a program blocks as soon as a pipe is full. They keep the end of the
+output for the error message.
 """
 
 from __future__ import annotations
@@ -29,43 +29,47 @@ from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, ToolMissing
 
 TAIL_LINES = 20
-"""How many lines of a failed program's output an error quotes."""
+"""The number of lines that an error quotes from the output of a failed program."""
 KEPT_LINES = 1000
-"""How many of the last lines of a build step are kept, to quote its errors from them."""
+"""The number of output lines that are kept of a build step. Its errors are quoted from them."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C, 128 + SIGINT, as a shell reports it."""
-# 1 MB: the size of pipes and of reads from them. It is the most that an unprivileged user may set, unless
-# /proc/sys/fs/pipe-max-size was raised.
+# 1 MB: the size of pipes, and of reads from them. An unprivileged user may not set more, unless an
+# administrator has raised /proc/sys/fs/pipe-max-size.
 PIPE_BYTES = 1 << 20
 MOST_BYTES = 8 << 20
-"""8 MB: the most that is kept of a program's output. Answers have a few KB, and long lists a few MB."""
+"""8 MB: the largest output of a program that is kept. Short answers have a few KB, long lists a few MB."""
 _ERROR_BYTES = 1 << 16
-"""64 KB: how much of the end of standard error `filter_through` keeps."""
-# 64 KB: how much `run` reads at a time.
+"""64 KB: `filter_through` keeps this much from the end of standard error."""
+# 64 KB: the size of the chunks that `run` reads.
 _CHUNK_BYTES = 1 << 16
-# Lines of a failed build that matter although others follow: "ERROR: No matching distribution found".
+# Lines that explain a failed build, even if many other lines follow them: "ERROR: No matching distribution
+# found".
 _ERROR = re.compile(r"\b(ERROR|FATAL)\b")
-# Lines of progress, which an error does not quote.
+# Progress bars and percentages, which an error message does not quote.
 _PROGRESS = re.compile(
     r"[^A-Za-z]*\d ?%(?!.*[A-Za-z]{5}).*"  # "32,768  16%  31.25MB/s", " 45%|##  | 45/100 [00:03<00:04]"
     r"|.*[=#]{3}.*\d ?%.*|.*\d ?%.*[=#]{3}.*"  # "blob 3a5f [====>---] 31 % 5s"
     r"|.*[━█▓]{3}.*"  # pip's, without a percentage
 )
 _SHOWN_CHARACTERS = 200
-"""How many characters of a program's first line an error quotes. A line of progress is no longer, either."""
-# Seconds between two looks whether a program that has closed its output has ended.
+"""The number of characters that an error quotes from a program's first line. Longer lines are never taken for
+progress.
+"""
+# Seconds between two checks of whether a program has ended. It is polled after it has closed its output.
 _POLL_S = 0.02
 GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false")
-"""The beginning of a read-only git command.
+"""The first arguments of a read-only git command.
 
-Without these options git could lock the index for a refresh, and it would run the program that the setting
-``core.fsmonitor`` of the repository names, which may be another user's.
+Without these options, git could lock the index to refresh it. It would also run the program in the setting
+``core.fsmonitor`` of the repository, which may belong to another user.
 """
 
-# A program for Python that asks the kernel for SIGKILL when its parent ends, and then becomes another
-# program. Its arguments are the pid of imgkit, and the other program with its arguments. The request stays in
-# force after exec. If imgkit has ended before the request, the parent is another process already, which
-# getppid shows. Python ignores SIGPIPE and SIGXFSZ, and the other program would inherit that.
+# A Python program that asks the kernel to kill it (SIGKILL) when its parent ends, and then replaces itself by
+# another program. Its arguments are the pid of imgkit, and the other program with its arguments. The kernel
+# keeps the request across exec. If imgkit ended before the request was made, getppid returns another pid, and
+# the program exits. Python ignores SIGPIPE and SIGXFSZ. The other program would inherit this, so both are
+# reset.
 _BOUND = """
 import os, sys
 from _signal import SIG_DFL, SIGKILL, SIGPIPE, SIGXFSZ, signal
@@ -84,10 +88,12 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 class _TooMuch(ToolFailed):
-    """A program printed more than `MOST_BYTES`. The subclasses say to which stream."""
+    """A program printed more than `MOST_BYTES`. Each subclass stands for one of its two output streams."""
 
     message = ""
-    """A text with the fields ``program``, ``limit_MB`` and ``line``, the first line of what it printed."""
+    """The error message, with the fields ``program``, ``limit_MB`` and ``line``, the first line of the
+    output.
+    """
 
     def __init__(self, program: str, start: bytes) -> None:
         line = first_line(start)
@@ -103,17 +109,17 @@ class TooLong(_TooMuch):
 
 
 class ErrorsTooLong(_TooMuch):
-    """A program printed more than `MOST_BYTES` of error messages, and neither read nor answered meanwhile."""
+    """A program printed more than `MOST_BYTES` of error messages without reading input or writing output."""
 
     message = "{program} printed more than {limit_MB} MB of error messages; their first line: {line}"
 
 
 class Exited(ToolFailed):
-    """A program that `filter_through` started ended with another exit code than 0."""
+    """A program that `filter_through` had started ended with an exit code other than 0."""
 
     def __init__(self, program: str, code: int, errors: bytes, hint: str) -> None:
         self.errors = errors.decode(errors="replace").strip()
-        """The end of its standard error."""
+        """The end of the program's standard error."""
         message, hint = quote_output(f"{program} failed with exit code {code}", self.errors, hint)
         super().__init__(message, hint=hint or None)
         self.code = code
@@ -126,58 +132,61 @@ class Finished:
     argv: tuple[str, ...]
     returncode: int
     output: str
-    """Standard output and standard error in one text.
+    """Standard output and standard error, merged into one text.
 
-    If there is more than `MOST_BYTES`, only the end is kept.
+    Of a longer output than `MOST_BYTES`, only the end is kept.
     """
 
     def tail(self) -> str:
-        """Return the lines of the output that an error quotes; see `last_lines`."""
+        """Return the part of the output that an error quotes, as `last_lines` selects it."""
         return "\n".join(last_lines(self.output))
 
 
 def first_line(output: bytes) -> str:
-    """Return the first line of `output` that is not blank, cut for an error message, or ``(nothing)``."""
+    """Return the first line of `output` that is not blank, or ``(nothing)``.
+
+    Long lines are cut so that they fit into an error message.
+    """
     text = output[:_CHUNK_BYTES].decode(errors="replace").strip()
     line = text.partition("\n")[0].strip()
     return line[:_SHOWN_CHARACTERS] or "(nothing)"
 
 
 def last_lines(output: str, limit: int = TAIL_LINES) -> list[str]:
-    """Return the lines of a failed program's output that an error message quotes, at most `limit`.
+    """Return the lines of a failed program's output that an error message quotes, at most `limit` of them.
 
-    Up to half of them are the last lines with ERROR or FATAL, after which a program can print much more. The
-    others are the end of the output. Progress bars and empty lines are left out. Of a line that was rewritten
-    by carriage returns, the last text counts.
+    Up to half of them are the last lines with ERROR or FATAL, because a program may print much more after its
+    error. The remaining lines come from the end of the output. Progress bars and empty lines are left out. If
+    a program rewrote a line with carriage returns, only its last version is used.
     """
     lines: list[str] = []
-    error_numbers = []  # indices in `lines`
+    error_indices = []  # indices in `lines`
     for line in output.split("\n"):
         _, _, text = line.rstrip().rpartition("\r")
         is_error = _ERROR.search(text) is not None
         if is_error:
-            error_numbers.append(len(lines))
+            error_indices.append(len(lines))
         if is_error or (text and not _is_progress(text)):
             lines.append(text)
-    quoted_numbers = set(error_numbers[-(limit // 2) :])
-    for number in reversed(range(len(lines))):
-        if len(quoted_numbers) == limit:
+    quoted_indices = set(error_indices[-(limit // 2) :])
+    for index in reversed(range(len(lines))):
+        if len(quoted_indices) == limit:
             break
-        quoted_numbers.add(number)
-    return [lines[number] for number in sorted(quoted_numbers)]
+        quoted_indices.add(index)
+    return [lines[index] for index in sorted(quoted_indices)]
 
 
 def _is_progress(line: str) -> bool:
     """Return whether `line` is a progress bar or a percentage."""
-    # A longer line is no progress bar, and the regular expression could take long on it.
+    # A longer line is never a progress bar, and the regular expression could take very long on it.
     return len(line) <= _SHOWN_CHARACTERS and _PROGRESS.fullmatch(line) is not None
 
 
 def quote_output(message: str, output: str, hint: str = "") -> tuple[str, str]:
-    """Return the message and the hint of an error about a program, extended by the end of its `output`.
+    """Return the message and hint of an error about a program, extended by the last lines of its `output`.
 
-    A single line of output goes into the message: ``"sbatch failed: Invalid account"``. Several lines go into
-    the hint.
+    A single line of output is appended to the message: ``"sbatch failed: Invalid account"``. Several lines
+    are put before the hint.
     """
     lines = last_lines(output)
     if not lines:
@@ -191,19 +200,20 @@ def quote_output(message: str, output: str, hint: str = "") -> tuple[str, str]:
 
 
 _KILL_CODES = (-signal.SIGKILL, -signal.SIGXCPU, 128 + signal.SIGKILL, 128 + signal.SIGXCPU)
-"""Exit codes after SIGKILL, which the kernel sends for want of memory, and SIGXCPU, at a limit of CPU time.
+"""Exit codes of a program that was killed by SIGKILL or SIGXCPU.
 
-Python reports a signal as a negative number, a shell as 128 plus its number.
+The kernel sends SIGKILL when memory runs out, and SIGXCPU at a limit of CPU time. Python reports a signal as
+a negative number, and a shell as 128 plus its number.
 """
 # What a program in Go, such as Apptainer, prints when a child process has died of a signal.
 _KILL_MESSAGE = re.compile(r"signal: (killed|CPU time limit exceeded)")
 
 
 def kill_hint(code: int, output: str = "") -> str:
-    """Return a line for the hint of a failed conversion, if the system has killed its program.
+    """Return an extra line for the hint of a failed conversion if the system killed its program.
 
-    The exit code or the output shows that, usually after too much memory or CPU time on a login node. The
-    result is empty for all other failures.
+    The system kills a program that uses too much memory or CPU time, usually on a login node. The exit code
+    or the output shows this. For all other failures, the result is empty.
     """
     if code not in _KILL_CODES and _KILL_MESSAGE.search(output) is None:
         return ""
@@ -214,13 +224,13 @@ def kill_hint(code: int, output: str = "") -> str:
 
 
 def require_program(program: str, hint: str = "", env: Mapping[str, str] | None = None) -> None:
-    """Raise ToolMissing if `program` is not on PATH, which is that of `env` if `env` is given."""
+    """Raise ToolMissing if `program` is not on PATH. If `env` is given, its PATH is searched instead."""
     if shutil.which(program, path=env.get("PATH") if env else None) is None:
         raise ToolMissing(f"the program {program!r} is not on PATH", hint=hint or None)
 
 
 def count_processors() -> int:
-    """Return the number of processors that this process may use, which may be fewer than the machine has."""
+    """Return the number of processors that this process may use. The machine may have more."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS
@@ -230,22 +240,21 @@ def count_processors() -> int:
 def run_attached(argv: Sequence[str], *, until: Callable[[], bool] | None = None) -> int:
     """Run `argv` with the standard streams of this process, and return its exit code.
 
-    What the program prints on a terminal goes through `terminal.output_copier`, which replaces control
-    characters, so that a program cannot change the terminal's state. After Ctrl-C, the exit code is
-    `INTERRUPTED`.
+    Output to a terminal passes through `terminal.output_copier`. It replaces control characters, so that the
+    program cannot change the state of the terminal. After Ctrl-C, the exit code is `INTERRUPTED`.
 
     Parameters
     ----------
-    until : a function that is called every few seconds, and later every 10. When it returns True, the program
-        gets SIGTERM, and the result is 0. Without it, the program runs to its own end, as ``tail -F`` never
-        does.
+    until : a function that is called every few seconds at first, and later every 10 seconds. When it returns
+        True, the program gets SIGTERM, and the result is 0. Programs such as ``tail -F``, which never end by
+        themselves, need it.
 
     Raises
     ------
-    ToolMissing : there is no such program.
+    ToolMissing : the program is not on PATH.
     """
     require_program(argv[0])
-    # A stream that is no terminal is inherited, so that a file gets what is printed unchanged.
+    # The program inherits a stream that is not a terminal. So a file receives its output unchanged.
     stdout = stderr = None
     if sys.stdout.isatty():
         stdout = subprocess.PIPE
@@ -262,7 +271,7 @@ def run_attached(argv: Sequence[str], *, until: Callable[[], bool] | None = None
                     copy_output(chunk)
             code = program.wait()
         except KeyboardInterrupt:
-            # The program got the same Ctrl-C, and ends by itself.
+            # The terminal sends Ctrl-C to the program as well, so the program ends by itself.
             return INTERRUPTED
     if until is not None and code == -signal.SIGTERM:
         return 0
@@ -270,25 +279,25 @@ def run_attached(argv: Sequence[str], *, until: Callable[[], bool] | None = None
 
 
 def _terminate_when(program: subprocess.Popen[bytes], is_over: Callable[[], bool]) -> None:
-    """Terminate `program` once `is_over` returns True. Do nothing if the program ends by itself before.
+    """Terminate `program` once `is_over` returns True. Do nothing if the program ends before that.
 
-    `is_over` is called after 1, 2, 4, 7 and 12 seconds, and then every 10 seconds. It usually asks a
-    scheduler whether a job has ended.
+    `is_over` usually asks a scheduler whether a job has ended. It is called after 1, 2, 4, 7 and 12 seconds,
+    and then every 10 seconds, so that the scheduler is not asked too often.
     """
     for pause_s in itertools.chain((1.0, 1.0, 2.0, 3.0, 5.0), itertools.repeat(10.0)):
         if _has_ended(program, pause_s):
             return
-        # A scheduler that does not answer this time may answer the next.
+        # If the scheduler does not answer now, it may answer the next time.
         with contextlib.suppress(ImgkitError):
             if is_over():
                 break
-    # `program` may be tail, which looks for new lines once a second.
+    # `program` may be tail, which looks for new lines once a second. It gets time to print the last ones.
     if not _has_ended(program, 2.0):
         program.terminate()
 
 
 def _has_ended(program: subprocess.Popen[bytes], timeout_s: float) -> bool:
-    """Wait until `program` ends, but at most `timeout_s` seconds. Return whether it has ended."""
+    """Wait at most `timeout_s` seconds for `program` to end. Return whether it has ended."""
     try:
         program.wait(timeout_s)
     except subprocess.TimeoutExpired:
@@ -297,34 +306,36 @@ def _has_ended(program: subprocess.Popen[bytes], timeout_s: float) -> bool:
 
 
 def replace_process(argv: Sequence[str], *, cwd: Path) -> NoReturn:
-    """Replace this process by the program `argv`, started in `cwd`. This function does not return.
+    """Replace this process by the program `argv`, which starts in the folder `cwd`. Never return.
 
-    The program gets the terminal, Ctrl-C and the process id of imgkit, as if the user had started it.
+    The program takes over the terminal, Ctrl-C and the process id of imgkit, as if the user had started it.
 
     Raises
     ------
-    ToolMissing : there is no such program.
+    ToolMissing : the program is not on PATH.
     """
     require_program(argv[0])
     os.chdir(cwd)
+    # Whatever is still in these buffers would be lost when the process is replaced.
     sys.stdout.flush()
     sys.stderr.flush()
-    # Python ignores these two signals, and the program would inherit that.
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)
+    # Python ignores these two signals. The program would inherit this, so both are reset.
+    for signal_number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(signal_number, signal.SIG_DFL)
     os.execvp(argv[0], list(argv))  # noqa: S606 - an argv list, no shell
 
 
 def bound_to_parent(argv: Sequence[str]) -> list[str]:
-    """Return a command that runs `argv`, and that the kernel kills if imgkit is killed.
+    """Return a command that runs `argv`, and that the kernel kills when imgkit ends.
 
-    `argv` begins with the path of the program. The kernel also kills the program when the thread that started
-    it ends, so that thread has to wait for the program.
+    `argv` must begin with the path of the program. The kernel also kills the program when the thread that
+    started it ends. That thread therefore has to wait for the program.
     """
-    # Only Linux can do that. A process that has become another user may have no right to start its Python. In
-    # these cases the program is started directly.
+    # Only Linux offers this. A process that has changed its user may not be allowed to run its Python again.
+    # In both cases the program is started directly.
     if sys.platform != "linux" or not os.access(sys.executable, os.X_OK):
         return list(argv)
+    # -I and -S make Python start faster, and without code from the environment or from site-packages.
     return [sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid()), *argv]
 
 
@@ -340,17 +351,19 @@ def run(
 
     Parameters
     ----------
-    env : all variables of the program. None means those of this process.
+    env : all environment variables of the program. None means the variables of this process.
     check : whether an exit code other than 0 raises an error.
+    hint : a text for the error. If the program is missing, it should explain how to install it.
 
     Raises
     ------
-    ToolMissing : the program is not on PATH; `hint` explains how to install it.
-    ToolFailed : `check` is True and the exit code is not 0. The error quotes the last lines.
+    ToolMissing : the program is not on PATH.
+    ToolFailed : `check` is True and the exit code is not 0. The error quotes the last lines of the output.
     """
     command = tuple(map(str, argv))
     require_program(command[0], hint, env)
-    # The deque drops the oldest chunks. All but the last are full, so that about `MOST_BYTES` remain.
+    # When the deque is full, it drops the oldest chunk. All chunks but the last are full, so about the last
+    # `MOST_BYTES` remain.
     chunks: collections.deque[bytes] = collections.deque(maxlen=MOST_BYTES // _CHUNK_BYTES)
     with subprocess.Popen(
         command,
@@ -365,10 +378,11 @@ def run(
             for chunk in iter(partial(process.stdout.read, _CHUNK_BYTES), b""):
                 chunks.append(chunk)
         except BaseException:
-            # Ctrl-C ends imgkit, but the program may ignore it.
+            # Ctrl-C ends imgkit, but the program may ignore Ctrl-C and would keep running.
             process.kill()
             raise
-    # With text=True, the carriage return by which a progress bar rewrites its line would become a line break.
+    # text=True is not used: it would turn the carriage return by which a progress bar rewrites its line into
+    # a line break.
     output = b"".join(chunks).decode(errors="replace").replace("\r\n", "\n")
     finished = Finished(argv=command, returncode=process.returncode, output=output)
     if check and finished.returncode != 0:
@@ -381,16 +395,16 @@ def run(
 
 
 def read_answer(output: Generator[bytes, None, None], program: str) -> bytes:
-    """Return all of `output` in one piece.
+    """Return the complete output of a program as bytes.
 
     Parameters
     ----------
     output : the generator that `filter_through` returns.
-    program : what printed the output, for the error: ``sbatch``.
+    program : the name of the program for the error, such as ``sbatch``.
 
     Raises
     ------
-    TooLong : there is more than `MOST_BYTES`. Closing the generator has then ended the program.
+    TooLong : the output is longer than `MOST_BYTES`. The generator is closed, which kills the program.
     """
     text = bytearray()
     with contextlib.closing(output):
@@ -402,13 +416,13 @@ def read_answer(output: Generator[bytes, None, None], program: str) -> bytes:
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the lines of an output that comes in chunks, each as soon as it is complete."""
-    rest = b""
+    """Yield the lines of an output that arrives in chunks. Each line is yielded as soon as it is complete."""
+    incomplete_line = b""
     for chunk in chunks:
-        *lines, rest = (rest + chunk).split(b"\n")
+        *lines, incomplete_line = (incomplete_line + chunk).split(b"\n")
         yield from lines
-    if rest:
-        yield rest
+    if incomplete_line:
+        yield incomplete_line
 
 
 def filter_through(
@@ -419,15 +433,15 @@ def filter_through(
     hint: str = "",
     hold: bool = False,
 ) -> Generator[bytes, None, None]:
-    """Start the program `argv`, feed `chunks` to its standard input, and yield its output as it comes.
+    """Start the program `argv`, feed `chunks` to its standard input, and yield its output as it arrives.
 
-    So gigabytes can pass through a program such as zstd: neither input nor output is collected in memory. If
-    the caller stops reading, the program is killed.
+    Neither the input nor the output is collected in memory, so gigabytes can pass through a program such as
+    zstd. If the caller stops reading, the program is killed.
 
     Parameters
     ----------
-    hold : leave the program's standard input open after the last chunk, until the program ends by itself. A
-        script on a remote then takes the end of the input as the end of imgkit.
+    hold : leave the program's standard input open after the last chunk, until the program ends by itself.
+        Then a script on a remote machine sees the end of its input only when imgkit has ended.
 
     Raises
     ------
@@ -442,7 +456,8 @@ def filter_through(
         try:
             errors = yield from pump_pipes(program, iter(chunks), hold=hold, name=argv[0])
         finally:
-            # Reached on errors and when the reader stops early; harmless once the program has ended.
+            # This also runs after an error and when the caller stops reading. It does nothing to a program
+            # that has ended.
             program.kill()
     if program.returncode != 0:
         raise Exited(argv[0], program.returncode, errors, hint)
@@ -451,22 +466,23 @@ def filter_through(
 def pump_pipes(
     program: subprocess.Popen[bytes], chunks: Iterator[bytes], *, hold: bool = False, name: str = ""
 ) -> Generator[bytes, None, bytes]:
-    """Feed `chunks` to the running `program`, and yield its output as it comes.
+    """Feed `chunks` to the running `program`, and yield its output as it arrives.
 
-    One loop waits for all pipes (`select`) and serves the one that is ready. Writing first and reading later
-    would block for ever: a program that waits until its output is read does not read its input. The
-    generator's return value is the end of the program's standard error.
+    The loop waits for all pipes at once (`select`) and serves those that are ready. To write everything first
+    and read afterwards could block forever: a program that waits until its output is read does not read its
+    input. The generator's return value is the end of the program's standard error.
 
     Parameters
     ----------
-    program : a process whose standard input and output are unbuffered pipes. Its standard error may be
-        one, too.
-    hold : leave its standard input open after the last chunk.
-    name : the program's name in errors.
+    program : a process whose standard input and output are unbuffered pipes. Its standard error may be a
+        pipe, too.
+    hold : leave the program's standard input open after the last chunk.
+    name : the name of the program in errors.
 
     Raises
     ------
-    ErrorsTooLong : the program prints error messages without end, and neither reads nor answers meanwhile.
+    ErrorsTooLong : the program printed error messages without end, and neither read input nor wrote output
+        meanwhile.
     """
     assert program.stdin is not None  # noqa: S101 - for the type checker: both are pipes
     assert program.stdout is not None  # noqa: S101
@@ -474,17 +490,17 @@ def pump_pipes(
     # A blocking write could wait for a program that waits for us to read its output.
     os.set_blocking(sink.fileno(), False)
     for pipe in (sink, source):
-        # Larger pipes need fewer writes. Beyond the quota of a user's pipes Linux refuses this, and the pipe
-        # keeps its default size.
+        # Larger pipes need fewer writes. Linux refuses this once the user's pipes exceed a quota. The pipe
+        # then keeps its default size.
         with contextlib.suppress(OSError, AttributeError):
             fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-    # `unsent` is the part of the current chunk that the program has not read yet. `is_fed` means that no
-    # chunk follows.
+    # `unsent` is the part of the current chunk that still has to be written. `is_fed` means that there are no
+    # more chunks.
     unsent = memoryview(b"")
     is_fed = False
     pipes = [source, errors] if errors else [source]
     first_errors = last_errors = b""
-    error_bytes = 0  # of standard error since the program has last read or answered
+    error_bytes = 0  # of standard error, since the program last read input or wrote output
     has_ended = False
     while not has_ended:
         while not unsent and not is_fed:
@@ -495,9 +511,9 @@ def pump_pipes(
             is_fed = True
             if not hold:
                 sink.close()
-        # A process that the program leaves behind, such as a shared connection of ssh, may keep the standard
-        # error open. So the loop does not wait for its end: once the output is closed, it polls until the
-        # program has ended, and reads once more what is there.
+        # A process that the program leaves running, such as a shared connection of ssh, may keep standard
+        # error open. So the loop does not wait for the end of standard error. Once the output is closed, the
+        # loop polls until the program has ended. Then it reads once more what standard error still holds.
         has_ended = source.closed and program.poll() is not None
         timeout_s = None  # wait until a pipe is ready
         if source.closed:
@@ -508,12 +524,13 @@ def pump_pipes(
                 written_bytes = os.write(sink.fileno(), unsent)
                 unsent = unsent[written_bytes:]
             except BrokenPipeError:
-                # The program does not read on. Its exit code tells whether that is an error.
+                # The program has closed its input. Its exit code tells whether that is an error.
                 unsent = memoryview(b"")
                 is_fed = True
                 sink.close()
         if writable or source in readable:
-            # A program that still reads or answers may print a warning for each of many files.
+            # A program that makes progress may print a warning for each of many files, so it gets the full
+            # limit again.
             error_bytes = 0
         if errors and errors in readable:
             data = os.read(errors.fileno(), PIPE_BYTES)

@@ -1,6 +1,7 @@
-"""The interface by which library functions report progress.
+"""The interface through which library functions report progress.
 
-The functions print nothing themselves. A verb passes them a reporter that prints lines, a bar or JSON.
+The functions print nothing themselves. A verb of the command line passes them a reporter, which prints lines,
+a progress bar or JSON.
 """
 
 from __future__ import annotations

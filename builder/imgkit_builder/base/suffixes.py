@@ -1,4 +1,4 @@
-"""How the names of the files end that a person passes to a verb."""
+"""The suffixes of file names that users pass to verbs."""
 
 ARCHIVE_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.zst")
 RECIPE_SUFFIXES = (".yaml", ".yml")

@@ -1,1 +1,1 @@
-"""The command line: one file per verb group, each with plain functions that ``app`` registers."""
+"""The command line. Each module defines related verbs as plain functions, and ``app`` registers them."""

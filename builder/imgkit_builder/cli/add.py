@@ -1,4 +1,4 @@
-"""``imgkit add``: packages for an image that exists."""
+"""``imgkit add``: add packages to an existing image."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def verb_add(
 
 
 def _remote_machine(name: str) -> ImageMachine | None:
-    """Return the remote `name` as the machine that runs pip in the image. Return None for this machine.
+    """Return the remote `name` as the machine on which pip runs in the image, or None for this machine.
 
-    There, the singularity or apptainer of the remote's recipe starts the image.
+    On a remote, the image is started with the singularity or apptainer of the remote's recipe.
     """
     if name in ("", HERE):
         return None
@@ -79,6 +79,7 @@ def _remote_machine(name: str) -> ImageMachine | None:
     runtime = targets.load_target(remote.recipe).system.runtime if remote.recipe else None
     remote_connection = connection.connect(remote, ask=may_ask())
     remote_connection.login()
+    # If the recipe uses another kind of runtime, the default command of singularity is used, without modules.
     default = runtimes.get_runtime("singularity").kind
     if runtime is None or runtime.kind != default:
         return packages.machine_of(remote_connection, default)

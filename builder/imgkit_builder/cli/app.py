@@ -26,9 +26,9 @@ class Verb(NamedTuple):
     """A verb of ``imgkit``, such as ``build``, with what ``imgkit --help`` prints about it."""
 
     module: str
-    """The module of ``cli`` that defines ``verb_NAME``, or a group of verbs in its ``GROUPS``."""
+    """The module of ``cli`` that defines the function ``verb_NAME``, or lists the verb in ``GROUPS``."""
     help: str
-    """The first sentence of the verb's help, written here so that the module need not be imported."""
+    """The first sentence of the verb's help. Thanks to this copy, ``--help`` need not import the module."""
 
 
 VERB_GROUPS: dict[str, dict[str, Verb]] = {
@@ -79,28 +79,31 @@ VERBS = {name: verb for group in VERB_GROUPS.values() for name, verb in group.it
 
 
 class GroupedVerbs(TyperGroup):
-    """The command ``imgkit``.
+    """The command ``imgkit``, which lists its verbs under headings.
 
-    It lists the verbs under headings, and imports a verb's module when it is used.
+    The module of a verb is imported only when the verb is used.
     """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        # These stand for the verbs in --help. `resolve_command` replaces the one that is used.
+        # These commands only appear in --help. `resolve_command` imports the real command of a verb when it
+        # is used.
         for name, verb in VERBS.items():
+            # The help of these commands comes from the table above, so no module is imported.
             self.add_command(TyperCommand(name, help=verb.help))
 
     def resolve_command(self, ctx: ClickContext, args: list[str]) -> Any:
-        """Return the name and the command of the verb that `args` begin with, and the other arguments."""
-        name, command, rest = super().resolve_command(ctx, args)
+        """Return the name and the command of the verb with which `args` begin, and the other arguments."""
+        name, command, remaining_args = super().resolve_command(ctx, args)
         if name not in VERBS:
-            return name, command, rest
-        # While the shell completes an argument, messages about plug-ins would be in the way.
-        return name, verb_command(name, quiet=ctx.resilient_parsing), rest
+            return name, command, remaining_args
+        # resilient_parsing means that the shell is completing an argument. Messages about plug-ins would
+        # disturb it.
+        return name, verb_command(name, quiet=ctx.resilient_parsing), remaining_args
 
     def format_commands(self, ctx: ClickContext, formatter: HelpFormatter) -> None:
-        """Write a section of the help for each group of verbs."""
-        # As in click: the width that is left for the help of a verb beside its name.
+        """Write one section of the help for each group of verbs."""
+        # The width that is left beside the names of verbs for their help, computed as in click.
         help_width = formatter.width - 6 - max(map(len, self.commands))
         for title, verbs in VERB_GROUPS.items():
             rows = [(name, self.commands[name].get_short_help_str(help_width)) for name in verbs]
@@ -109,12 +112,12 @@ class GroupedVerbs(TyperGroup):
 
 
 def build_app() -> typer.Typer:
-    """Return the typer application, whose verbs are not imported yet."""
+    """Return the typer application. It knows the names of its verbs, but has not imported them."""
     app = typer.Typer(
         name="imgkit",
         cls=GroupedVerbs,
         no_args_is_help=True,
-        # Plain help: decorated help imports a Markdown parser, which doubles the time of --help.
+        # Help is plain text. Decorated help would import a Markdown parser, which doubles the time of --help.
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -124,7 +127,7 @@ def build_app() -> typer.Typer:
 
 
 def verb_command(name: str, *, quiet: bool = False) -> Any:
-    """Import the module of the verb `name` and return its command for typer.
+    """Import the module of the verb `name`, and return its command for typer.
 
     Parameters
     ----------
@@ -132,8 +135,8 @@ def verb_command(name: str, *, quiet: bool = False) -> Any:
     """
     module = importlib.import_module(f"imgkit_builder.cli.{VERBS[name].module}")
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.callback()(_root)  # so that typer returns a group, also for a single verb
-    # The module has a group of verbs of this name, as for `remote`, or a function verb_NAME.
+    app.callback()(_root)  # with a callback, typer returns a group even for a single verb
+    # The verb is either a group of verbs, such as `remote`, or a function verb_NAME.
     groups = getattr(module, "GROUPS", {})
     if name in groups:
         app.add_typer(groups[name], name=name)
@@ -146,7 +149,7 @@ def verb_command(name: str, *, quiet: bool = False) -> Any:
 
 
 def _print_version(value: bool) -> None:
-    """Print the version and exit, if ``--version`` is given."""
+    """Print the version and exit if ``--version`` was given."""
     if value:
         terminal.print_results(f"imgkit {__version__}")
         raise typer.Exit
@@ -177,7 +180,8 @@ def main() -> None:
     # Arguments after "--" belong to the user's program, which may have a --json of its own.
     separator = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     as_json = "--json" in sys.argv[:separator]
-    # typer raises errors instead of printing them, so that all errors are printed in one form.
+    # standalone_mode=False makes typer raise errors instead of printing them, so that all errors look the
+    # same.
     try:
         code = build_app()(standalone_mode=False)
     except ImgkitError as error:
@@ -197,15 +201,15 @@ def main() -> None:
 
 
 class Interrupted(ImgkitError):
-    """The user pressed Ctrl-C, or the process got SIGTERM in a block of `exit_on_sigterm`."""
+    """The user pressed Ctrl-C, or the process got SIGTERM within `exit_on_sigterm`."""
 
     exit_code = INTERRUPTED
 
 
 def _system_error(error: OSError) -> ToolFailed:
-    """Return the message for an error of the system, such as a full disk, that no function has handled.
+    """Return the message for an operating system error that no function has handled, such as a full disk.
 
-    The user needs the path and the reason, and no traceback.
+    The user needs the path and the reason, but no traceback.
     """
     path = error.filename
     hint = None
@@ -218,14 +222,14 @@ def _system_error(error: OSError) -> ToolFailed:
 def _is_usage_error(error: Exception) -> bool:
     """Return whether `error` is one of typer's errors about a wrong command line.
 
-    typer exports only one kind of these errors, and not their base class. They are recognized by two
-    attributes, which no other error has.
+    typer does not export the base class of these errors. They are recognized by two attributes that no other
+    error has.
     """
     return hasattr(error, "ctx") and getattr(error, "exit_code", None) == UsageError.exit_code
 
 
 def _print_usage_error(error: Any, *, as_json: bool) -> NoReturn:
-    """Print `error`, an error of typer about the command line, and exit."""
+    """Print typer's error about a wrong command line, and exit."""
     error.message = terminal.escape_controls(shorten_message(error.message))
     if not as_json:
         error.show()
@@ -235,8 +239,9 @@ def _print_usage_error(error: Any, *, as_json: bool) -> NoReturn:
 
 
 def _print_error(error: ImgkitError, *, as_json: bool) -> NoReturn:
-    """Print `error` in the form that `main` describes, and exit with its code."""
+    """Print `error` in the form that `main` describes, and exit with the exit code of the error."""
     if as_json:
+        # Imported here, because only --json needs it.
         from imgkit_builder.cli.common import error_data, print_result
 
         print_result(error_data(error), as_json=True)

@@ -73,7 +73,7 @@ def verb_save(
                 hint=f"docker tag {image} NAME:1, then: imgkit save NAME:1",
             )
         target = output or Path(name_stem(info.tag) + write.SUFFIXES[compress])
-        # Before the engine stages 20 GB.
+        # This check comes before the engine prepares an export of 20 GB or so.
         write.check_target(target.absolute(), compress=compress, expected_bytes=info.size_bytes)
         describe = _sidecar_maker(connected, info, target, report)
         with engine.save_stream(connected, info.tag, report=report) as chunks:
@@ -85,19 +85,20 @@ def verb_save(
                 report=report,
                 describe=describe,
             )
-    described = describe(saved)
-    commands = _next_commands(target, described.system)
+    # `save_archive` has already written this sidecar. The text for the user is made from the same values.
+    facts = describe(saved)
+    commands = _next_commands(target, facts.system)
     lines = [f"{target}  {saved.size_bytes / 1e6:.1f} MB  sha256 {saved.sha256}"]
-    if described.manifest and described.manifest.base.standin:
+    if facts.manifest and facts.manifest.base.standin:
         lines.append("a STAND-IN without NVIDIA's software: for tests only, not for a cluster")
-    cluster = described.system.title if described.system and described.system.title else "the cluster"
+    cluster = facts.system.title if facts.system and facts.system.title else "the cluster"
     lines += [f"copy it:    {commands['copy']}", f"on {cluster}:"]
     for step in ("module", "verify", "convert"):
         if commands[step]:
             lines.append(f"            {commands[step]}")
     data = {
-        "image": dataclasses.asdict(described.image),
-        "archive": dataclasses.asdict(described.archive) | {"path": target},
+        "image": dataclasses.asdict(facts.image),
+        "archive": dataclasses.asdict(facts.archive) | {"path": target},
         "sidecars": [sidecar.sha256_path(target), sidecar.json_path(target)],
         "commands": commands,
     }
@@ -107,10 +108,11 @@ def verb_save(
 def _sidecar_maker(
     connected: Engine, info: ImageInfo, target: Path, report: Reporter
 ) -> Callable[[SavedFile], Sidecar]:
-    """Return a function that makes the sidecar, the file ``X.tar.manifest.json`` beside an archive ``X.tar``.
+    """Return a function that makes the sidecar of an archive, ``X.tar.manifest.json`` beside ``X.tar``.
 
     The sidecar describes the image and the archive. The facts about the image are read now, while the engine
-    is connected. The returned function adds the size and the digest of the archive, which are known later.
+    is connected. The returned function adds the size and digest of the archive, which are only known after it
+    has been written.
     """
 
     system = _read_built_file(connected, info, report, str(systems.SYSTEM_JSON), systems.from_json)
@@ -131,13 +133,17 @@ def _sidecar_maker(
 def _read_built_file(
     connected: Engine, info: ImageInfo, report: Reporter, path: str, parse: Callable[[str], Parsed]
 ) -> Parsed | None:
-    """Return the parsed file `path` of the image, or None if imgkit did not build the image."""
+    """Return the parsed file `path` of the image, or None if imgkit did not build the image.
+
+    None is also returned, with a note to the user, if the file cannot be parsed.
+    """
     data = engine.read_file(connected, info.ref, path)
     if data is None:
         return None
     try:
         return parse(data.decode())
     except (ValueError, TypeError, UsageError) as error:
+        # The archive itself is complete, so the save goes on with a smaller sidecar.
         report.note(f"another imgkit wrote {path} in the image; the sidecar leaves it out: {error}")
         return None
 
@@ -145,9 +151,9 @@ def _read_built_file(
 def _next_commands(archive: Path, system: SystemFacts | None) -> dict[str, str]:
     """Return the commands that copy, verify and convert the archive, by their purpose.
 
-    ``{"copy": "rsync -P mn5.tar ...", "module": "", "verify": "sha256sum -c ...", "convert": "imgkit sif
-    ..."}`` is an example. The values of the image's system are filled in, and "" stands for a step that is
-    not needed.
+    An example is ``{"copy": "rsync -P mn5.tar ...", "module": "", "verify": "sha256sum -c ...", "convert":
+    "imgkit sif ..."}``. The commands contain the values of the image's system. A step that is not needed has
+    the command "".
     """
     checksum_file = sidecar.sha256_path(archive)
     files = [str(archive), str(checksum_file), str(sidecar.json_path(archive))]
@@ -163,9 +169,9 @@ def _next_commands(archive: Path, system: SystemFacts | None) -> dict[str, str]:
 
 
 def _copy_destination(system: SystemFacts | None) -> str:
-    """Return the folder on the cluster to which an archive is copied, quoted for a shell: ``USER@CLUSTER:``.
+    """Return the folder on the cluster to copy an archive to, quoted for a shell, such as ``USER@CLUSTER:``.
 
-    The user replaces the words in capitals.
+    The user has to replace the words in capitals.
     """
     if system is None:
         return "USER@CLUSTER:"
@@ -175,9 +181,9 @@ def _copy_destination(system: SystemFacts | None) -> str:
 
 
 def _conversion_argv(archive: str, system: SystemFacts | None) -> list[str]:
-    """Return the argv that makes the image in `archive` ready to run on the cluster: ``imgkit sif mn5.tar``.
+    """Return the command that makes the image in `archive` ready to run, such as ``imgkit sif mn5.tar``.
 
-    The system decides about the format, and whether a job must do the conversion.
+    The image's system decides about the format, and whether a job must do the conversion.
     """
     argv = ["imgkit", "sif", archive]
     if system is None:
@@ -187,7 +193,7 @@ def _conversion_argv(archive: str, system: SystemFacts | None) -> list[str]:
         return ["docker", "load", "-i", archive]
     argv += format_options[system.runtime.kind]
     if system.queue.sif:
-        # The login node may end a conversion, so the site has nodes for it.
+        # A login node may kill a conversion, so the site has other nodes for it.
         argv.append("--submit")
         if "account" in system.queue.required:
             argv += ["-A", "ACCOUNT"]

@@ -1,4 +1,4 @@
-"""``imgkit build``: build and test the image or .sif of a recipe, or print the plan with ``--dry-run``."""
+"""``imgkit build``: build and test the image or .sif of a recipe. ``--dry-run`` only prints the plan."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ COMMAND_CLASSES = {"build": GroupedCommand}
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions(BuildRequest, SifBuildRequest):
-    """The options of ``imgkit build``: those of both kinds of request, and ``--with``, which selects one."""
+    """The options of ``imgkit build``: both kinds of request, and ``--with``, which selects one."""
 
     program: Literal["docker", "apptainer"] = option_field(
         "docker",
@@ -99,6 +99,7 @@ def verb_build(
         submit_job(prepared, job, dry_run=dry_run, as_json=as_json)
         return
     refuse_without_submit(job)
+    # All four functions take the recipe, the options and the reporter.
     run: Callable[..., Any]
     if options.program == "docker":
         run = build.plan if dry_run else build.build
@@ -120,21 +121,21 @@ def verb_build(
 
 
 def _show_plan(plan: ImagePlan | SifPlan, *, as_json: bool) -> None:
-    """Print the values of the plan as comments, followed by the Dockerfile or definition."""
+    """Print the values of the plan as comments, and then the Dockerfile or definition."""
     values = dataclasses.asdict(plan)
     if as_json:
         print_result({"dry_run": True, **values}, as_json=True)
         return
     _, document = values.popitem()  # the last field of both plans is the Dockerfile or definition
-    for name, value in values.items():
-        terminal.print_document(f"# {name:13} {terminal.escape_controls(str(value))}\n")
+    for name, field_value in values.items():
+        terminal.print_document(f"# {name:13} {terminal.escape_controls(str(field_value))}\n")
     terminal.print_document(f"{document.rstrip()}\n")
 
 
 def _next_command(recipe: str, tag: str | None, runtime: str) -> str:
-    """Return the command to type after a build: ``imgkit push``, ``imgkit sif`` or ``imgkit run``.
+    """Return the command to suggest after a build: ``imgkit push``, ``imgkit sif`` or ``imgkit run``.
 
-    It depends on how jobs of the recipe start the image: in pods, from a file, or from the engine itself.
+    The command depends on how jobs of the recipe start the image: in pods, from a file, or from Docker.
 
     Parameters
     ----------
@@ -154,7 +155,7 @@ def _next_command(recipe: str, tag: str | None, runtime: str) -> str:
 
 
 def _show_image(built: BuiltImage, next_command: str, *, as_json: bool) -> None:
-    """Print the image that was built, and the command to type next."""
+    """Print the image that was built, and the command to run next."""
     lines = [f"{built.tag}  {built.id}  {built.size_bytes / MB:.1f} MB  {built.platform}"]
     if built.standin:
         lines.append(_standin_warning(built.base.name))
@@ -162,7 +163,7 @@ def _show_image(built: BuiltImage, next_command: str, *, as_json: bool) -> None:
 
 
 def _show_sif(built: BuiltSif, target: Path, *, as_json: bool) -> None:
-    """Print the .sif that was built, the seconds of each stage, and the command to type next."""
+    """Print the .sif that was built, the seconds of each stage, and the command to run next."""
     base = built.base
     next_command = sif_command(target)
     result = dataclasses.asdict(built)
@@ -181,5 +182,5 @@ def _show_sif(built: BuiltSif, target: Path, *, as_json: bool) -> None:
 
 
 def _standin_warning(base: str) -> str:
-    """Return the warning that the image `base` lacks NVIDIA's software."""
+    """Return the warning that the base image `base` is a stand-in for tests, without NVIDIA's software."""
     return f"a STAND-IN: {base} has no NVIDIA software; for tests only"

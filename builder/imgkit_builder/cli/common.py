@@ -1,4 +1,4 @@
-"""Options, questions and output that the modules of several verbs share."""
+"""Options, questions and output that several verbs share."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 SCHEMA = 1
-"""The version of the JSON that verbs print, under the key ``schema``."""
+"""The version of the JSON format that verbs print, under the key ``schema``."""
 _COMPLETED_SUFFIXES = (*RECIPE_SUFFIXES, *ARCHIVE_SUFFIXES, ".sif")
-"""How the names of the files end that the shell completes."""
+"""The suffixes of the files that the shell completes."""
 HERE = "here"
-"""The value of ``--on`` for this machine, for use when imgkit.toml names a remote."""
+"""The value of ``--on`` that means this machine. It is needed if imgkit.toml names a remote."""
 
 
 def complete_names(incomplete: str) -> list[str]:
     """Return the names that the shell offers when the user presses Tab after the text `incomplete`.
 
-    They are the names of shipped recipes, and the folders, recipes, archives and .sif files, that begin with
-    this text.
+    They are the names of shipped recipes, folders, recipe files, archives and .sif files that begin with this
+    text.
     """
     names = [name for name in recipe_names() if name.startswith(incomplete)]
-    # "dir/na" -> the names in "dir/" that begin with "na"
+    # For "dir/na", offer the names in "dir/" that begin with "na".
     folder, slash, start = incomplete.rpartition("/")
     folders = []
     files = []
@@ -53,12 +53,12 @@ def complete_names(incomplete: str) -> list[str]:
 
 
 def name_argument(metavar: str, help: str, default: Any = ...) -> Any:
-    """Return an argument that the shell completes with names of recipes and files (`complete_names`)."""
+    """Return an argument that the shell completes with recipes and files; see `complete_names`."""
     return typer.Argument(default, metavar=metavar, autocompletion=complete_names, help=help)
 
 
 def output_option(metavar: str, help: str) -> Any:
-    """Return the option ``--output`` of a verb that writes one file or folder."""
+    """Return the option ``--output`` for a verb that writes one file or folder."""
     return typer.Option(None, "--output", "-o", metavar=metavar, help=help)
 
 
@@ -78,26 +78,26 @@ UNPACK_LIMIT: float | None = typer.Option(
     help="Largest size of a compressed archive once unpacked (default: 100 times the file, at least 1).",
 )
 VERBOSE: bool = typer.Option(False, "--verbose", "-v", help="Show all output.")
-# Bytes in a MB, for text.
+# Bytes in a megabyte, for sizes that are printed for people.
 MB = 1e6
 
 
 def gigabytes_to_bytes(value: float | None) -> int | None:
-    """Return the number of bytes in `value` GB of 10^9 bytes each. Return None for None."""
+    """Return `value` in bytes, where 1 GB has 10^9 bytes. Return None for None."""
     if value is None:
         return None
     return int(value * 1e9)
 
 
 def print_message(text: str) -> None:
-    """Print a message of imgkit on stderr: ``imgkit: TEXT``."""
+    """Print a message on stderr in the form ``imgkit: TEXT``."""
     terminal.print_messages(f"imgkit: {text}")
 
 
 def print_result(data: Mapping[str, Any], *lines: str, as_json: bool) -> None:
-    """Print `data` and the version of its schema as indented JSON, or `lines` if `as_json` is False.
+    """Print `data` as indented JSON if `as_json` is True, otherwise print `lines`.
 
-    A key ``schema`` in `data` takes precedence over the usual version.
+    The version of the schema is added to the JSON, unless `data` has a key ``schema`` itself.
     """
     if as_json:
         terminal.print_document(json.dumps({"schema": SCHEMA, **data}, indent=2, default=str) + "\n")
@@ -106,7 +106,7 @@ def print_result(data: Mapping[str, Any], *lines: str, as_json: bool) -> None:
 
 
 def show_checks(results: Sequence[Check], *, as_json: bool, **context: Any) -> None:
-    """Print `results` as a table or as JSON with the keys of `context`.
+    """Print `results` as a table, or as JSON with the additional keys of `context`.
 
     Exit with code 1 if a check failed.
     """
@@ -118,20 +118,20 @@ def show_checks(results: Sequence[Check], *, as_json: bool, **context: Any) -> N
 def confirm_large_code(pack: Callable[[bool], Result], *, large: bool, may_ask: bool = True) -> Result:
     """Call `pack`, which packs or reads code, and return its result. Ask the user first if the code is large.
 
-    Large code most often contains data by mistake, and packing it takes long.
+    Large code usually contains data by mistake, and takes long to pack.
 
     Parameters
     ----------
-    pack : its argument says whether the code may be large. If not, it raises LargeContext for large code, and
-        is called again when the user has agreed.
-    large : whether the user has allowed large code by a flag.
-    may_ask : whether the verb may ask. It also needs a terminal for that.
+    pack : a function whose argument says whether the code may be large. If it may not, the function raises
+        LargeContext for large code. It is called again if the user agrees.
+    large : whether the user has already allowed large code with a flag.
+    may_ask : whether the verb may ask. It asks only on a terminal.
 
     Raises
     ------
-    LargeContext : the code is large, and there is nobody to ask, or the answer was no.
+    LargeContext : the code is large, and the user cannot be asked or has not agreed.
     """
-    # Imported here, because most verbs load this module and pack nothing.
+    # The import is here because most verbs load this module but never pack code.
     from imgkit_builder.image.context import LargeContext
 
     try:
@@ -162,7 +162,7 @@ def error_data(error: ImgkitError) -> dict[str, Any]:
 
 
 def problem_data(problem: Problem) -> dict[str, Any]:
-    """Return the JSON form of one problem of a recipe."""
+    """Return the JSON form of a problem in a recipe."""
     return {
         "what": problem.what,
         "where": str(problem.position),
@@ -176,9 +176,10 @@ def format_columns(table: Sequence[Sequence[str]], *, max_width: int = sys.maxsi
 
     Parameters
     ----------
-    max_width : the largest width to which cells are filled up, in characters. A longer cell is not cut: it
-        moves the rest of its line to the right.
+    max_width : the largest width of a column, in characters. A longer cell is not cut. It shifts the rest of
+        its line to the right.
     """
+    # Control characters are replaced first, because that changes the length of a cell.
     rows = [[terminal.escape_controls(cell) for cell in row] for row in table]
     widths = []
     for column in zip(*rows, strict=True):
@@ -193,9 +194,9 @@ def format_columns(table: Sequence[Sequence[str]], *, max_width: int = sys.maxsi
 
 @contextlib.contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """Raise KeyboardInterrupt in the block on SIGTERM, so that files are cleaned up as after Ctrl-C.
+    """Raise KeyboardInterrupt if the process gets SIGTERM in the block, so that it cleans up as after Ctrl-C.
 
-    A scheduler sends SIGTERM at the time limit of a job.
+    A scheduler sends SIGTERM when a job reaches its time limit.
     """
 
     def interrupt(*_: object) -> None:

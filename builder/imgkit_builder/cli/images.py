@@ -1,4 +1,4 @@
-"""``imgkit test``, ``shell`` and ``push``: verbs for images that were built."""
+"""``imgkit test``, ``shell`` and ``push``: verbs for an image that has been built."""
 
 from __future__ import annotations
 
@@ -113,30 +113,31 @@ def verb_shell(
         print_message(command)
     program, *_ = shell.argv
     install = "sudo apt-get install docker-cli (or docker.io)"
+    # Without this check, execvp would fail with an error that has no hint.
     process.require_program(program, "run this where the job was submitted" if job else install)
     os.execvp(program, shell.argv)  # noqa: S606 - an argv list, no shell; the terminal now belongs to it
 
 
 def _refuse_flags(flags: Mapping[str, object], conflict: str) -> None:
-    """Raise UsageError if one of `flags` has a value, since none can be combined with `conflict`."""
+    """Raise UsageError if one of `flags` is set. None of them can be combined with `conflict`."""
     for flag, value in flags.items():
         if value:
             raise UsageError(f"{flag} cannot be combined with {conflict}", where=flag, hint="leave it out")
 
 
 def _job_shell(job_id: str, node: str, *, must_run: bool) -> JobShell:
-    """Return the command that opens a shell in the job.
+    """Return the command that opens a shell in a running job.
 
     Parameters
     ----------
     node : the node or pod in which to open the shell, or "" for the first one.
-    must_run : whether to ask the scheduler first, and to refuse a job that does not run.
+    must_run : whether to ask the scheduler first, and to refuse a job that is not running.
     """
     if node and not quoting.is_job_id(node):
         raise UsageError(f"{node!r} cannot be the name of a node or pod", where="--node")
     record = records.find_record(job_id)
     job = record.job
-    # The shell gets this variable, as the job has it.
+    # The shell has the same value of this variable as the job itself.
     shell_line = f"export IMGKIT_RUN_DIR={shlex.quote(str(job.run_folder))}; {job.shell_line}"
     shell = systems.get_system(job.system).shell_command(job, shell_line, node)
     if must_run:
@@ -154,7 +155,7 @@ def _job_shell(job_id: str, node: str, *, must_run: bool) -> JobShell:
 
 
 def _refuse_idle_job(record: SubmittedJob) -> None:
-    """Raise UsageError if the scheduler says that the job waits or has ended."""
+    """Raise UsageError if the scheduler reports that the job is waiting or has ended."""
     state = job_status.refresh_state(record, scheduler_runner(record)).state
     if state == "waiting":
         verdict = "waits"

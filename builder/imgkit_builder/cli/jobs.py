@@ -1,4 +1,4 @@
-"""``imgkit status``, ``wait``, ``logs`` and ``cancel``: follow jobs that were submitted from here."""
+"""``imgkit status``, ``wait``, ``logs`` and ``cancel``: follow jobs that were submitted from this machine."""
 
 from __future__ import annotations
 
@@ -53,31 +53,34 @@ def verb_status(
     run = job_status.status_runner(record, may_ask=may_ask())
     report = job_status.report_job(record, run)
     save_new_state(record, report.record)
-    use = job_status.read_gpu_use(record, run)
+    gpu_report = job_status.read_gpu_use(record, run)
     if as_json:
         data = _report_to_dict(report)
-        if use:
-            data["gpu_use"] = dataclasses.asdict(use)
+        if gpu_report:
+            data["gpu_use"] = dataclasses.asdict(gpu_report)
         print_result(data, as_json=True)
         return
     if report.argv:
         print_message(f"{_remote_prefix(record)}{shlex.join(report.argv)}")
+        # On a terminal, this replaces control characters in the output of the scheduler.
         terminal.output_copier()(report.text.encode())
     if report.has_ended:
         terminal.print_results(job_status.ending_text(report))
     elif report.record.state == "waiting":
         terminal.print_results(job_status.waiting_text(record.job, report.wait))
-    if use:
-        terminal.print_results(gpu_use.describe(use))
+    if gpu_report:
+        terminal.print_results(gpu_use.describe(gpu_report))
 
 
 def _show_own_jobs(*, as_json: bool) -> None:
-    """Print a table of the jobs that had not ended when imgkit last asked, with their states now.
+    """Print a table of the jobs that may still wait or run, with their current states.
 
-    The exit code is that of `ToolFailed` if the states of some jobs are unknown.
+    If the states of some jobs are unknown, exit with the exit code of `ToolFailed`.
     """
+    # The records on this machine have the last known states. Only jobs that may have changed are asked about.
     old_records = [record for record in records.list_records() if _may_run(record)]
     jobs, is_complete = _refresh_states(old_records)
+    # `imgkit runs` shows the saved states without asking a scheduler.
     for record, current in zip(old_records, jobs, strict=True):
         save_new_state(record, current)
     lines = jobs_table(jobs) if jobs else ("no job waits or runs; imgkit runs lists those that have ended",)
@@ -88,11 +91,11 @@ def _show_own_jobs(*, as_json: bool) -> None:
 
 
 def _refresh_states(jobs: Iterable[SubmittedJob]) -> tuple[list[SubmittedJob], bool]:
-    """Ask the schedulers for the states of `jobs`.
+    """Ask the schedulers for the current states of `jobs`.
 
-    Return the jobs with these states, and whether all schedulers have answered. If one does not answer, that
-    is reported, and its job keeps the last known state. A remote that cannot be reached is tried only once,
-    because each attempt would wait for ssh.
+    Return the jobs with these states, and whether all schedulers have answered. If a scheduler does not
+    answer, a message says so, and its job keeps the last known state. A remote that cannot be reached is not
+    tried again for further jobs, because each attempt would wait for ssh.
     """
     current_jobs = []
     unreachable_remotes = set()
@@ -105,6 +108,7 @@ def _refresh_states(jobs: Iterable[SubmittedJob]) -> tuple[list[SubmittedJob], b
         except ImgkitError as error:
             print_message(f"{record.job.handle}: {error.what}")
             is_complete = False
+            # Cut means that ssh could not connect, or lost the connection.
             if isinstance(error, Cut):
                 unreachable_remotes.add(record.job.remote)
         current_jobs.append(current)
@@ -112,15 +116,15 @@ def _refresh_states(jobs: Iterable[SubmittedJob]) -> tuple[list[SubmittedJob], b
 
 
 def _remote_prefix(record: SubmittedJob) -> str:
-    """Return ``on REMOTE: `` for the message about a command on the job's remote, and "" for this machine."""
+    """Return ``on REMOTE: `` for a message about a command on the job's remote, or "" on this machine."""
     return f"on {record.job.remote}: " if record.job.remote else ""
 
 
 def _may_run(record: SubmittedJob) -> bool:
     """Return whether the job may still wait or run, so that ``imgkit status`` lists it.
 
-    imgkit never learns the end of a job whose system reports no states. Such a job is listed until it is
-    cancelled, or for a week after its submission.
+    Some systems do not report states, so imgkit never learns when their jobs end. Such a job is listed until
+    it is cancelled, or for a week after its submission.
     """
     if record.state in FINAL_STATES:
         return False
@@ -131,7 +135,7 @@ def _may_run(record: SubmittedJob) -> bool:
 
 
 def _reports_state(record: SubmittedJob) -> bool:
-    """Return whether the job's system can say if the job waits, runs or has ended."""
+    """Return whether the job's system can report if the job waits, runs or has ended."""
     try:
         return systems.get_system(record.job.system).reports_state
     except ImgkitError:  # the system's plug-in is no longer installed
@@ -141,7 +145,7 @@ def _reports_state(record: SubmittedJob) -> bool:
 def _report_to_dict(report: JobReport) -> dict[str, Any]:
     """Return the data that ``imgkit status ID --json`` and ``imgkit wait ID --json`` print.
 
-    None stands for a value that is not known, or that the job does not have.
+    A value is None if it is unknown or if the job has no such value.
     """
     record = report.record
     has_one_folder = record.has_run_folder and not record.job.array
@@ -161,34 +165,34 @@ def _report_to_dict(report: JobReport) -> dict[str, Any]:
 
 
 def save_new_state(record: SubmittedJob, current: SubmittedJob) -> None:
-    """Save `current` if its state differs from that of `record`, the same job as it was before."""
-    # A task of an array has no file of its own: its record is derived from that of the array.
+    """Save the record `current` if its state differs from `record`, an older record of the same job."""
+    # A task of an array has no file of its own. Its record is derived from that of the array.
     if current.state != record.state and records.has_record_file(record):
-        # A folder that cannot be written loses only the state that imgkit runs lists.
+        # If the folder cannot be written, only `imgkit runs` is affected: it shows an older state.
         with contextlib.suppress(OSError):
             records.save_record(current)
 
 
 def may_ask() -> bool:
-    """Return whether ssh can ask a person for a password or a second factor."""
+    """Return whether ssh can ask the user for a password or a second factor."""
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def connect_to(name: str) -> Connection:
-    """Return a connection to the remote `name`. No command has run over it yet."""
+    """Return a connection to the remote `name`. No command is run yet."""
     return job_status.connection_to(name, may_ask=may_ask())
 
 
 def scheduler_runner(record: SubmittedJob) -> Callable[[Sequence[str]], Finished]:
-    """Return a function that runs a command on the machine where the job was submitted."""
+    """Return a function that runs a command on the machine from which the job was submitted."""
     return job_status.scheduler_runner(record, may_ask=may_ask())
 
 
 def can_follow(record: SubmittedJob) -> bool:
-    """Return whether `follow_job` can show the job's output.
+    """Return whether `follow_job` can show the output of the job.
 
-    It cannot do so for a job in pods that this machine submits: there is no output until a node has pulled
-    the image, and no command reports the end.
+    It cannot do so for a job in pods that this machine submits. Such a job has no output until a node has
+    pulled the image, and no command reports its end.
     """
     system = systems.get_system(record.job.system)
     if record.job.remote:
@@ -200,8 +204,8 @@ def can_follow(record: SubmittedJob) -> bool:
 def follow_job(record: SubmittedJob) -> int:
     """Show the output of the job until it ends, and return the exit code for imgkit.
 
-    The exit code is 0 if the job succeeded, or ended without a known result. It is `INTERRUPTED` after
-    Ctrl-C, which leaves the job running, and 1 otherwise.
+    The exit code is 0 if the job succeeded or ended without a known result, and 1 if it did not succeed.
+    After Ctrl-C, the exit code is `INTERRUPTED` and the job continues.
     """
     verbs = "logs|status|cancel|fetch" if record.job.remote else "logs|status|cancel"
     continue_hint = f"the job continues; imgkit {verbs} {record.job.handle}"
@@ -213,10 +217,12 @@ def follow_job(record: SubmittedJob) -> int:
         print_message(continue_hint)
         return INTERRUPTED
     except Cut as error:
+        # The connection broke, but the job did not. Say first how to follow it again.
         raise Cut(error.what, where=error.where, hint=f"{continue_hint}\n{error.hint}") from error
     save_new_state(record, report.record)
     print_message(job_status.ending_text(report))
     state = report.record.state
+    # "ended" means that the job has ended, but its result is unknown.
     if state in ("succeeded", "ended"):
         return 0
     if state == "failed":
@@ -226,7 +232,7 @@ def follow_job(record: SubmittedJob) -> int:
 
 
 def _follow_to_end(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> JobReport:
-    """Show the job's output until the job ends, and return the report about its end."""
+    """Show the output of the job until it ends, and return the report about its end."""
     log = job_status.WaitLog(record.job, print_message)
     if record.job.remote:
         connection = connect_to(record.job.remote)
@@ -239,9 +245,9 @@ def _follow_to_end(record: SubmittedJob, run: Callable[[Sequence[str]], Finished
 
 
 def _show_local_output(record: SubmittedJob, run: Callable[[Sequence[str]], Finished], log: WaitLog) -> None:
-    """Show the output of a job of this machine until the job ends.
+    """Show the output of a job on this machine until the job ends.
 
-    ``tail`` prints the output's file, and is terminated when the scheduler reports the job's end.
+    ``tail`` prints the output file. It is terminated when the scheduler reports the end of the job.
     """
 
     def has_ended() -> bool:
@@ -253,11 +259,11 @@ def _show_local_output(record: SubmittedJob, run: Callable[[Sequence[str]], Fini
     *_, log_file = argv
     for pause_s in job_status.poll_pauses():
         if has_ended():
-            # Without -f or -F, tail prints the whole output and ends.
+            # Without -f and -F, tail prints the whole output and exits.
             print_argv = [argument for argument in argv if argument not in ("-f", "-F")]
             process.run_attached(print_argv)
             return
-        # tail would complain about a file that does not exist yet.
+        # tail reports an error if the file does not exist yet, so wait for the file.
         if Path(log_file).exists():
             process.run_attached(argv, until=has_ended)
             return
@@ -319,7 +325,7 @@ def verb_wait(
     limit_s = quoting.parse_time_limit(timeout, where="--timeout") if timeout else None
     record = records.find_record(job_id)
     handle = record.job.handle
-    # With --json, standard error has nothing but JSON.
+    # With --json, standard error must contain nothing but JSON.
     log = None if as_json else job_status.WaitLog(record.job, print_message)
     try:
         report = job_status.wait_for_job(record, scheduler_runner(record), limit_s=limit_s, log=log)

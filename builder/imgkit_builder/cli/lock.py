@@ -1,4 +1,4 @@
-"""``imgkit lock``: write a recipe's packages, with version, URL and sha256, to a file next to the recipe."""
+"""``imgkit lock``: write the version, URL and SHA-256 of a recipe's packages to a file beside the recipe."""
 
 from __future__ import annotations
 
@@ -79,22 +79,23 @@ def verb_lock(
             hint=f"imgkit lock {recipe} --upgrade {' '.join(packages)}",
         )
 
-    loaded = load_recipe(recipe)
-    source = dataclasses.replace(source, base=bases.select_base(source.base, loaded))
+    loaded_recipe = load_recipe(recipe)
+    # --base current means the image.current_base of the recipe.
+    source = dataclasses.replace(source, base=bases.select_base(source.base, loaded_recipe))
     if check:
-        _check_lock(loaded, base=source.base, platform=source.platform, as_json=as_json)
+        _check_lock(loaded_recipe, base=source.base, platform=source.platform, as_json=as_json)
         return
 
     options = dataclasses.replace(options, packages=tuple(packages or ()))
-    file = lock_file.lock_path(loaded)
+    file = lock_file.lock_path(loaded_recipe)
     with exit_on_sigterm(), reporter(as_json=as_json, verbose=verbose) as report:
-        old, new = _update_lock(loaded, options, source, file, writes=not dry_run, report=report)
+        old, new = _update_lock(loaded_recipe, options, source, file, writes=not dry_run, report=report)
     _show_changes(file, old, new, dry_run=dry_run, as_json=as_json)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _BaseOptions(BaseOptions):
-    """The options about the base, and about the builder that runs steps in it."""
+    """The options about the base, and about the builder that runs the resolving steps in it."""
 
     builder: Literal["auto", "classic", "buildx", "podman"] = option_field(
         "auto", help="Builder that queries the base, as in imgkit build."
@@ -110,13 +111,13 @@ def _update_lock(
     writes: bool,
     report: Reporter,
 ) -> tuple[LockedPlatform | None, LockedPlatform]:
-    """Resolve the packages of the recipe in its base image, and write them into the lock `file`.
+    """Resolve the packages of the recipe in its base image, and write them to the lock `file`.
 
     A lock has the exact version, URL and digest of each package, for one or more platforms.
 
     Parameters
     ----------
-    writes : whether the lock is written. With False, no file is changed.
+    writes : whether the lock is written. If it is False, no file is changed.
 
     Returns
     -------
@@ -125,7 +126,7 @@ def _update_lock(
     request = _lock_request(recipe, source.base)
     lock = lock_file.read_lock(file) if file.exists() else None
     if writes and not os.access(file.parent, os.W_OK):
-        # Checked first, because to resolve the packages takes minutes.
+        # This is checked first, because resolving the packages takes minutes.
         raise UsageError(
             "no permission to write the lock here",
             where=str(file.parent),
@@ -134,7 +135,7 @@ def _update_lock(
     values = secret_values.read_secrets(recipe)
     secrets_at = recipe.where("image", "secrets") if values.options else ""
     with engines.connect() as engine, tempfile.TemporaryDirectory(prefix="imgkit-lock-") as folder:
-        choice = engines.choose(engine.facts(), source.builder, secrets_at=secrets_at)
+        builder = engines.choose(engine.facts(), source.builder, secrets_at=secrets_at)
         report.stage(f"base {request.base}")
         image = engines.resolve_base(
             engine,
@@ -145,7 +146,7 @@ def _update_lock(
             report=report,
         )
         old = lock.for_platform(image.platform) if lock else None
-        # Wheels that are kept beside the lock are used again, except in an upgrade of all packages.
+        # Wheels that are stored beside the lock are reused, except in an upgrade of all packages.
         wheels = {} if options.upgrade and not options.packages else find_kept_wheels(file, old)
         resolution = Resolution(
             recipe=recipe, request=request, base=image, old=old, options=options, kept_wheels=wheels
@@ -153,14 +154,14 @@ def _update_lock(
         new = resolve_packages(
             engine,
             resolution,
-            builder=dataclasses.replace(choice, options=values.options),
+            builder=dataclasses.replace(builder, options=values.options),
             values=values,
             folder=Path(folder),
             report=report,
         )
         is_same = changes.is_same(old, new)
         if writes and (options.keep_files or not is_same):
-            # If the packages are the same, the lock is written only to keep their files beside it.
+            # If the packages are the same, the lock is only written to store their files beside it.
             resolved = old if is_same and old else new
             write_lock(recipe, file, lock, resolved, Path(folder) if options.keep_files else None)
     return old, new
@@ -169,7 +170,7 @@ def _update_lock(
 def _show_changes(
     file: Path, old: LockedPlatform | None, new: LockedPlatform, *, dry_run: bool, as_json: bool
 ) -> None:
-    """Print how the lock `file` has changed: one line for each package, and the numbers of packages.
+    """Print the changes of the lock `file`: a line for each package, and the number of packages.
 
     Parameters
     ----------
@@ -192,16 +193,16 @@ def _show_changes(
         print_result(data, f"{file} is up to date: {counts}", as_json=as_json)
         return
     lines = [str(change) for change in difference if change.kind != "file"]
-    verdict = "not written (--dry-run)" if dry_run else "written"
-    print_result(data, *lines, f"{file} {verdict}: {counts}", as_json=as_json)
+    outcome = "not written (--dry-run)" if dry_run else "written"
+    print_result(data, *lines, f"{file} {outcome}: {counts}", as_json=as_json)
 
 
 def _lock_request(recipe: Recipe, base: str | None) -> LockRequest:
-    """Return what the lock of `recipe` has to resolve, such as its pip steps.
+    """Return what the lock of `recipe` has to resolve, such as the packages of its pip steps.
 
     Raises
     ------
-    UsageError : a file of the pip steps, such as a requirements.txt, is wrong.
+    UsageError : a file of the pip steps, such as a requirements.txt, cannot be read or parsed.
     """
     try:
         return lock_file.make_request(recipe, base=base)

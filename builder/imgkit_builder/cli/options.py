@@ -1,8 +1,8 @@
-"""Make typer options of the fields of a dataclass.
+"""Turn the fields of a dataclass into typer options.
 
-A verb takes the dataclass itself: ``def verb_build(recipe: str = ..., *, request: BuildRequest)``. typer
-reads the options from the signature of a function, so `with_options` makes one with a parameter for each
-field.
+A verb has the dataclass as a parameter: ``def verb_build(recipe: str = ..., *, request: BuildRequest)``.
+typer knows no dataclasses. It reads options from the signature of a function, so `with_options` makes a
+function that has a parameter for each field.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from imgkit_builder.cli import scheduler_options
 from imgkit_entrypoints import terminal
 
 Verb = Callable[..., None]
-# typer exports neither of these classes of click, of which its newer versions have a copy.
+# These classes belong to click. typer does not export them, and newer versions of typer contain a copy of
+# click.
 ClickContext = Any
 HelpFormatter = Any
 COMMAND = "imgkit.command"
-"""The key of ``Context.meta`` under which a verb finds the arguments after ``--``."""
+"""The key of ``Context.meta`` under which a verb finds the job's command, the arguments after ``--``."""
 _KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY  # typer calls by keyword, so defaults may stand in any order
 
 
 class Without:
-    """Names the fields of a request that a verb does not have as options.
+    """The fields of a request that should not become options of a verb.
 
     For example, ``request: Annotated[JobRequest, Without("nodes")]`` has no option ``--nodes``.
     """
@@ -43,19 +44,20 @@ class Without:
 def with_options(verb: Verb, *, quiet: bool = False) -> Verb:
     """Return a function for typer that has an option for each field of the dataclasses that `verb` takes.
 
-    typer makes options of a function's parameters, and knows no dataclasses. So for a parameter of `verb`
-    whose type is a dataclass, the returned function has a parameter for each field. For a parameter of the
-    type ``tuple[SystemFlags, ...]``, it has one for each flag of all systems (schedulers).
+    typer makes options from the parameters of a function, and knows no dataclasses. If a parameter of `verb`
+    has a dataclass as its type, the returned function has a parameter for each field instead. If the type is
+    ``tuple[SystemFlags, ...]``, the returned function has a parameter for each flag of all systems
+    (schedulers).
 
-    When typer calls the returned function, that function creates the dataclasses from the values of the
-    options, and calls `verb`. The tuple has only the flags of systems of which an option was given.
+    When typer calls the returned function, it creates the dataclasses from the values of the options, and
+    calls `verb` with them. The tuple then contains only the flags of systems for which an option was given.
 
     Parameters
     ----------
-    quiet : do not report plug-ins that cannot be used, as while the shell completes an argument.
+    quiet : do not report plug-ins that cannot be used. This is for shell completion.
     """
     parameters: list[inspect.Parameter] = []
-    # By the names of the parameters of `verb`.
+    # Both are keyed by the name of the parameter of `verb`.
     requests: dict[str, _FieldOptions] = {}
     system_requests: dict[str, list[_FieldOptions]] = {}
     for parameter in inspect.signature(verb, eval_str=True).parameters.values():
@@ -66,8 +68,8 @@ def with_options(verb: Verb, *, quiet: bool = False) -> Verb:
             parameters += requests[name].parameters()
         elif typing.get_origin(kind) is tuple:
             system_requests[name] = []
-            for number, flags_class in enumerate(_flags_of_systems(quiet=quiet)):
-                field_options = _FieldOptions(f"{name}_{number}", flags_class)
+            for index, flags_class in enumerate(_flags_of_systems(quiet=quiet)):
+                field_options = _FieldOptions(f"{name}_{index}", flags_class)
                 system_requests[name].append(field_options)
                 parameters += field_options.parameters()
         else:
@@ -79,18 +81,18 @@ def with_options(verb: Verb, *, quiet: bool = False) -> Verb:
             values[name] = field_options.pop_instance(values)
         for name, options_of_systems in system_requests.items():
             all_flags = [field_options.pop_instance(values) for field_options in options_of_systems]
-            # Flags that equal their defaults were not given, and their system is left out.
+            # If all flags of a system have their default values, none was given, and the system is left out.
             values[name] = tuple(flags for flags in all_flags if flags != type(flags)())
         verb(**values)
 
-    # typer reads both; functools.wraps has copied those of `verb`.
+    # typer reads both attributes. functools.wraps has set them to those of `verb`, so they are replaced.
     call_verb.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call_verb.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return call_verb
 
 
 def _split_annotation(annotation: Any) -> tuple[Any, Collection[str]]:
-    """Return the type of a parameter, and the names of the fields that are to have no option.
+    """Return the type of a parameter, and the names of its fields that should not become options.
 
     ``Annotated[JobRequest, Without("nodes")] -> JobRequest, ("nodes",)``
     """
@@ -101,23 +103,23 @@ def _split_annotation(annotation: Any) -> tuple[Any, Collection[str]]:
 
 
 def field_option(owner: type[Any], field: str) -> Any:
-    """Return the typer option that `field` of the dataclass `owner` declares.
+    """Return the typer option for one `field` of the dataclass `owner`.
 
-    A verb uses it as the default of a parameter, as typer expects.
+    A verb uses it as the default value of a parameter, as usual with typer.
     """
     flags_by_field = {flag.field: flag for flag in declared_options(owner)}
     return _typer_option(flags_by_field[field])
 
 
 def _typer_option(flag: Flag) -> Any:
-    """Return the typer option for `flag`, to use as the default of a parameter.
+    """Return the typer option for `flag`.
 
-    typer makes an option of each parameter whose default is such an object.
+    typer turns a parameter into an option if its default value is such an object.
     """
     if flag.is_negative:
         default: Any = False  # the value of the option --no-test; the field `test` is True then
     elif isinstance(flag.default, tuple):
-        default = list(flag.default)  # typer knows lists as repeated options, and no tuples of any length
+        default = list(flag.default)  # typer needs a list for an option that can be repeated
     else:
         default = flag.default
     return typer.Option(
@@ -125,15 +127,17 @@ def _typer_option(flag: Flag) -> Any:
         *flag.names,
         metavar=flag.metavar or None,
         help=flag.help,
+        # rich is not used, but `_section_title` finds the group under this name.
         rich_help_panel=flag.group or None,
     )
 
 
 class _FieldOptions:
-    """The options of the dataclass `owner`, apart from its `omitted` fields.
+    """The options for the fields of the dataclass `owner`, except the `omitted` fields.
 
-    They are parameters whose names begin with `prefix`. Without the prefix, the flags of two systems could
-    not have the same name, and none could be called ``with``, which is a keyword of Python.
+    Each option is a parameter of the function for typer, and its name begins with `prefix`. Without the
+    prefix, two systems could not have a flag of the same name. A flag could also not be called ``with``,
+    which is a Python keyword.
     """
 
     def __init__(self, prefix: str, owner: type[Any], omitted: Collection[str] = ()) -> None:
@@ -144,7 +148,7 @@ class _FieldOptions:
                 self.flags[f"{prefix}_{flag.field}"] = flag
 
     def parameters(self) -> list[inspect.Parameter]:
-        """Return a parameter for each option, with the option as its default."""
+        """Return a function parameter for each option, with the option as its default value."""
         parameters = []
         for name, flag in self.flags.items():
             kind = list[str] if isinstance(flag.default, tuple) else flag.type
@@ -157,14 +161,17 @@ class _FieldOptions:
 
         Parameters
         ----------
-        values : the values of all of the verb's parameters, as typer passes them.
+        values : the values of all parameters, as typer passes them. Values of other parameters are left in
+            it.
         """
         fields: dict[str, Any] = {}
         for name, flag in self.flags.items():
             value = values.pop(name)
             if isinstance(value, list):
+                # typer returns a list for a repeated option, and a frozen dataclass has a tuple.
                 fields[flag.field] = tuple(value)
             elif flag.is_negative:
+                # The field is True by default, and an option such as --no-test sets it to False.
                 fields[flag.field] = not value
             else:
                 fields[flag.field] = value
@@ -178,8 +185,8 @@ class GroupedCommand(TyperCommand):
     """The heading of the options without a group."""
 
     def format_options(self, ctx: ClickContext, formatter: HelpFormatter) -> None:
-        """Write a section of the help for the arguments, and one for each group of options."""
-        # These come first and in this order. Other groups follow.
+        """Write a section of the help for the arguments, and one section for each group of options."""
+        # These sections come first, in this order. Other groups follow.
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], "Advanced": []}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)  # the names and the help; None for a hidden option
@@ -191,7 +198,7 @@ class GroupedCommand(TyperCommand):
                     formatter.write_dl(records)
 
     def _section_title(self, parameter: Any) -> str:
-        """Return the title of the section of the help that lists the argument or option `parameter`."""
+        """Return the title of the help section in which the argument or option `parameter` is listed."""
         if parameter.param_type_name == "argument":
             return "Arguments"
         return getattr(parameter, "rich_help_panel", None) or self.default_group
@@ -200,7 +207,7 @@ class GroupedCommand(TyperCommand):
 class JobCommand(GroupedCommand):
     """A verb that submits jobs, such as ``run``. The command of the job follows ``--``.
 
-    Most of the many options are rarely needed, so that those without a group are listed as advanced.
+    These verbs have many options that are rarely needed, so options without a group are listed as advanced.
     """
 
     default_group = "Advanced"
@@ -208,8 +215,8 @@ class JobCommand(GroupedCommand):
     def parse_args(self, ctx: ClickContext, args: list[str]) -> Any:
         """Parse the arguments before ``--``, and store those after it in ``ctx.meta`` as the job's command.
 
-        The arguments are split here, because click itself ignores ``--``: in ``imgkit run -- dist-bench``, it
-        would take ``dist-bench`` for the argument RECIPE, which the user has left out.
+        click itself would ignore ``--``. In ``imgkit run -- dist-bench``, it would use ``dist-bench`` as the
+        argument RECIPE, which the user has left out. So the arguments are split here.
         """
         separator = args.index("--") if "--" in args else len(args)
         own_args = tuple(args[:separator])
@@ -223,7 +230,7 @@ class JobCommand(GroupedCommand):
             raise
 
     def _own_options(self, ctx: ClickContext) -> dict[str, bool]:
-        """Return the names of the verb's options, and for each whether it takes a value."""
+        """Return the names of the verb's options, and for each name whether the option takes a value."""
         takes_value = {}
         parameters: list[Any] = self.get_params(ctx)
         for parameter in parameters:
@@ -234,21 +241,21 @@ class JobCommand(GroupedCommand):
 
 
 def _flags_of_systems(*, quiet: bool) -> list[type[Any]]:
-    """Return the dataclasses with the flags of all systems (schedulers), each once.
+    """Return the dataclasses with the flags of all systems (schedulers), without duplicates.
 
-    Plug-ins that cannot be used are reported on stderr, unless `quiet` is set.
+    Plug-ins that cannot be used are reported on stderr, unless `quiet` is True.
     """
-    # Not at the top of the module: `imgkit --help` loads it, and should neither import the systems nor search
-    # for plug-ins.
+    # The import is here because `imgkit --help` loads this module. It should neither import the systems nor
+    # search for plug-ins.
     from imgkit_builder.jobs import systems
 
-    installed = systems.load_systems()
+    loaded_systems = systems.load_systems()
     if not quiet:
-        for error in installed.errors:
+        for error in loaded_systems.errors:
             terminal.print_messages(*f"imgkit: {error}".split("\n"))
     classes = []
-    for system in installed.systems.values():
-        # Systems without flags have the same class, and so have RunAI and Kubeflow.
+    for system in loaded_systems.systems.values():
+        # Systems can share a class: all systems without flags do, and so do RunAI and Kubeflow.
         if system.flags not in classes:
             classes.append(system.flags)
     return classes

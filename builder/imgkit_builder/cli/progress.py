@@ -1,6 +1,7 @@
 """Print progress on stderr.
 
-On a terminal it is a live display, elsewhere plain lines, and with ``--json`` JSON lines for scripts.
+On a terminal, progress is a live display. Elsewhere it is plain lines. With ``--json`` it is JSON lines, for
+scripts.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from imgkit_entrypoints import terminal
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-# Seconds between two reports of bytes, in plain lines and as JSON.
+# Seconds between two reports about bytes, in plain lines and in JSON.
 PLAIN_EVERY_S = 5.0
 JSON_EVERY_S = 1.0
 
 
 @contextlib.contextmanager
 def reporter(*, as_json: bool = False, verbose: bool = False) -> Iterator[Reporter]:
-    """Yield the reporter, which shows the progress of a verb: as JSON, as plain lines, or as a live display.
+    """Yield a reporter that shows the progress of a verb as JSON, as plain lines, or as a live display.
 
-    The live display needs a terminal. With ``--verbose`` the progress is in plain lines, because only they
-    show the output of other programs.
+    The live display needs a terminal. With ``--verbose``, plain lines are used, because only they show the
+    output of other programs.
     """
     if as_json:
         yield JsonReporter()
@@ -39,11 +40,12 @@ def reporter(*, as_json: bool = False, verbose: bool = False) -> Iterator[Report
         try:
             yield live
         finally:
+            # The terminal must be restored even if the verb fails.
             live.close()
 
 
 class PlainReporter(Reporter):
-    """Prints a line for each stage, and for its bytes at most every five seconds.
+    """Prints a line for each stage, and a line about its bytes at most every five seconds.
 
     The output of tools is printed only with ``-v``.
     """
@@ -54,14 +56,15 @@ class PlainReporter(Reporter):
         self._printed_s = self._start_s = time.monotonic()
 
     def stage(self, text: str) -> None:
+        """Begin a stage, and print its name."""
         self._stage, self._start_s = text, time.monotonic()
         self._printed_s = self._start_s
         self._print(text)
 
     def advance(self, done_bytes: int, total_bytes: int | None = None) -> None:
-        """Print how many bytes are done, how fast, and the time that is left: ``send: 512 MB of 2048 MB``.
+        """Print the bytes that are done, the speed and the remaining time: ``send: 512 MB of 2048 MB``.
 
-        Nothing is printed within `PLAIN_EVERY_S` seconds after the last line.
+        If the last line was printed less than `PLAIN_EVERY_S` seconds ago, nothing is printed.
         """
         now = time.monotonic()
         if now - self._printed_s < PLAIN_EVERY_S:
@@ -90,13 +93,13 @@ class PlainReporter(Reporter):
 
 
 class JsonReporter(Reporter):
-    """Prints a JSON object for each event on stderr, and for bytes at most one a second.
+    """Prints a JSON object on stderr for each event, but at most one per second about bytes.
 
-    stdout is kept for the result.
+    stdout is reserved for the result.
     """
 
     _next_bytes = 0.0
-    """The time of ``time.monotonic`` before which no further event about bytes is printed."""
+    """The value of ``time.monotonic()`` before which no further event about bytes is printed."""
 
     def stage(self, text: str) -> None:
         # The first bytes of a stage are reported at once.
@@ -120,16 +123,16 @@ class JsonReporter(Reporter):
 
 
 class LiveReporter(Reporter):
-    """Shows a bar or a spinner for each stage.
+    """Shows a progress bar or a spinner for each stage.
 
-    The library rich draws them. It loads slowly, and is imported at the first stage.
+    The library rich draws it. It loads slowly, so it is imported only at the first stage.
     """
 
     _progress: Progress | None = None
     _task: TaskID | None = None
 
     def close(self) -> None:
-        """Finish the last stage and stop the display. What it shows stays on the terminal."""
+        """Finish the last stage and stop the display. Its last state stays on the terminal."""
         if self._progress is not None:
             self._finish(self._progress)
             self._progress.stop()
@@ -146,7 +149,7 @@ class LiveReporter(Reporter):
             self._progress.update(self._task, completed=done_bytes, total=total_bytes)
 
     def line(self, text: str) -> None:
-        """Ignore the line. The log has it, and ``-v`` shows it."""
+        """Ignore the line. It is in the log, and ``-v`` shows it."""
 
     def note(self, text: str) -> None:
         if self._progress is None:
@@ -159,13 +162,13 @@ class LiveReporter(Reporter):
         if self._task is None:
             return
         task = progress.tasks[progress.task_ids.index(self._task)]
-        # A stage without a known size ends with a full bar, not with a frozen spinner.
+        # A stage of unknown size would end with a frozen spinner. With a total, it ends with a full bar.
         total = task.total or max(task.completed, 1)
         progress.update(self._task, total=total, completed=total)
 
 
 def _progress_bar() -> Progress:
-    """Return rich's display on stderr. Brackets in the text of a stage are printed as they are."""
+    """Return the live display of rich on stderr. Markup in the names of stages is not interpreted."""
     from rich.console import Console
     from rich.progress import DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 

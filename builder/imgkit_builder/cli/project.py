@@ -1,4 +1,4 @@
-"""``imgkit init``, and how the verbs for jobs find an ``imgkit.toml`` and print its values."""
+"""``imgkit init``, and functions for the verbs for jobs that find an ``imgkit.toml`` and print its values."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ if TYPE_CHECKING:
 
 
 def read_project(*, recipe: str, trusted: bool) -> ProjectFile | None:
-    """Return the imgkit.toml of this folder or above it, and print its path on stderr.
+    """Return the imgkit.toml of the current folder or a folder above it, or None if there is none.
 
-    Return None if there is no such file.
+    The path of the file is printed on stderr.
 
     Parameters
     ----------
-    recipe : the recipe on the command line, or "". If there is one, that of the file is not used.
-    trusted : do not check whether other users can change the file and what it names.
+    recipe : the recipe on the command line, or "". If there is one, the recipe in the file is not used, and
+        is not checked.
+    trusted : do not check whether other users can change the file or the files that it names.
 
     Raises
     ------
-    UsageError : the file has problems, or other users can change it or what it names.
+    UsageError : the file has problems, or other users can change it or a file that it names.
     """
     file = toml_file.find_file(Path.cwd())
     if file is None:
@@ -51,12 +52,12 @@ def read_project(*, recipe: str, trusted: bool) -> ProjectFile | None:
 
 
 def values_table(rows: Sequence[ValueSource]) -> Iterator[str]:
-    """Yield a line of aligned columns for each of `rows`: its name, value and source."""
+    """Yield a line for each of `rows`, with its name, value and source in aligned columns."""
     return format_columns([(row.name, row.value or "-", row.source) for row in rows], max_width=60)
 
 
 def values_data(rows: Sequence[ValueSource]) -> list[dict[str, Any]]:
-    """Return the JSON form of `rows`."""
+    """Return the JSON form of `rows`, with the file and line that set each value."""
     data = []
     for row in rows:
         item: dict[str, Any] = {"name": row.name, "value": row.value, "source": row.source}
@@ -101,7 +102,7 @@ def verb_init(
         values={"account": account, "queue": queue, "qos": qos, "time": time},
         nodes=nodes,
     )
-    # These depend on the files that the folder has now.
+    # These values depend on the files in the folder, so they are computed before new files are written.
     texts = new_folder.file_texts(options)
     next_steps = [*new_folder.next_steps(options, folder)]
     pip = program.pip_steps(options.folder, editable=not options.copies_code)
@@ -126,7 +127,7 @@ def verb_init(
 
 
 def _left_out_notice(folder: Path) -> str:
-    """Return a line about files of `folder` that stay out of the code of a job, although it may need them.
+    """Return a line about files of `folder` that a job may need, but that are left out of its code.
 
     It is empty if there are no such files, or if the code cannot be read.
     """
@@ -140,18 +141,18 @@ def _left_out_notice(folder: Path) -> str:
 
 
 def _select_remote_and_recipe(on: str, recipe: str) -> tuple[str, str]:
-    """Return the name of the remote, or "" for none, and the recipe for a new imgkit.toml.
+    """Return the name of the remote (or "" for none) and the recipe for a new imgkit.toml.
 
-    A value that the user has not given is chosen only if there is no doubt about it.
+    If the user has not given a value, it is chosen only if there is exactly one possible choice.
 
     Parameters
     ----------
-    on : the value of ``--on``. If it is empty, the only remote, or the only one with this recipe, is taken.
-    recipe : the value of ``--recipe``. If it is empty, the default recipe of the remote is taken.
+    on : the value of ``--on``. If it is empty, the only remote is used, or the only remote with this recipe.
+    recipe : the value of ``--recipe``. If it is empty, the default recipe of the remote is used.
 
     Raises
     ------
-    UsageError : no recipe is given, and no single remote has one.
+    UsageError : no recipe is given, and it cannot be taken from a remote.
     """
     remotes = list(config.read_remotes().values())
     remote = config.get_remote(on) if on else _only_remote(remotes, recipe)
@@ -159,6 +160,7 @@ def _select_remote_and_recipe(on: str, recipe: str) -> tuple[str, str]:
         return remote.name, recipe or remote.recipe
     if recipe:
         return "", recipe
+    # With several remotes, the hint is to choose one of them.
     if len(remotes) > 1:
         names = ", ".join(item.name for item in remotes)
         message = f"no recipe given, and there are several remotes: {names}"
@@ -168,11 +170,11 @@ def _select_remote_and_recipe(on: str, recipe: str) -> tuple[str, str]:
 
 
 def _only_remote(remotes: Sequence[config.Remote], recipe: str) -> config.Remote | None:
-    """Return the only remote of `remotes`, or the only one with this recipe. Return None if it is not clear.
+    """Return the only remote in `remotes` that has this recipe, or None if there is not exactly one.
 
     Parameters
     ----------
-    recipe : a name or path, or "" for remotes with any recipe.
+    recipe : a name or path. If it is empty, remotes with any recipe count.
     """
     candidates = remotes
     if recipe:

@@ -1,4 +1,4 @@
-"""Verbs for recipes: list, check, render."""
+"""``imgkit list``, ``check`` and ``render``: verbs for recipes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def load_recipe(ref: str, *, build_args: Sequence[str] = ()) -> Recipe:
-    """Load a recipe and print its warnings on stderr."""
+    """Load a recipe, and print its warnings on stderr."""
     recipe = load(ref, build_args=build_args)
     terminal.print_messages(*warning_lines(recipe.warnings))
     return recipe
@@ -77,7 +77,7 @@ def verb_list(
 
 
 def _list_recipes(*, as_json: bool) -> None:
-    """Print the shipped recipes."""
+    """Print the shipped recipes as a table or as JSON."""
     rows, table = [], []
     for recipe in map(load, recipe_names()):
         image, system = recipe.image, recipe.system
@@ -117,12 +117,15 @@ def _list_bases(*, as_json: bool) -> None:
 
 
 def _list_systems(*, as_json: bool) -> None:
-    """Print each known cluster and how its values were tested: the strongest test, or all tests as JSON."""
+    """Print each known cluster and how its values were tested.
+
+    The table shows only the strongest test, and the JSON shows all tests.
+    """
     rows, table = [], []
     for system in map(load_system, system_files.find_systems()):
         facts = system.facts
         is_of_site = system_files.is_site(system.file)
-        # The path tells the file of a site apart from a shipped one.
+        # The path shows that the file belongs to a site and is not shipped with imgkit.
         title = f"{facts.title} ({system.file})" if is_of_site else facts.title
         table.append((system.name, facts.scheduler, system.proof.strongest, title))
         rows.append(
@@ -178,6 +181,7 @@ def verb_check(
             verdict, file_exit_code = "bad", EXIT_USAGE
         elif strict and warnings:
             verdict, file_exit_code = "warn", EXIT_NO
+        # The worst recipe decides about the exit code of the verb.
         exit_code = max(exit_code, file_exit_code)
         rows.append(
             {
@@ -199,8 +203,8 @@ def verb_check(
 def _check_recipe(file: str, *, strict: bool) -> tuple[Sequence[Problem], UsageError | None]:
     """Load the recipe `file`, and return its warnings and its error. The error is None for a correct recipe.
 
-    With `strict`, the warnings also list values with which the recipe reaches beyond the image, such as
-    folders of a machine that its jobs see.
+    With `strict`, there are also warnings about values that affect a machine outside of the image, such as
+    folders of a machine that jobs can access.
     """
     warnings: list[Problem] = []
     try:
@@ -210,6 +214,7 @@ def _check_recipe(file: str, *, strict: bool) -> tuple[Sequence[Problem], UsageE
             warnings += host_effects.find_host_effects(recipe)
         check_code(recipe)
     except UsageError as error:
+        # Warnings that were found before the error are still worth printing.
         return warnings, error
     return warnings, None
 
@@ -217,7 +222,7 @@ def _check_recipe(file: str, *, strict: bool) -> tuple[Sequence[Problem], UsageE
 def _problems_to_dicts(error: UsageError) -> list[dict[str, Any]]:
     """Return the JSON form of the problems in `error`.
 
-    An error that is not about the text of the recipe counts as one problem without a key.
+    An error that is not about the text of the recipe becomes one problem without a key.
     """
     data = error_data(error)["error"]
     if data.get("problems"):
@@ -259,15 +264,18 @@ def verb_render(
       imgkit render mn5 --context mn5.tar && docker build -t mn5 - < mn5.tar
       imgkit render mn5 --format def -o mn5.def
     """
-    loaded = load_recipe(recipe, build_args=build_args)
-    base = bases.select_base(base, loaded)
+    loaded_recipe = load_recipe(recipe, build_args=build_args)
+    base = bases.select_base(base, loaded_recipe)
     if not no_lock:
-        loaded = lock_file.attach_lock(loaded, platform=platform or loaded.image.platforms[0], base=base)
-        base = loaded.lock.base.exact if loaded.lock else base
+        loaded_recipe = lock_file.attach_lock(
+            loaded_recipe, platform=platform or loaded_recipe.image.platforms[0], base=base
+        )
+        # A lock names its base by digest, and its packages fit only that image.
+        base = loaded_recipe.lock.base.exact if loaded_recipe.lock else base
     make = render.render_dockerfile if form == "dockerfile" else render.render_definition
-    text = make(loaded, base=base, platform=platform)
+    text = make(loaded_recipe, base=base, platform=platform)
     if context is not None:
-        _write_context(loaded, context, base=base, platform=platform, large=large)
+        _write_context(loaded_recipe, context, base=base, platform=platform, large=large)
     if output is not None:
         files.write_file(output, text)
     else:
@@ -277,11 +285,11 @@ def verb_render(
 def _write_context(
     recipe: Recipe, file: Path, *, base: str | None, platform: str | None, large: bool
 ) -> None:
-    """Write the build context of the recipe, all files that a build gets, to `file` as a tar.
+    """Write the build context of the recipe, which contains all files that a build gets, to `file` as a tar.
 
     Parameters
     ----------
-    base, platform : those of ``imgkit render``. None stands for the recipe's value.
+    base, platform : the options of ``imgkit render``. None means the recipe's value.
     large : whether the user has allowed code of more than 1 GB.
     """
 

@@ -1,4 +1,4 @@
-"""``imgkit remote``: the clusters that ``imgkit run`` reaches over ssh."""
+"""``imgkit remote``: manage the clusters that ``imgkit run`` reaches over ssh."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _group = typer.Typer(
     help="Manage clusters that are reached over ssh.",
 )
 GROUPS = {"remote": _group}
-"""Verbs that are groups of verbs."""
+"""The verbs in this module that are groups of verbs."""
 
 NAME: str = typer.Argument(metavar="NAME", help="Name of a remote (imgkit remote list).")
 
@@ -85,6 +85,7 @@ def add(
         config.check_host(transfer, where="--transfer")
     if recipe:
         target = targets.load_target(recipe)
+        # A file is stored as a path, and a shipped recipe as its name.
         recipe = str(target.file) if Path(recipe).is_file() else target.name
     if volume and not pvc:
         raise UsageError("--volume without --pvc", where="--volume", hint="--pvc CLAIM:/PATH")
@@ -125,6 +126,7 @@ def list_remotes(as_json: bool = JSON) -> None:
 def remove(name: str = NAME, as_json: bool = JSON) -> None:
     """Remove a remote from the list; its files and jobs stay."""
     remote = config.remove_remote(name)
+    # Without this, the shared ssh connection would stay open until its idle timeout.
     connection.connect(remote).close()
     print_result(
         dataclasses.asdict(remote), f"its folder {remote.folder} on {remote.address} is kept", as_json=as_json
@@ -182,14 +184,14 @@ def gc(
 
 
 def _removal_lines(unused: collector.Unused, removed_paths: Collection[str]) -> list[str]:
-    """Return a line for each folder that was to be removed, and a last line with the sum of what was removed.
+    """Return a line for each folder that was unused, and a last line with the total size that was removed.
 
-    A folder that a job has begun to use meanwhile has the line ``in use``.
+    If a job has begun to use a folder in the meantime, the folder is kept and its line says ``in use``.
     """
     lines = []
     removed_bytes = 0
     for folder in unused.folders:
-        verdict = "in use   "  # a job has begun to use it meanwhile
+        verdict = "in use   "  # a job has begun to use the folder in the meantime
         if folder.path in removed_paths:
             verdict = "removed  "
             removed_bytes += folder.size_bytes
@@ -199,7 +201,7 @@ def _removal_lines(unused: collector.Unused, removed_paths: Collection[str]) -> 
 
 
 def _folder_line(folder: collector.StoredFolder) -> str:
-    """Return the size, the day of the last use and the path of a folder."""
+    """Return a line with the size of a folder, the day of its last use, and its path."""
     day = time.strftime("%Y-%m-%d", time.localtime(folder.used_s))
     return f"{size_text(folder.size_bytes):>10}  last used {day}  {folder.path}"
 

@@ -1,4 +1,4 @@
-"""``imgkit run`` and ``imgkit fetch``: run a recipe as a job, here or on a remote, and fetch its results."""
+"""``imgkit run`` and ``imgkit fetch``: run a recipe as a job, and fetch its results from a remote."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from imgkit_builder.project.toml_file import ProjectFile
 
 COMMAND_CLASSES = {"run": JobCommand}
-"""The classes of verbs that need another one than typer's. In ``run``, a command follows ``--``."""
+"""The classes of verbs that cannot use typer's default. After ``run``, a command follows ``--``."""
 
 
 def verb_run(
@@ -97,7 +97,7 @@ def verb_run(
 
 
 class JobInputs(NamedTuple):
-    """What a job is made of: the values of the command line and of imgkit.toml, and the user's code."""
+    """Everything that a job is made from: the command line, imgkit.toml, and the user's code."""
 
     recipe: str
     flags: JobRequest
@@ -108,11 +108,11 @@ class JobInputs(NamedTuple):
     remote: Remote | None
     """The remote on which the job runs. None for a job on this machine."""
     project: ProjectFile | None
-    """The imgkit.toml whose values the job takes."""
+    """The imgkit.toml whose values the job uses. None if it uses no such file."""
 
 
 def read_inputs(options: JobOptions, flags: JobRequest) -> JobInputs:
-    """Read imgkit.toml and the folder of code, and return them with the values of the command line.
+    """Read imgkit.toml and the folder of code, and combine them with the values of the command line.
 
     Raises
     ------
@@ -128,15 +128,16 @@ def read_inputs(options: JobOptions, flags: JobRequest) -> JobInputs:
 
 
 def _find_remote(options: JobOptions) -> tuple[Remote | None, ProjectFile | None]:
-    """Return the remote of a job, and the imgkit.toml whose values the job takes.
+    """Return the remote of a job, and the imgkit.toml whose values the job uses.
 
-    The remote is None for a job on this machine. The file is None if there is no such file, and for a job on
-    this machine whose recipe is on the command line.
+    The remote is None for a job on this machine. The file is None if there is no imgkit.toml. It is also None
+    if the job runs on this machine and the command line names its recipe.
     """
     from imgkit_builder.jobs.remote import config
 
     project = None
-    # The values of imgkit.toml are for the recipe that it names, and not for another one on this machine.
+    # The values of imgkit.toml are meant for the recipe that it names, so they do not apply to another recipe
+    # on this machine.
     if not options.recipe or options.on not in ("", HERE):
         project = read_project(recipe=options.recipe, trusted=options.trust_folder)
     remote_name = options.on
@@ -148,9 +149,9 @@ def _find_remote(options: JobOptions) -> tuple[Remote | None, ProjectFile | None
 
 
 def refuse_command_as_recipe(recipe: str, verb: str = "run") -> None:
-    """Raise UsageError if the argument RECIPE is an entry point or a Python program.
+    """Raise UsageError if the argument RECIPE is an entry point (``dist-run``) or a Python program.
 
-    The user has then left out the ``--`` before the command.
+    In this case the user has forgotten the ``--`` before the command.
     """
     if not re.fullmatch(r"dist-\w+|.+\.py", recipe):
         return
@@ -201,9 +202,9 @@ class _Options(JobOptions):
 
 
 def read_code(request: JobRequest, *, as_json: bool) -> CodeFolder | None:
-    """Read the folder of ``--code``, and return its description. Return None if the request has no code.
+    """Read the folder of ``--code`` and return its description, or None if the request has no code.
 
-    If the folder is large and ``--yes`` is not given, ask the user whether to go on.
+    If the folder is large and ``--yes`` is not given, the user is asked whether to continue.
     """
     if request.container.code is None:
         return None
@@ -216,9 +217,9 @@ def read_code(request: JobRequest, *, as_json: bool) -> CodeFolder | None:
 
 
 def _run_job(options: _Options, flags: JobRequest) -> None:
-    """Submit the job on the remote or on this machine, and follow its output.
+    """Submit the job to the remote or on this machine, and follow its output.
 
-    Without a scheduler or queue, the job is a command that replaces this process.
+    Without a scheduler or queue, the job is a command, and this process is replaced by it.
 
     Parameters
     ----------
@@ -245,26 +246,27 @@ def _run_job(options: _Options, flags: JobRequest) -> None:
         script = ready.script
         if not script.foreground:
             record = submit.start_job(ready, transport, report)
-    # A job on a list of hosts (--hosts), which imgkit starts over ssh itself.
+    # This is a job on a list of hosts (--hosts). imgkit itself starts it over ssh.
     if script.host_commands:
         raise typer.Exit(_run_on_hosts(script))
-    # The script runs in the foreground: it replaces this process.
+    # The script runs in the foreground, so it replaces this process.
     if record is None:
         if ready.job.is_interactive:
             _show_comments(script)
         on_remote = f"on {transport.name}: " if remote else ""
         print_message(f"{on_remote}{shlex.join(script.submit)}")
+        # The job's directory exists only on the machine that runs the job.
         folder = Path() if remote else ready.job.directory
         process.replace_process(transport.foreground_argv(ready.job, script), cwd=folder)
     show_submitted(record, ready, detach=options.detach, as_json=options.as_json)
 
 
 def _check_interactive(options: _Options) -> None:
-    """Refuse an interactive job on a remote that could not use this terminal.
+    """Refuse an interactive job on a remote if it could not use this terminal.
 
     Raises
     ------
-    UsageError : standard input is no terminal, or ``--detach`` or ``--json`` is given.
+    UsageError : standard input is not a terminal, or ``--detach`` or ``--json`` is given.
     """
     for flag, is_set in {"--detach": options.detach, "--json": options.as_json}.items():
         if is_set:
@@ -283,7 +285,7 @@ def _local_recipe(options: JobOptions, project: ProjectFile | None) -> str:
 
     Raises
     ------
-    UsageError : ``--base`` is for remotes only, or neither the command line nor imgkit.toml names a recipe.
+    UsageError : ``--base`` is given, which is for remotes only, or no recipe is named.
     """
     if options.base:
         raise UsageError("--base is for a remote", where="--base", hint="--on NAME --base ...")
@@ -299,7 +301,7 @@ def _local_recipe(options: JobOptions, project: ProjectFile | None) -> str:
 
 
 def _announce_job(options: _Options, prepared: PreparedJob, transport: Transport, recipe: str) -> None:
-    """Print on stderr which job is submitted where, before anything is built or sent, which can take minutes.
+    """Print on stderr which job will be submitted and where, because building and sending can take minutes.
 
     Nothing is printed for a command that runs in this terminal.
 
@@ -317,7 +319,7 @@ def _announce_job(options: _Options, prepared: PreparedJob, transport: Transport
             print_message("--detach is not used: the command runs here, and imgkit ends with it")
         return
     program = script.submit[0]
-    # Pods: the job is submitted from this machine, but its files are on a remote.
+    # This is a job in pods. It is submitted from this machine, but its files are on a remote.
     if isinstance(transport, VolumeStore):
         process.require_program(program, "install the cluster's client, and log in with it")
         files_remote = transport.connection.remote.name
@@ -337,10 +339,10 @@ def _announce_job(options: _Options, prepared: PreparedJob, transport: Transport
 
 
 def _show_dry_run(options: _Options, prepared: PreparedJob, inputs: JobInputs) -> None:
-    """Print the script of the job, and with ``--verbose`` also all values and their sources.
+    """Print the script of the job. With ``--verbose``, also print all values and their sources.
 
-    imgkit does not connect to a remote for this. Texts such as ``/imgkit`` stand for paths there that it does
-    not know yet.
+    imgkit does not connect to a remote for a dry run. In the script, texts such as ``/imgkit`` replace paths
+    on the remote that are not known yet.
     """
     from imgkit_builder.jobs import image_source, volume
     from imgkit_builder.project import origins
@@ -356,6 +358,7 @@ def _show_dry_run(options: _Options, prepared: PreparedJob, inputs: JobInputs) -
         print_message(warning)
     values = list(origins.list_value_sources(prepared.job, inputs.flags, inputs.project))
     if prepared.source is not None and remote is not None:
+        # The remote and the recipe come first in the list of values.
         values = _remote_values(options, prepared.source, remote, inputs.project, values)
         print_message(f"{image_source.UNKNOWN_HOME} stands for the folder on {remote.name}")
     show_script(prepared.job, prepared.script, values if options.verbose else (), as_json=options.as_json)
@@ -368,9 +371,9 @@ def _remote_values(
     project: ProjectFile | None,
     values: Sequence[ValueSource],
 ) -> list[ValueSource]:
-    """Return the values of a job on a remote with their sources: the remote, the recipe and `values`.
+    """Return the values of a job on a remote with their sources, including the remote and the recipe.
 
-    Values that imgkit does not know before it connects to the remote are left out.
+    Some of the `values` are only known after imgkit has connected to the remote. They are left out.
     """
     from imgkit_builder.project import origins
 
@@ -387,10 +390,10 @@ def _remote_values(
 
 
 def _with_bound_entry_points(prepared: PreparedJob) -> PreparedJob:
-    """Return a local job as it would be submitted, for a dry run.
+    """Return a local job in the form in which it would be submitted, for a dry run.
 
-    If imgkit did not build the image, its entry points (``dist-run`` and others) are bound into it. An image
-    for another processor gives only a warning here, although a submission refuses it.
+    If imgkit did not build the image, the entry points (``dist-run`` and others) are mounted into it. An
+    image for another processor only causes a warning here, although a submission refuses it.
     """
     from imgkit_builder.jobs import submit
     from imgkit_builder.jobs.runtimes import runtime_of
@@ -405,9 +408,10 @@ def _with_bound_entry_points(prepared: PreparedJob) -> PreparedJob:
 
 
 def _no_scheduler_hint(recipe: str) -> str:
-    """Return the hint for a user whose machine does not have the recipe's scheduler, such as a laptop.
+    """Return the hint for a machine that does not have the recipe's scheduler, such as a laptop.
 
-    It names a remote that has this recipe, or else any remote. If there is none, it says how to add one.
+    The hint names a remote with this recipe, or else any remote. If there is no remote, it says how to add
+    one.
     """
     from imgkit_builder.jobs.remote import config
 
@@ -416,6 +420,7 @@ def _no_scheduler_hint(recipe: str) -> str:
     first_step = ""
     name = "NAME"
     if remotes:
+        # A remote with this recipe is the most probable one.
         name = (matching_remotes or remotes)[0].name
     else:
         first_step = "imgkit remote add NAME USER@HOST:DIR, then "
@@ -426,10 +431,10 @@ def _no_scheduler_hint(recipe: str) -> str:
 
 
 def show_submitted(record: SubmittedJob, ready: PreparedJob, *, detach: bool, as_json: bool) -> None:
-    """Print the id of a job that has just been submitted, and follow the job's output if that is possible.
+    """Print the id of a job that has just been submitted, and follow the job's output if possible.
 
-    The id goes to stdout, for scripts. If the job is followed, its output goes to stdout, and the id is
-    printed on stderr only.
+    The id is printed on stdout, for scripts. If the job is followed, stdout is for its output, and the id is
+    only printed on stderr.
     """
     from imgkit_builder.jobs import records
 
@@ -441,6 +446,7 @@ def show_submitted(record: SubmittedJob, ready: PreparedJob, *, detach: bool, as
         return
     is_interactive = ready.job.request.launch.interactive
     is_followed = False
+    # The tasks of an array have separate outputs, and an interactive job has none to follow.
     if not (detach or record.job.array or is_interactive):
         is_followed = can_follow(record)
     if not is_followed:
@@ -457,25 +463,26 @@ def show_submitted(record: SubmittedJob, ready: PreparedJob, *, detach: bool, as
 
 
 def _show_comments(script: Script) -> None:
-    """Print the comments of an interactive job's script, which say what to type to get into the image."""
+    """Print the comments of an interactive job's script. They say what to type to get into the image."""
     comments = [line for line in script.text.splitlines() if line.startswith("#")]
     terminal.print_messages(*comments)
 
 
 def show_script(job: Job, script: Script, values: Sequence[ValueSource], *, as_json: bool) -> None:
-    """Print `script` on stdout and `values` on stderr, or one JSON object with both on stdout."""
+    """Print `script` on stdout and `values` on stderr. With `as_json`, print one JSON object on stdout."""
     if as_json:
         data = script_data(job, script)
         if values:
             data["values"] = values_data(values)
         print_result(data, as_json=True)
         return
+    # stdout has the script only, so that it can be redirected to a file.
     terminal.print_messages(*values_table(values))
     terminal.print_document(script.text)
 
 
 def script_data(job: Job, script: Script) -> dict[str, Any]:
-    """Return the data about a job and its script that ``--json`` prints."""
+    """Return the data about a job and its script that is printed with ``--json``."""
     return {
         "recipe": job.recipe.name,
         "scheduler": job.recipe.system.scheduler,
@@ -494,9 +501,9 @@ def script_data(job: Job, script: Script) -> dict[str, Any]:
 
 
 def _run_on_hosts(script: Script) -> int:
-    """Run the command lines of all hosts over ssh, and return the exit code of the run.
+    """Run the commands of all hosts over ssh, and return the exit code of the run.
 
-    Each line of output begins with the host's name: ``node2: step 10``.
+    Each line of output begins with the name of its host: ``node2: step 10``.
     """
     from imgkit_builder.base import process
     from imgkit_builder.jobs.systems import fanout
@@ -512,11 +519,12 @@ def _run_on_hosts(script: Script) -> int:
 
 
 def _show_host_line(host: str, text: bytes, error: bool) -> None:
-    """Print a line of a host's output, or of its errors, as ``node2: step 10``."""
+    """Print a line of a host's output or error output, such as ``node2: step 10``."""
     stream = sys.stderr if error else sys.stdout
     parts = [text]
     if stream.isatty():
-        # A progress bar ends with a carriage return. On a terminal, the next text would overwrite the host.
+        # A progress bar uses carriage returns. On a terminal, the text after one would overwrite the name of
+        # the host.
         parts = re.split(rb"\r+", text.rstrip(b"\r"))
     for part in parts:
         terminal.output_copier(to_err=error)(f"{host}: ".encode() + part + b"\n")

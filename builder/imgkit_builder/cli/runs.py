@@ -1,4 +1,4 @@
-"""``imgkit runs``, and the table of submitted jobs, which ``imgkit status`` prints as well."""
+"""``imgkit runs``, and the table of submitted jobs that ``imgkit status`` prints as well."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def verb_runs(
 
 
 def jobs_table(jobs: Sequence[SubmittedJob]) -> Iterator[str]:
-    """Return the lines of a table of `jobs`, which begins with a line of titles."""
+    """Return the lines of a table of `jobs`. The first line has the titles."""
     titles = ("JOB", "NAME", "SUBMITTED", "STATE", "STEP", "LOSS", "IMAGE", "CODE", "COMMAND")
     return format_columns([titles, *(_table_row(record) for record in jobs)])
 
@@ -63,7 +63,7 @@ def _table_row(record: SubmittedJob) -> tuple[str, ...]:
 
 
 def job_data(record: SubmittedJob) -> dict[str, Any]:
-    """Return the data about a job for ``--json``, with the last step and loss of its run."""
+    """Return the data about a job that ``--json`` prints, with the last step and loss of its run."""
     folder = job_status.local_run_folder(record)
     has_folder = folder is not None and folder.is_dir()
     return {
@@ -82,10 +82,10 @@ def job_data(record: SubmittedJob) -> dict[str, Any]:
 
 
 def _recorded_state(record: SubmittedJob) -> str:
-    """Return the last state that imgkit has seen of the job.
+    """Return the last state of the job that imgkit has recorded.
 
-    It is ``submitted`` for a job that imgkit has not asked about yet, and ``unknown`` for one whose id the
-    scheduler did not print.
+    If imgkit has not asked for the state yet, the result is ``submitted``. If the scheduler did not print an
+    id when the job was submitted, it is ``unknown``.
     """
     if record.state:
         return record.state
@@ -93,5 +93,8 @@ def _recorded_state(record: SubmittedJob) -> str:
 
 
 def has_known_id(record: SubmittedJob) -> bool:
-    """Return whether the scheduler printed the job's id. Otherwise, `answer` is the text that it printed."""
+    """Return whether the id of the job is known.
+
+    If it is not, the scheduler printed no id, and `answer` is the text that it printed.
+    """
     return record.answer is None

@@ -92,6 +92,7 @@ def verb_scaling(
                     folder = report_folder
                     size = run.sizes[0]  # the sizes are submitted from the largest to the smallest
                     report.note(f"{scaling.nodes_text(size.nodes)}: {size.job or size.state}")
+            # The folder is known here: it was given by --continue, or `submit_sizes` has yielded it.
             assert folder is not None  # noqa: S101 - `submit` yields it, or raises
             command = f"imgkit scaling --continue {shlex.quote(str(folder))}"
             if options.detach:
@@ -116,15 +117,15 @@ def verb_scaling(
         as_json=options.as_json,
     )
     print_message(str(folder / scaling.PAGE_FILE))
+    # The report is written all the same, but scripts should notice that it has gaps.
     if not all(size.is_complete for size in result.sizes):
         raise typer.Exit(EXIT_NO)
 
 
 def _refuse_with_continue(nodes: str, options: JobOptions, flags: JobRequest) -> None:
-    """Raise UsageError if another flag or argument is given with ``--continue``.
+    """Raise UsageError if another flag or argument is given together with ``--continue``.
 
-    ``--continue`` only waits for the jobs of a report that were submitted before, so other values would have
-    no effect.
+    ``--continue`` only waits for jobs that were already submitted, so other values would have no effect.
     """
     refused = [*flags_in(flags), *flags_in(dataclasses.replace(options, as_json=False))]
     if nodes:
@@ -134,6 +135,7 @@ def _refuse_with_continue(nodes: str, options: JobOptions, flags: JobRequest) ->
     if flags.launch.command:
         refused.append("COMMAND")
     if refused:
+        # The first option is enough for the error.
         name = refused[0]
         raise UsageError(f"{name} cannot be combined with --continue", where=name, hint="leave it out")
 
@@ -141,11 +143,11 @@ def _refuse_with_continue(nodes: str, options: JobOptions, flags: JobRequest) ->
 def _plan_sizes(
     nodes: str, options: JobOptions, flags: JobRequest
 ) -> tuple[list[PreparedJob], Remote | None]:
-    """Return one checked job for each number of nodes, the largest last, and the remote of the jobs.
+    """Plan one job for each number of nodes, and return the jobs, the largest last, and their remote.
 
     Parameters
     ----------
-    nodes : the numbers of nodes: ``"1,2,4"`` gives three jobs.
+    nodes : the numbers of nodes. For example, ``"1,2,4"`` results in three jobs.
 
     Returns
     -------
@@ -169,9 +171,10 @@ def _plan_sizes(
 
 
 def _show_scripts(planned: Sequence[PreparedJob], remote: Remote | None, *, as_json: bool) -> None:
-    """Print the scripts of all jobs, and the warnings, which are the same for all."""
+    """Print the scripts of all jobs, and their warnings. The warnings are the same for all jobs."""
     from imgkit_builder.jobs import image_source, scaling
 
+    # All jobs differ only in their size, so the warnings of one job are enough.
     largest = planned[-1]
     for warning in largest.job.warnings:
         print_message(warning)

@@ -1,7 +1,7 @@
-"""Recognize options of schedulers that users type by habit, such as ``-N 2``, and say what to type instead.
+"""Recognize scheduler options that users type by habit, such as ``-N 2``, and say what to type instead.
 
-Each row of the tables answers an option that ``imgkit run`` does not have. The answer is imgkit's own option
-for it. If there is none, ``--option`` passes the option on to the scheduler.
+Each row of the tables is about an option that ``imgkit run`` does not have. It says which option of imgkit to
+use instead. If there is none, ``--option`` passes the option on to the scheduler.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from imgkit_entrypoints.errors import UsageError
 
 
 class Row(NamedTuple):
-    """An option of a scheduler, and what to type instead in ``imgkit run``."""
+    """A scheduler's option, and what to type instead in ``imgkit run``."""
 
     names: str
     """The names of the option, separated by blanks."""
     value: str
-    """A regular expression for the whole value. Empty: the option takes no value."""
+    """A regular expression for the whole value. Empty if the option takes no value."""
     answer: str
-    """The options of imgkit to type. ``{0}`` is the first group of `value`. Empty: leave the option out."""
+    """The options of imgkit to type. ``{0}`` is the first group of `value`. Empty if nothing is needed."""
     note: str = ""
-    """A further sentence for the user. ``{name}`` is the option's name."""
+    """An additional sentence for the user. ``{name}`` is the name of the option."""
 
 
 # Regular expressions for values.
@@ -34,25 +34,26 @@ NUMBER = r"(\d+)"
 
 
 def _passed_on(*names: str) -> tuple[Row, ...]:
-    """Return table rows for options that imgkit lacks, and whose answer is ``--option=NAME=VALUE``.
+    """Return table rows for options that imgkit does not have. Their answer is ``--option=NAME=VALUE``.
 
-    An item of `names` has one or more names of the same option: ``"-d --dependency"``. The last one is passed
-    on to the scheduler, joined to the value by ``=``, because a directive of Slurm is one word.
+    Each item of `names` has one or more names of the same option, such as ``"-d --dependency"``. The last
+    name is passed to the scheduler. It is joined to the value by ``=``, because a directive of Slurm must be
+    one word.
     """
     return tuple(Row(row_names, ANY, f"--option={row_names.split()[-1]}={{0}}") for row_names in names)
 
 
 def _flags_passed_on(*names: str) -> tuple[Row, ...]:
-    """Return table rows for options without a value that imgkit lacks: ``--option=--exclusive``."""
+    """Return table rows for options without a value that imgkit does not have: ``--option=--exclusive``."""
     return tuple(Row(name, "", f"--option={name}") for name in names)
 
 
-# Notes that several rows have.
+# Notes that are used in several rows.
 _ONE_OUTPUT = "{name}: the output is in the job's folder (--directory), and imgkit logs ID prints it"
 _GPU_TYPE = r"([A-Za-z][\w.-]*)"
 _TYPE_NOTE = "the type of GPUs is system.node.gres in a recipe: gpu:{0}"
 _SLURM = (
-    # A range of nodes, 2-4, becomes its lower end.
+    # For a range of nodes, such as 2-4, use its lower end.
     Row("-N", rf"{NUMBER}(?:-\d+)?", "--nodes {0}"),
     Row("-p --partition", ANY, "--queue {0}"),
     # In Slurm, a time that is one number is in minutes.
@@ -139,11 +140,11 @@ _RUNAI = (
     *_passed_on("--node-pools", "--node-type", "--run-as-user"),
     *_flags_passed_on("--large-shm", "--preemptible"),
 )
-# The order decides if two schedulers have the same number of the options typed.
+# If the user's options fit two schedulers equally well, the first one in this order is chosen.
 TABLES: Mapping[str, tuple[Row, ...]] = {"Slurm": _SLURM, "PBS": _PBS, "RunAI": _RUNAI}
 """The rows for each scheduler.
 
-If several rows have an option's name, the first whose `value` matches counts.
+If several rows have the name of an option, the first row whose `value` matches is used.
 """
 
 
@@ -151,28 +152,32 @@ class TypedOption(NamedTuple):
     """An option that imgkit does not have, as a user typed it."""
 
     flag: str
-    """The option as typed, ``-l``."""
+    """The option as typed, such as ``-l``."""
     name: str
-    """The name to look up in the tables: `flag`, or for ``-l select=2`` the resource ``select``."""
+    """The name to look up in the tables. It is equal to `flag`, except for the option ``-l`` of PBS.
+
+    For ``-l select=2``, it is the resource ``select``.
+    """
     value: str
-    """The value that is joined to the option, ``2`` in ``-N2``. Empty if there is none."""
+    """The value that is joined to the option, such as ``2`` in ``-N2``. Empty if there is none."""
     next_argument: str = ""
-    """The argument after the option, which may be its value."""
+    """The argument that follows the option. It may be the value of the option."""
 
 
 class Answer(NamedTuple):
-    """An option that a user typed, and what a table has about it."""
+    """An option that a user typed, with the table row that says what to type instead."""
 
     option: TypedOption
     row: Row
     match: re.Match[str]
-    """The match of the option's value with ``row.value``."""
+    """The match of ``row.value`` with the option's value."""
 
 
 def refuse_scheduler_options(args: Sequence[str], own_options: Mapping[str, bool]) -> None:
-    """Raise UsageError with the line to type instead, if `args` has options of a scheduler.
+    """Raise UsageError if `args` has options of a scheduler. The hint has the options to type instead.
 
-    ``imgkit run -N 2 -p gpu`` -> the hint ``--nodes 2 --queue gpu``. Users type such options by habit.
+    Users type such options by habit. For example, ``imgkit run -N 2 -p gpu`` results in the hint ``--nodes 2
+    --queue gpu``.
 
     Parameters
     ----------
@@ -181,19 +186,19 @@ def refuse_scheduler_options(args: Sequence[str], own_options: Mapping[str, bool
     """
     typed_options = tuple(_find_foreign_options(args, own_options))
     answers = {name: tuple(_find_answers(rows, typed_options)) for name, rows in TABLES.items()}
-    # Options such as -N and -p mean something else to each scheduler. The user has probably meant the one
-    # that knows most of the options.
+    # Options such as -N and -p have different meanings in different schedulers. The user probably means the
+    # scheduler that knows most of the options.
     scheduler = max(answers, key=lambda name: len(answers[name]))
     if answers[scheduler]:
         raise _foreign_options_error(scheduler, answers[scheduler])
 
 
 def _foreign_options_error(scheduler: str, answers: Sequence[Answer]) -> UsageError:
-    """Return the error for options of `scheduler`, whose hint has imgkit's own options and notes about them.
+    """Return the error for options of `scheduler`, with a hint about what to type instead.
 
     Parameters
     ----------
-    answers : each option that was typed, with the row of the table that answers it.
+    answers : each option that was typed, with the table row for it.
     """
     options_to_type = []
     flags = []
@@ -205,6 +210,7 @@ def _foreign_options_error(scheduler: str, answers: Sequence[Answer]) -> UsageEr
             options_to_type.append(row.answer.format(*map(shlex.quote, values)))
         if row.note:
             notes.append(row.note.format(*values, name=option.name))
+    # A dict keeps the order and drops repeated entries.
     unique_flags = list(dict.fromkeys(flags))
     hints = list(dict.fromkeys(notes))
     if options_to_type:
@@ -215,7 +221,7 @@ def _foreign_options_error(scheduler: str, answers: Sequence[Answer]) -> UsageEr
 
 
 def _find_foreign_options(args: Sequence[str], own_options: Mapping[str, bool]) -> Iterator[TypedOption]:
-    """Yield the options in `args` that the verb (``imgkit run``, for example) does not have.
+    """Yield the options in `args` that the verb (such as ``imgkit run``) does not have.
 
     Parameters
     ----------
@@ -223,24 +229,26 @@ def _find_foreign_options(args: Sequence[str], own_options: Mapping[str, bool]) 
     """
     remaining = collections.deque(args)
     while remaining:
+        # A queue is used because an option may consume the argument after it, too.
         flag, value = _split_option(remaining.popleft())
         next_argument = remaining[0] if remaining else ""
         if flag in own_options:
             takes_next = own_options[flag] and not value
             if takes_next and remaining:
-                remaining.popleft()  # it is the value, even if it looks like an option
+                remaining.popleft()  # the value of the option, even if it looks like an option itself
         elif flag == "-l":
             yield from _split_pbs_resources(flag, value or next_argument)
         elif re.match("--?[A-Za-z]", flag):
+            # An argument that begins with "-" is the next option and not a value.
             if next_argument.startswith("-"):
                 next_argument = ""
             yield TypedOption(flag, flag, value, next_argument)
 
 
 def _split_option(argument: str) -> tuple[str, str]:
-    """Return the name and the value of the option `argument`.
+    """Return the name and the value of the option `argument`. The value is empty if none is joined to it.
 
-    ``--time=1h`` -> ``--time``, ``1h``; ``-N2`` -> ``-N``, ``2``. The value is empty if none is joined.
+    ``--time=1h`` -> ``--time``, ``1h``; ``-N2`` -> ``-N``, ``2``
     """
     if re.match("-[A-Za-z]", argument):
         return argument[:2], argument[2:]
@@ -249,18 +257,19 @@ def _split_option(argument: str) -> tuple[str, str]:
 
 
 def _split_pbs_resources(flag: str, value: str) -> Iterator[TypedOption]:
-    """Yield each resource in the value of `flag`, the option ``-l`` of PBS, like an option of its own.
+    """Yield each resource in `value` as an option of its own. `flag` is the option ``-l`` of PBS.
 
-    ``select=2:ngpus=4,walltime=1:00:00`` -> ``select`` 2, ``ngpus`` 4, ``walltime`` 1:00:00.
+    ``select=2:ngpus=4,walltime=1:00:00`` -> ``select`` 2, ``ngpus`` 4, ``walltime`` 1:00:00
     """
-    # A colon or comma separates resources only where a name and "=" follow it.
+    # A colon or comma separates two resources only if a name and "=" follow it. Values such as 1:00:00 also
+    # contain colons.
     for resource in re.split("[:,](?=[a-z_]+=)", value):
-        name, _, number = resource.partition("=")
-        yield TypedOption(flag, name, number)
+        name, _, resource_value = resource.partition("=")
+        yield TypedOption(flag, name, resource_value)
 
 
 def _find_answers(rows: Sequence[Row], typed_options: Sequence[TypedOption]) -> Iterator[Answer]:
-    """Yield each option with the first of `rows` that is about it. Other options are left out."""
+    """Yield each option that a row describes, with the first such row. Other options are left out."""
     for option in typed_options:
         for row in rows:
             match = _match_option(row, option)
@@ -270,10 +279,11 @@ def _find_answers(rows: Sequence[Row], typed_options: Sequence[TypedOption]) -> 
 
 
 def _match_option(row: Row, option: TypedOption) -> re.Match[str] | None:
-    """Return the match of the option's value if `row` is about this option and value, or None."""
+    """Return the match of the option's value if `row` is about this option and value, otherwise None."""
     if option.name not in row.names.split():
         return None
     takes_value = row.value != ""
     if takes_value and not option.value:
+        # No value is joined to the option, so the next argument may be its value.
         return re.fullmatch(row.value, option.next_argument)
     return re.fullmatch(row.value, option.value)

@@ -1,4 +1,4 @@
-"""``imgkit show``: what a recipe, an image or a file with one holds."""
+"""``imgkit show``: show the values of a recipe, or the facts about an image or a file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def verb_show(
 
 
 def _show_recipe(recipe: str, *, as_json: bool) -> None:
-    """Print each value of the recipe, and the file and line that it comes from."""
+    """Print each value of the recipe, with the file and line that it comes from."""
     text = targets.describe_as_json(load_recipe(recipe))
     if as_json:
         terminal.print_document(text.rstrip() + "\n")
@@ -55,9 +55,9 @@ def _show_recipe(recipe: str, *, as_json: bool) -> None:
 
 
 def _is_image(name: str) -> bool:
-    """Return whether `name` can only be an image: it has a tag, a digest or a slash, and is not a file.
+    """Return whether `name` must be an image, because it has a tag, digest or slash and is not a file.
 
-    ``mn5:latest`` and ``ghcr.io/group/mn5`` can only be images. ``mn5`` is a recipe.
+    For example, ``mn5:latest`` and ``ghcr.io/group/mn5`` must be images, and ``mn5`` is a recipe.
     """
     if name.endswith(RECIPE_SUFFIXES) or name.startswith((".", "/", "~")):
         return False

@@ -109,14 +109,14 @@ def verb_sif(
 def _sqsh_command(sqsh: Path) -> str:
     """Return the srun command that starts a .sqsh with pyxis.
 
-    It starts ``dist-train``, or a shell if imgkit did not build the image.
+    The command starts ``dist-train``. If imgkit did not build the image, it starts a shell instead.
     """
     command = ["dist-train"] if _read_system(sqsh) else ["--pty", "/bin/sh"]
     return shlex.join(["srun", f"--container-image={sqsh}", *command])
 
 
 def _read_system(image: Path) -> SystemFacts | None:
-    """Return the system that a .sif or .sqsh is for, or None if it names none or cannot be read."""
+    """Return the system that a .sif or .sqsh is for, or None if it is unknown."""
     try:
         return baked.system_facts(image)
     except (ImgkitError, OSError):
@@ -124,10 +124,10 @@ def _read_system(image: Path) -> SystemFacts | None:
 
 
 def sif_command(sif: Path) -> str:
-    """Return the command to type after a conversion: ``singularity exec --nv mn5.sif dist-train``.
+    """Return the command to suggest after a conversion, such as ``singularity exec --nv mn5.sif dist-train``.
 
-    It has the options and mounts of the image's system. An image that imgkit did not build has no
-    ``dist-train``, so the command opens a shell in it instead.
+    The command has the options and mounts of the image's system. If imgkit did not build the image, it has no
+    ``dist-train``, so the command opens a shell instead.
     """
     system = _read_system(sif)
     if system is None:
@@ -148,10 +148,10 @@ def show_stages(result: dict[str, Any], *lines: str, as_json: bool) -> None:
 
     Parameters
     ----------
-    result : the JSON form of `Converted` or `BuiltSif`.
-    lines : the other lines for people, which follow those of the stages.
+    result : the JSON form of `Converted` or `BuiltSif`. It is changed.
+    lines : further lines for people, which follow those of the stages.
     """
-    del result["record"]["facts"]  # long, and `imgkit sbom` lists the packages
+    del result["record"]["facts"]  # a long list; `imgkit sbom` prints the packages
     result["seconds"] = {}
     stage_lines = []
     total_s = 0.0
@@ -165,7 +165,7 @@ def show_stages(result: dict[str, Any], *lines: str, as_json: bool) -> None:
 
 
 def result_lines(result: Converted | BuiltSif, target: Path, *, up_to_date: bool = False) -> list[str]:
-    """Return the lines for people about the file that a conversion or a build has written to `target`."""
+    """Return the lines that describe the file `target`, which a conversion or a build has written."""
     record = result.record
     state = "  up to date" if up_to_date else ""
     summary = f"{result.size_bytes / MB:.1f} MB  {result.arch}  {record.compression}, {record.runtime}"

@@ -1,6 +1,6 @@
-"""The option ``--submit`` of ``imgkit sif`` and ``imgkit build``, by which a job does their work.
+"""The option ``--submit`` of ``imgkit sif`` and ``imgkit build``, which runs their work as a job.
 
-The job is one of this machine's scheduler.
+The job is submitted to the scheduler of this machine.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from imgkit_entrypoints.errors import UsageError
 if TYPE_CHECKING:
     from imgkit_builder.jobs.prepared import PreparedJob
 
-# The heading in --help of the options that count only with --submit.
+# The heading in --help for options that have an effect only together with --submit.
 _GROUP = "With --submit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitOptions:
-    """The options of a verb whose work a job can do."""
+    """The options of a verb whose work can run as a job."""
 
     submit: bool = option_field(
         False, help="Let a job of this machine's scheduler do this, and follow its output."
@@ -35,13 +35,20 @@ class SubmitOptions:
 
 
 def refuse_without_submit(options: SubmitOptions) -> None:
-    """Raise UsageError if one of `options` is given. The caller has checked that ``--submit`` is not."""
+    """Raise UsageError if one of `options` is given.
+
+    The caller has already checked that ``--submit`` is not given, and the options need it.
+    """
     for name in flags_in(options):
+        # The first option is enough for the error.
         raise UsageError(f"{name} is for a job", where=name, hint="add --submit, or leave it out")
 
 
 def submit_job(prepared: PreparedJob, options: SubmitOptions, *, dry_run: bool, as_json: bool) -> None:
-    """Submit the job `prepared`, print its id and follow its output. A dry run prints its script instead."""
+    """Submit the job `prepared`, print its id and follow its output.
+
+    In a dry run, only print its script.
+    """
     from imgkit_builder.cli.run import show_script, show_submitted
     from imgkit_builder.jobs import conversion
 

@@ -1,1 +1,1 @@
-"""The data of a project: folders that all of its runs read, outside of the image and the code."""
+"""The data of a project: folders that its runs read, and that are neither in the image nor in the code."""

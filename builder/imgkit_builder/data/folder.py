@@ -1,8 +1,8 @@
-"""List a folder of data, and name it after what is in it.
+"""List a folder of data, and give it a name that depends on its content.
 
 A folder of data can be so large that reading all of it before each run would take too long. So this module
-does not read the files: like rsync and make, it takes a file for changed if its size or modification time
-differs.
+does not read the files. Like rsync and make, it assumes that a file has changed if its size or modification
+time has changed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import NamedTuple
 from imgkit_builder.data.spec import DataSpec
 from imgkit_entrypoints.errors import UsageError
 
-# The project's part of a folder's name: 12 hex digits of a SHA-256, as an image's folder has behind its id.
-# `jobs.remote.store.IMAGE_NAME` matches both kinds of names.
+# The length of the project's part of a folder's name: 12 hex digits of a SHA-256. Folders of images have
+# names of the same form, and `jobs.remote.store.IMAGE_NAME` matches both.
 _PROJECT_DIGITS = 12
 
 
@@ -33,25 +33,25 @@ class DataFolder:
     spec: DataSpec
     path: Path
     name: str
-    """``DIGEST-PROJECT``, the name of the folder on a remote.
+    """The name of the folder on a remote: ``DIGEST-PROJECT``.
 
-    DIGEST is that of the list of files. PROJECT stands for the machine and the folder's path, so two projects
-    do not share a name. A folder that has changed gets another name, so a job that runs keeps the files that
-    it started with. The folder of a hub repository that has not been downloaded is named otherwise: see
-    `hub.find`.
+    DIGEST is computed from the list of files. If a file changes, the folder gets another name, so a running
+    job keeps the files that it started with. PROJECT is computed from this machine's name and the folder's
+    path, so two projects never share a name. If the folder is a hub repository that has not been downloaded
+    yet, the name has another form: see `hub.find`.
     """
     files: int
-    """Number of regular files in the folder and below it."""
+    """The number of regular files in the folder and below it."""
     size_bytes: int
-    """Total size of these files."""
+    """The total size of these files."""
 
     @property
     def project_part(self) -> str:
-        """Return PROJECT of the `name`, which stays when the files change."""
+        """Return the part PROJECT of `name`, which stays the same when the files change."""
         return self.name.rpartition("-")[2]
 
     def refuse_changed(self) -> None:
-        """List the folder again, and raise UsageError if its files have changed since it was listed."""
+        """List the folder again. Raise UsageError if its files have changed since the first listing."""
         if list_folder(self.spec, self.path) != self:
             raise UsageError(
                 "it changed while it was sent",
@@ -61,30 +61,30 @@ class DataFolder:
 
 
 def find_folder(spec: DataSpec, project: Path) -> DataFolder:
-    """List the folder of data that `spec` names in the project's folder `project`.
+    """List the folder of data that `spec` names, below the project's folder `project`.
 
     Raises
     ------
-    UsageError : the folder is missing, empty or unreadable, or holds something that cannot be sent.
+    UsageError : the folder is missing, empty or unreadable, or contains something that cannot be sent.
     """
     return list_folder(spec, project.absolute() / spec.source)
 
 
 def list_folder(spec: DataSpec, path: Path) -> DataFolder:
-    """Walk through the folder `path` of `spec`, and return its name, its number of files and their size.
+    """List all files in the folder `path`, and return its name, the number of files and their size.
 
-    The name contains a digest of the list of files with their sizes and times. So it changes if a file does,
-    although no file is read.
+    The name contains a digest of the list of files, with their sizes and times. So the name changes if a file
+    changes, although no file is read.
 
     Raises
     ------
-    UsageError : in the cases of `find_folder`.
+    UsageError : as in `find_folder`.
     """
     if not path.is_dir():
         problem = "not a directory" if os.path.lexists(path) else "no such directory"
         hint = "the key `data` of imgkit.toml names folders of the project: make it, or remove the item"
         raise UsageError(problem, where=str(path), hint=hint)
-    # The first line is the version of the form below. With another form, all folders get other names.
+    # The first line is the version of the list's format. With another format, all folders get other names.
     digest = hashlib.sha256(b"imgkit data 1\n")
     file_count = 0
     total_bytes = 0
@@ -107,10 +107,11 @@ def list_folder(spec: DataSpec, path: Path) -> DataFolder:
 
 
 def _project_digits(spec: DataSpec, path: Path) -> str:
-    """Return the project's part of a folder's name, which stands for this machine and the folder's path.
+    """Return the project's part of a folder's name, a digest of this machine's name and the folder's path.
 
-    All revisions of a hub repository are in folders side by side. With their common parent as the project,
-    they count as versions of one folder, so that a new revision shares files with the earlier ones.
+    The revisions of a hub repository are in folders side by side. For them, the path of the common parent
+    folder is used. So they count as versions of the same folder, and a new revision shares files with earlier
+    ones.
     """
     common_path = path.parent if spec.hub else path
     digest = hashlib.sha256(os.fsencode(f"{socket.gethostname()}:{common_path}"))
@@ -118,41 +119,42 @@ def _project_digits(spec: DataSpec, path: Path) -> str:
 
 
 class _Entry(NamedTuple):
-    """A file, folder or link in a folder of data."""
+    """A file, a folder or a symbolic link in a folder of data."""
 
     name: str
-    """Its path below the folder of data, such as ``train/0001.tar``."""
+    """The path below the folder of data, such as ``train/0001.tar``."""
     status: os.stat_result
     link: str = ""
-    """What a link leads to. Empty for files and folders."""
+    """The target of a symbolic link. Empty for files and folders."""
 
     @property
     def digest_line(self) -> bytes:
-        """The line about the entry that goes into the digest in the name of the folder of data.
+        """The line about this entry that is hashed for the name of the folder of data.
 
-        Only files have a size here, and folders have no time.
+        The size counts only for files, and the modification time for files and links.
         """
         size = self.status.st_size if stat.S_ISREG(self.status.st_mode) else 0
-        # A program that looks into a folder may have changed its time.
+        # The time of a folder is ignored, because a program that only looks into the folder may change it.
         time_ns = 0 if stat.S_ISDIR(self.status.st_mode) else self.status.st_mtime_ns
         fields = (self.name, str(stat.S_IFMT(self.status.st_mode)), str(size), str(time_ns), self.link)
         return b"\0".join(os.fsencode(field) for field in fields) + b"\n"
 
 
 def _walk_entries(folder: Path, prefix: str) -> Iterator[_Entry]:
-    """Yield each file, folder and link in `folder` and below it.
+    """Yield every file, folder and link in `folder` and below it.
 
     Parameters
     ----------
-    prefix : the path of `folder` below the folder of data, with a slash at its end: ``train/``. It is empty
-        for the folder of data itself.
+    prefix : the path of `folder` below the folder of data, with a slash at its end, such as ``train/``. It is
+        empty for the folder of data itself.
 
     Raises
     ------
-    UsageError : an entry is a device, socket or pipe, or a link that leads out of the data.
+    UsageError : an entry is a device, socket or pipe, or a link that leads out of the folder of data.
     OSError : a folder or a file cannot be read.
     """
     with os.scandir(folder) as scan:
+        # The order must be the same in every listing, because the digest depends on it.
         entries = sorted(scan, key=lambda entry: os.fsencode(entry.name))
     for entry in entries:
         name = f"{prefix}{entry.name}"
@@ -169,9 +171,10 @@ def _walk_entries(folder: Path, prefix: str) -> Iterator[_Entry]:
 
 
 def _refuse_unreadable(path: str, status: os.stat_result) -> None:
-    """Raise UsageError for a device, socket or pipe, and PermissionError for what the user may not read.
+    """Raise an error for an entry that cannot be sent to a remote.
 
-    Without this check, the transfer would fail later, after gigabytes.
+    It raises UsageError for a device, socket or pipe, and PermissionError if the user may not read the entry.
+    Without this check, the transfer would fail only after many GB.
     """
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         raise UsageError(
@@ -179,6 +182,7 @@ def _refuse_unreadable(path: str, status: os.stat_result) -> None:
             where=path,
             hint="remove it from the data",
         )
+    # os.access tests the permission without opening the file.
     if not os.access(path, os.R_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
 
@@ -186,13 +190,13 @@ def _refuse_unreadable(path: str, status: os.stat_result) -> None:
 def _refuse_outside(path: str, link: str, name: str) -> None:
     """Raise UsageError if a link leads out of the folder of data.
 
-    Its target is not sent, so the link would lead nowhere on the remote.
+    The target of such a link is not sent, so the link would be broken on the remote.
 
     Parameters
     ----------
-    path : the link's path on this machine, for the message.
-    link : the link's target, as written in the link.
-    name : the link's path below the folder of data.
+    path : the path of the link on this machine, for the message.
+    link : the target as it is written in the link.
+    name : the path of the link below the folder of data.
     """
     target = posixpath.normpath(posixpath.join(posixpath.dirname(name), link))
     is_outside = target == ".." or target.startswith("../")

@@ -1,14 +1,14 @@
 """Download models and data sets of the Hugging Face hub for jobs without internet.
 
-huggingface_hub downloads into the user's own cache. For the jobs, this module makes a folder with hard links
-to the files of that cache. The folder is laid out as the cache, with these differences:
+huggingface_hub downloads files into the user's own cache. For jobs, this module makes a folder with hard
+links to the files in the cache. The folder has the layout of the cache, with these differences:
 
-* ``refs/main`` leads to the revision of the project. A download of a given revision does not write this file,
-  and without it, the plain name of a model is not found offline (huggingface_hub 2.4).
-* A data set has its files at their own paths, too. ``load_dataset("me/name")`` does not read the cache
+* ``refs/main`` names the revision that the project uses. Without this file, the plain name of a model is not
+  found offline, and a download of a given revision does not write it (huggingface_hub 2.4).
+* A data set also has its files at their own paths. ``load_dataset("me/name")`` does not read the cache
   offline (datasets 5.2), but ``load_dataset(FOLDER)`` reads such a folder.
-* The folder has one revision only. Its files are links to ``blobs/DIGEST``, so that the next revision shares
-  those that stay the same.
+* The folder has one revision only. Its files are links to ``blobs/DIGEST``, so that the next revision can
+  share the blobs that have not changed.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from imgkit_builder.data.spec import COMMIT, HUB_CACHE, DataSpec, HubRepo
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolFailed, ToolMissing, UsageError
 
 LOCK = "hf.lock"
-"""Name of the file beside imgkit.toml with the commit of each item of the hub."""
+"""The name of the file beside imgkit.toml that records the commit of each hub item."""
 _LOCK_HEAD = (
     "# Made by imgkit run: the commits of hf:// in imgkit.toml. Remove a line to take the newest one.\n"
 )
-# Largest size of hf.lock that is read. A line has about 100 bytes, so it is room for some 600 items.
+# The largest size of hf.lock that is read. A line has about 100 bytes, so this is enough for some 600 items.
 _MAX_LOCK_BYTES = 1 << 16
 
 
 def find(spec: DataSpec, project: Path) -> DataFolder:
-    """Return the local folder of the repository of the Hugging Face hub that `spec` names.
+    """Return the local folder of the Hugging Face hub repository that `spec` names.
 
-    If the repository has to be downloaded first, the result has 0 files and a provisional name of the form
-    ``models--openai-community--gpt2@main``.
+    If the repository has not been downloaded yet, the result has 0 files. Its name is then provisional and
+    has the form ``models--openai-community--gpt2@main``.
 
     Raises
     ------
@@ -48,21 +48,22 @@ def find(spec: DataSpec, project: Path) -> DataFolder:
     """
     repo = spec.hub
     assert repo is not None  # noqa: S101 - the caller has checked it
-    # The commit in hf.lock comes before the branch or tag in imgkit.toml, which may have moved since.
+    # The commit in hf.lock takes precedence over the branch or tag in imgkit.toml, which may have moved
+    # since.
     revision = read_lock(project / LOCK).get(spec.source, repo.revision)
     path = _folder(repo, revision or "main")
-    # Folders are named after commits. A branch or tag has to be looked up at the hub.
+    # Folders are named after commits. For a branch or tag, only the hub knows the commit.
     if COMMIT.fullmatch(revision) and path.is_dir():
         return folder.list_folder(spec, path)
     return DataFolder(spec=spec, path=path, name=f"{repo.cache_name}@{path.name}", files=0, size_bytes=0)
 
 
 def download(spec: DataSpec, project: Path, report: Reporter) -> DataFolder:
-    """Download a repository of the Hugging Face hub, make its folder for jobs, and lock its commit.
+    """Download a Hugging Face hub repository, make its folder for jobs, and record its commit.
 
-    The commit is written into ``hf.lock``, so that later runs use the same files. If two downloads run at the
-    same time, each waits for files that the other one downloads. Without internet, the function succeeds if
-    the user's cache already has all files of the revision.
+    The commit is written to ``hf.lock``, so that later runs use the same files. If two downloads run at the
+    same time, each waits for files that the other one is downloading. Without internet, this function
+    succeeds if the user's cache already has all files of the revision.
 
     Raises
     ------
@@ -105,10 +106,10 @@ def download(spec: DataSpec, project: Path, report: Reporter) -> DataFolder:
 
 
 def _cache() -> Path:
-    """Return the folder of the user's cache of the hub, by default ``~/.cache/huggingface/hub``.
+    """Return the folder of the user's hub cache, by default ``~/.cache/huggingface/hub``.
 
-    The variables and their order are those of huggingface_hub, which cannot be asked because it may not be
-    installed.
+    huggingface_hub itself cannot be asked, because it may not be installed. The variables and their order are
+    the same as in huggingface_hub.
     """
     user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     hf_home = os.environ.get("HF_HOME") or f"{user_cache}/huggingface"
@@ -117,7 +118,7 @@ def _cache() -> Path:
 
 
 def _folder(repo: HubRepo, revision: str) -> Path:
-    """Return the folder of a revision that jobs see: ``.../imgkit/models--openai-community--gpt2/COMMIT``.
+    """Return the folder for jobs of one revision: ``.../imgkit/models--openai-community--gpt2/COMMIT``.
 
     It is beside the hub's cache, because hard links need the same file system.
     """
@@ -127,8 +128,8 @@ def _folder(repo: HubRepo, revision: str) -> Path:
 def read_lock(file: Path) -> dict[str, str]:
     """Return the commit of each item in ``hf.lock``: ``{"hf://openai-community/gpt2": "607a30d7..."}``.
 
-    The commit is the version of the model or data set that all runs use. The result is empty if the file does
-    not exist.
+    The commit identifies the version of a model or data set that all runs use. If the file does not exist,
+    the result is empty.
 
     Raises
     ------
@@ -141,26 +142,30 @@ def read_lock(file: Path) -> dict[str, str]:
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot be read: {error}", where=str(file), hint="remove it") from error
     commits = {}
-    for number, line in enumerate(lines, 1):
+    for line_number, line in enumerate(lines, 1):
         item, _, commit = line.partition(" ")
         if COMMIT.fullmatch(commit):
             commits[item] = commit
+        # Empty lines and comments are skipped.
         elif line and not line.startswith("#"):
-            raise UsageError("this is no commit", where=f"{file}:{number}", hint="remove the line")
+            raise UsageError("this is no commit", where=f"{file}:{line_number}", hint="remove the line")
     return commits
 
 
 def _progress_bar(report: Reporter) -> type:
-    """Return a progress bar for huggingface_hub that reports the bytes to `report` and prints nothing."""
+    """Return a progress bar class for huggingface_hub that passes the bytes on to `report`.
+
+    The bar itself prints nothing.
+    """
     from tqdm import tqdm
 
     class Bar(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
-            # tqdm writes into this buffer, not onto the terminal, which belongs to `report`.
+            # tqdm writes to this buffer, because the terminal belongs to `report`.
             super().__init__(*args, **{**options, "file": io.StringIO()})
 
         def display(self, *args: Any, **options: Any) -> None:
-            # huggingface_hub also has bars that count files. Only those with the unit "B" count bytes.
+            # huggingface_hub also has bars that count files. Bars with the unit "B" count bytes.
             if self.unit == "B":
                 report.advance(int(self.n), self.total or None)
 
@@ -168,34 +173,35 @@ def _progress_bar(report: Reporter) -> type:
 
 
 def _publish_snapshot(repo: HubRepo, snapshot: Path, path: Path) -> None:
-    """Make the folder `path` with the files of `snapshot`, a revision in the user's cache.
+    """Make the folder `path` for jobs, with the files of `snapshot`, a revision in the user's cache.
 
-    The folder is filled under a temporary name, so that no other process sees a part of it.
+    The folder is filled under a temporary name, so that no other process sees an incomplete folder.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=files.TEMPORARY) as temporary:
         complete = Path(temporary, path.name)
         _link_files(repo, snapshot, complete)
-        # The rename fails if another run has made the folder meanwhile. That folder has the same files.
+        # The rename fails if another run has made the folder in the meantime. That folder has the same files.
         with contextlib.suppress(OSError):
             files.publish_file(complete, path)
 
 
 def _link_files(repo: HubRepo, snapshot: Path, path: Path) -> None:
-    """Fill the folder `path` with the files of `snapshot`, a revision in the user's cache, as hard links.
+    """Fill the folder `path` with hard links to the files of `snapshot`, a revision in the user's cache.
 
-    The folder has the layout of the hub's cache: the contents of files are in ``blobs/DIGEST``, and
-    ``snapshots/COMMIT`` has links to them by their names. A data set has such links at the top as well, and
-    the layout of the cache in its folder `HUB_CACHE`.
+    The folder has the layout of the hub's cache: ``blobs/DIGEST`` are the contents of files, and
+    ``snapshots/COMMIT`` has links to them under the names of the files. For a data set, this layout is in the
+    subfolder `HUB_CACHE`, and links to the files are at the top of the folder as well.
     """
     cache = path / HUB_CACHE if repo.is_data_set else path
     (cache / "blobs").mkdir(parents=True)
+    # With this file, the plain name of a model is found offline.
     (cache / "refs").mkdir()
     files.write_file(cache / "refs" / "main", snapshot.name)
     for file in sorted(snapshot.rglob("*")):
         if file.is_dir():
             continue
-        blob = cache / "blobs" / file.resolve().name
+        blob = cache / "blobs" / file.resolve().name  # the cache calls a file's content by its digest
         if not blob.exists():
             blob.hardlink_to(file.resolve())
         name = file.relative_to(snapshot)
@@ -205,25 +211,28 @@ def _link_files(repo: HubRepo, snapshot: Path, path: Path) -> None:
 
 
 def _link_to_blob(link: Path, blob: Path) -> None:
-    """Create the relative symbolic `link` to `blob`."""
+    """Create `link`, a relative symbolic link to `blob`."""
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(os.path.relpath(blob, link.parent))
-    # `list_folder` makes the folder's name also from the times of links. With a fixed time, a folder that is
-    # made again gets the same name.
+    # `list_folder` includes the times of links in the folder's name. With a fixed time, a folder that is made
+    # again gets the same name.
     os.utime(link, (0, 0), follow_symlinks=False)
 
 
 def _download_error(error: Exception, spec: DataSpec) -> ImgkitError:
     """Return the error to show for a download that failed with `error`, which any library may have raised.
 
-    The three causes are a refusal of the hub, a local problem such as a full disk, and no connection.
+    There are three kinds: the hub refused the request, this machine has a problem such as a full disk, or the
+    hub could not be reached.
     """
     from huggingface_hub import constants
 
     refusal = _refusal(error, spec)
     if refusal is not None:
         return refusal
+    # huggingface_hub wraps errors of its HTTP library. The cause names the real problem.
     reason = str(error.__cause__ or error).partition("\n")[0]
+    # Network errors can be an OSError, too, but only errors of the operating system have an errno.
     is_local_problem = isinstance(error, OSError) and bool(error.errno)
     if is_local_problem or "No space left" in reason:
         message = f"{spec.source} cannot be written: {reason}"
@@ -236,9 +245,9 @@ def _download_error(error: Exception, spec: DataSpec) -> ImgkitError:
 
 
 def _refusal(error: Exception, spec: DataSpec) -> UsageError | None:
-    """Return the error to show if the hub has refused to send what `spec` names. Otherwise return None.
+    """Return the error to show if the hub refused to send what `spec` names, otherwise None.
 
-    The hub refuses a repository or revision that does not exist, and one that this user may not read.
+    The hub refuses a repository or revision that does not exist, or that this user may not read.
     """
     from huggingface_hub import constants, errors
 
@@ -257,6 +266,7 @@ def _refusal(error: Exception, spec: DataSpec) -> UsageError | None:
             f"{page}/commits/main lists them; if {LOCK} has a line for it, remove that",
         ),
     }
+    # The order matters, because GatedRepoError is a subclass of RepositoryNotFoundError.
     for kind, (message, hint) in refusals.items():
         if isinstance(error, kind):
             return UsageError(f"{spec.source} {message}", where="data", hint=hint)

@@ -1,7 +1,7 @@
 """Parse the items of the key ``data``: folders of the project, paths on the cluster, and hub repositories.
 
-Jobs see models of the Hugging Face hub in ``/workspace/hf/hub``, which has the layout of the hub's cache.
-They see data sets in ``/workspace/hf/data``, because ``datasets`` does not read that cache without internet.
+Jobs find models of the Hugging Face hub in ``/workspace/hf/hub``, which has the layout of the hub's cache.
+They find data sets in ``/workspace/hf/data``, because without internet ``datasets`` does not read the cache.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from imgkit_entrypoints import rules
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.system import WORKSPACE
 
-# A path of the project that needs no quotes in a mount option, in which ":" and "," separate the parts, and
-# that rsync and shells do not take for a pattern.
+# A path of the project that needs no quotes in a mount option, in which ":" and "," separate the parts. The
+# path must not be a pattern for rsync and shells, either.
 _PROJECT_PATH = re.compile(r"[^\x00-\x1f\x7f\"'\\%`$:,*?\[\]]+")
 HUB_HOME = "hf"
-"""The folder of the run's code that is HF_HOME in a job with items of the hub."""
+"""The folder below the run's code that is HF_HOME in a job with hub items."""
 HUB_CACHE = ".hub"
-"""Folder in a data set that is laid out as the hub's cache. `datasets` ignores it for its leading dot."""
+"""The folder in a data set with the layout of the hub's cache. `datasets` skips names with a leading dot."""
 # "hf://openai-community/gpt2", "hf://gpt2@v1.0", "hf://datasets/me/letters@refs/pr/3"
 _HUB_ITEM = re.compile(
     r"hf://(?P<kind>datasets/)?(?P<name>[a-z0-9][\w.-]*(/[a-z0-9][\w.-]*)?)(@(?P<revision>[a-z0-9][\w./-]*))?",
     re.ASCII | re.IGNORECASE,
 )
 COMMIT = re.compile(r"[0-9a-f]{40}")
-"""The complete id of a commit of the hub, a SHA-1 as in Git."""
+"""A complete commit id of the hub, which is a SHA-1 as in Git."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +41,11 @@ class HubRepo:
     """``openai-community/gpt2``, or ``gpt2``."""
     is_data_set: bool
     revision: str
-    """A branch, a tag or a commit. If it is empty, the newest commit is meant."""
+    """A branch, a tag or a commit. If it is empty, the newest commit is used."""
 
     @property
     def cache_name(self) -> str:
-        """Return the repository's folder in the hub's cache: ``models--openai-community--gpt2``."""
+        """Return the name of the folder in the hub's cache: ``models--openai-community--gpt2``."""
         kind = "datasets" if self.is_data_set else "models"
         return "--".join((kind, *self.name.split("/")))
 
@@ -55,28 +55,30 @@ class DataSpec:
     """One item of ``data``: where the data comes from, and where the job sees it."""
 
     source: str
-    """The path of a folder, or the item itself for a repository of the hub.
+    """The path of a folder. For a hub repository, the text of the item itself.
 
-    A folder of the project has a path relative to the project, ``data/letters``. A folder on the nodes has an
-    absolute path, or one that begins with a variable of the site: ``/gpfs/letters``, ``$SCRATCH/letters``.
+    A folder of the project has a path relative to the project, such as ``data/letters``. A folder on the
+    nodes has an absolute path, or one that begins with a variable of the site: ``/gpfs/letters``,
+    ``$SCRATCH/letters``.
     """
     target: str
-    """Absolute path at which the job sees the data."""
+    """The absolute path at which the job sees the data."""
     hub: HubRepo | None = None
-    """The repository of the hub. It is None for a folder."""
+    """The hub repository. None for a folder."""
 
     @property
     def is_local(self) -> bool:
         """Return whether the data is on this machine, so that it has to be sent to a remote."""
-        # Items of the hub count, too. They are downloaded here and sent like a folder of the project.
+        # Hub items count as local. They are downloaded to this machine and then sent like a folder of the
+        # project.
         return not self.source.startswith(("/", "$"))
 
 
 def parse_spec(text: str) -> DataSpec:
-    """Parse an item such as ``data/letters``, ``/gpfs/letters:/data`` or ``hf://datasets/me/letters``.
+    """Parse an item of the key ``data``.
 
-    The first form is a folder of the project, the second one a folder of the cluster with its path in the
-    job, and the third one a repository of the hub.
+    It has one of three forms: ``data/letters`` is a folder of the project, ``/gpfs/letters:/data`` is a
+    folder of the cluster with its path in the job, and ``hf://datasets/me/letters`` is a hub repository.
 
     Raises
     ------
@@ -87,7 +89,7 @@ def parse_spec(text: str) -> DataSpec:
     if text.startswith(("/", "$")):
         return _parse_cluster_path(text)
     path = posixpath.normpath(text)
-    # A leading dot means the project itself, a folder outside of it, or a hidden one.
+    # A path with a leading dot is the project itself, a folder outside of it, or a hidden folder.
     if not _PROJECT_PATH.fullmatch(text) or path.startswith((".", "~")):
         raise UsageError(
             f"{text!r} is not a folder of data",
@@ -98,14 +100,15 @@ def parse_spec(text: str) -> DataSpec:
 
 
 def parse_all(texts: Iterable[str]) -> tuple[DataSpec, ...]:
-    """Parse all items, and check that no two of them overlap in the job: ``/data`` and ``/data/letters``.
+    """Parse all items, and refuse paths in the job that overlap, such as ``/data`` and ``/data/letters``.
 
     Raises
     ------
-    UsageError : an item cannot be parsed, or the target of one is the target of another or below it.
+    UsageError : an item cannot be parsed, or the target of an item is equal to another target or below it.
     """
     specs = tuple(parse_spec(text) for text in texts)
     for first, second in itertools.combinations(specs, 2):
+        # A path can only be inside of a shorter path.
         outer, inner = sorted((first.target, second.target), key=len)
         if posixpath.commonpath((outer, inner)) == outer:
             raise UsageError(
@@ -119,7 +122,7 @@ def parse_all(texts: Iterable[str]) -> tuple[DataSpec, ...]:
 def _parse_hub_item(text: str) -> DataSpec:
     """Parse ``hf://NAME[@REVISION]`` or ``hf://datasets/NAME[@REVISION]``."""
     match = _HUB_ITEM.fullmatch(text)
-    # "--" separates the parts of a folder's name in the hub's cache, so "--" in a name would be ambiguous.
+    # In the hub's cache, "--" separates the parts of a folder's name. So a name with "--" would be ambiguous.
     if match is None or ".." in text or "--" in match["name"]:
         raise UsageError(
             f"{text!r} is no model or data set of the hub",
@@ -142,9 +145,9 @@ def _parse_cluster_path(text: str) -> DataSpec:
 
 
 def _cluster_path_faults(text: str, source: str, target: str) -> Iterator[rules.Fault]:
-    """Yield what is wrong with ``SOURCE:TARGET``, a folder of the cluster, and a hint for each fault.
+    """Yield the faults of ``SOURCE:TARGET``, a folder of the cluster, each with a hint.
 
-    The most important fault comes first, and callers show only that one.
+    The most important fault comes first. Callers show only this one.
 
     Parameters
     ----------

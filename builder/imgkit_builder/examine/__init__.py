@@ -1,1 +1,1 @@
-"""Checks of a machine (`doctor`) and of a file (`verify`), and the facts about a file (`file_facts`)."""
+"""Checks of this machine (`doctor`) and of a file (`verify`), and the facts about a file (`file_facts`)."""

@@ -1,7 +1,7 @@
-"""Check whether this machine and its engine can build, save and convert images.
+"""Check whether this machine and its container engine can build, save and convert images.
 
-The checks run on a laptop, in a CI pipeline and on a cluster's login node. The engine's SDK is loaded only if
-there is an engine to ask.
+The checks run on a laptop, in a CI pipeline and on the login node of a cluster. The engine's SDK is only
+imported if there is an engine to ask.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ Purpose = Literal["any", "build", "sif"]
 _NVIDIA_IMAGE_BYTES = 20 * 10**9
 """20 GB, the rough size of NVIDIA's PyTorch images, uncompressed."""
 _SIF_SPACE_BYTES = int(PACKED_SHARE * _NVIDIA_IMAGE_BYTES)
-"""The space for a .sif of such an image."""
+"""The disk space for a .sif of such an image."""
 _BUILD_SPACE_BYTES = 2 * _NVIDIA_IMAGE_BYTES
-"""The space for such an image, and for its archive or the layers of the next one."""
+"""The disk space to build such an image. The second half is for its archive or the next image's layers."""
 
 _APPARMOR = KernelSetting("proc/sys/kernel/apparmor_restrict_unprivileged_userns", "1", "0")
-"""Ubuntu's setting for user namespaces. Its packages of a runtime have a profile that is exempt."""
+"""Ubuntu's setting for user namespaces. Runtimes in its packages have a profile that exempts them from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The machine to check. Tests pass another root folder, user or architecture."""
+    """The machine to check. Tests replace its root folder, user or architecture."""
 
     root: Path = Path("/")
     uid: int = field(default_factory=os.getuid)
@@ -54,23 +54,24 @@ class Machine:
 def check_machine(
     target: Target | None = None, *, purpose: Purpose = "any", machine: Machine | None = None
 ) -> tuple[Check, ...]:
-    """Check this machine. That takes at most about a second, and changes nothing.
+    """Check this machine. This takes at most about a second, and changes nothing.
 
     Parameters
     ----------
-    target : a recipe. Then its module, runtime and platform are checked, too.
+    target : a recipe. If it is given, its module, runtime and platform are checked, too.
     purpose : what the machine is for: ``build`` images, convert them to a ``sif``, or ``any`` of the two. A
-        check fails only if `purpose` needs what it is about; otherwise it warns.
+        problem is a failure only if it prevents `purpose`. Otherwise it is a warning.
     machine : replaces this machine in tests.
     """
     machine = machine or Machine()
     engine = _check_engine()
     tool, tool_check = _check_runtime(target)
     writer = _check_sif_writer(tool, tool_check)
-    # A missing runtime is only a warning if imgkit can write a .sif without one.
+    # A missing runtime is only a warning if imgkit can write a .sif without a runtime.
     checks = [tool_check if writer.verdict == "fail" else _as_warning(tool_check)]
     can_build_sif = False
-    # What a runtime needs of the kernel is checked only if there is one: a missing one is reported once.
+    # What a runtime needs of the kernel is checked only if there is a runtime. A missing runtime has been
+    # reported already.
     if tool is not None:
         definitions = _check_definitions(machine)
         can_build_sif = definitions.verdict == "ok"
@@ -78,11 +79,12 @@ def check_machine(
     checks += (writer, _check_zstd(), *_check_disks(machine, purpose))
     can_build = engine.verdict != "fail"
     can_convert = passed(checks)
+    # For the purpose "any", one of the two ways is enough: a failure of one is a warning if the other works.
     needs_sif = purpose == "sif" or (purpose == "any" and not can_build)
     needs_engine = purpose == "build" or (purpose == "any" and not can_convert)
     if not needs_sif:
         checks = [_as_warning(check) for check in checks]
-    # Without an engine, a runtime can build.
+    # Without an engine, the runtime can build images, so the missing engine is only a warning.
     if purpose == "build" and not can_build and can_build_sif:
         hint = f"imgkit build RECIPE --with apptainer needs no engine; {engine.hint}"
         engine = dataclasses.replace(engine, verdict="warn", hint=hint)
@@ -93,14 +95,14 @@ def check_machine(
 
 
 def _as_warning(check: Check) -> Check:
-    """Return `check` with a warning instead of a failure."""
+    """Return `check`, with the verdict "warn" if it was "fail"."""
     if check.verdict != "fail":
         return check
     return dataclasses.replace(check, verdict="warn")
 
 
 def _check_engine() -> Check:
-    """Check the engine that the verbs would use, its builders, and its space for images."""
+    """Check the container engine that imgkit would use, its builders, and its disk space for images."""
     try:
         facts = connection.query_facts(address.find_endpoint())
     except ImgkitError as error:
@@ -109,6 +111,7 @@ def _check_engine() -> Check:
     builder = builders.choose(facts)
     choices: str = builder.name
     buildx = builders.buildx_version()
+    # buildx is a plug-in of Docker, and imgkit does not use it with Podman.
     if buildx and not facts.is_podman:
         choices += f" or buildx {buildx}"
     text = (
@@ -124,7 +127,7 @@ def _check_engine() -> Check:
 
 
 def _describe_location(endpoint: address.Endpoint) -> str:
-    """Return where an engine is, and what named it: ``at tcp://host:2375 (DOCKER_HOST)``."""
+    """Return where an engine is, and the setting that names it: ``at tcp://host:2375 (DOCKER_HOST)``."""
     if endpoint.context:
         return f"context {endpoint.context} at {endpoint.host}"
     if endpoint.source:
@@ -133,9 +136,10 @@ def _describe_location(endpoint: address.Endpoint) -> str:
 
 
 def _check_runtime(target: Target | None) -> tuple[RuntimeTool | None, Check]:
-    """Find the runtime, Singularity or Apptainer, and return it with the check of it.
+    """Find the runtime (Singularity or Apptainer), and return it with the result of its check.
 
-    The runtime is None if there is none. That is no failure if `target` runs with another kind.
+    If there is no runtime, the first value is None. That is not a failure if `target`, the recipe, runs with
+    another kind of runtime.
     """
     name = "singularity"
     module_hint = target.module_line if target else ""
@@ -145,10 +149,10 @@ def _check_runtime(target: Target | None) -> tuple[RuntimeTool | None, Check]:
         if target and target.system.runtime.kind != "singularity":
             kind = target.system.runtime.kind
             return None, Check(name, "skip", f"not found; {target.name} needs {kind} instead")
-        # A check has one line for its hint.
+        # A check shows its hint in one line, so the lines are joined.
         hint_lines = [line.strip() for line in (error.hint or "").splitlines()]
         return None, Check(name, "fail", error.what, "; ".join(hint_lines))
-    # An older runtime passes no options on to mksquashfs, which chooses the compression.
+    # An older runtime passes no options to mksquashfs. Then mksquashfs chooses the compression.
     levels = "any compression" if tool.capabilities.mksquashfs_args else "its own compression only"
     text = f"{tool} at {tool.path}, {levels}"
     if tool.below_floor:
@@ -159,7 +163,7 @@ def _check_runtime(target: Target | None) -> tuple[RuntimeTool | None, Check]:
 def _check_kernel(machine: Machine, tool: RuntimeTool) -> Iterator[Check]:
     """Check what the runtime needs of the kernel to start a container for an ordinary user.
 
-    Root needs nothing, and neither does a runtime that is installed setuid.
+    The checks are skipped for root and for a runtime that is installed setuid, because both need nothing.
     """
     if machine.uid == 0:
         return
@@ -168,7 +172,7 @@ def _check_kernel(machine: Machine, tool: RuntimeTool) -> Iterator[Check]:
         yield Check("user namespaces", "ok", f"not needed: {starter} is setuid")
         return
     yield _check_namespaces(machine)
-    # Without setuid, a runtime mounts the .sif by FUSE.
+    # A runtime without setuid may not mount the .sif in the kernel. It mounts it with FUSE instead.
     device = machine.root / "dev/fuse"
     if os.access(device, os.R_OK | os.W_OK):
         yield Check("fuse", "ok", "/dev/fuse can be opened")
@@ -179,8 +183,8 @@ def _check_kernel(machine: Machine, tool: RuntimeTool) -> Iterator[Check]:
 
 
 def _setuid_starter(tool: RuntimeTool) -> Path | None:
-    """Return the setuid helper of a runtime, or None if the runtime is not installed setuid."""
-    # PREFIX/bin/singularity belongs to PREFIX/libexec/singularity/bin/starter-suid.
+    """Return the setuid program of a runtime that starts containers, or None if the runtime is not setuid."""
+    # The starter of PREFIX/bin/singularity is PREFIX/libexec/singularity/bin/starter-suid.
     prefix = tool.path.resolve().parent.parent
     for flavour in runtime.COMMANDS:
         starter = prefix / "libexec" / flavour / "bin" / "starter-suid"
@@ -190,19 +194,20 @@ def _setuid_starter(tool: RuntimeTool) -> Path | None:
 
 
 def _check_namespaces(machine: Machine) -> Check:
-    """Check whether the kernel lets ordinary users create a user namespace."""
+    """Check whether the kernel allows ordinary users to create a user namespace."""
     name = "user namespaces"
     for setting in (*rights.SETTINGS, _APPARMOR):
         if rights.forbids_namespaces(machine.root, setting):
             text = f"{setting.problem}: ordinary users cannot start a container"
+            # AppArmor is only a warning, because its profile may exempt the runtime.
             verdict: Verdict = "warn" if setting is _APPARMOR else "fail"
             return Check(name, verdict, text, f"{setting.hint}; or install the runtime setuid")
-    most = rights.read_small_file(machine.root / rights.MAX_NAMESPACES) or "any number"
-    return Check(name, "ok", f"allowed, at most {most}")
+    max_namespaces = rights.read_small_file(machine.root / rights.MAX_NAMESPACES) or "any number"
+    return Check(name, "ok", f"allowed, at most {max_namespaces}")
 
 
 def _check_definitions(machine: Machine) -> Check:
-    """Check how the steps of a recipe would run without an engine, in ``imgkit build --with apptainer``."""
+    """Check how ``imgkit build --with apptainer``, a build without an engine, would run a recipe's steps."""
     name = "build --with apptainer"
     user_rights = rights.inspect_rights(root=machine.root, uid=machine.uid)
     if not user_rights.way:
@@ -214,9 +219,9 @@ def _check_definitions(machine: Machine) -> Check:
 
 
 def _check_sif_writer(tool: RuntimeTool | None, tool_check: Check) -> Check:
-    """Check how ``imgkit sif`` would write a file: itself, or by the runtime `tool`, which is slower.
+    """Check how ``imgkit sif`` would write a .sif: by itself, or with the runtime `tool`, which is slower.
 
-    Without a runtime, `tool` is None, and `tool_check` says whether that is a failure.
+    If `tool` is None, there is no runtime, and the verdict of `tool_check` decides whether that is a failure.
     """
     name = "imgkit sif"
     hint = squash.INSTALL
@@ -224,6 +229,7 @@ def _check_sif_writer(tool: RuntimeTool | None, tool_check: Check) -> Check:
         squasher = squash.choose()
     except ToolMissing as error:
         obstacle = error.what
+        # If there is an mksquashfs that imgkit cannot use, its version explains why.
         path = mksquashfs.find_any()
         if path:
             obstacle += f" (version {mksquashfs.read_version(path)})"
@@ -240,7 +246,7 @@ def _check_sif_writer(tool: RuntimeTool | None, tool_check: Check) -> Check:
 
 
 def _check_zstd() -> Check:
-    """Check whether the program zstd is on PATH, which reads archives that were compressed with it."""
+    """Check whether the program zstd is on PATH. It reads archives that were compressed with zstd."""
     path = shutil.which("zstd")
     if path:
         return Check("zstd", "ok", path)
@@ -249,9 +255,9 @@ def _check_zstd() -> Check:
 
 
 def _check_disks(machine: Machine, purpose: Purpose) -> Iterator[Check]:
-    """Check the space in the folder for temporary files, and in the current folder."""
+    """Check the free space in the folder for temporary files and in the current folder."""
     current = Path.cwd()
-    # A build by an engine writes no .sif.
+    # A build with an engine writes no .sif.
     sif_bytes = 0 if purpose == "build" else _SIF_SPACE_BYTES
     try:
         scratch = tmp_base(current / "image.sif", None)
@@ -259,16 +265,20 @@ def _check_disks(machine: Machine, purpose: Purpose) -> Iterator[Check]:
         yield Check("disk tmp", "fail", error.what, f"{error.where}: {error.hint}")
     else:
         yield _check_scratch(machine, scratch, current, sif_bytes)
+        # The check above has already covered the current folder.
         if scratch == current and purpose != "build":
             return
     yield _check_space("disk here", current, _BUILD_SPACE_BYTES if purpose == "build" else sif_bytes)
 
 
 def _check_scratch(machine: Machine, scratch: Path, current: Path, sif_bytes: int) -> Check:
-    """Check the folder `scratch` for temporary files of a conversion to a .sif in the folder `current`."""
+    """Check the space in `scratch`, the folder for temporary files of a conversion to a .sif.
+
+    The .sif itself is written to the folder `current` and needs `sif_bytes`.
+    """
     needed_bytes = _scratch_bytes()
     if scratch.stat().st_dev == current.stat().st_dev:
-        # On the same disk, the .sif needs its space besides the temporary files.
+        # If both folders are on the same disk, it must hold the .sif as well as the temporary files.
         needed_bytes += sif_bytes
     check = _check_space("disk tmp", scratch, needed_bytes)
     if _file_system(machine, scratch) in ("tmpfs", "ramfs"):
@@ -278,10 +288,10 @@ def _check_scratch(machine: Machine, scratch: Path, current: Path, sif_bytes: in
 
 
 def _scratch_bytes() -> int:
-    """Return the size of the temporary files of `imgkit sif` for one of NVIDIA's images.
+    """Return the size of the temporary files that `imgkit sif` makes for one of NVIDIA's images.
 
-    It depends on the program that writes the file: a new mksquashfs needs none, a runtime a multiple of the
-    image.
+    The size depends on the program that writes the file. A new mksquashfs needs no temporary files, and a
+    runtime needs a multiple of the image's size.
     """
     try:
         share = squash.choose().disk_share
@@ -305,11 +315,11 @@ def _file_system(machine: Machine, folder: Path) -> str:
     resolved = folder.resolve()
     deepest = 0
     file_system = ""
-    # Each line is "DEVICE PATH TYPE OPTIONS ...". The mount with the longest path that holds `folder` counts.
-    # Of two at one path, the later one hides the earlier.
+    # Each line is "DEVICE PATH TYPE OPTIONS ...". The mount with the longest path that contains `folder`
+    # counts. If two mounts have the same path, the later one hides the earlier one.
     for line in rights.read_small_file(machine.root / "proc/mounts").splitlines():
         _, path, mount_type, *_ = line.split()
-        mount = Path(path.replace("\\040", " "))  # the kernel writes a blank so
+        mount = Path(path.replace("\\040", " "))  # the kernel writes a space as \040
         if resolved.is_relative_to(mount) and len(mount.parts) >= deepest:
             deepest = len(mount.parts)
             file_system = mount_type
@@ -317,9 +327,13 @@ def _file_system(machine: Machine, folder: Path) -> str:
 
 
 def _check_emulation(machine: Machine, target: Target | None) -> Iterator[Check]:
-    """Check the emulator for the architecture of `target`, if that is not this machine's."""
+    """Check whether this machine can run programs of the architecture of `target`.
+
+    Nothing is checked if the recipe allows this machine's own architecture.
+    """
     if target is None or f"linux/{machine.arch}" in target.platforms:
         return
+    # The first platform of a recipe is its default.
     _, _, arch = target.platforms[0].partition("/")
     problem = emulator_problem(arch, root=machine.root)
     if not problem:

@@ -16,13 +16,13 @@ from imgkit_entrypoints.errors import CheckFailed
 
 # Version of the JSON form.
 _SCHEMA = 2
-# Bytes in a MB, for text.
+# Bytes in a megabyte, for sizes that are printed for people.
 _MB = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileFacts:
-    """A .sif or .sqsh that imgkit wrote: its size and architecture, and the record in it."""
+    """Facts about a .sif or .sqsh that imgkit wrote: size, architecture, and the record stored in it."""
 
     kind: Literal["sif", "sqsh"]
     path: str
@@ -31,13 +31,13 @@ class FileFacts:
     record: ImgkitRecord
 
     def lines(self) -> tuple[str, ...]:
-        """Return aligned lines for people."""
+        """Return the facts as aligned lines that are printed for people."""
         rows = list(self._rows())
         width = max(len(key) for key, _ in rows)
         return tuple(f"{key:{width}}  {value}".rstrip() for key, value in rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form with its schema number. The record's facts about packages are left out."""
+        """Return the JSON form with its schema number. The list of packages in the record is left out."""
         record = dataclasses.asdict(self.record)
         del record["facts"]
         return {
@@ -50,7 +50,10 @@ class FileFacts:
         }
 
     def _rows(self) -> Iterator[tuple[str, str]]:
-        """Yield the rows of the table. The first cell is empty in a row that continues the row above it."""
+        """Yield the rows of the table as pairs of name and value.
+
+        The name is empty in a row that continues the row above it.
+        """
         record = self.record
         yield self.kind, f"{self.path}  {self.size_bytes / _MB:.1f} MB  {self.arch}"
         yield "image", f"{record.source}  {record.image_id}"
@@ -61,14 +64,14 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackagesFacts:
-    """A file of packages that ``imgkit add`` wrote: its size, and the record in it."""
+    """Facts about a file of packages that ``imgkit add`` wrote: its size, and the record stored in it."""
 
     path: str
     size_bytes: int
     record: PackagesRecord
 
     def lines(self) -> tuple[str, ...]:
-        """Return aligned lines for people."""
+        """Return the facts as aligned lines that are printed for people."""
         record = self.record
         rows = [
             ("packages", f"{self.path}  {self.size_bytes / _MB:.1f} MB  {record.arch}"),
@@ -94,12 +97,12 @@ def read_file_facts(name: str) -> FileFacts | PackagesFacts:
 
     Raises
     ------
-    CheckFailed : the file has no record, or is damaged.
+    CheckFailed : the file is damaged, or has no record because another program made it.
     """
     path = Path(name)
     if packages_record.is_packages(path):
-        stored = packages_record.read(path)
-        return PackagesFacts(path=name, size_bytes=path.stat().st_size, record=stored)
+        stored_record = packages_record.read(path)
+        return PackagesFacts(path=name, size_bytes=path.stat().st_size, record=stored_record)
     if image.is_sif(path):
         sif = image.read(path)
         kind: Literal["sif", "sqsh"] = "sif"
@@ -107,6 +110,7 @@ def read_file_facts(name: str) -> FileFacts | PackagesFacts:
     else:
         kind = "sqsh"
         record = sqsh.read_record(path)
+        # A squashfs itself does not tell the architecture. Only the record in the file does.
         arch = record.arch if record else ""
     if record is None or not record.image_id:
         raise CheckFailed(

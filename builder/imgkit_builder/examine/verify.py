@@ -1,4 +1,8 @@
-"""Compare an archive, .sif, .sqsh or file of packages with the digests in its sidecars and records."""
+"""Compare a file with the digests that were recorded for it.
+
+The file is an archive, a .sif, a .sqsh or a file of packages. The digests are in the file itself, or in small
+files beside it (sidecars).
+"""
 
 from __future__ import annotations
 
@@ -18,28 +22,30 @@ from imgkit_builder.sif import sqsh, unsquash
 from imgkit_builder.sif.image import ImgkitRecord
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolMissing, UsageError
 
-# The hint for a damaged file. "rsync -P" keeps the part that has arrived.
+# The hint for a damaged file. "rsync -P" resumes a copy, so the part that has arrived is not sent again.
 _COPY_AGAIN = "copy it again (rsync -P resumes), or save it again"
 
 
 def verify_file(
     path: Path, *, report: Reporter = SILENT, unpack_limit_bytes: int | None = None
 ) -> tuple[Check, ...]:
-    """Return the checks of the archive, .sif, .sqsh or file of packages at `path`. Nothing is changed.
+    """Check the archive, .sif, .sqsh or file of packages at `path`, and return the results.
+
+    The file is not changed.
 
     Parameters
     ----------
-    unpack_limit_bytes : the largest size of an archive once it is unpacked. A larger one fails. The default
-        is that of `compressed.Allowance`.
+    unpack_limit_bytes : the largest size of an archive once it is unpacked. A larger archive fails the check.
+        The default limit is that of `compressed.Allowance`.
 
     Raises
     ------
-    UsageError : the file cannot be read, or is of none of these kinds.
+    UsageError : the file cannot be read, or is of another kind.
     ToolMissing : a zstd archive needs the ``zstd`` program.
     """
     try:
         with files.open_regular(path) as file:
-            start = file.read(16)  # to name them if the file is of no known kind
+            start = file.read(16)  # the error message quotes these bytes if the kind of file is unknown
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}", where=str(path)) from error
     if record.is_packages(path):
@@ -64,10 +70,10 @@ def verify_file(
 
 
 def _check_archive(path: Path, contents: Contents) -> Iterator[Check]:
-    """Check an archive, of which all bytes have been read (`contents`).
+    """Check an archive whose bytes have all been read and hashed (`contents`).
 
-    It is compared with its sidecars, the two small files beside it (``.sha256`` and ``.manifest.json``), and
-    its layers and image id with the configuration in it.
+    The archive is compared with its sidecars, the two small files beside it (``.sha256`` and
+    ``.manifest.json``). Its layers and image id are compared with the configuration inside the archive.
     """
     yield check_checksum(path, contents.sha256, contents.size_bytes)
     image = contents.image
@@ -83,17 +89,20 @@ def _check_archive(path: Path, contents: Contents) -> Iterator[Check]:
 
 
 def _make_check(name: str, problem: str, fact: str) -> Check:
-    """Return a failed check with the text `problem`, or one that is ok with `fact` if `problem` is empty."""
+    """Return a check that failed with the text `problem`, or one that is ok if `problem` is empty.
+
+    The check that is ok shows the text `fact`.
+    """
     if problem:
         return Check(name, "fail", problem, _COPY_AGAIN)
     return Check(name, "ok", fact)
 
 
 def check_checksum(path: Path, actual: str, size_bytes: int) -> Check:
-    """Compare `actual`, the SHA-256 of the file `path`, with the digests in its two sidecars.
+    """Compare `actual`, the SHA-256 digest of the file `path`, with the digests in its two sidecars.
 
-    These are ``X.sha256`` and ``X.manifest.json``. Without both, the check warns. It fails if only the second
-    is there, as after a save that was interrupted.
+    The sidecars of ``X`` are ``X.sha256`` and ``X.manifest.json``. If both are missing, the check warns. If
+    only ``X.sha256`` is missing, the check fails, because a save was probably interrupted.
     """
     try:
         recorded = sidecar.read_sha256(path)
@@ -102,6 +111,7 @@ def check_checksum(path: Path, actual: str, size_bytes: int) -> Check:
         return Check("sha256", "fail", error.what, f"{error.where}: {_COPY_AGAIN}")
     name = sidecar.sha256_path(path).name
     summary = f"{actual} ({size_bytes} bytes)"
+    # An interrupted save may leave X.manifest.json without X.sha256, which is written last.
     if recorded is None:
         if description is None:
             return Check("sha256", "warn", f"{summary}; {name} is missing", f"copy {name} as well")
@@ -116,6 +126,7 @@ def check_checksum(path: Path, actual: str, size_bytes: int) -> Check:
     if not differences:
         return Check("sha256", "ok", summary)
     text = f"is {actual}{differences}"
+    # A different size shows that a copy was interrupted.
     if archive and archive.size_bytes != size_bytes:
         text += f"; the file has {size_bytes} of {archive.size_bytes} bytes"
     return Check("sha256", "fail", text, _COPY_AGAIN)
@@ -124,12 +135,12 @@ def check_checksum(path: Path, actual: str, size_bytes: int) -> Check:
 def _check_layers(image: SelectedImage[HashedFile]) -> Check:
     """Compare the digests of the unpacked layers with the list in the image's configuration.
 
-    The check warns if layers are compressed with zstd, which are not unpacked here.
+    Layers that are compressed with zstd are not unpacked here. If there are any, the check warns.
     """
     if image.count_problem:
         return Check("layers", "fail", image.count_problem, _COPY_AGAIN)
     for (layer, file), diff_id in zip(image.layers, image.config.diff_ids, strict=True):
-        # The digest of the unpacked layer is empty where the layer was not unpacked.
+        # `diff_id` is empty if the layer was not unpacked.
         if file.diff_id not in ("", diff_id):
             problem = f"{layer} has {file.diff_id}, the configuration says {diff_id}"
             return Check("layers", "fail", problem, _COPY_AGAIN)
@@ -141,7 +152,7 @@ def _check_layers(image: SelectedImage[HashedFile]) -> Check:
 
 
 def _check_description(path: Path, contents: Contents, image: SelectedImage[HashedFile]) -> Check:
-    """Compare the image in the archive with the description in ``X.manifest.json``, if there is one."""
+    """Compare the image in the archive with its description in ``X.manifest.json``, if that file exists."""
     try:
         description = sidecar.read_sidecar(path)
     except UsageError as error:
@@ -150,6 +161,7 @@ def _check_description(path: Path, contents: Contents, image: SelectedImage[Hash
         return Check("sidecar", "skip", f"{sidecar.json_path(path).name} is missing")
     difference = _describe_difference(description, contents, image)
     if difference:
+        # The archive itself may be fine.
         hint = "the sidecar belongs to another archive: copy both again"
         return Check("sidecar", "fail", difference, hint)
     recorded = description.image
@@ -157,7 +169,7 @@ def _check_description(path: Path, contents: Contents, image: SelectedImage[Hash
 
 
 def _describe_difference(description: Sidecar, contents: Contents, image: SelectedImage[HashedFile]) -> str:
-    """Return the first difference between the sidecar and the archive, or "" if there is none."""
+    """Return a text about the first difference between the sidecar and the archive, or "" if they agree."""
     recorded = description.image
     if recorded.id != image.config.image_id:
         return f"it describes image {recorded.id}, the archive has {image.config.image_id}"
@@ -172,12 +184,12 @@ def _describe_difference(description: Sidecar, contents: Contents, image: Select
 
 
 def _platform_text(image: SelectedImage[HashedFile]) -> str:
-    """Return the platform of an image, such as ``linux/amd64``."""
+    """Return the platform of an image in the form ``linux/amd64``."""
     return f"{image.config.os}/{image.config.arch}"
 
 
 def _check_sif(path: Path, report: Reporter) -> Iterator[Check]:
-    """Check a .sif: its checksum file, header, root partition, overlays, and the manifest in the image."""
+    """Check a .sif: its checksum file, header, root partition, overlays, and the manifest in its image."""
     if sidecar.sha256_path(path).exists():
         report.stage(f"read {path.name}")
         yield check_checksum(path, read.hash_file(path, report=report), path.stat().st_size)
@@ -195,7 +207,7 @@ def _check_sif(path: Path, report: Reporter) -> Iterator[Check]:
     report.stage(f"read {path.name}")
     root = _check_content("root partition", image.record, sif.root_sha256(path, advance=report.advance))
     yield root
-    # A runtime would show the files of an overlay instead of those that were checked.
+    # A runtime would show the files of an overlay in place of the files that were checked.
     if image.record is not None and image.overlays:
         text = f"{len(image.overlays)} partitions that a runtime lays over the image, and imgkit writes none"
         yield Check("overlays", "fail", text, "convert the image again: imgkit sif")
@@ -206,7 +218,7 @@ def _check_sif(path: Path, report: Reporter) -> Iterator[Check]:
 
 
 def _check_sqsh(path: Path, report: Reporter) -> Iterator[Check]:
-    """Check a .sqsh: its checksum file, squashfs, content, and the manifest in the image."""
+    """Check a .sqsh: its squashfs, checksum file, content, and the manifest in its image."""
     report.stage(f"read {path.name}")
     try:
         superblock = sqsh.check_structure(path)
@@ -231,17 +243,17 @@ def _check_packages(path: Path, report: Reporter) -> Iterator[Check]:
     """Check a file of packages that ``imgkit add`` wrote, and whether it belongs to the image beside it."""
     report.stage(f"read {path.name}")
     try:
-        stored = record.read(path)
+        stored_record = record.read(path)
         actual = record.squashfs_sha256(path)
     except CheckFailed as error:
         yield Check("record", "fail", error.what, error.hint or "")
         return
     damage = ""
-    if actual != stored.squashfs_sha256:
-        damage = f"has sha256 {actual}, the record says {stored.squashfs_sha256}"
-    yield _make_check("content", damage, f"{len(stored.packages)} packages, sha256 {actual}")
-    # imgkit add writes the file beside its image.
-    image = path.with_name(stored.image)
+    if actual != stored_record.squashfs_sha256:
+        damage = f"has sha256 {actual}, the record says {stored_record.squashfs_sha256}"
+    yield _make_check("content", damage, f"{len(stored_record.packages)} packages, sha256 {actual}")
+    # ``imgkit add`` writes the file into the folder of its image.
+    image = path.with_name(stored_record.image)
     if not image.exists():
         yield Check("image", "skip", f"{image.name} is not beside it")
         return
@@ -254,9 +266,9 @@ def _check_packages(path: Path, report: Reporter) -> Iterator[Check]:
 
 
 def _check_content(name: str, record: ImgkitRecord | None, actual: str) -> Check:
-    """Compare `actual`, the digest of a squashfs, with the one in the record of its .sif or .sqsh.
+    """Compare `actual`, the digest of a squashfs, with the digest in the record of its .sif or .sqsh.
 
-    `name` is that of the check. Without a record, as in a file of another tool, the check warns.
+    If another tool made the file, there is no record and the check warns. `name` is the name of the check.
     """
     if record is None:
         text = f"sha256 {actual}; the file has no record of imgkit"
@@ -269,7 +281,7 @@ def _check_content(name: str, record: ImgkitRecord | None, actual: str) -> Check
 
 
 def _check_manifest(path: Path, arch: str) -> Check:
-    """Check that the image has a manifest of imgkit, and that it names the architecture of the file.
+    """Check that the image has a manifest of imgkit with the same architecture as the file.
 
     `arch` is the architecture of the file, or ``unknown``.
     """
@@ -278,16 +290,17 @@ def _check_manifest(path: Path, arch: str) -> Check:
         text = unsquash.baked_facts(path).manifest
         if not text:
             return Check(name, "warn", f"no {manifest.MANIFEST_JSON}: imgkit did not build this image")
-        built = manifest.from_json(text)
+        parsed = manifest.from_json(text)
     except ToolMissing as error:
         return Check(name, "skip", f"not read: {error.what}", error.hint or "")
     except ImgkitError as error:
         return Check(name, "fail", error.what, error.hint or "")
-    _, _, manifest_arch = built.platform.partition("/")
+    _, _, manifest_arch = parsed.platform.partition("/")
+    # A .sqsh of another program does not record its architecture, which is then "unknown".
     if arch not in (manifest_arch, "unknown"):
-        problem = f"it says {built.platform}, but the file is for {arch}"
+        problem = f"it says {parsed.platform}, but the file is for {arch}"
         return Check(name, "fail", problem, "convert it again")
-    base = built.base.name
-    if built.base.standin:
+    base = parsed.base.name
+    if parsed.base.standin:
         base += " (a stand-in)"
-    return Check(name, "ok", f"recipe {built.recipe} on {base}, {built.platform}, imgkit {built.imgkit}")
+    return Check(name, "ok", f"recipe {parsed.recipe} on {base}, {parsed.platform}, imgkit {parsed.imgkit}")

@@ -1,5 +1,5 @@
-"""List what an image holds: its packages, their digests, and the SPDX document about them.
+"""List what an image contains: its packages, their digests, and an SPDX document about them.
 
-These modules read and write no files; their callers pass in the content. Read them in this order:
+These modules read and write no files. Their callers pass the contents of files in. Read them in this order:
 ``packages``, ``collector``, ``spdx``.
 """

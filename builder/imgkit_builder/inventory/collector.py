@@ -1,12 +1,12 @@
-"""Collect the facts for an inventory from the files of an image, which come in any order.
+"""Collect the facts for an inventory from the files of an image, which arrive in any order.
 
-Only files of interest are read, each up to a limit, and little is kept of them. A file that is too large or
-damaged does not end the collection; the inventory names it under `left_out`. Hard links are followed within
-the collected names only, so that none leads out of the image.
+Only relevant files are read, and each only up to a size limit. A file that is too large or damaged does not
+stop the collection. The inventory lists it under `left_out`. Hard links are only followed to other collected
+files, so that no link can lead out of the image.
 
-The lock from which an image was built is read as ``recipe.lock_file`` writes it. Python's standard library
-reads TOML from 3.11 on. The inventory must have the same bytes on every Python, so `_locked_files` does not
-parse TOML: it takes just the lines that it needs.
+The inventory must have the same bytes on every version of Python. The standard library can parse TOML only
+from Python 3.11 on. So `_locked_files` does not parse the image's lock as TOML. It picks the lines that it
+needs, in the form in which ``recipe.lock_file`` writes them.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
 
 OWN_FOLDER = "opt/imgkit"
-"""The folder of imgkit's own files in an image."""
+"""The folder in an image that contains imgkit's own files."""
 SPDX_PATH = f"{OWN_FOLDER}/sbom.spdx.json"
-"""The path of the SPDX document that an image holds about itself. No inventory lists this file."""
+"""The path of the SPDX document that an image contains about itself. No inventory lists this file."""
 
 MAX_FILE_BYTES = 16 << 20
-"""16 MB, the size of the largest file that is read. The largest lists of dpkg have 5 MB."""
-# Limits that keep an inventory small, whatever the image holds.
+"""16 MB, the size of the largest file that is read. The largest package lists of dpkg have 5 MB."""
+# Limits that keep an inventory small, whatever an image contains.
 _MOST_PACKAGES = 50_000
 _MOST_LEFT_OUT = 100
 _IMGKIT_PREFIX = f"{OWN_FOLDER}/"
-# dpkg's list, and the folder that a distroless image has instead, with one file per package.
+# dpkg's list of installed packages. Distroless images have a folder with one file per package instead.
 _DPKG_LIST = "var/lib/dpkg/status"
 _DPKG_LIST_FOLDER = "var/lib/dpkg/status.d/"
-# Files that name the distribution. The first one that does so counts.
+# Files that name the distribution. The first file that names it counts.
 _OS_RELEASE_FILES = ("etc/os-release", "usr/lib/os-release")
 Value = TypeVar("Value")
 _LockKey = tuple[str, str, str]
@@ -48,7 +48,7 @@ _LockKey = tuple[str, str, str]
 
 
 class _LockedFile(NamedTuple):
-    """What the lock records about the file of a package. A value that it does not state is empty."""
+    """What the lock records about the file of a package. A value that the lock does not have is empty."""
 
     sha256: str = ""
     url: str = ""
@@ -57,7 +57,8 @@ class _LockedFile(NamedTuple):
 # A value of os-release, such as ubuntu or 22.04.
 _RELEASE_VALUE = re.compile(r"[a-z0-9._-]{1,64}")
 
-# The beginning of a table of the lock, [[platforms.apt]], and a line of it, version = "2.3.0".
+# A table in the lock begins with the line [[platforms.apt]] or [[platforms.pip]]. It has lines such as
+# version = "2.3.0".
 _TABLE_START = re.compile(r"^\[\[platforms\.(?:apt|pip)\]\]$", re.MULTILINE)
 _TABLE_LINE = re.compile(r'(?P<key>name|version|architecture|url|sha256) = (?P<quoted>".*")')
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -65,9 +66,9 @@ _URL = re.compile(r"https?://[A-Za-z0-9._~:/?\[\]!&+,=%-]{1,2000}")  # as recipe
 
 
 class InventoryCollector:
-    """Takes the files and hard links of an image that describe packages, and returns the inventory.
+    """Collects the files and hard links of an image that describe packages, and returns the inventory.
 
-    The caller asks `is_relevant` about every file, and passes the content to `add` where it is true.
+    The caller asks `is_relevant` about each file. If it is relevant, the caller passes its content to `add`.
     """
 
     def __init__(self) -> None:
@@ -75,10 +76,10 @@ class InventoryCollector:
         self._python: dict[str, Package | None] = {}
         """The package that each collected file describes, by the path of the file.
 
-        None if it describes none.
+        The value is None if the file does not describe a package.
         """
         self._hard_links: dict[str, str] = {}
-        """The target of each hard link that has the name of such a file."""
+        """The target of each hard link whose name is that of a file that describes a package."""
         self._releases: dict[str, dict[str, str]] = {}
         self._baked: list[BakedFile] = []
         self._manifest: Manifest | None = None
@@ -88,7 +89,7 @@ class InventoryCollector:
     def is_relevant(self, path: str) -> bool:
         """Return whether `add` needs the content of the file `path`.
 
-        It is fast, as callers ask about every file of an image.
+        This is fast, because callers ask about every file of an image.
         """
         if path.endswith(packages.PYTHON_ENDINGS):
             return True
@@ -100,9 +101,9 @@ class InventoryCollector:
         return path == _DPKG_LIST or path in _OS_RELEASE_FILES
 
     def add(self, path: str, data: bytes | None) -> None:
-        """Record what the file `path` describes. `is_relevant` must be true for it.
+        """Record what the file `path` describes. The file must be relevant (see `is_relevant`).
 
-        `data` is its content, or None if the file exceeds `MAX_FILE_BYTES`.
+        `data` is the content of the file, or None if the file is larger than `MAX_FILE_BYTES`.
         """
         if data is not None and path.startswith(OWN_FOLDER):
             self._add_imgkit_file(path, data)
@@ -111,7 +112,8 @@ class InventoryCollector:
         if data is not None:
             text = data.decode("utf-8", "replace")
         else:
-            # A Python package is listed all the same, because its path names it.
+            # A Python package is listed even without its file's content, because the path of the file names
+            # it.
             self._leave_out(path, "too large")
         if path.endswith(packages.PYTHON_ENDINGS):
             self._store(self._python, path, packages.python_package(path, text))
@@ -121,15 +123,15 @@ class InventoryCollector:
             self._add_debian_packages(path, text)
 
     def add_hard_link(self, path: str, target: str) -> None:
-        """Record a hard link, which gives the file that describes a package a second path."""
+        """Record a hard link, which is a second path of a file that describes a package."""
         if self.is_relevant(path):
             self._store(self._hard_links, path, target)
 
     def inventory(self, *, arch: str, created_s: int) -> Inventory:
-        """Return the inventory of an image, from the files that were added so far.
+        """Return the inventory of an image, made from the files that were added so far.
 
-        `arch` is its architecture in the words of OCI, such as ``amd64``, and `created_s` the time of its
-        creation in seconds since 1970.
+        `arch` is the architecture as OCI calls it, such as ``amd64``. `created_s` is the time at which the
+        image was created, in seconds since 1970.
         """
         recipe = ""
         base = BaseImage(name="")
@@ -137,7 +139,7 @@ class InventoryCollector:
             recipe = self._manifest.recipe
             base = self._manifest.base
         release = self._os_release()
-        # A set, because two files may describe the same package.
+        # This is a set because two files may describe the same package.
         listed = {self._with_locked_file(package) for package in self._packages}
         listed.update(self._with_locked_file(package) for package in self._python_packages())
         return Inventory(
@@ -154,22 +156,23 @@ class InventoryCollector:
         )
 
     def _os_release(self) -> dict[str, str]:
-        """Return ID and VERSION_ID of the first os-release file that has one of them."""
+        """Return ID and VERSION_ID from the first os-release file that has at least one of them."""
         for path in _OS_RELEASE_FILES:
             if self._releases.get(path):
                 return self._releases[path]
         return {}
 
     def _with_locked_file(self, package: Package) -> Package:
-        """Return `package` with the sha256 and URL that the lock records for it, if there are any."""
+        """Return `package` with the SHA-256 digest and URL from the lock, if the lock has them."""
         key = _lock_key(package.name, package.version, package.architecture)
         locked = self._locked.get(key, _LockedFile())
         return dataclasses.replace(package, sha256=locked.sha256, url=locked.url)
 
     def _add_imgkit_file(self, path: str, data: bytes) -> None:
-        """Record the digests of a file of imgkit. The manifest and the lock are also parsed.
+        """Record the digests of a file of imgkit.
 
-        The manifest names recipe and base, and the lock the digests of packages.
+        The manifest and the lock are parsed as well. The manifest names the recipe and the base, and the lock
+        has the digests of packages.
         """
         sha1 = hashlib.sha1(data, usedforsecurity=False).hexdigest()
         sha256 = hashlib.sha256(data).hexdigest()
@@ -178,6 +181,7 @@ class InventoryCollector:
             try:
                 self._manifest = manifest.from_json(data.decode())
             except (ValueError, UsageError):
+                # The image may be of unknown origin, so a wrong manifest must not end the collection.
                 self._leave_out(path, "not a manifest of imgkit")
         elif f"/{path}" == manifest.LOCK_TOML:
             self._locked = _locked_files(data.decode("utf-8", "replace"))
@@ -185,7 +189,7 @@ class InventoryCollector:
     def _add_debian_packages(self, path: str, text: str) -> None:
         """Record the Debian packages in `text`, the content of the file `path`.
 
-        An entry that is not a valid package is listed as left out.
+        An entry that is not a valid package is recorded as left out.
         """
         for package_or_problem in packages.debian_packages(text):
             if len(self._packages) >= _MOST_PACKAGES:
@@ -199,7 +203,7 @@ class InventoryCollector:
     def _python_packages(self) -> list[Package]:
         """Return the installed Python packages.
 
-        An image may store equal files once, and make the others hard links. So if a hard link points to a
+        An image may store a file once and make its other copies hard links. So if a hard link points to a
         collected file, the package is also installed in the folder of the link.
         """
         packages_by_path = dict(self._python)
@@ -213,10 +217,10 @@ class InventoryCollector:
         return installed
 
     def _store(self, entries: dict[str, Value], path: str, value: Value) -> None:
-        """Set ``entries[path] = value``, unless `entries` has as many items as an inventory may have.
+        """Set ``entries[path] = value``, unless `entries` is full.
 
-        Then the value is dropped, and the inventory says so once. An image of unknown origin could otherwise
-        fill the memory.
+        If it has as many items as an inventory may have, the value is dropped, and the inventory reports that
+        once. Without this limit, an image of unknown origin could fill the memory.
         """
         if len(entries) < _MOST_PACKAGES:
             entries[path] = value
@@ -224,19 +228,19 @@ class InventoryCollector:
             self._left_out.add(f"more than {_MOST_PACKAGES} files that describe packages, or links to them")
 
     def _leave_out(self, path: str, reason: str) -> None:
-        """Record that the file `path` could not be used: ``/var/lib/dpkg/status: too large``.
+        """Record that a file could not be used, for example ``/var/lib/dpkg/status: too large``.
 
-        After `_MOST_LEFT_OUT` files, further ones are not named, so that the inventory stays small.
+        Only the first `_MOST_LEFT_OUT` files are recorded, so that the inventory stays small.
         """
         if len(self._left_out) < _MOST_LEFT_OUT:
             self._left_out.add(f"/{path}: {reason}".encode("ascii", "backslashreplace").decode())
 
 
 def _linked_package(path: str, original: Package | None) -> Package | None:
-    """Return the Python package that is installed where the hard link `path` lies.
+    """Return the Python package that is installed in the folder of the hard link `path`.
 
-    The link leads to a file that describes the package `original`. If that is None, name and version are
-    taken from the path of the link. Return None if the path does not have them, either.
+    `original` is the package that the target of the link describes. If it is None, the name and version are
+    taken from the path of the link. The result is None if the path does not contain them, either.
     """
     package = original or packages.python_package(path, "")
     if package is None:
@@ -247,7 +251,7 @@ def _linked_package(path: str, original: Package | None) -> Package | None:
 def _parse_os_release(text: str) -> dict[str, str]:
     """Return ID and VERSION_ID of an os-release file: ``{"ID": "ubuntu", "VERSION_ID": "22.04"}``.
 
-    Values that are not plain words are left out, since the file may be of unknown origin.
+    Values with unusual characters are left out, because the file may be of unknown origin.
     """
     values = {}
     for line in text.splitlines():
@@ -259,7 +263,7 @@ def _parse_os_release(text: str) -> dict[str, str]:
 
 
 def _lock_key(name: str, version: str, architecture: str) -> _LockKey:
-    """Return the key of a package in a lock. ``Flash_Attn`` and ``flash-attn`` have the same key."""
+    """Return the key of a package in a lock. It is the same for ``Flash_Attn`` and ``flash-attn``."""
     if not architecture:  # a Python package
         name = canonicalize_name(name)
     return (name, version, architecture)
@@ -268,9 +272,10 @@ def _lock_key(name: str, version: str, architecture: str) -> _LockKey:
 def _locked_files(text: str) -> dict[_LockKey, _LockedFile]:
     """Return what `text`, the content of a lock file, records about the file of each package.
 
-    The URL is empty if the lock states none, or one in a form that imgkit would not write.
+    The URL is empty if the lock has none, or one in a form that imgkit does not write.
     """
     files = {}
+    # The text before the first table has no packages.
     _, *tables = _TABLE_START.split(text)
     for table in tables:
         values = _parse_lock_table(table)
@@ -283,16 +288,16 @@ def _locked_files(text: str) -> dict[_LockKey, _LockedFile]:
 
 
 def _parse_lock_table(text: str) -> dict[str, str]:
-    """Return name, version, architecture, url and sha256 of the first table in `text`, or "" for each.
+    """Return name, version, architecture, url and sha256 of the first table in `text`.
 
-    Lines that imgkit does not write are skipped.
+    A value that the table does not have is "". Lines in a form that imgkit does not write are skipped.
     """
     values = dict.fromkeys(("name", "version", "architecture", "url", "sha256"), "")
     table, _, _ = text.partition("\n[")
     for line in table.splitlines():
         match = _TABLE_LINE.fullmatch(line)
         if match is not None:
-            # A quoted text of TOML, as imgkit writes it, is a text of JSON, too.
+            # A quoted string in TOML, as imgkit writes it, is also a valid string in JSON.
             with contextlib.suppress(ValueError):
                 values[match["key"]] = str(json_text.parse(match["quoted"]))
     return values

@@ -1,8 +1,8 @@
 """The values of an inventory, and functions that read Debian and Python packages from files of an image.
 
-dpkg's list has one paragraph of mail headers per package. A distroless image has a file for each package
-instead of the list. Python packages are found as pip finds them, by METADATA of wheels and by PKG-INFO of
-eggs and distutils.
+dpkg's list has one paragraph of mail-style headers per package. Distroless images have one file per package
+instead of the list. Python packages are found in the same way as pip finds them: by the file METADATA of
+wheels, and by PKG-INFO of eggs and distutils packages.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from email.parser import HeaderParser
 from pathlib import PurePosixPath
 from typing import Literal
 
-# The first paragraph holds the headers. In a METADATA file, a long description may follow.
+# The first paragraph has the headers. In a METADATA file, a long description may follow.
 _PARAGRAPH_END = re.compile(r"\r?\n[ \t\r]*\n")
-# The files may be of unknown origin, and their texts go into a document: each value must have its usual form.
+# The files may be of unknown origin, and their values go into a document. So each value must have its usual
+# form.
 _DEB_NAME = re.compile(r"[a-z0-9][a-z0-9+.-]{1,127}")
 _DEB_VERSION = re.compile(r"[0-9A-Za-z.+:~-]{1,128}")
 _ARCHITECTURE = re.compile(r"[a-z0-9-]{0,32}")
@@ -49,7 +50,7 @@ class Package:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class BakedFile:
-    """A file of imgkit itself in an image."""
+    """A file of imgkit itself that is part of an image."""
 
     path: str
     sha1: str
@@ -59,7 +60,7 @@ class BakedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
-    """What is known about the packages and files in an image. The same files give the same value."""
+    """What is known about the packages and files in an image. Equal files result in equal inventories."""
 
     recipe: str
     """The name of the recipe. Empty for an image that imgkit did not build."""
@@ -86,16 +87,16 @@ class Inventory:
 def debian_packages(text: str) -> Iterator[Package | str]:
     """Yield the installed packages in `text`, which is dpkg's list or one paragraph of it.
 
-    For an entry that is not a valid package, yield a text about it: ``entry 7 is not a package``.
+    For an entry that is not a valid package, yield a text such as ``entry 7 is not a package``.
     """
     paragraphs = [paragraph for paragraph in _PARAGRAPH_END.split(text.strip()) if paragraph]
-    for number, paragraph in enumerate(paragraphs, 1):
+    for entry_number, paragraph in enumerate(paragraphs, 1):
         headers = HeaderParser().parsestr(paragraph)
         name = _read_field(headers, "Package")
         version = _read_field(headers, "Version")
         architecture = _read_field(headers, "Architecture")
         status = _read_field(headers, "Status")
-        # "Status: deinstall ok config-files": only the settings of a removed package are still there. An
+        # After "Status: deinstall ok config-files", the package is removed and only its settings are left. An
         # entry without a status counts as installed.
         if status.endswith(("not-installed", "config-files")):
             continue
@@ -103,19 +104,19 @@ def debian_packages(text: str) -> Iterator[Package | str]:
         if is_named and _ARCHITECTURE.fullmatch(architecture):
             yield Package(kind="deb", name=name, version=version, architecture=architecture)
         elif name or status:
-            yield f"entry {number} is not a package"
+            yield f"entry {entry_number} is not a package"
 
 
 def _read_field(headers: Message, name: str) -> str:
-    """Return the first value of a field of mail headers, or "" if the field is not there."""
+    """Return the first value of a mail-style header field, or "" if the field is missing."""
     return str(headers.get(name, "")).strip()
 
 
 def python_package(path: str, text: str) -> Package | None:
-    """Return the Python package that the file at `path` with the content `text` describes.
+    """Return the Python package that a file describes, or None if neither its content nor its path names one.
 
-    If `text` does not give a valid name and version, as when the file was too large to read, both are taken
-    from the path: ``torch-2.3.0.dist-info/METADATA``. Return None if the path does not have them, either.
+    `text` is the content of the file at `path`. If it does not give a valid name and version, for example
+    because the file was too large to read, both are taken from the path: ``torch-2.3.0.dist-info/METADATA``.
     """
     package_path = _package_path(path)
     for name, version in (_parse_metadata(text), _parse_package_name(package_path.name)):
@@ -125,26 +126,29 @@ def python_package(path: str, text: str) -> Package | None:
 
 
 def _parse_metadata(text: str) -> tuple[str, str]:
-    """Return the name and version in a METADATA or PKG-INFO file. They are empty if it has none."""
+    """Return the name and version in a METADATA or PKG-INFO file. A missing value is empty."""
     paragraph, *_ = _PARAGRAPH_END.split(text.lstrip(), 1)
     headers = HeaderParser().parsestr(paragraph)
     return _read_field(headers, "Name"), _read_field(headers, "Version")
 
 
 def _parse_package_name(text: str) -> tuple[str, str]:
-    """Return name and version of ``torch-2.3.0``, or of an egg, ``torch-2.3.0-py3.10``."""
-    name, _, rest = text.partition("-")
-    version, _, _ = rest.partition("-")
+    """Return the name and version in ``torch-2.3.0``, or in the name of an egg, ``torch-2.3.0-py3.10``."""
+    name, _, version_and_tag = text.partition("-")
+    version, _, _ = version_and_tag.partition("-")
     return name, version
 
 
 def folder_of(path: str) -> str:
-    """Return the folder that holds the package which the file at `path` describes, with a leading ``/``."""
+    """Return the folder in which the package that the file at `path` describes is installed.
+
+    It begins with a slash: ``/usr/lib/site-packages``.
+    """
     return str(_package_path(path).parent)
 
 
 def _package_path(path: str) -> PurePosixPath:
-    """Return `path` without its ending of `PYTHON_ENDINGS`: ``/usr/lib/site-packages/torch-2.3.0``."""
+    """Return `path` without its ending from `PYTHON_ENDINGS`: ``/usr/lib/site-packages/torch-2.3.0``."""
     for ending in PYTHON_ENDINGS:
         if path.endswith(ending):
             return PurePosixPath("/", path.removesuffix(ending))
@@ -154,6 +158,7 @@ def _package_path(path: str) -> PurePosixPath:
 def is_installed_python(package: Package) -> bool:
     """Return whether `package` is in a folder in which Python looks for packages.
 
-    The copies that another package brings along in a folder of its own, as setuptools does, do not count.
+    Some packages bring copies of others in a folder of their own, as setuptools does. These copies do not
+    count.
     """
     return PurePosixPath(package.folder).name in _FOLDERS

@@ -1,8 +1,8 @@
 """Write an inventory as SPDX 2.3 JSON (https://spdx.github.io/spdx-spec/v2.3/).
 
-The same inventory gives the same bytes. The namespace, which must differ between documents, is made from
-their digest. Scanners find a package in their databases by its package URL
-(github.com/package-url/purl-spec). Licenses are left out, which SPDX 2.3 reads as NOASSERTION.
+Equal inventories result in equal bytes. The namespace must differ between documents, so it contains a digest
+of the document. Scanners find a package in their databases by its package URL
+(github.com/package-url/purl-spec). Licenses are left out, which means NOASSERTION in SPDX 2.3.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from imgkit_builder.inventory.packages import BakedFile, Inventory, Package
 from imgkit_entrypoints import __version__
 
 _NAMESPACE = "https://spdx.org/spdxdocs/imgkit-"
-# SPDX's word for a value that is not known.
+# The word of SPDX for an unknown value.
 _NONE = "NOASSERTION"
-# The ids of the document, and of the two packages that stand for the image and its base.
+# The ids of the document, and of the two SPDX packages that represent the image and its base.
 _DOCUMENT = "SPDXRef-DOCUMENT"
 _IMAGE = "SPDXRef-Image"
 _BASE = "SPDXRef-Base"
@@ -38,8 +38,8 @@ def spdx_document(inventory: Inventory) -> str:
         relationships.append(_relationship(_IMAGE, "CONTAINS", element["SPDXID"]))
     files = [_file_element(file) for file in inventory.baked]
     for element in files:
-        # The document describes the file itself. If the image contained it, SPDX would demand a digest over
-        # all files of the image.
+        # The document describes these files directly. If they were contained in the image, SPDX would demand
+        # a digest over all files of the image.
         relationships.append(_relationship(_DOCUMENT, "DESCRIBES", element["SPDXID"]))
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(inventory.created_s))
     data: dict[str, Any] = {
@@ -59,7 +59,7 @@ def spdx_document(inventory: Inventory) -> str:
 
 
 def _image_element(name: str, spdx_id: str, **fields: Any) -> dict[str, Any]:
-    """Return the SPDX package that stands for an image. `fields` are further keys of it."""
+    """Return the SPDX package that represents an image. `fields` are added to its keys."""
     return {
         "name": name,
         "SPDXID": spdx_id,
@@ -71,7 +71,7 @@ def _image_element(name: str, spdx_id: str, **fields: Any) -> dict[str, Any]:
 
 
 def _base_element(inventory: Inventory) -> dict[str, Any]:
-    """Return the SPDX package that stands for the base image, with its digest if that is known."""
+    """Return the SPDX package that represents the base image, with its digest if that is known."""
     digest = inventory.base_digest
     if not digest:
         return _image_element(inventory.base, _BASE)
@@ -80,12 +80,12 @@ def _base_element(inventory: Inventory) -> dict[str, Any]:
 
 
 def _sha256_element(digest: str) -> dict[str, str]:
-    """Return the element for a SHA-256 in hex, as SPDX writes it."""
+    """Return the SPDX element for a SHA-256 digest in hex."""
     return {"algorithm": "SHA256", "checksumValue": digest}
 
 
 def _package_element(package: Package, inventory: Inventory) -> dict[str, Any]:
-    """Return the SPDX package for a Debian or Python package. Scanners find it by its package URL (purl)."""
+    """Return the SPDX element of a Debian or Python package, with its package URL (purl) for scanners."""
     purl = {
         "referenceCategory": "PACKAGE-MANAGER",
         "referenceType": "purl",
@@ -108,7 +108,7 @@ def _package_element(package: Package, inventory: Inventory) -> dict[str, Any]:
 
 
 def _file_element(file: BakedFile) -> dict[str, Any]:
-    """Return the file element for a file of imgkit in the image."""
+    """Return the SPDX element of a file that imgkit put into the image."""
     return {
         "fileName": f".{file.path}",
         "SPDXID": _spdx_id("File", file.path),
@@ -118,16 +118,17 @@ def _file_element(file: BakedFile) -> dict[str, Any]:
 
 
 def _spdx_id(kind: str, *parts: str) -> str:
-    """Return an id in the document, ``SPDXRef-deb-1f...``, made from a digest of `parts`.
+    """Return an id for an element of the document, such as ``SPDXRef-deb-1f...``.
 
-    SPDX allows letters, digits, dots and hyphens in an id, and versions have other characters.
+    It contains a digest of `parts` and not their text, because versions have characters that SPDX does not
+    allow in an id.
     """
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-    return f"SPDXRef-{kind}-{digest[:20]}"  # 80 bits, so that no two elements share an id
+    return f"SPDXRef-{kind}-{digest[:20]}"  # 80 bits are enough to keep all ids different
 
 
 def _relationship(element_id: str, kind: str, related_id: str) -> dict[str, str]:
-    """Return the statement that one element of the document has a relationship of this kind to another."""
+    """Return an SPDX relationship of the given kind between two elements of the document."""
     return {"spdxElementId": element_id, "relationshipType": kind, "relatedSpdxElement": related_id}
 
 
@@ -139,7 +140,9 @@ def package_url(package: Package, inventory: Inventory) -> str:
     """
     version = quote(package.version, safe=":")
     if package.kind == "pypi":
+        # The specification asks for lower case and hyphens in names from PyPI.
         return f"pkg:pypi/{package.name.lower().replace('_', '-')}@{version}"
+    # Without os-release, Debian is the best guess for a package of dpkg.
     distribution = inventory.distribution or "debian"
     url = f"pkg:deb/{distribution}/{quote(package.name, safe='')}@{version}"
     qualifiers = {}

@@ -1,5 +1,6 @@
-"""Resolves a recipe into a lock, inside the base and by the base's own pip and apt.
+"""Lock the packages of a recipe: find their versions in the base image, with the base's own pip and apt.
 
-Read in this order: ``resolve`` (the context with the request, the build, and the lock that is written),
-``inside`` (which runs in the base), ``answers`` (what comes back) and ``changes``.
+Read the modules in this order. ``resolve`` builds an image that asks pip and apt, and writes the lock.
+``inside`` is the program that runs in that image. ``answers`` reads what it found, and ``changes`` compares
+two locks.
 """

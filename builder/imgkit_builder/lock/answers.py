@@ -1,4 +1,4 @@
-"""Reads what pip and apt answer in a base, and explains why they have no answer."""
+"""Read what pip and apt answer in a base image, and explain why they fail."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from imgkit_entrypoints import files, json_text
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 
 APT = "apt"
-"""The step of the Debian packages; those of pip have numbers, as in a lock."""
-# 'http://deb.debian.org/debian/pool/main/g/git/git_2.39.2-1_amd64.deb' git_1%3a2.39.2-1_amd64.deb 7171212
-# SHA256:...
+"""The name of the step that installs Debian packages. The steps of pip have numbers, as in a lock file."""
+# A line of ``apt-get --print-uris``: 'http://deb.debian.org/debian/pool/main/g/git/git_2.39.2-1_amd64.deb'
+# git_1%3a2.39.2-1_amd64.deb 7171212 SHA256:...
 _URI = re.compile(r"'(?P<url>[^']+)' (?P<file>\S+_\S+_\S+\.deb) (?P<size>\d+)(?: SHA256:(?P<sha256>\S+))?")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _HTTP = ("http://", "https://")
@@ -26,7 +26,7 @@ _HTTP = ("http://", "https://")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReportItem:
-    """A package of pip's report, as ``inside`` writes it."""
+    """A package from pip's installation report, as the program ``inside`` passes it on."""
 
     name: str
     version: str
@@ -36,10 +36,11 @@ class _ReportItem:
 
 
 class Unresolved(Exception):
-    """A step of a recipe has failed, or its packages cannot be locked. `explain_failure` explains it.
+    """A step of a recipe failed, or its packages cannot be locked.
 
-    If the program failed, `output` is its output. Otherwise `problem` is a message, and `packages` are the
-    packages to blame: ``flash-attn==2.5, apex==0.1``.
+    `explain_failure` turns this into an error for users. If a program failed, `output` is what it printed.
+    Otherwise `problem` is the message, and `packages` lists the packages that cause it: ``flash-attn==2.5,
+    apex==0.1``.
     """
 
     def __init__(self, step: int | str, problem: str = "", packages: str = "", output: str = "") -> None:
@@ -51,18 +52,18 @@ class Unresolved(Exception):
 
 
 def read_debs(text: str) -> tuple[LockedDeb, ...]:
-    """Return the packages in `text`, which ``apt-get --print-uris`` has printed, sorted by name.
+    """Return the packages in `text`, the output of ``apt-get --print-uris``, sorted by name.
 
     Raises
     ------
-    Unresolved : apt states no sha256 for a package, or a URL that is not HTTP. A build on another machine
-        could not get or check such a package.
-    ValueError : a line of apt cannot be read.
+    Unresolved : apt gives no SHA-256 digest for a package, or a URL that is not HTTP. A build on another
+        machine could not download the package or check it.
+    ValueError : a line of apt cannot be parsed.
     """
     debs = []
     for line in text.splitlines():
         match = _URI.match(line)
-        if match is None:  # a warning of apt
+        if match is None:  # a warning that apt has printed between the packages
             continue
         name, version, architecture = match["file"].removesuffix(".deb").split("_")
         url = without_credentials(match["url"])
@@ -73,6 +74,7 @@ def read_debs(text: str) -> tuple[LockedDeb, ...]:
             raise Unresolved(APT, f"the archive states no sha256 of {name}: {match[0]}", name)
         deb = LockedDeb(
             name=name,
+            # The epoch of a Debian version ends with ":", which file names write as "%3a".
             version=unquote(version),
             architecture=architecture,
             file=match["file"],
@@ -89,15 +91,15 @@ def read_wheels(text: str | bytes, step: int, digests: Mapping[str, str]) -> tup
 
     Parameters
     ----------
-    text : the JSON that ``inside`` wrote in the base for the step.
+    text : the JSON that the program ``inside`` wrote in the base for the step.
     step : the number of the step.
-    digests : the sha256 of the package files that the base has handed out, by file name. It is empty for a
-        lock that stores no packages.
+    digests : the SHA-256 digests of the package files that came out of the base, by file name. It is empty
+        for a lock that does not store packages.
 
     Raises
     ------
-    Unresolved : no index has a wheel of a package, and the base has handed out none that it built.
-    ValueError : `text` is not such JSON.
+    Unresolved : no index has a wheel of a package, and the base has not built a wheel of it, either.
+    ValueError : `text` is not JSON of this form.
     """
     items = json_text.build_value(tuple[_ReportItem, ...], json_text.parse(text), "pip", closed=True)
     wheels = []
@@ -106,6 +108,7 @@ def read_wheels(text: str | bytes, step: int, digests: Mapping[str, str]) -> tup
         package = f"{item.name}=={item.version}"
         wheel = _find_wheel(item, step, digests)
         if wheel is None:
+            # All missing packages are reported together.
             missing.append(package)
             continue
         if not _SHA256.fullmatch(wheel.sha256) or digests.get(wheel.file, wheel.sha256) != wheel.sha256:
@@ -119,9 +122,10 @@ def read_wheels(text: str | bytes, step: int, digests: Mapping[str, str]) -> tup
 
 
 def _find_wheel(item: _ReportItem, step: int, digests: Mapping[str, str]) -> LockedWheel | None:
-    """Return the wheel of a package that pip has found, or None if there is none.
+    """Return the wheel of a package in pip's report, or None if there is none.
 
-    It is in an index, or among the files that the base has handed out, see `read_wheels`.
+    The wheel is either in an index or among the files that came out of the base (`digests`; see
+    `read_wheels`).
     """
     url = without_credentials(item.url)
     file = unquote(urlsplit(url).path.rpartition("/")[2])
@@ -138,7 +142,7 @@ def _find_wheel(item: _ReportItem, step: int, digests: Mapping[str, str]) -> Loc
             direct=item.direct,
         )
     if not is_wheel:
-        # A source distribution or a repository: the base may have built a wheel from it.
+        # pip found a source distribution or a repository. The base may have built a wheel from it.
         file = _find_built_wheel(name, version, digests)
     if file not in digests:
         return None
@@ -146,33 +150,34 @@ def _find_wheel(item: _ReportItem, step: int, digests: Mapping[str, str]) -> Loc
 
 
 def _find_built_wheel(name: str, version: str, files: Iterable[str]) -> str:
-    """Return the one of `files` that is a wheel of the package: ``flash_attn-2.5-py3-none-any.whl``.
+    """Return the file name of the wheel of a package, such as ``flash_attn-2.5-py3-none-any.whl``.
 
-    Of several, it is the last one. The result is empty if there is none.
+    If several of `files` match, the last one is returned. If none matches, the result is empty.
     """
     wheel = ""
     for file in files:
-        file_name, _, rest = file.partition("-")
-        file_version, _, _ = rest.partition("-")
+        file_name, _, version_and_tags = file.partition("-")
+        file_version, _, _ = version_and_tags.partition("-")
         if canonical_name(file_name) == canonical_name(name) and file_version == version:
             wheel = file
     return wheel
 
 
 def without_credentials(url: str) -> str:
-    """Return `url` without a user, a password and a fragment."""
+    """Return `url` without its user name, password and fragment."""
     parts = urlsplit(url)
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], fragment=""))
 
 
 def read_failure(text: str) -> Unresolved:
-    """Return the failure in ``failed.txt``, which ``inside`` wrote in the base.
+    """Return the failure that the program ``inside`` wrote to ``failed.txt`` in the base.
 
-    The first line of `text` is the step, ``apt``, ``uv`` or a number. The program's output follows.
+    The first line of `text` is the step: ``apt``, ``uv`` or a number. The output of the failed program
+    follows.
 
     Raises
     ------
-    ValueError : `text` names no step.
+    ValueError : the first line is not a step.
     """
     step, _, output = text.partition("\n")
     if step == APT:
@@ -184,7 +189,8 @@ def read_failure(text: str) -> Unresolved:
     return Unresolved(int(step), output=output)
 
 
-_MOST_LINES = 12  # of a program's output in a hint
+_MOST_LINES = 12  # the most lines of a program's output that a hint quotes
+# Lines that only report progress. A hint leaves them out.
 _NOISE = re.compile(r"^(WARNING: |\[notice\]|DEPRECATION: |Looking in |  Downloading |Collecting | +━)")
 # What pip and apt write before the name of a package: "The user requested numpy==1.26".
 _BLAMED_PACKAGE = re.compile(
@@ -197,7 +203,11 @@ _KEEP_FILES_HINT = (
 
 
 class _Cause(NamedTuple):
-    """An error that is recognized by a pattern in a program's output. Its groups fill ``{}`` in `text`."""
+    """A known cause of a failure, with the error to raise for it.
+
+    The cause is recognized if `pattern` occurs in the program's output. The groups of the pattern fill the
+    ``{}`` in `text`.
+    """
 
     pattern: str
     text: str
@@ -212,7 +222,7 @@ _CAUSES = (
         UsageError,
         "install a newer one: image: {{run: [{{command: python3 -m pip install 'pip>=23', after: base}}]}}",
     ),
-    # pip does not name the package again; it collected it last.
+    # The error of pip does not name the package. It is the one that pip collected last.
     _Cause(
         r"(?s)Collecting ([A-Za-z0-9][^\s(;]*)(?!.*Collecting ).*metadata-generation-failed",
         "the source of {} cannot be prepared in this base",
@@ -236,14 +246,14 @@ _CAUSES = (
         _KEEP_FILES_HINT,
     ),
 )
-"""Tried in this order: the first whose pattern occurs counts."""
+"""The causes in the order in which they are tried. The first one whose pattern occurs is used."""
 _UNKNOWN_CAUSE = _Cause("", "the packages of this step could not be resolved", UsageError)
 
 
 def explain_failure(recipe: Recipe, failure: Unresolved, *, log: str) -> ImgkitError:
-    """Return the error for a failed step, with the line of `recipe` that asks for the package to blame.
+    """Return the error for a failed step. It names the line of `recipe` that asks for the package at fault.
 
-    `log` is the path of the full log, for the hint.
+    `log` is the path of the full log, which the hint mentions.
     """
     keep_files = f"{lock_file.lock_command(recipe)} --keep-files"
     if failure.problem:
@@ -253,7 +263,8 @@ def explain_failure(recipe: Recipe, failure: Unresolved, *, log: str) -> ImgkitE
             hint = "name an archive with HTTP URLs in the base's /etc/apt/sources.list"
         return UsageError(failure.problem, where=where, hint=hint)
     cause, groups = _find_cause(failure.output)
-    # The package that the cause names is the most probable one. Then come others in the output.
+    # Candidates for the package at fault. The package that the cause names is the most probable one, and then
+    # come the others in the output.
     packages = [*groups, *_BLAMED_PACKAGE.findall(failure.output)]
     where = find_recipe_line(recipe, failure.step, packages)
     hints = []
@@ -267,7 +278,7 @@ def explain_failure(recipe: Recipe, failure: Unresolved, *, log: str) -> ImgkitE
 
 
 def _find_cause(output: str) -> tuple[_Cause, tuple[str, ...]]:
-    """Return the cause of a failure, and the groups of its pattern."""
+    """Return the cause of a failure, and the texts that the groups of its pattern matched."""
     for cause in _CAUSES:
         match = re.search(cause.pattern, output, re.IGNORECASE)
         if match is not None:
@@ -276,30 +287,32 @@ def _find_cause(output: str) -> tuple[_Cause, tuple[str, ...]]:
 
 
 def last_output_lines(output: str) -> list[str]:
-    """Return at most 12 lines of a program's output that explain its failure.
+    """Return the lines of a program's output that explain its failure, at most 12.
 
-    They begin at the first error of pip (``ERROR:``) or apt (``E:``). If a setup.py has failed, pip prints
-    its output up to the line ``[end of output]``, and the end of that explains more.
+    They begin at the first error of pip (``ERROR:``) or apt (``E:``). If a setup.py failed, pip quotes its
+    output up to the line ``[end of output]``. The last lines of that quoted output explain more, so they are
+    returned instead.
     """
-    setup_output, end_line, _ = output.rpartition("[end of output]")
-    if end_line:
+    setup_output, end_marker, _ = output.rpartition("[end of output]")
+    if end_marker:
         return _without_noise(setup_output or output)[-_MOST_LINES:]
     lines = _without_noise(output)
-    for number, line in enumerate(lines):
+    for index, line in enumerate(lines):
         if line.startswith(("ERROR:", "E: ")):
-            return lines[number : number + _MOST_LINES]
+            return lines[index : index + _MOST_LINES]
     return lines[-_MOST_LINES:]
 
 
 def _without_noise(output: str) -> list[str]:
-    """Return the lines of a program's output, without empty ones and those that report progress."""
+    """Return the lines of a program's output, without empty lines and reports of progress."""
     return [line.rstrip() for line in output.splitlines() if line.strip() and not _NOISE.match(line)]
 
 
 def find_recipe_line(recipe: Recipe, step: int | str, packages: list[str]) -> str:
-    """Return the line of `recipe` that asks for the first possible one of `packages` in `step`.
+    """Return the line of `recipe` that asks for a package in `step`, to show in an error message.
 
-    If the step asks for none of them, return the line of the step.
+    The `packages` are tried in order, and the first one that the step asks for decides. If the step asks for
+    none of them, the result is the line of the step itself.
     """
     if step == UV_STEP:
         return recipe.where("image", "uv")
@@ -315,9 +328,9 @@ def find_recipe_line(recipe: Recipe, step: int | str, packages: list[str]) -> st
 
 
 def _list_requirements(recipe: Recipe, step: int | str) -> Iterator[tuple[str, str]]:
-    """Yield what the apt step or pip step `step` asks for, each with the line that asks for it.
+    """Yield each package that the step `step` (apt or pip) asks for, with the line that asks for it.
 
-    The line is one of the recipe, or of a requirements file: ``mn5.yaml:12 (requirements.txt:3)``.
+    The line is in the recipe, or in a requirements file: ``mn5.yaml:12 (requirements.txt:3)``.
     """
     if step == APT:
         for number, package in enumerate(recipe.image.apt):

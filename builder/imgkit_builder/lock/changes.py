@@ -1,4 +1,4 @@
-"""What a new lock changes over the old one."""
+"""Compare a new lock with the old one."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from imgkit_builder.recipe.requirements import canonical_name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """An item that a lock now has in another version, or no longer, or for the first time."""
+    """An item of a lock that was added, removed, or has another version than before."""
 
     kind: str
     """``base``, ``apt``, ``pip`` or ``file``."""
     name: str
     old: str
-    """Empty where it is new."""
+    """The version in the old lock. Empty if the item is new."""
     new: str
-    """Empty where it is gone."""
+    """The version in the new lock. Empty if the item was removed."""
 
     def __str__(self) -> str:
         if not self.new:
@@ -33,22 +33,23 @@ class Change:
 
 
 class _Item(NamedTuple):
-    """What has a version in a lock. Two kinds may have items of the same name."""
+    """The key of an item that has a version in a lock. Items of two kinds may have the same name."""
 
     kind: str
     name: str
 
 
 def list_changes(old: LockedPlatform | None, new: LockedPlatform) -> tuple[Change, ...]:
-    """Return what changes from the lock `old` to `new`. Removed packages come last.
+    """Return the changes from the lock `old` to the lock `new`. Removed packages come last.
 
-    Without an old lock, everything is new.
+    If there is no old lock, everything counts as new.
     """
     old_versions: dict[_Item, str] = {}
     if old:
         old_versions = _read_versions(old)
     new_versions = _read_versions(new)
     changes = []
+    # A dict keeps its order: items of the new lock first, then those that are only in the old one.
     for item in {**new_versions, **old_versions}:
         old_version = old_versions.get(item, "")
         new_version = new_versions.get(item, "")
@@ -58,14 +59,14 @@ def list_changes(old: LockedPlatform | None, new: LockedPlatform) -> tuple[Chang
 
 
 def is_same(old: LockedPlatform | None, new: LockedPlatform) -> bool:
-    """Return whether the two differ in nothing but their time."""
+    """Return whether the two locks differ in nothing but the time at which they were made."""
     return old is not None and old == dataclasses.replace(new, source_date_epoch=old.source_date_epoch)
 
 
 def _read_versions(locked: LockedPlatform) -> dict[_Item, str]:
-    """Return the version of each item in the lock for a platform: ``apt git:amd64`` -> ``1:2.39``.
+    """Return the version of each item in the lock of a platform, such as ``apt git:amd64`` -> ``1:2.39``.
 
-    For the base and for files, the beginning of the digest takes the place of the version.
+    The base and the files have no version. The first characters of their digests are used instead.
     """
     digest = locked.base.digest or locked.base.id
     versions = {_Item("base", locked.base.name): digest[:19]}
@@ -78,7 +79,7 @@ def _read_versions(locked: LockedPlatform) -> dict[_Item, str]:
             versions[item] += f", then {wheel.version}"
         else:
             versions[item] = wheel.version
-    # Digests are compared, too: a wheel that was built again has the same version and other content.
+    # Digests are compared, too, because a wheel that was built again has the same version but other content.
     for file, sha256 in sorted(locked.digests.items()):
         versions[_Item("file", file)] = sha256[:12]
     return versions

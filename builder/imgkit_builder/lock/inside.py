@@ -1,11 +1,18 @@
-"""Resolves one step inside the base, by its apt or pip. Runs by path in the base; standard library only.
+"""Resolve one step of a recipe inside the base image, with its apt or pip.
 
-``inside.py apt PACKAGE...`` and ``inside.py STEP install ARGUMENTS``, with the arguments of the step's ``pip
-install``, read ``settings.json`` next to them, and write into ``out/`` there: ``apt.txt``, the files that apt
-would download, ``pip-STEP.json``, what pip reports, or ``failed.txt``. The files of a lock with files lie in
-``out/files``. The exit code is 0 also after a failure.
+This file is copied into the base and run there as a program, so it may import the standard library only. Its
+command line is ``inside.py apt PACKAGE...`` or ``inside.py STEP install ARGUMENTS``, with the arguments of
+the step's ``pip install``. It reads ``settings.json`` from its own folder, and writes its answer to the
+folder ``out`` there:
 
-Every step but the last is also installed: the next one then meets what it meets in a build.
+* ``apt.txt``: the files that apt would download.
+* ``pip-STEP.json``: the packages that pip would install.
+* ``failed.txt``: the output of a program that failed.
+* ``files/``: the packages themselves, if the lock stores them.
+
+The exit code is 0 even after a failure, because the build of the image must go on so that the answers can be
+read. Every step but the last also installs its packages. So the next step finds the image as it is in a real
+build.
 """
 
 from __future__ import annotations
@@ -24,11 +31,12 @@ FILES = OUT / "files"
 FAILED = OUT / "failed.txt"
 ARCHIVES = FOLDER / "archives"
 PIP = (sys.executable, "-m", "pip")
+# Wheels that an earlier lock has stored. No index has them, so pip must search this folder as well.
 FIND_KEPT = ["--find-links", str(FOLDER / "kept")] if (FOLDER / "kept").is_dir() else []
 PREFERENCES = Path("/etc/apt/preferences.d/imgkit-lock.pref")
 # A priority above 1000 lets apt go back to an older version.
 PIN = "Package: {}\nPin: version {}\nPin-Priority: 1001\n\n"
-# "numpy==1.26 (from -c (constraint) numpy==1.26)": pip names the constraint that it cannot meet.
+# pip names the constraint that it cannot meet: "numpy==1.26 (from -c (constraint) numpy==1.26)".
 PINNED_NAME = re.compile(
     r"(?:\(constraint\)|satisfies the requirement|found for) ([A-Za-z0-9][A-Za-z0-9._-]*)=="
 )
@@ -36,11 +44,11 @@ INSTALL_ONLY = (
     *("--upgrade", "-U", "--force-reinstall", "--ignore-installed", "-I", "--no-compile", "--compile"),
     "--require-hashes",
 )
-"""Options of ``pip install`` that ``pip wheel`` does not have, or that fit only the whole step."""
+"""Options of ``pip install`` that ``pip wheel`` does not have, or that only make sense for the whole step."""
 
 
 def main(step: str, arguments: list[str]) -> None:
-    """Resolve `step`, unless an earlier one has failed."""
+    """Resolve `step`, unless an earlier step has failed. Write a failure to ``failed.txt``."""
     if FAILED.exists():
         return
     FILES.mkdir(parents=True, exist_ok=True)
@@ -55,10 +63,10 @@ def main(step: str, arguments: list[str]) -> None:
 
 
 def resolve_apt(packages: list[str], settings: dict[str, Any]) -> None:
-    """Write to ``apt.txt`` which files apt would download for `packages`.
+    """Write the list of files that apt would download for `packages` to ``apt.txt``.
 
-    The packages are also installed if a pip step follows, since it may need them, and their files are stored
-    if the lock keeps files.
+    If a pip step follows, the packages are also installed, because pip may need them. If the lock stores
+    packages, their files are kept in `FILES`.
 
     Raises
     ------
@@ -66,19 +74,19 @@ def resolve_apt(packages: list[str], settings: dict[str, Any]) -> None:
     """
     os.environ.update(DEBIAN_FRONTEND="noninteractive", LC_ALL="C")
     keep_files = settings["keep_files"]
-    # Without this option, apt goes on with incomplete lists if an archive does not answer.
+    # Without this option, apt continues with incomplete lists if an archive does not answer.
     run_program(["apt-get", "update", "-o", "APT::Update::Error-Mode=any"])
     if settings["debs"]:
         pins = [PIN.format(name, version) for name, version in settings["debs"]]
         PREFERENCES.write_text("".join(pins), encoding="utf-8")
     install = ["install", "-y", "--no-install-recommends", *packages]
-    # By default apt names an MD5 sum where an index also has a SHA256.
+    # By default apt prints an MD5 digest even if the index also has a SHA-256 digest.
     uris = run_program(["apt-get", "--print-uris", "-qq", "-o", "Acquire::ForceHash=SHA256", *install])
     (OUT / "apt.txt").write_text(uris, encoding="utf-8")
     has_pip_steps = bool(settings["steps"])
     if not uris or not (keep_files or has_pip_steps):
         return
-    # Not apt's own folder: many images are configured to remove every .deb there.
+    # The files are not left in apt's own folder, because many images remove every .deb there.
     (ARCHIVES / "partial").mkdir(parents=True, exist_ok=True)
     options = ["-o", f"Dir::Cache::archives={ARCHIVES}", "-o", "APT::Keep-Downloaded-Packages=true"]
     if not has_pip_steps:
@@ -92,10 +100,10 @@ def resolve_apt(packages: list[str], settings: dict[str, Any]) -> None:
 
 
 def resolve_pip(step: str, arguments: list[str], settings: dict[str, Any]) -> None:
-    """Write to ``pip-STEP.json`` which packages pip installs for a step of the recipe.
+    """Write the packages that pip would install for a step of the recipe to ``pip-STEP.json``.
 
-    If the lock keeps files, their wheels are stored, too. The packages of every step but the last are
-    installed, so that the next step finds the image as it is in a build.
+    If the lock stores packages, their wheels are kept in `FILES`. The packages of every step but the last are
+    also installed, so that the next step finds the image as it is in a real build.
 
     Raises
     ------
@@ -103,13 +111,16 @@ def resolve_pip(step: str, arguments: list[str], settings: dict[str, Any]) -> No
     """
     keep_files = settings["keep_files"]
     step_settings = settings["steps"][step]
+    # The steps are in the order in which the recipe installs them.
     *_, last_step = settings["steps"]
     is_last = step == last_step
     report = OUT / f"pip-{step}.json"
     install = [*PIP, *arguments, *FIND_KEPT, "--report", str(report)]
     if not keep_files:
+        # A lock without files can only name packages that an index has as wheels.
         install += ["--only-binary", ":all:"]
     if keep_files or is_last:
+        # If wheels are kept, `store_wheels` installs them. After the last step, nothing needs them.
         install.append("--dry-run")
     install_pinned(install, step_settings["pins"])
     items = json.loads(report.read_text(encoding="utf-8"))["install"]
@@ -119,21 +130,22 @@ def resolve_pip(step: str, arguments: list[str], settings: dict[str, Any]) -> No
 
 
 def store_wheels(items: list[dict[str, Any]], step_options: list[str], *, install: bool) -> None:
-    """Write the wheels of `items` of pip's report to `FILES`, and install them from there if `install`."""
+    """Write the wheels of `items`, the packages in pip's report, to `FILES`. Install them if `install`."""
     options = [option for option in step_options if option not in INSTALL_ONLY]
     download = ["wheel", "--no-deps", "--no-cache-dir", "--wheel-dir", str(FILES), *options, *FIND_KEPT]
     run_program([*PIP, *download, *map(exact_requirement, items)])
     if install:
         packages = [f"{item['metadata']['name']}=={item['metadata']['version']}" for item in items]
         local = ["--no-deps", "--no-index", "--find-links", str(FILES), "--no-cache-dir"]
+        # Install the stored files themselves, and do not download or build them a second time.
         run_program([*PIP, "install", *local, *packages])
 
 
 def install_pinned(argv: list[str], pins: dict[str, str]) -> None:
     """Run ``pip install`` with the versions of the old lock, as far as they still fit.
 
-    `pins` are these versions by name. If pip fails, its output names versions that cannot stay. They are left
-    out, and pip runs again; if it names none, all are left out.
+    `pins` maps package names to these versions. If pip fails, the versions that its output blames are
+    dropped, and pip runs again. If the output blames none of them, all versions are dropped.
     """
     constraint = FOLDER / "pins.txt"
     pins = dict(pins)
@@ -145,6 +157,7 @@ def install_pinned(argv: list[str], pins: dict[str, str]) -> None:
             return
         except subprocess.CalledProcessError as error:
             blamed_names = PINNED_NAME.findall(error.output)
+        # pip may blame a package under another spelling of its name.
         unfit = pins.keys() & {re.sub(r"[-_.]+", "-", name).lower() for name in blamed_names}
         if not unfit:
             unfit = set(pins)
@@ -155,13 +168,13 @@ def install_pinned(argv: list[str], pins: dict[str, str]) -> None:
 
 
 def summarize(item: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of an item of pip's report that a lock needs.
+    """Return the values that a lock needs from one item of pip's report.
 
-    The rest is dropped, since the metadata of a package can have megabytes.
+    Everything else is dropped, because the metadata of a package can have megabytes.
     """
     download = item["download_info"]
     archive = download.get("archive_info") or {}
-    # pip before 23.0 states ``hash`` alone.
+    # pip before 23.0 has only the key ``hash``, with the value "sha256=...".
     sha256 = archive.get("hashes", {}).get("sha256") or archive.get("hash") or ""
     return {
         "name": item["metadata"]["name"],
@@ -173,33 +186,35 @@ def summarize(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def exact_requirement(item: dict[str, Any]) -> str:
-    """Return the requirement by which pip gets exactly the package of an item of its report.
+    """Return a requirement with which pip gets exactly the package of an item of its report.
 
-    It is ``numpy==1.26.4``, or ``apex @ git+https://HOST/PATH@COMMIT`` for a package from a repository.
+    It has the form ``numpy==1.26.4``, or ``apex @ git+https://HOST/PATH@COMMIT`` for a package from a
+    repository.
     """
     name = item["metadata"]["name"]
     if not item.get("is_direct"):
-        # Not the URL: pip reports it without the password of its index.
+        # The URL is not used, because pip reports it without the password of the index.
         return f"{name}=={item['metadata']['version']}"
     download = item["download_info"]
     url = download["url"]
-    vcs = download.get("vcs_info")  # of a repository
+    vcs = download.get("vcs_info")  # only for a package from a repository
     if vcs:
         url = f"{vcs['vcs']}+{url}@{vcs['commit_id']}"
     return f"{name} @ {url}"
 
 
 def run_program(argv: list[str]) -> str:
-    """Run a program, print its output line by line as it comes, and return the output.
+    """Run a program, print each line of its output as it arrives, and return the whole output.
 
     Raises
     ------
-    CalledProcessError : it failed.
+    CalledProcessError : the program failed.
     """
     lines = []
     with subprocess.Popen(
         argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", bufsize=1
     ) as process:
+        # The output is printed at once, because a step can take minutes and the user watches the build.
         for line in process.stdout or ():
             lines.append(line)
             print(line, end="", flush=True)

@@ -1,4 +1,7 @@
-"""Resolves the packages of a recipe in its base: the context with the request, the build, and the lock."""
+"""Find the versions of a recipe's packages in its base image, and write them to a lock file.
+
+An image is built for this. Its build steps run imgkit's program (``inside.py``) instead of apt and pip.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 from imgkit_entrypoints.files import replace_named_file
 
 FOLDER = f"{INSIDE}/lock"
-"""The folder of the request, the programs and their answers in the base."""
+"""The folder in the base for imgkit's program, its settings and its answers."""
 OUT = f"{FOLDER}/out"
 _CONTEXT_FOLDER = "imgkit/lock"
 _PROGRAM = "inside.py"
@@ -64,7 +67,7 @@ class LockOptions:
     """The only packages that `upgrade` is about; empty for all."""
 
     def keeps_version(self, name: str) -> bool:
-        """Return whether a locked package stays in its version, if that fits."""
+        """Return whether the locked package `name` should keep its version, if that still fits."""
         if not self.upgrade:
             return True
         if not self.packages:
@@ -74,16 +77,16 @@ class LockOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolution:
-    """A recipe whose packages are to be resolved on a base."""
+    """A recipe whose packages are to be resolved on a base, with everything that decides about the result."""
 
     recipe: Recipe
     request: LockRequest
     base: BaseImage
     old: LockedPlatform | None = None
-    """The lock so far: its versions stay unless `options` upgrades them."""
+    """The existing lock. Its versions are kept unless `options` upgrades them."""
     options: LockOptions = LockOptions()
     kept_wheels: Mapping[str, Path] = dataclasses.field(default_factory=dict)
-    """The files of wheels that were built for `old`."""
+    """The wheels that were built and stored for the lock `old`, by file name."""
 
 
 def resolve_packages(
@@ -95,15 +98,16 @@ def resolve_packages(
     folder: Path,
     report: Reporter,
 ) -> LockedPlatform:
-    """Find the versions that apt and pip would install for a recipe, and return them as its lock.
+    """Find the versions that apt and pip would install for a recipe, and return them as a lock.
 
-    For that, an image is built in which a program of imgkit runs in place of apt and pip, and writes down
-    what they would install.
+    An image is built for this, in which a program of imgkit runs in place of apt and pip. It writes down what
+    they would install.
 
     Parameters
     ----------
-    values : the values of build secrets.
-    folder : receives the answers of the program, and the packages if the lock stores them, too.
+    values : the values of build secrets, which must not appear in logs.
+    folder : an existing folder that receives the answers of the program. If the lock stores packages, it
+        receives them as well.
 
     Raises
     ------
@@ -115,10 +119,10 @@ def resolve_packages(
     secret_values.refuse_secrets_in(context, values)
     log = ""
     if request.apt or request.uv or request.pip:
-        # A random tag, since locks of several recipes may be made at the same time.
+        # The tag is random because locks of several recipes may be made at the same time.
         tag = f"imgkit-lock:{secrets.token_hex(6)}"
         try:
-            # Without cache: the indexes of packages may have changed since the last build.
+            # The build cache is not used, because the package indexes may have changed since the last build.
             built = engines.build(
                 engine, context, tag=tag, report=report, builder=builder, no_cache=True, hide=values.mask
             )
@@ -133,7 +137,8 @@ def resolve_packages(
                 platform=resolution.base.platform,
             )
         finally:
-            # If the engine itself has failed, its first error must not be hidden by one of the removal.
+            # If the build failed because of the engine, the removal fails as well. Its error must not hide
+            # the first one.
             with contextlib.suppress(ImgkitError):
                 images.remove_image(engine, tag)
     try:
@@ -146,22 +151,22 @@ def resolve_packages(
 
 
 def _is_answer(name: str) -> bool:
-    """Return whether a file in the folder `OUT` of the base is an answer of imgkit's program, or a package.
+    """Return whether a file in the folder `OUT` of the base is a package or an answer of imgkit's program.
 
-    Steps of a recipe could put other files there, which are not read.
+    Steps of a recipe could write other files there. Such files are not read.
     """
     return bool(_PACKAGE_FILE.fullmatch(name) or _ANSWER_FILE.fullmatch(name))
 
 
 def _read_answers(folder: Path, resolution: Resolution, mask: Callable[[str], str]) -> LockedPlatform:
-    """Return the lock for one platform from the answers of imgkit's program, which lie in `folder`.
+    """Return the lock of one platform. It is read from the answers of imgkit's program in `folder`.
 
-    `mask` replaces the values of build secrets in the output of a failed program.
+    `mask` hides the values of build secrets in the output of a failed program.
 
     Raises
     ------
     Unresolved : a step failed, or its packages cannot be locked.
-    OSError, ValueError : an answer is missing or cannot be read.
+    OSError, ValueError : an answer is missing or cannot be parsed.
     """
     request = resolution.request
     base = resolution.base
@@ -171,11 +176,12 @@ def _read_answers(folder: Path, resolution: Resolution, mask: Callable[[str], st
     debs = ""
     if request.apt:
         debs = files.read_text(folder / "apt.txt", errors="replace")
+    # Stored wheels of the old lock come first, so a wheel that was built now replaces one of the same name.
     digests = _hash_packages([*resolution.kept_wheels.values(), *sorted(folder.iterdir())])
     wheels: list[LockedWheel] = []
-    for number in install.pip_step_numbers(resolution.recipe):
-        answer = files.read_bytes(folder / f"pip-{install.step_name(number)}.json")
-        wheels += answers.read_wheels(answer, number, digests)
+    for step_number in install.pip_step_numbers(resolution.recipe):
+        answer = files.read_bytes(folder / f"pip-{install.step_name(step_number)}.json")
+        wheels += answers.read_wheels(answer, step_number, digests)
     return LockedPlatform(
         platform=base.platform,
         source_date_epoch=now_s(),
@@ -187,7 +193,7 @@ def _read_answers(folder: Path, resolution: Resolution, mask: Callable[[str], st
 
 
 def _hash_packages(paths: Iterable[Path]) -> dict[str, str]:
-    """Return the sha256 of each package in `paths`, by its name."""
+    """Return the SHA-256 digest of each package in `paths`, by file name. Other files are skipped."""
     digests = {}
     for path in paths:
         if _PACKAGE_FILE.fullmatch(path.name):
@@ -197,10 +203,10 @@ def _hash_packages(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def pack_request(resolution: Resolution) -> BuildContext:
-    """Return the context of the build that finds the packages for a lock.
+    """Return the build context of the image that finds the versions for a lock.
 
-    Its steps are those of an image, with imgkit's program in place of apt and pip. The program leaves its
-    answers in the folder `OUT` of the image.
+    The image has the same build steps as the recipe's image, but with imgkit's program in place of apt and
+    pip. The program leaves its answers in the folder `OUT` of the image.
 
     Raises
     ------
@@ -209,15 +215,15 @@ def pack_request(resolution: Resolution) -> BuildContext:
     recipe = resolution.recipe
     base = resolution.base
     layers = render.build_layers(recipe, base=base.name, platform=base.platform, base_user=base.user)
-    # The steps of a build, with our program in place of apt and pip.
+    # Replace apt and pip in the build steps by imgkit's program, with the same arguments.
     program = f"python3 {FOLDER}/{_PROGRAM}"
     apt = f"{program} apt"
     for package in recipe.image.apt:
         apt += f"{NEXT}    {shlex.quote(package)}"
     pip_steps = []
-    for number in install.pip_step_numbers(recipe):
-        pip = f"{program} {install.step_name(number)}"
-        pip_steps.append(install.pip_step(recipe, number, pip=pip))
+    for step_number in install.pip_step_numbers(recipe):
+        pip = f"{program} {install.step_name(step_number)}"
+        pip_steps.append(install.pip_step(recipe, step_number, pip=pip))
     apt_steps = tuple(dataclasses.replace(step, command=apt) for step in layers.apt)
     layers = dataclasses.replace(layers, apt=apt_steps, pip=tuple(pip_steps))
     program_data = importlib.resources.files(__package__).joinpath(_PROGRAM).read_bytes()
@@ -231,7 +237,7 @@ def pack_request(resolution: Resolution) -> BuildContext:
     if resolution.kept_wheels:
         own_files.append(members.empty_folder(f"{_CONTEXT_FOLDER}/kept"))
     for name, file in resolution.kept_wheels.items():
-        # Added by its path: a wheel can have gigabytes, and is read only while it is sent.
+        # A wheel can have gigabytes. It is added by its path, so that it is read only while it is sent.
         size_bytes = file.stat().st_size
         own_files.append(TarMember(name=f"{_CONTEXT_FOLDER}/kept/{name}", size_bytes=size_bytes, source=file))
     manifest = Manifest(
@@ -247,10 +253,10 @@ def pack_request(resolution: Resolution) -> BuildContext:
 
 
 def _make_settings(resolution: Resolution) -> dict[str, object]:
-    """Return the JSON that tells the program in the base (``inside.py``) what to do.
+    """Return the content of ``settings.json``, which tells the program ``inside.py`` what to do.
 
     For example, ``{"keep_files": false, "debs": [["git", "1:2.39"]], "steps": {"0": {"options": [], "pins":
-    {"numpy": "1.26.4"}}}}``. Debs and pins are versions of the old lock, which stay if they still fit.
+    {"numpy": "1.26.4"}}}}``. Debs and pins are versions of the old lock, which are kept if they still fit.
     """
     recipe = resolution.recipe
     options = resolution.options
@@ -260,24 +266,27 @@ def _make_settings(resolution: Resolution) -> dict[str, object]:
         debs = [(deb.name, deb.version) for deb in resolution.old.apt if options.keeps_version(deb.name)]
         wheels = [wheel for wheel in resolution.old.pip if options.keeps_version(wheel.name)]
     steps = {}
-    for number in install.pip_step_numbers(recipe):
+    for step_number in install.pip_step_numbers(recipe):
         pins = {}
-        if number == UV_STEP:
-            # No pins: the versions of this step are those of uv.lock.
+        if step_number == UV_STEP:
+            # This step has no pins, because its versions are those of uv.lock.
             pip_options = uv_export.index_options(recipe)
         else:
-            pip_options = list(lock_file.collect_pip_options(recipe.image.pip[number]))
-            # Each step has pins of its own, since two steps may install a package in two versions.
-            pins = {canonical_name(wheel.name): wheel.version for wheel in wheels if wheel.step == number}
-        steps[install.step_name(number)] = {"options": pip_options, "pins": pins}
+            pip_options = list(lock_file.collect_pip_options(recipe.image.pip[step_number]))
+            # Each step has its own pins, because two steps may install two versions of the same package.
+            pins = {
+                canonical_name(wheel.name): wheel.version for wheel in wheels if wheel.step == step_number
+            }
+        steps[install.step_name(step_number)] = {"options": pip_options, "pins": pins}
     return {"keep_files": options.keep_files, "debs": debs, "steps": steps}
 
 
 def find_kept_wheels(file: Path, locked: LockedPlatform | None) -> dict[str, Path]:
-    """Return the stored wheels of a lock by their file names.
+    """Return the paths of the wheels that were stored with a lock, by file name.
 
-    They were built when the lock was made, because no index has them, and lie in a folder beside the lock
-    `file`. `locked` is the lock for one platform; None stands for no lock, which has no wheels.
+    No index has these wheels. They were built when the lock was made, and are in a folder beside the lock
+    file `file`. `locked` is the lock of one platform. If it is None, there is no lock and the result is
+    empty.
 
     Raises
     ------
@@ -302,24 +311,25 @@ def write_lock(
 ) -> None:
     """Write the new lock of a recipe to `file`, and store its packages in a folder next to it.
 
-    Packages are written before the lock, and those that only the old lock names are removed after it. So a
-    lock never names a file that is not there, even if this process is killed.
+    New packages are written before the lock. Packages that only the old lock names are removed after it. So a
+    lock never names a missing file, even if this process is killed.
 
     Parameters
     ----------
-    old : the lock so far, which keeps its packages for other platforms.
+    old : the existing lock, which keeps its packages for other platforms. None if there is none.
     locked : the new packages for one platform.
-    new_files : the folder with the files of these packages; None if no packages are stored.
+    new_files : the folder with the files of these packages. None if no packages are stored.
 
     Raises
     ------
-    OSError, UsageError : something cannot be written, or would be refused when it is read. The old lock is
-        unchanged.
+    OSError, UsageError : a file cannot be written, or the new lock would be refused when it is read. The old
+        lock is unchanged.
     """
     old = old or Lock(recipe=recipe.name, imgkit=__version__, platforms=())
     new = Lock(recipe=recipe.name, imgkit=__version__, platforms=old.with_platform(locked).platforms)
     content = lock_file.render_lock(new)
-    # Names, versions and URLs come from the base, whose answers may be wrong. Parse them as any other lock.
+    # Names, versions and URLs come from the base image, which may be wrong. So the new lock is parsed like
+    # any other one before it is written.
     lock_file.parse_lock(content, file)
     folder = lock_file.kept_folder(file)
     if new_files is not None:
@@ -332,7 +342,7 @@ def write_lock(
 
 
 def _store_packages(locked: LockedPlatform, new_files: Path, folder: Path) -> None:
-    """Copy the packages of `locked` that are in `new_files` to `folder`."""
+    """Copy the package files of `locked` from `new_files` to `folder`. Skip files that are not there."""
     folder.mkdir(exist_ok=True)
     for name in sorted(locked.digests):
         source = new_files / name
@@ -342,6 +352,7 @@ def _store_packages(locked: LockedPlatform, new_files: Path, folder: Path) -> No
 
 
 def _file_names(lock: Lock) -> set[str]:
+    """Return the names of all package files in a lock, for all platforms."""
     names: set[str] = set()
     for locked in lock.platforms:
         names |= locked.digests.keys()

@@ -1,1 +1,4 @@
-"""Add packages to an image that exists: pip runs in it, and a squashfs beside it holds the result."""
+"""Add Python packages to an existing image.
+
+pip runs in the image, and its result is stored in a squashfs file beside the image.
+"""

@@ -1,10 +1,10 @@
-"""Make a squashfs with packages beside a .sif.
+"""Install Python packages into a squashfs file that belongs to a .sif.
 
-pip runs in the image, as the user who calls imgkit, and installs into a folder of the machine that has the
-image. The folder becomes a squashfs, with a record of the packages at its end. Jobs mount the squashfs into
-the image; the .sif itself does not change.
+pip runs in the image, as the user who calls imgkit, and installs into a temporary folder on the machine that
+has the image. The folder is packed as a squashfs, with a record of the packages at its end. Jobs mount the
+squashfs into the image. The .sif itself does not change.
 
-All of this is done by `machine.sh`, which runs on this machine or, over ssh, on a remote.
+The script `machine.sh` carries out these steps. It runs on this machine or, over ssh, on a remote.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 
 INSIDE = "/run/imgkit/add"
 """Path in the container of the folder with ``inside.py``, its input (``request.json``) and its answer."""
-# Files and folders of a project that are not part of its source: version control, environments, earlier
-# builds, runs and images.
+# Files and folders of a project that pip does not need: version control, environments, earlier builds, runs
+# and images.
 _NOT_SENT = (".git", ".venv", "venv", "__pycache__", "build", "dist", "runs", "*.sif", "*.sqsh", "*.tar")
-# What a remote gets of the folder of a requirements file: "-r base.txt" in the file names one beside it.
+# The files that a remote gets from the folder of a requirements file. They include files beside it, because a
+# line such as "-r base.txt" names one.
 _REQUIREMENTS_FILES = ("*.txt", "*.in")
 
 ScriptRunner = Callable[[str, Sequence[str], Iterable[bytes]], Generator[bytes, None, None]]
-"""A function that runs a script of sh with arguments and a standard input, and yields the script's output.
+"""A function that runs a shell script with arguments and a standard input, and yields the script's output.
 
-The standard input stays open after its last byte until the script ends.
+After its last byte, the standard input stays open until the script ends.
 """
 
 
@@ -73,7 +74,7 @@ class AddRequest:
 
     @property
     def path_options(self) -> dict[str, Path]:
-        """Return the files and folders of this machine that decide what is installed, by their options.
+        """Return the files and folders on this machine that decide what is installed, by option.
 
         For example, ``{"-r": Path("requirements.txt")}``.
         """
@@ -82,9 +83,9 @@ class AddRequest:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Return the arguments that decide what is installed: ``("einops", "--replace", "numpy")``.
+        """Return the arguments that decide what is installed, such as ``("einops", "--replace", "numpy")``.
 
-        They stand in the file's record. The image and the output file are not among them.
+        They are stored in the record of the file. The image and the output file are not among them.
         """
         arguments = list(self.requirements)
         for option, path in self.path_options.items():
@@ -103,11 +104,11 @@ class AddedFile:
     size_bytes: int
     record: PackagesRecord
     up_to_date: bool
-    """Whether the file already had these packages for this image, so that nothing was installed."""
+    """Whether nothing was installed, because the file already had these packages for this image."""
 
     @property
     def exec_line(self) -> str:
-        """Return the shell line that starts Python in the image with the packages, without imgkit."""
+        """Return a shell command that starts Python with the image and the packages, without imgkit."""
         target = record.mount_path(1)
         variables = f"--env PREPEND_PATH={target}/bin,PYTHONPATH={target}"
         bind = shlex.quote(f"{self.path}:{target}:image-src=/,ro")
@@ -116,25 +117,26 @@ class AddedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageMachine:
-    """The machine that has the image: this one, or a remote."""
+    """The machine that has the image: this machine or a remote."""
 
     run: ScriptRunner
     program: str
-    """Name or path of the runtime's program there, such as ``apptainer``."""
+    """The name or path of the container runtime on that machine, such as ``apptainer``."""
     modules: tuple[str, ...] = ()
-    """Environment modules that the program needs."""
+    """The environment modules to load before the runtime can be used."""
     remote: str = ""
     """Name of the remote, or empty for this machine."""
 
 
 def this_machine() -> ImageMachine:
-    """Return this machine, with the first runtime on PATH."""
+    """Return an `ImageMachine` for this machine, with the first runtime on PATH."""
 
     def run_script(script: str, args: Sequence[str], data: Iterable[bytes]) -> Generator[bytes, None, None]:
         return process.filter_through(("sh", "-c", script, "sh", *args), data, hold=True)
 
-    installed = [name for name in runtime.COMMANDS if shutil.which(name)]
-    return ImageMachine(run=run_script, program=(*installed, *runtime.COMMANDS)[0])
+    installed_runtimes = [name for name in runtime.COMMANDS if shutil.which(name)]
+    # If no runtime is installed, the first command is used. `machine.sh` then reports that it is missing.
+    return ImageMachine(run=run_script, program=(*installed_runtimes, *runtime.COMMANDS)[0])
 
 
 def add(
@@ -146,9 +148,9 @@ def add(
 ) -> AddedFile:
     """Install the packages of `request` into a new file, and return a description of the file.
 
-    The file is complete when it gets its name. If an error is raised, an earlier file stays as it was.
-    Nothing is installed if an equal request has already made the file for the same image. A request that
-    reads files, such as a requirements.txt, is carried out again, because their content may have changed.
+    The file gets its name only when it is complete. If an error is raised, an older file is left unchanged.
+    If an equal request has already made the file for the same image, nothing is installed. A request that
+    reads files, such as a requirements.txt, is always carried out, because their content may have changed.
 
     Parameters
     ----------
@@ -159,7 +161,7 @@ def add(
     Raises
     ------
     UsageError : the request is not valid, does not fit the image, or the file cannot be written.
-    ToolMissing : there is no Singularity or no mksquashfs.
+    ToolMissing : Singularity or mksquashfs is missing.
     ToolFailed : pip or mksquashfs failed, the disk is full, or a remote cannot be reached.
     """
     image = _image_path(request, machine)
@@ -178,7 +180,7 @@ def add(
                 where=str(target),
                 hint=f"-o OTHER.sqsh, or: rm {shlex.quote(str(target))}",
             )
-        # The content of files can change, and then the same request installs something else.
+        # The content of files can change. Then the same request installs something else.
         if existing.image_digest == files.image_digest and not request.path_options:
             return AddedFile(
                 path=target, image=image, size_bytes=files.target_bytes, record=existing, up_to_date=True
@@ -209,7 +211,7 @@ def _image_path(request: AddRequest, machine: ImageMachine | None) -> Path:
 
     Raises
     ------
-    UsageError : the request names no image, or a relative path for a remote.
+    UsageError : the request names no image, or a path on a remote is not absolute.
     """
     if request.image is None:
         packages = ", ".join(request.requirements) or "PACKAGE"
@@ -220,6 +222,7 @@ def _image_path(request: AddRequest, machine: ImageMachine | None) -> Path:
         )
     if machine is None:
         return request.image.absolute()
+    # A relative path would depend on the folder in which ssh starts.
     if not request.image.is_absolute():
         raise UsageError(
             f"{str(request.image)!r} is not a path on the remote",
@@ -230,20 +233,21 @@ def _image_path(request: AddRequest, machine: ImageMachine | None) -> Path:
 
 
 def _check_requirements(request: AddRequest) -> None:
-    """Refuse a request whose packages, files or folders pip could not install.
+    """Refuse a request whose packages, files or folders pip cannot install.
 
-    A secret in an argument is refused as well: the file with the packages records the arguments.
+    A request with a secret in an argument is refused as well, because the file with the packages records the
+    arguments.
 
     Raises
     ------
-    UsageError : the request names no package, a requirement has a wrong form, an argument has a secret in it,
-        or a file or folder does not exist.
+    UsageError : the request names no package, a requirement has the wrong form, an argument contains a
+        secret, or a file or folder does not exist.
     """
     if not (request.requirements or request.requirements_file or request.project):
         raise UsageError("no package given", where="PACKAGE", hint="imgkit add einops --image X.sif")
     for text in request.requirements:
         check_requirement(text)
-    # The arguments stand in the record at the end of the file with the packages, which others may read.
+    # The record at the end of the file contains the arguments, and others may read it.
     kind = secret_patterns.find_secret_argument(request.arguments)
     if kind:
         raise UsageError(
@@ -257,7 +261,7 @@ def _check_requirements(request: AddRequest) -> None:
 
 
 def check_requirement(text: str) -> None:
-    """Raise UsageError if `text` is not a requirement by PEP 508, such as ``omegaconf>=2.3``."""
+    """Raise UsageError if `text` is not a requirement as PEP 508 defines it, such as ``omegaconf>=2.3``."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     try:
@@ -270,12 +274,12 @@ def check_requirement(text: str) -> None:
 def _target_path(request: AddRequest, image: Path) -> Path:
     """Return the absolute path of the file to write.
 
-    The default is ``X+N.sqsh`` beside the image ``X.sif``. N is the number of requirements on the command
-    line, or 1 if there are none. A relative path is one of this machine, or one beside an image of a remote.
+    The default for the image ``X.sif`` is ``X+N.sqsh`` in the same folder. N is the number of requirements on
+    the command line, or 1 if there are none.
 
     Raises
     ------
-    UsageError : no runtime can mount the path.
+    UsageError : the path has a character with which no runtime can mount it.
     """
     count = len(request.requirements) or 1
     default = image.with_name(f"{image.stem}+{count}.sqsh")
@@ -290,13 +294,13 @@ def _target_path(request: AddRequest, image: Path) -> Path:
 
 
 class _Files(NamedTuple):
-    """The image and the file to write, as they were before the installation."""
+    """The state of the image and of the file to write before the installation."""
 
     image_digest: str
     target_bytes: int = 0
-    """Size of the file to write. It is 0 if there is no such file yet."""
+    """The size of the file to write. It is 0 if the file does not exist yet."""
     target_record: PackagesRecord | None = None
-    """The record in the file to write. None if there is no such file yet."""
+    """The record in the file to write. None if the file does not exist yet."""
 
 
 class _Installation(NamedTuple):
@@ -308,16 +312,16 @@ class _Installation(NamedTuple):
 
 
 class _SharedFolder(NamedTuple):
-    """A folder of this machine that pip reads in the container."""
+    """A folder of this machine that pip has to read in the container."""
 
     name: str
-    """Its name in `INSIDE`."""
+    """The name of the folder below `INSIDE` in the container."""
     path: Path
     patterns: Sequence[str]
-    """Patterns for the names of the files that pip needs: ``*.txt``."""
+    """Patterns for the names of the files that pip needs, such as ``*.txt``."""
 
     def list_members(self) -> Iterator[TarMember]:
-        """Yield the members of a tar for the files in the folder that match `patterns`."""
+        """Yield the files in the folder that match `patterns`, as members of a tar archive."""
         paths: set[Path] = set()
         for pattern in self.patterns:
             paths.update(self.path.glob(pattern))
@@ -329,38 +333,40 @@ class _SharedFolder(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Steps:
-    """The steps of `machine.sh` for one call of `add`. Each of them is a script on the machine."""
+    """The steps of `machine.sh` for one call of `add`. Each method runs one step on the machine."""
 
     request: AddRequest
     machine: ImageMachine
     image: Path
     target: Path
     token: str
-    """A random number, by which the script tells its own files and output from others."""
+    """A random number. The script uses it to tell its own files and output from those of others."""
 
     def look(self) -> _Files:
-        """Look at the image and at the file to write.
+        """Read the state of the image and of the file to write.
 
         Raises
         ------
         UsageError : the image or the folder of the file cannot be used, or imgkit did not write the file.
         """
         output = b"".join(self._run("look"))
-        # "DIGEST  -", and for a file that exists a line with its size, and then its last bytes
-        digest_line, _, rest = output.partition(b"\n")
+        # The output is "DIGEST  -". If the file to write exists, a line with its size and its last bytes
+        # follow.
+        digest_line, _, file_output = output.partition(b"\n")
         self._refuse_problem(digest_line.decode())
         image_digest = digest_line.decode().split()[0]
-        if not rest:
+        if not file_output:
             return _Files(image_digest)
-        size_line, _, end = rest.partition(b"\n")
+        size_line, _, end = file_output.partition(b"\n")
         return _Files(image_digest, int(size_line), record.parse_end(end, str(self.target)))
 
     def install(self, report: Reporter, log: TextIO) -> _Installation:
-        """Run ``inside.py`` in the image, and make the squashfs of what pip has installed.
+        """Run ``inside.py`` in the image, and pack what pip has installed as a squashfs.
 
         Raises
         ------
-        UsageError : another process writes the file, the image is for another processor, or has no Python.
+        UsageError : another process is writing the file, the image is for another processor, or it has no
+            Python.
         ToolMissing : the machine has no runtime or no mksquashfs.
         ToolFailed : the image does not start, or pip or mksquashfs failed.
         """
@@ -372,7 +378,7 @@ class _Steps:
         lines = (line.decode(errors="replace") for line in output_lines)
         try:
             for line in lines:
-                if line == self.token:  # the answer follows
+                if line == self.token:  # the next line is the answer of `inside.py`
                     break
                 self._refuse_problem(line)
                 pip_lines.append(line)
@@ -381,7 +387,7 @@ class _Steps:
             answer: dict[str, Any] = json_text.parse(next(lines, ""))
             if "failure" not in answer:
                 report.stage("squash")
-            digest_line = "".join(lines)  # "DIGEST  -"; nothing after a failure
+            digest_line = "".join(lines)  # "DIGEST  -", or nothing after a failure
         except ToolFailed as error:
             raise self._explain(error, "\n".join(pip_lines), log.name) from error
         except ValueError as error:
@@ -399,7 +405,7 @@ class _Steps:
         return _Installation(answer, squashfs_sha256=digest_line.partition(" ")[0])
 
     def publish(self, added: PackagesRecord) -> int:
-        """Append the record to the squashfs, give the file its name, and return its size in bytes."""
+        """Append the record to the squashfs, move it to its final name, and return its size in bytes."""
         data = record.to_bytes(added)
         try:
             output = b"".join(self._run("publish", str(len(data)), data=[data])).decode().strip()
@@ -409,11 +415,11 @@ class _Steps:
         return int(output)
 
     def _run(self, step: str, *args: str, data: Iterable[bytes] = ()) -> Generator[bytes, None, None]:
-        """Run a step of `machine.sh` on the machine that has the image, and yield the step's output.
+        """Run a step of `machine.sh` on the machine that has the image, and yield its output.
 
         Parameters
         ----------
-        step : ``look``, ``install`` or ``publish``.
+        step : the step ``look``, ``install`` or ``publish``.
         """
         settings = (
             f"inside={INSIDE} end_bytes={record.END_BYTES}",
@@ -423,25 +429,28 @@ class _Steps:
         return self.machine.run(script, (step, str(self.image), str(self.target), self.token, *args), data)
 
     def _refuse_problem(self, line: str) -> None:
-        """Raise the error for a line of `machine.sh` that names a problem. Do nothing for any other line."""
+        """Raise an error if `line` is a problem that `machine.sh` reports. Ignore any other line."""
         failures.refuse_problem(line, image=str(self.request.image), target=self.target)
 
     def _explain(self, error: ToolFailed, output: str, log: str) -> ImgkitError:
-        """Return the error for a failed step of `machine.sh`, whose container has printed `output`."""
+        """Return the error to show for a failed step of `machine.sh`.
+
+        `output` is what the container has printed.
+        """
         command = shlex.join(("imgkit", "add", *self.request.arguments, "--image", str(self.image)))
         return failures.explain_crash(
             error, output, image=self.image, target=self.target, command=command, log=log
         )
 
     def _pack_inputs(self) -> tuple[list[TarMember], list[str]]:
-        """Return the input of pip in the container: members of a tar, and options of the runtime for mounts.
+        """Return the input of pip in the container: members of a tar, and the runtime's mount options.
 
-        The tar has ``inside.py``, ``request.json`` (which says what to install) and the project. Folders with
-        wheels or requirements files are mounted on this machine. A remote does not have them, so it gets
-        their files in the tar.
+        The tar has ``inside.py``, the project, and ``request.json``, which says what to install. Folders with
+        wheels or requirements files are mounted if the image is on this machine. A remote does not have these
+        folders, so their files are added to the tar.
         """
         request = self.request
-        requirements = [*request.requirements]
+        requirements = [*request.requirements]  # as pip sees them in the container
         pip_options: list[str] = []
         folders: list[_SharedFolder] = []
         tar = [members.memory_file("inside.py", _read_source("inside.py"))]
@@ -475,5 +484,5 @@ class _Steps:
 
 
 def _read_source(name: str) -> bytes:
-    """Return the source of ``inside.py`` or ``machine.sh``, which run elsewhere."""
+    """Return the source code of ``inside.py`` or ``machine.sh``, which are sent to where they run."""
     return importlib.resources.files(__package__).joinpath(name).read_bytes()

@@ -1,7 +1,7 @@
 """Explain why packages could not be installed in an image.
 
-`machine.sh` names problems of the machine. The answer of ``inside.py`` has the output of pip as text, in
-which this module searches for known messages.
+`machine.sh` reports problems of the machine by name. ``inside.py`` passes on the output of pip as text. This
+module searches the output for messages that it knows.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ _NO_NETWORK = re.compile(
     r"NewConnectionError|Temporary failure in name resolution|ConnectTimeout|ReadTimeoutError|ProxyError"
     r"|dns error|Connection (?:timed out|refused)|Network is unreachable|SSLError"
 )
-# "The user requested (constraint) numpy==1.26.4": a package of the image stands in the way.
+# "The user requested (constraint) numpy==1.26.4": pip cannot install the request because of the version that
+# the image has.
 _CONSTRAINT = re.compile(r"\(constraint\) (?P<name>[A-Za-z0-9._-]+)==\S+")
 _MISSING = re.compile(r"No matching distribution found for (?P<package>[^\n]+)")
-# Lines of pip that say nothing about a failure. "━" is the progress bar.
+# Lines of pip that do not explain a failure. "━" is the progress bar.
 _NOISE = re.compile(r"WARNING: |\[notice\]|DEPRECATION: |Looking in |Collecting |  Downloading | +━")
-# Lines of pip's output that a hint shows at most. The log has all of them.
+# The most lines of pip's output that a hint shows. The log has all of them.
 _MAX_LINES = 12
 _SIF_HINT = "imgkit sif IMAGE makes a .sif of an archive or an image"
-# The lines "problem NAME" of `machine.sh`: the error for each name, with its hint.
+# `machine.sh` reports a problem as "problem NAME". These are the error and the hint for each name.
 _PROBLEMS = {
     "no-image": (UsageError, "there is no such image", _SIF_HINT),
     "no-sif": (UsageError, "this is no .sif", _SIF_HINT),
@@ -56,9 +57,9 @@ _PROBLEMS = {
 
 
 def refuse_problem(line: str, *, image: str, target: Path) -> None:
-    """Raise the error for a line ``problem NAME`` of `machine.sh`, such as ``problem no-image``.
+    """Raise an error if `line` is a problem that `machine.sh` reports, such as ``problem no-image``.
 
-    Nothing is done for any other line.
+    Any other line is ignored.
     """
     word, _, name = line.partition(" ")
     if word != "problem" or name not in _PROBLEMS:
@@ -72,7 +73,7 @@ def refuse_problem(line: str, *, image: str, target: Path) -> None:
 def explain_crash(
     error: ToolFailed, output: str, *, image: Path, target: Path, command: str, log: str
 ) -> ImgkitError:
-    """Return the error for a failure before or after pip: of the start of the image, or of another program.
+    """Return the error to show if a program other than pip failed, or if the image did not start.
 
     Failures of pip itself are explained by `explain`.
 
@@ -80,8 +81,8 @@ def explain_crash(
     ----------
     error : the failure of the script, with the end of its standard error.
     output : what the container printed.
-    command : the `imgkit add` command that makes the file.
-    log : path of the file with all of the output.
+    command : the `imgkit add` command that makes the file, for a hint.
+    log : the path of the file with all of the output.
     """
     messages = f"{output}\n{error.what}\n{error.hint}"
     # "the image's architecture (arm64) could not run on the host's (amd64)"
@@ -117,19 +118,19 @@ def explain(
     log: str,
     remote: str = "",
 ) -> ImgkitError:
-    """Return the error for a failure of pip, with a hint that names the cause.
+    """Return the error to show for a failure of pip, with a hint that names the cause.
 
     Parameters
     ----------
     answer : what ``inside.py``, which runs pip in the image, has written about the failure.
     requirements : the requirements as the user typed them, for the commands in hints.
-    log : path of the file with all of pip's output.
-    remote : name of the remote with the image, or empty for this machine.
+    log : the path of the file with all of pip's output.
+    remote : the name of the remote with the image, or empty for this machine.
     """
     failure, output = answer["failure"], answer["output"]
     versions: Mapping[str, str] = answer["image"]
     recipe_line = _recipe_line(requirements)
-    # `inside.py` needs pip's --report, which pip has from 22.2 on.
+    # `inside.py` uses pip's option --report, which exists since pip 22.2.
     pip_problem = "has no pip" if failure == "no pip" else ""
     if "no such option: --report" in output:
         pip_problem = "has a pip older than 22.2, which cannot do this"
@@ -152,7 +153,7 @@ def explain(
             where="PACKAGE",
             hint=_conflict_hint(name, recipe_line),
         )
-    # This comes before the search for a missing package: without a network, pip prints that message, too.
+    # The network is checked before a missing package, because pip also prints that message without a network.
     if _NO_NETWORK.search(output):
         return ToolFailed(
             f"the image's pip cannot reach a package index from {remote or 'this machine'}",
@@ -171,15 +172,15 @@ def explain(
 
 
 def _wheels_hint(answer: Mapping[str, Any], image: Path, typed: str, remote: str) -> str:
-    """Return the commands that download wheels where there is a network, and add the packages from them.
+    """Return the commands that download wheels on a machine with a network, and add packages from them.
 
     Parameters
     ----------
-    answer : what ``inside.py`` has written, with the image's processor and version of Python.
+    answer : the answer of ``inside.py``, with the image's processor and version of Python.
     typed : the requirements as the user typed them.
-    remote : name of the remote with the image, or empty for this machine.
+    remote : the name of the remote with the image, or empty for this machine.
     """
-    # The command downloads wheels for the image's processor and Python, whatever machine runs it.
+    # The options select wheels for the image's processor and Python, whatever machine runs the command.
     download = (
         "python3 -m pip download --only-binary :all: -d wheels "
         f"--platform manylinux_2_28_{answer['machine']} --python-version {answer['python']} {typed}"
@@ -191,8 +192,9 @@ def _wheels_hint(answer: Mapping[str, Any], image: Path, typed: str, remote: str
 
 
 def _conflict_hint(name: str, recipe_line: str) -> str:
-    """Return what to do if a request needs another version of the package `name` than the image has."""
-    # `inside.py` refuses to replace what belongs to the image's torch, so --replace would not help.
+    """Return what the user can do if a request needs another version of `name` than the image has."""
+    # --replace would not help here: `inside.py` refuses to replace packages on which the image's torch
+    # depends.
     if re.fullmatch(PROTECTED, name) or name.startswith("nvidia-"):
         return f"another version of it; or build an image with another torch: {recipe_line}"
     return f"another version of it, or let it replace the image's: --replace {name}"
@@ -213,7 +215,7 @@ def _conflict_reason(name: str, output: str) -> str:
 
 
 def _recipe_line(requirements: tuple[str, ...]) -> str:
-    """Return, for a hint, what to write into a recipe so that the packages become part of a new image."""
+    """Return the lines of a recipe, for a hint, that would build the packages into a new image."""
     packages = ", ".join(requirements) or "..."
     return f"a recipe with this image's base and `pip: [{packages}]` (imgkit init)"
 
@@ -221,8 +223,8 @@ def _recipe_line(requirements: tuple[str, ...]) -> str:
 def _last_lines(output: str) -> list[str]:
     """Return the last lines of pip's output that explain its failure.
 
-    Only lines that begin with ``ERROR:`` count. If there are none, all lines count except those about
-    progress and notices.
+    These are the lines that begin with ``ERROR:``. If there are none, they are all lines except progress and
+    notices.
     """
     lines = []
     for line in output.splitlines():

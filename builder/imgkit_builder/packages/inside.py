@@ -1,16 +1,17 @@
-"""Resolve and install packages inside an image with the image's own pip.
+"""Install packages inside an image with the image's own pip.
 
-If the image has uv and no pip, uv fetches pip for the time of this program. uv itself has no report of what
-it would install, and does not read the metadata that stands for the image's pre-releases.
+This file is run by the Python of the image, so it uses the standard library only. It reads ``request.json``
+from its own folder. There it writes ``answer.json`` and the folder ``root``, which has the packages. The exit
+code is 0 even if the packages cannot be installed. In that case the answer describes the failure.
 
-This file runs with the Python of the image, so it uses the standard library only. It reads ``request.json``
-beside it, and writes ``answer.json`` and the folder ``root`` there. The exit code is 0 even if the packages
-cannot be installed; then the answer describes the failure.
+All packages of the image are constraints for pip, so that pip does not install other versions of them. A
+pre-release in the image must count as its release. For example, NVIDIA's torch is
+``2.3.0a0+40ec155e58.nv24.3``, and must satisfy a package that needs ``torch>=2.3``. pip reads the installed
+version from the metadata of a package. So this program writes a copy of the metadata, with the release as its
+version, to a folder called "shadows", which pip searches first.
 
-All packages of the image are constraints for pip. A pre-release in the image must count as its release:
-NVIDIA's torch is ``2.3.0a0+40ec155e58.nv24.3``, and a package that needs ``torch>=2.3`` must accept it. pip
-compares requirements with the metadata of installed packages. So a folder that pip searches first, "shadows",
-has a copy of the metadata of such a package, with the release as its version.
+If the image has uv but no pip, uv installs pip into a temporary folder. uv itself cannot be used: it cannot
+report what it would install, and it does not read the metadata in "shadows".
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 OUTPUT_CHARACTERS = 20_000
-"""Number of characters at the end of pip's output that an answer has. The errors of pip are at the end."""
+"""The number of characters that an answer contains from the end of pip's output, where the errors are."""
 
 
 class Failure(Exception):
@@ -48,8 +49,8 @@ class Failure(Exception):
 
 
 def main(folder: Path) -> None:
-    """Install what ``request.json`` in `folder` names, and write ``answer.json`` there."""
-    os.umask(0o022)  # in the squashfs the files belong to root, and every user reads them
+    """Install the packages that ``request.json`` in `folder` names, and write ``answer.json`` there."""
+    os.umask(0o022)  # the files will belong to root in the squashfs, and every user must be able to read them
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     versions = installed_versions()
     try:
@@ -63,11 +64,11 @@ def main(folder: Path) -> None:
 
 
 def install(folder: Path, request: Mapping[str, Any], versions: Mapping[str, str]) -> dict[str, Any]:
-    """Install the packages of `request` that the image lacks into the folder ``root``.
+    """Install the packages of `request` that the image does not have into the folder ``root``.
 
-    pip runs twice. The first run only finds out which packages the image lacks (``--dry-run``). The second
-    run installs exactly these into another folder (``--target``), for which pip itself would install all
-    dependencies again, also those that the image has.
+    pip runs twice. The first run only finds out which packages are missing (``--dry-run``). The second run
+    installs exactly these packages into another folder (``--target``). One run would not be enough, because
+    with ``--target`` pip installs all dependencies again, even those that the image has.
 
     Parameters
     ----------
@@ -77,7 +78,8 @@ def install(folder: Path, request: Mapping[str, Any], versions: Mapping[str, str
 
     Returns
     -------
-    The keys ``packages`` and ``modules`` of the answer: the installed packages, and the names to import.
+    The keys ``packages`` and ``modules`` of the answer: the installed packages, and the names that programs
+    can import.
 
     Raises
     ------
@@ -104,8 +106,8 @@ def install(folder: Path, request: Mapping[str, Any], versions: Mapping[str, str
     if items:
         exact_file = folder / "exact.txt"
         exact_file.write_text("".join(f"{line}\n" for line in exact_requirements(items)), encoding="utf-8")
-        # The versions are exact, so nothing is constrained now. The variable still names the file, so that
-        # the constraints of the image's own configuration do not apply either.
+        # All versions are exact now, so no constraints are needed. The variable still names an empty file.
+        # Otherwise the constraints in the image's own configuration would apply.
         constraints.write_text("", encoding="utf-8")
         run_pip(["--no-deps", "--target", str(root), *request["options"], "-r", str(exact_file)], env)
     names = sorted(path.name for path in root.iterdir())
@@ -118,15 +120,16 @@ def install(folder: Path, request: Mapping[str, Any], versions: Mapping[str, str
 def write_constraints(
     constraints: Path, shadows: Path, versions: Mapping[str, str], replaced: Collection[str]
 ) -> None:
-    """Write the file `constraints`, by which pip keeps the version of every package of the image.
+    """Write the file `constraints`, which makes pip keep the version of every package in the image.
 
-    A pre-release such as ``2.3.0a0+nv24.3`` counts as its release (`released`). For such a package, a changed
-    copy of its metadata is written to the folder `shadows`, which pip reads first.
+    A pre-release such as ``2.3.0a0+nv24.3`` counts as its release (see `released`). For such a package, a
+    copy of its metadata with the release as its version is written to the folder `shadows`, which pip
+    searches first.
 
     Parameters
     ----------
     versions : the versions of the image's packages, by name.
-    replaced : the names of packages that pip may replace.
+    replaced : the names of packages that pip may replace, and that are not constrained.
     """
     lines = []
     changed_versions = {}
@@ -134,6 +137,7 @@ def write_constraints(
         if name in replaced:
             continue
         lines.append(f"{name}=={version}\n")
+        # `released` has changed the version, so pip must also find the changed one in the metadata.
         if version != versions[name]:
             changed_versions[name] = version
     write_shadows(shadows, changed_versions)
@@ -141,9 +145,9 @@ def write_constraints(
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the version of each distribution on Python's search path, by its normalised name.
+    """Return the version of each package on Python's search path, by its normalized name.
 
-    If a distribution is there twice, the first one counts, because Python imports that one.
+    If a package is installed twice, the first one on the path counts, because Python imports that one.
     """
     versions: dict[str, str] = {}
     for distribution in metadata.distributions():
@@ -154,17 +158,18 @@ def installed_versions() -> dict[str, str]:
 
 
 def protected_names(pattern: str) -> set[str]:
-    """Return the names of the installed packages that nothing may replace, because torch would break.
+    """Return the names of the installed packages that must not be replaced, because torch would break.
 
-    These are the packages whose whole name matches `pattern`, and all that the image's torch requires in one
-    exact version.
+    These are the packages whose name matches `pattern`, and all packages that the image's torch requires in
+    one exact version.
     """
     names = {name for name in installed_versions() if re.fullmatch(pattern, name)}
     try:
         requirements = metadata.requires("torch") or []
     except metadata.PackageNotFoundError:
         return names
-    # "nvidia-cudnn-cu12==9.1.0.70; platform_system == 'Linux'", or "triton (==3.1.0)" in older metadata
+    # A requirement in one exact version: "nvidia-cudnn-cu12==9.1.0.70; platform_system == 'Linux'", or
+    # "triton (==3.1.0)" in older metadata
     for requirement in requirements:
         match = re.match(r"([A-Za-z0-9._-]+)\s*\(?==", requirement)
         if match:
@@ -173,12 +178,13 @@ def protected_names(pattern: str) -> set[str]:
 
 
 def released(versions: Mapping[str, str]) -> dict[str, str]:
-    """Return `versions` as pip shall see them: a pre-release with a local version counts as its release.
+    """Return the `versions` that pip should see. A pre-release with a local version counts as its release.
 
-    NVIDIA's torch ``2.3.0a0+40ec155e58.nv24.3`` becomes ``2.3.0+40ec155e58.nv24.3``, so that it satisfies
-    ``torch>=2.3``. A version that is not valid by PEP 440, as some of Debian's packages have, is left out,
-    because pip could not read it as a constraint.
+    For example, NVIDIA's torch ``2.3.0a0+40ec155e58.nv24.3`` becomes ``2.3.0+40ec155e58.nv24.3``, which
+    satisfies ``torch>=2.3``. Some packages of Debian have versions that PEP 440 does not allow. They are left
+    out, because pip could not read them as constraints.
     """
+    # pip's own copy of packaging is used, because the image may not have packaging itself.
     versioning = importlib.import_module("pip._vendor.packaging.version")
     result = {}
     for name, text in versions.items():
@@ -193,19 +199,19 @@ def released(versions: Mapping[str, str]) -> dict[str, str]:
 
 
 def write_shadows(folder: Path, versions: Mapping[str, str]) -> None:
-    """Write copies of the metadata of installed packages into `folder`, with other versions in them.
+    """Write copies of the metadata of installed packages into `folder`, with other versions.
 
-    pip searches `folder` first, and takes the version there for that of the installed package.
+    pip searches `folder` first, so it takes the version there for the version of the installed package.
 
     Parameters
     ----------
-    versions : the version to write for each package, by its name.
+    versions : the version to write for each package, by name.
     """
     folder.mkdir()
     for name, version in versions.items():
         distribution = metadata.distribution(name)
         text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or f"Name: {name}\n"
-        # The version is replaced only in the header, because a description may have such a line, too.
+        # The version is replaced in the header only, because the description may have a line "Version:", too.
         header, blank_line, description = text.partition("\n\n")
         other_lines = re.sub(r"(?m)^Version:.*\n?", "", header).rstrip("\n")
         new_text = f"{other_lines}\nVersion: {version}{blank_line}{description}\n"
@@ -218,8 +224,8 @@ def write_shadows(folder: Path, versions: Mapping[str, str]) -> None:
 def pip_environment(folder: Path, shadows: Path) -> dict[str, str]:
     """Return the environment variables for pip.
 
-    They are those of the image, with three changes: temporary folders are in `folder`, Python finds the
-    metadata in `shadows` before that of the image's packages, and pip asks no questions.
+    They are the variables of the image, with three changes. Temporary files go to `folder`. Python finds the
+    metadata in `shadows` before that of the image's packages. And pip asks no questions.
     """
     env = dict(os.environ)
     for name in ("TMPDIR", "PIP_CACHE_DIR"):
@@ -237,7 +243,7 @@ def pip_environment(folder: Path, shadows: Path) -> dict[str, str]:
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "PIP_NO_INPUT": "1",
         "PIP_ROOT_USER_ACTION": "ignore",
-        # A node without a network is to say so within a minute.
+        # Without a network, pip should fail within a minute.
         "PIP_RETRIES": "2",
         "PIP_DEFAULT_TIMEOUT": "15",
     }
@@ -245,7 +251,7 @@ def pip_environment(folder: Path, shadows: Path) -> dict[str, str]:
 
 
 def fetch_pip(target: Path, options: list[str], env: Mapping[str, str]) -> None:
-    """Install pip into the folder `target` with the image's uv.
+    """Install pip into the folder `target`, with the uv of the image.
 
     Raises
     ------
@@ -258,20 +264,20 @@ def fetch_pip(target: Path, options: list[str], env: Mapping[str, str]) -> None:
     if "PIP_INDEX_URL" in env:
         env["UV_DEFAULT_INDEX"] = env["PIP_INDEX_URL"]
     run([uv, "pip", "install", "--python", sys.executable, "--target", str(target), *options, "pip"], env)
-    sys.path.append(str(target))  # `released` imports a part of pip
+    sys.path.append(str(target))  # `released` imports a module of pip
 
 
 def run_pip(arguments: list[str], env: Mapping[str, str]) -> None:
-    """Run ``pip install`` with `arguments`."""
+    """Run ``pip install`` with `arguments`, and ignore packages in the user's home folder."""
     run([sys.executable, "-s", "-m", "pip", "install", "--no-warn-script-location", *arguments], env)
 
 
 def run(argv: list[str], env: Mapping[str, str]) -> None:
-    """Run a program, and print its output line by line while it runs.
+    """Run a program, and print each line of its output as it arrives.
 
     Raises
     ------
-    Failure : the program exited with an error. The failure has all of its output.
+    Failure : the program exited with an error. The failure contains all of its output.
     """
     lines = []
     with subprocess.Popen(
@@ -286,10 +292,10 @@ def run(argv: list[str], env: Mapping[str, str]) -> None:
 
 
 def exact_requirements(items: list[dict[str, Any]]) -> list[str]:
-    """Return the lines of a requirements file for exactly the items of pip's report.
+    """Return the lines of a requirements file that install exactly the items of pip's report.
 
-    An example is ``einops==0.8.0 --hash=sha256:5f...``. No line has a hash if one of the items has none,
-    because pip requires a hash of all requirements as soon as one has it.
+    An example is ``einops==0.8.0 --hash=sha256:5f...``. If any item has no hash, no line gets one, because
+    pip requires all hashes as soon as there is one.
     """
     has_hashes = all(summary(item)["sha256"] for item in items)
     lines = []
@@ -302,9 +308,9 @@ def exact_requirements(items: list[dict[str, Any]]) -> list[str]:
 
 
 def exact_requirement(item: Mapping[str, Any]) -> str:
-    """Return the requirement of one item of pip's report, without a hash: ``einops==0.8.0``.
+    """Return the requirement for one item of pip's report, without a hash, such as ``einops==0.8.0``.
 
-    A package of a URL or repository has the form ``NAME @ git+https://...@COMMIT``.
+    A package from a URL or a repository has the form ``NAME @ git+https://...@COMMIT``.
     """
     name = item["metadata"]["name"]
     if not item.get("is_direct"):
@@ -317,9 +323,9 @@ def exact_requirement(item: Mapping[str, Any]) -> str:
 
 
 def summary(item: Mapping[str, Any]) -> dict[str, str]:
-    """Return the name, version and SHA-256 of a package in pip's report (``pip install --report``).
+    """Return the name, version and SHA-256 digest of a package in pip's report (``pip install --report``).
 
-    The SHA-256 is that of the downloaded file. It is empty for a folder or a repository.
+    The digest is that of the downloaded file. It is empty for a folder or a repository.
     """
     archive = item["download_info"].get("archive_info") or {}
     # pip before 23.0 writes only the key ``hash``, whose value is ``sha256=DIGEST``.
@@ -332,15 +338,15 @@ def summary(item: Mapping[str, Any]) -> dict[str, str]:
 
 
 def is_module(name: str) -> bool:
-    """Return whether a file or folder called `name` in the folder of packages can be imported.
+    """Return whether Python can import a file or folder called `name` in the folder of packages.
 
-    ``einops`` and ``six.py`` can; ``einops-0.8.0.dist-info`` and ``bin`` cannot.
+    It can import ``einops`` and ``six.py``, but not ``einops-0.8.0.dist-info`` and ``bin``.
     """
     return name.partition(".")[0].isidentifier() and name not in ("bin", "__pycache__")
 
 
 def canonical(name: str) -> str:
-    """Return the normalised name of a package: ``Ruamel.YAML_clib`` -> ``ruamel-yaml-clib``."""
+    """Return the normalized name of a package: ``Ruamel.YAML_clib`` -> ``ruamel-yaml-clib``."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 

@@ -1,7 +1,7 @@
-"""The record at the end of a squashfs with packages: which packages it holds, and which image they are for.
+"""The record at the end of a squashfs with packages. It lists the packages and the image that they are for.
 
-A mount ignores everything that follows a squashfs in a file. The .sqsh of an image ends in the same way
-(`sif.sqsh`), with another mark.
+Everything that follows a squashfs in a file is ignored when the file is mounted. The .sqsh of an image has a
+record in the same place (`sif.sqsh`), which ends with other bytes.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 MOUNT_FOLDER = "/run/imgkit/packages"
-"""The folder of a container below which each file with packages is mounted.
+"""The folder in a container that has a subfolder for each file with packages, where the file is mounted.
 
-No part of it is called site-packages: the node agent removes such folders from a PYTHONPATH of the host.
+No folder of this path is called site-packages, because the node agent removes such folders from PYTHONPATH if
+it comes from the host.
 """
-# The last bytes of the file, by which it is recognized.
+# The last bytes of a file with packages. They identify it.
 _MAGIC = b"IMGKPACK"
 _SCHEMA = 1
 _HINT = "imgkit add PACKAGE --image X.sif, with another name by -o if the file is not one of packages"
 END_BYTES = 1 << 20
-"""Number of bytes at the end of a file in which its record is. `files.read_trailer` reads no larger one."""
+"""The number of bytes at the end of a file in which `files.read_trailer` looks for its record."""
 EDGE_BYTES = 65536
-"""Number of bytes at each end of an image file that stand for the content of the file.
+"""The number of bytes at each end of an image file whose digest stands for the whole content.
 
-A .sif begins with its table and its superblock. It ends with the tables of its squashfs, which hold the
-position, size and time of every file. To read the whole file would take a minute on each node.
+A .sif begins with its table of objects and the superblock of its squashfs. It ends with the tables of the
+squashfs, which have the position, size and time of every file. To read the whole file would take a minute on
+each node.
 """
 
 
@@ -49,7 +51,7 @@ class AddedPackage:
     name: str
     version: str
     sha256: str
-    """Digest of the wheel or source archive that pip read. It is empty for a folder or a repository."""
+    """The digest of the wheel or source archive that pip read. It is empty for a folder or a repository."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +63,9 @@ class PackagesRecord:
     image: str
     """Name of the image's file."""
     image_digest: str
-    """Digest of the image's file, as the function `image_digest` returns it."""
+    """The digest of the image's file, as the function `image_digest` returns it."""
     image_id: str
-    """Digest of the image's configuration. It is empty if imgkit did not write the image's file."""
+    """The digest of the image's configuration. It is empty if imgkit did not write the image's file."""
     arch: str
     """Architecture of the image, such as ``amd64``."""
     python: str
@@ -72,20 +74,20 @@ class PackagesRecord:
     """The arguments of `imgkit add` that decide what is installed, as in `AddRequest.arguments`."""
     packages: tuple[AddedPackage, ...]
     modules: tuple[str, ...]
-    """The names that a program imports, such as ``einops``."""
+    """The names that a program can import, such as ``einops``."""
     squashfs_sha256: str
-    """Digest of the squashfs before the record."""
+    """The digest of the squashfs, without the record that follows it."""
 
     def command(self, image: str, file: str) -> str:
-        """Return the `imgkit add` command that makes a file with the same packages as `file` for `image`."""
+        """Return the `imgkit add` command that would make `file` with the same packages for `image`."""
         return shlex.join(("imgkit", "add", *self.arguments, "--image", image, "-o", file))
 
 
 def image_digest(path: Path) -> str:
     """Return a SHA-256 digest, in hex, that stands for the content of the image file `path`.
 
-    It covers the first and the last `EDGE_BYTES` of the file, and its size, so that a file of gigabytes is
-    not read as a whole. `digest_command` computes the same digest on machines without imgkit.
+    It covers the size of the file, and its first and last `EDGE_BYTES`, so that a large file is not read as a
+    whole. `digest_command` computes the same digest on machines without imgkit.
     """
     with files.open_regular(path) as stream:
         size_bytes = os.fstat(stream.fileno()).st_size
@@ -96,10 +98,10 @@ def image_digest(path: Path) -> str:
 
 
 def read_image_id(image: Path) -> str:
-    """Return the id of the image in a .sif of this machine, or "" if the file has none.
+    """Return the id of the image in a .sif on this machine, or "" if the file has none.
 
-    Packages also fit an image with this id (`refuse_unfit`): a .sif that imgkit has packed again from the
-    same image has another digest, but the same id.
+    `refuse_unfit` compares this id as well as the digest of the file. If imgkit converts the same image
+    again, the new .sif has another digest but the same id, so packages made for the old one still fit.
     """
     if not sif_image.is_sif(image):
         return ""
@@ -108,24 +110,24 @@ def read_image_id(image: Path) -> str:
 
 
 def digest_command(variable: str) -> str:
-    """Return the shell command that prints ``image_digest`` of a file, and then ``  -``.
+    """Return the shell command that prints the ``image_digest`` of a file, followed by ``  -``.
 
     Parameters
     ----------
-    variable : the shell's text for the path of the file, such as ``$image``.
+    variable : the shell variable with the path of the file, such as ``$image``.
     """
     ends = f'head -c {EDGE_BYTES} "{variable}"; tail -c {EDGE_BYTES} "{variable}"'
     return f'{{ {ends}; stat -L -c %s "{variable}"; }} | sha256sum'
 
 
 def to_bytes(record: PackagesRecord) -> bytes:
-    """Return the bytes to append to the squashfs that `record` describes."""
+    """Return the bytes that store `record` when they are appended to its squashfs."""
     values = json_text.seal({"schema": _SCHEMA, **dataclasses.asdict(record)})
     return files.make_trailer(json.dumps(values, indent=1).encode(), _MAGIC)
 
 
 def is_packages(path: Path) -> bool:
-    """Return whether the file `path` ends with the mark of `imgkit add`. An unreadable file does not."""
+    """Return whether `imgkit add` wrote the file `path`. Return False if the file cannot be read."""
     try:
         with files.open_regular(path) as stream:
             return files.has_trailer(stream, _MAGIC)
@@ -134,12 +136,12 @@ def is_packages(path: Path) -> bool:
 
 
 def read(path: Path) -> PackagesRecord:
-    """Return the record of the file `path`.
+    """Return the record at the end of the file `path`.
 
     Raises
     ------
     UsageError : there is no such file, or `imgkit add` did not write it.
-    CheckFailed : its record is damaged.
+    CheckFailed : the record is damaged.
     """
     if not path.exists():
         raise UsageError("there is no such file", where=str(path), hint=_HINT)
@@ -149,13 +151,13 @@ def read(path: Path) -> PackagesRecord:
 
 
 def squashfs_sha256(path: Path) -> str:
-    """Compute the digest of the squashfs in `path`, without the record after it.
+    """Compute the digest of the squashfs in `path`, without the record that follows it.
 
-    It can be compared with `PackagesRecord.squashfs_sha256`, to find out if the file is damaged.
+    If the digest differs from `PackagesRecord.squashfs_sha256`, the file is damaged.
 
     Raises
     ------
-    UsageError, CheckFailed : in the cases of `read`.
+    UsageError, CheckFailed : as in `read`.
     """
     read(path)  # raises an error if the record is missing or damaged
     with files.open_regular(path) as stream:
@@ -165,7 +167,7 @@ def squashfs_sha256(path: Path) -> str:
 
 
 def parse_end(end: bytes, path: str) -> PackagesRecord:
-    """Return the record in `end`, the last `END_BYTES` of a file, which may be on another machine.
+    """Return the record in `end`, the last `END_BYTES` of a file. The file may be on another machine.
 
     Raises
     ------
@@ -177,6 +179,7 @@ def parse_end(end: bytes, path: str) -> PackagesRecord:
     try:
         text = files.read_trailer(io.BytesIO(end), 0, len(end), _MAGIC) or b""
         values = json_text.parse(text)
+        # This raises an error if the digest that `to_bytes` has added does not match.
         json_text.unseal(values)
         if values.pop("schema") != _SCHEMA:
             raise ValueError("another version of imgkit wrote it")
@@ -191,21 +194,21 @@ def refuse_unfit(
 ) -> None:
     """Refuse files with packages that were made for another image, or that contradict each other.
 
-    pip has chosen the packages for the versions in one image, so in another image they may fail.
+    pip chose the packages to fit the versions in one image. In another image they may fail.
 
     Parameters
     ----------
     records : the path and the record of each file.
-    image : the image's path, for messages.
-    digests : the digests of the image's file and of its configuration, as far as they are known. A file fits
-        if it was made for one of them. An empty digest stands for an unknown one.
+    image : the path of the image, for messages.
+    digests : the digests of the image's file and of its configuration. An empty digest is unknown and
+        ignored. A file fits if it was made for one of the digests.
 
     Raises
     ------
-    UsageError : a file was made for another image, or a package is in two files with different versions.
+    UsageError : a file was made for another image, or two files have different versions of a package.
     """
     image_digests = set(digests) - {""}
-    # For each package by its normalised name: the first file that has it, and the version there.
+    # The first file that has a package and the version there, by the normalized name of the package.
     first_versions: dict[str, tuple[str, str]] = {}
     for path, record in records:
         if image_digests.isdisjoint((record.image_digest, record.image_id)):
@@ -226,11 +229,11 @@ def refuse_unfit(
 
 
 def read_records_for(paths: Iterable[str], image: Path) -> tuple[PackagesRecord, ...]:
-    """Return the records of the files `paths`, after checking that a job can use the files with `image`.
+    """Return the records of the files `paths`, after a check that a job can use the files with `image`.
 
     Raises
     ------
-    UsageError, CheckFailed : in the cases of `read` and of `refuse_unfit`.
+    UsageError, CheckFailed : as in `read` and in `refuse_unfit`.
     """
     records = [(path, read(Path(path))) for path in paths]
     digests = [read_image_id(image)]
@@ -241,24 +244,24 @@ def read_records_for(paths: Iterable[str], image: Path) -> tuple[PackagesRecord,
 
 
 def mount_path(number: int) -> str:
-    """Return the path in a container of the file with packages of this `number`. The first one is 1."""
+    """Return the path in a container at which a file with packages is mounted. `number` counts from 1."""
     return f"{MOUNT_FOLDER}/{number}"
 
 
 def search_path_script(count: int) -> str:
-    """Return a line of sh that runs its arguments with a PYTHONPATH and PATH for `count` files with packages.
+    """Return a line of shell that runs its arguments with the packages of `count` files on Python's path.
 
-    So Python finds added packages before those of the image.
+    It sets PATH and PYTHONPATH so that Python finds the added packages before those of the image.
     """
-    folders = [mount_path(number) for number in range(1, count + 1)]
+    folders = [mount_path(file_number) for file_number in range(1, count + 1)]
     path = ":".join(f"{folder}/bin" for folder in folders)
     python_path = ":".join(folders)
     return f'export PYTHONPATH="{python_path}${{PYTHONPATH:+:$PYTHONPATH}}" PATH="{path}:$PATH"; exec "$@"'
 
 
 def is_mountable(path: str) -> bool:
-    """Return whether a runtime can bind the file `path`.
+    """Return whether a container runtime can mount the file `path`.
 
-    A colon or a comma would end the path in the option, and the other characters have a meaning for a shell.
+    A colon or a comma would end the path in the mount option. The other characters have a meaning in a shell.
     """
     return re.search(r"[:,\x00-\x1f\x7f\"'\\%`$]", path) is None

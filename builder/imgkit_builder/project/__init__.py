@@ -1,1 +1,1 @@
-"""A project folder of the user: its ``imgkit.toml``, the files of ``imgkit init``, and sources of values."""
+"""The user's project folder: ``imgkit.toml``, the files of ``imgkit init``, and where values come from."""

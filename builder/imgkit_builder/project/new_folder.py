@@ -1,6 +1,7 @@
 """Write the files of ``imgkit init`` into a folder.
 
-These are ``imgkit.toml``, a recipe and ``.gitignore``, and an example program if the folder has no Python.
+The files are ``imgkit.toml``, a recipe and ``.gitignore``. If the folder has no Python files, an example
+program is written as well.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from imgkit_entrypoints.errors import UsageError
 # The example program.
 PROGRAM = "train.py"
 GITIGNORE = ".gitignore"
-# The time limit in a new imgkit.toml, where neither the user nor the recipe sets one.
+# The time limit in a new imgkit.toml if neither the user nor the recipe sets one.
 _TIME = "30m"
-# What imgkit writes into a folder, in the syntax of .gitignore.
+# The files that imgkit writes into a project folder, in the syntax of .gitignore.
 _OUTPUTS = ("runs/", "*.sif", "*.sqsh")
 
 
@@ -38,23 +39,23 @@ class NewFolder:
 
     folder: Path
     recipe: str
-    """The recipe that the folder's own recipe extends: a shipped name or a path, as the user typed it."""
+    """The recipe that the folder's own recipe will extend: a shipped name or a path, as the user typed it."""
     parent: Target
-    """That recipe."""
+    """The recipe to extend, as it was loaded."""
     remote: str = ""
     values: Mapping[str, str]
-    """The values of flags for the keys account, queue, qos and time. Empty: the flag was not given."""
+    """The values of the flags for account, queue, qos and time. It is empty for a flag that was not given."""
     nodes: str = ""
     """The value of the flag ``--nodes``."""
 
     @property
     def name(self) -> str:
-        """The name of the image and its jobs, made from that of the folder: ``My Project`` -> ``my-project``.
+        """The name of the image and its jobs, such as ``my-project`` for the folder ``My Project``.
 
-        It is ``project`` if no valid name is left.
+        If no valid name can be made from the folder's name, the result is ``project``.
         """
         name = re.sub(r"[^a-z0-9]+", "-", self.folder.name.lower()).strip("-")[:40]
-        if not name or any(rules.recipe_name(name)):  # the rule yields what is wrong with a name
+        if not name or any(rules.recipe_name(name)):  # the rule yields a text for each mistake in a name
             return "project"
         return name
 
@@ -65,7 +66,7 @@ class NewFolder:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The command of jobs. Empty if the folder has several programs that a job may start, or none."""
+        """The command of jobs. Empty if it is unclear which program of the folder a job should start."""
         if not program.has_code(self.folder):
             return ("dist-run", PROGRAM, "--epochs", "5")
         programs = program.find_start_scripts(self.folder)
@@ -75,26 +76,26 @@ class NewFolder:
 
     @property
     def unfit_reason(self) -> str:
-        """Why the image needs all files of the folder's project. Empty if it does not need them."""
+        """Why pip needs all files of the project to install it. Empty if it does not need them."""
         if not program.is_project(self.folder):
             return ""
         return skeleton.unfit_reason(self.folder)
 
     @property
     def copies_code(self) -> bool:
-        """Whether the image has to hold the folder's code, because jobs cannot mount it.
+        """Whether the image has to contain the folder's code, because jobs cannot mount it.
 
-        That is so where jobs run in pods, which get no other code. It is also so for a project of which pip
-        needs all files to install it.
+        This is the case if jobs run in pods, which cannot mount a folder of this machine. It is also the case
+        if pip needs all files of the project to install it.
         """
         is_isolated = runtimes.get_runtime(self.parent.system.runtime.kind).is_isolated
         return is_isolated or bool(self.unfit_reason)
 
 
 def file_texts(options: NewFolder) -> Mapping[str, str]:
-    """Return the content of each file that ``imgkit init`` writes, by the name of the file.
+    """Return the content of each file that ``imgkit init`` writes, by file name.
 
-    For a folder with Python files, there is no example program. The files then name the packages and the
+    If the folder has Python files, there is no example program. Then the files name the packages and the
     command of the folder's own program.
     """
     parent = options.parent
@@ -111,6 +112,7 @@ def file_texts(options: NewFolder) -> Mapping[str, str]:
         "pip": program.pip_steps(options.folder, editable=not options.copies_code),
         **_queue_values(options),
     }
+    # The template of each file, by the name of the file.
     sources = {toml_file.NAME: toml_file.NAME, options.recipe_file: "recipe.yaml", GITIGNORE: "gitignore"}
     if not program.has_code(options.folder):
         sources[PROGRAM] = PROGRAM
@@ -122,19 +124,22 @@ def file_texts(options: NewFolder) -> Mapping[str, str]:
 
 
 def _parent_reference(options: NewFolder) -> str:
-    """Return what the folder's recipe extends: a name, or a path that begins with ``./`` or ``../``."""
+    """Return the value of ``extends`` in the folder's recipe: a shipped name, or a path.
+
+    A path begins with ``./`` or ``../``.
+    """
     if not is_path(options.recipe):
         return options.recipe
-    # A path from the folder, so that the folder and the recipe can move or be cloned together.
+    # The path is relative to the folder, so that folder and recipe can be moved or cloned together.
     path = os.path.relpath(options.parent.file.resolve(), options.folder.resolve())
     return path if path.startswith("../") else f"./{path}"
 
 
 def _queue_values(options: NewFolder) -> dict[str, Any]:
-    """Return the values of the templates that tell how a job asks the scheduler for nodes.
+    """Return the template values for the keys of imgkit.toml that describe what a job asks the scheduler for.
 
-    Keys of imgkit.toml with a value, and keys that the user has to fill in, are under ``queue``. Keys that
-    the user may add are under ``unused``, which the template writes as comments.
+    The keys under ``queue`` have a value, or the user must fill them in. The keys under ``unused`` are
+    optional. The template writes them as comments.
     """
     parent = options.parent
     system = systems.get_system(parent.system.scheduler)
@@ -150,7 +155,7 @@ def _queue_values(options: NewFolder) -> dict[str, Any]:
         elif key in system.uses:  # imgkit run warns about a key that the scheduler does not use
             unused_keys.append(key)
     nodes = options.nodes
-    if not nodes and not system.abilities.takes_hosts:  # a list of hosts (--hosts) sets the nodes
+    if not nodes and not system.abilities.takes_hosts:  # a list of hosts (--hosts) sets their number
         nodes = "1"
     return {
         "queue": queue.items(),
@@ -160,7 +165,7 @@ def _queue_values(options: NewFolder) -> dict[str, Any]:
 
 
 def _job_command(options: NewFolder) -> tuple[str, ...]:
-    """Return the command of jobs, with the program's path in the image if the code is there."""
+    """Return the command of jobs. If the code is in the image, the program has its path there."""
     if not options.command or not options.copies_code:
         return options.command
     launcher, name, *arguments = options.command
@@ -168,7 +173,7 @@ def _job_command(options: NewFolder) -> tuple[str, ...]:
 
 
 def _required_keys(parent: Target) -> Mapping[str, bool]:
-    """Return each key that a job on the system of `parent` needs, and whether that recipe sets it."""
+    """Return each key that a job on the parent recipe's system needs, and whether that recipe sets it."""
     queue = parent.system.queue
     has_value: dict[str, bool] = {}
     for field in queue.required:
@@ -178,13 +183,13 @@ def _required_keys(parent: Target) -> Mapping[str, bool]:
 
 
 def next_steps(options: NewFolder, folder: Path) -> Iterator[str]:
-    """Yield the steps that follow ``imgkit init``, one a line.
+    """Yield the steps to take after ``imgkit init``, one step per line.
 
-    They are commands, or keys of imgkit.toml to fill in. Values that only the user knows are in capitals.
+    A step is a command, or a key of imgkit.toml to fill in. Values that only the user knows are in capitals.
 
     Parameters
     ----------
-    folder : the folder of `options` as the user typed it.
+    folder : the folder in `options`, as the user typed it.
     """
     parent = options.parent
     if not options.command:
@@ -194,7 +199,7 @@ def next_steps(options: NewFolder, folder: Path) -> Iterator[str]:
     if starts_sif and not options.remote:
         yield "imgkit remote add NAME USER@HOST:DIR, and its name in imgkit.toml"
     for key, has_value in _required_keys(parent).items():
-        # imgkit.toml has a time limit already.
+        # The new imgkit.toml always has a time limit.
         if not has_value and key != "time" and not options.values[key]:
             yield f"{key} in imgkit.toml, which {parent.name} needs"
     commands = _run_commands(options)
@@ -204,9 +209,9 @@ def next_steps(options: NewFolder, folder: Path) -> Iterator[str]:
 
 
 def _run_commands(options: NewFolder) -> list[str]:
-    """Return the commands that build the image and run a job, for the user to type.
+    """Return the commands that the user can type to build the image and run a job.
 
-    They depend on the runtime of the system: pods need a registry, and pyxis needs a .sqsh.
+    They depend on the runtime of the system. For example, pods need a registry, and pyxis needs a .sqsh.
     """
     recipe = f"./{options.recipe_file}"
     image = f"REGISTRY/{options.name}:1"
@@ -219,7 +224,8 @@ def _run_commands(options: NewFolder) -> list[str]:
     }
     system = options.parent.system
     kind = system.runtime.kind
-    # The others start a .sif on a cluster, for which imgkit run does all steps.
+    # The other runtimes start a .sif on a cluster. For them, imgkit run builds, converts and copies the
+    # image.
     commands = commands_of_runtime.get(kind, ["imgkit run --dry-run && imgkit run"])
     takes_hosts = systems.get_system(system.scheduler).abilities.takes_hosts
     if takes_hosts and not runtimes.get_runtime(kind).image_suffix:
@@ -230,13 +236,13 @@ def _run_commands(options: NewFolder) -> list[str]:
 def write_files(folder: Path, contents: Mapping[str, str]) -> tuple[Path, ...]:
     """Write each file of `contents` that does not exist yet, and return the paths of the new files.
 
-    A file of the user is never replaced.
+    Existing files are never replaced.
 
     Raises
     ------
-    UsageError : a value is wrong, or the folder has an imgkit.toml. In both cases nothing is written.
+    UsageError : a value is wrong, or the folder already has an imgkit.toml. In both cases nothing is written.
     """
-    # This finds a wrong value of a flag before any file is written.
+    # Parsing the content finds a wrong value of a flag before any file is written.
     toml_file.parse_text(contents[toml_file.NAME], folder / toml_file.NAME)
     if os.path.lexists(folder / toml_file.NAME):
         raise UsageError(
@@ -250,10 +256,10 @@ def write_files(folder: Path, contents: Mapping[str, str]) -> tuple[Path, ...]:
 
 
 def complete_gitignore(folder: Path) -> tuple[str, ...]:
-    """Add missing lines for imgkit's outputs, such as ``*.sif``, to the user's .gitignore, and return them.
+    """Add missing lines for imgkit's outputs, such as ``*.sif``, to the user's .gitignore.
 
-    Without these lines git would add images of gigabytes. The other lines of the template are not added, as
-    they could hide files of the user.
+    Return the lines that were added. Without them, git would add image files of many GB. The other lines of
+    the template are not added, because they could hide files of the user.
     """
     path = folder / GITIGNORE
     if path.is_symlink() or not path.is_file():

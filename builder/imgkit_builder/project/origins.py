@@ -1,6 +1,6 @@
-"""Combine flags with the values of ``imgkit.toml``, and tell where each value of a job comes from.
+"""Combine flags with the values of ``imgkit.toml``, and find out where each value of a job comes from.
 
-A flag takes precedence over ``imgkit.toml``, and ``imgkit.toml`` over the recipe.
+A flag takes precedence over ``imgkit.toml``, and ``imgkit.toml`` takes precedence over the recipe.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from imgkit_builder.recipe.problems import Position, shorten_path
 from imgkit_builder.recipe.targets import Target
 
 _KEYS = ("account", "queue", "qos", "time", "nodes", "group_readable")
-"""Keys of the file that are also flags of a job. The flag replaces the key."""
+"""Keys of imgkit.toml that are also flags of a job. A flag replaces the key."""
 _RECIPE_KEYS = {
     "gpus": ("system.node.gpus",),
     "cpus": ("system.node.cpus_per_gpu", "system.node.cpus"),
@@ -34,18 +34,19 @@ _RECIPE_KEYS = {
     "runtime": ("system.runtime.kind",),
     "workdir": ("image.workdir",),
 }
-"""The keys of a recipe that can set a value. The first of them that the recipe has counts."""
+"""The keys of a recipe that can set a value, by the name of the value. The first key that is set counts."""
 
 
 def fill_from_file(request: JobRequest, project: ProjectFile | None) -> JobRequest:
-    """Return `request`, which has the values of flags only, with those of imgkit.toml where no flag is given.
+    """Return `request` with the values of imgkit.toml added. Before, it has only the values of flags.
 
-    ``--bind``, ``--env`` and ``--option`` add to the values of the file, but a variable of a flag replaces
-    the file's variable of the same name. The job runs in the file's folder, unless a flag names another one.
+    A flag replaces the value of the file. But ``--bind``, ``--env`` and ``--option`` add to the file's lists,
+    except that a variable of ``--env`` replaces a variable of the same name. The job runs in the folder of
+    the file, unless a flag names another folder.
 
     Parameters
     ----------
-    project : the content of imgkit.toml. With None, the request is returned unchanged.
+    project : the content of imgkit.toml. If it is None, the request is returned unchanged.
     """
     if project is None:
         return request
@@ -69,7 +70,7 @@ def fill_from_file(request: JobRequest, project: ProjectFile | None) -> JobReque
     for flag in declared_options(JobRequest):
         if flag.field in _KEYS:
             changes[flag.field] = flag.value(request) or getattr(values, flag.field)
-    # An interactive job without a command opens a shell. The command of the file is for the other jobs.
+    # An interactive job without a command opens a shell. The command in the file is meant for other jobs.
     if not request.launch.command and not request.launch.interactive:
         changes["command"] = values.command
     if source.sets_directory:
@@ -84,29 +85,29 @@ def fill_from_file(request: JobRequest, project: ProjectFile | None) -> JobReque
 
 
 def _location_text(position: Position) -> str:
-    """Return the name and line of `position`, for example ``imgkit.toml:4``."""
+    """Return the file name and line of `position`, such as ``imgkit.toml:4``."""
     return f"{shorten_path(position.file).name}:{position.line}"
 
 
 def _variable_names(items: Sequence[str]) -> list[str]:
-    """Return the names in `items`, each of which is ``NAME=VALUE`` or ``NAME``."""
+    """Return the names of the variables in `items`, which have the form ``NAME=VALUE`` or ``NAME``."""
     return [item.partition("=")[0] for item in items]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueSource:
-    """One value of a job, and the flag or the line of a file that sets it."""
+    """A value of a job, together with the flag or the line of a file that sets it."""
 
     name: str
     value: str
     flag: str = ""
-    """The flag that sets the value. Empty if no flag does."""
+    """The flag that sets the value. Empty if no flag sets it."""
     position: Position | None = None
-    """The place in ``imgkit.toml`` or in a recipe that sets the value. None if no file does."""
+    """The position in ``imgkit.toml`` or in a recipe that sets the value. None if no file sets it."""
 
     @property
     def source(self) -> str:
-        """The source as text for people: ``--time``, ``imgkit.toml:4``, ``mn5.yaml:12`` or ``default``."""
+        """The source as text: ``--time``, ``imgkit.toml:4``, ``mn5.yaml:12`` or ``default``."""
         if self.flag:
             return self.flag
         if self.position is None:
@@ -117,17 +118,18 @@ class ValueSource:
 def find_value_source(
     name: str, value: str, *, flag: str, project: ProjectFile | None, default: Position | None = None
 ) -> ValueSource:
-    """Return the value `name` with its source, which is a flag, or else imgkit.toml, or else the recipe.
+    """Return the value called `name` with its source: a flag, or else imgkit.toml, or else the recipe.
 
     Parameters
     ----------
-    flag : the flag that was given, or "".
-    project : the ``imgkit.toml``, which is the source if it sets the key `name`.
-    default : the place in the recipe that sets the value. None if the recipe does not set it.
+    flag : the flag that was given, or "" if there is none.
+    project : the ``imgkit.toml``. It is the source if it sets the key `name` and there is no flag.
+    default : the position in the recipe that sets the value, or None if the recipe does not set it.
     """
     if flag:
         return ValueSource(name=name, value=value, flag=flag)
     position = default
+    # A value is called like its flag, "group-readable", and a key has underscores.
     key = name.replace("-", "_")
     if project and getattr(project.values, key, None):
         position = project.positions[key]
@@ -135,17 +137,17 @@ def find_value_source(
 
 
 def list_value_sources(job: Job, flags: JobRequest, project: ProjectFile | None) -> Iterator[ValueSource]:
-    """Yield every value of `job` with its source: ``time 1:00:00 imgkit.toml:4``.
+    """Yield every value of `job` with its source, such as ``time 1:00:00 imgkit.toml:4``.
 
     Parameters
     ----------
-    flags : the request before the values of imgkit.toml were added, so that a value in it comes from a flag.
+    flags : the request before the values of imgkit.toml were added. Its values all come from flags.
     """
     if project is None:
         project = ProjectFile(file=Path(), values=ProjectValues(), positions={})
     yield from _single_value_sources(job, flags, project)
     yield from _list_item_sources(job, flags, project)
-    # The flags that belong to one kind of scheduler. No file sets them.
+    # Flags that belong to one kind of scheduler. They cannot be set in a file.
     for system_flags in flags.system_flags:
         for declared_flag in declared_options(type(system_flags)):
             value = declared_flag.value(system_flags)
@@ -155,8 +157,8 @@ def list_value_sources(job: Job, flags: JobRequest, project: ProjectFile | None)
 
 
 def _single_value_sources(job: Job, flags: JobRequest, project: ProjectFile) -> Iterator[ValueSource]:
-    """Yield the values that are set as a whole by one flag or one key, such as the time, and no lists."""
-    # A value has the name of its flag without the dashes. --no-code also decides about the value "code".
+    """Yield the values that a single flag or key sets as a whole, such as the time. Lists are left out."""
+    # A value has the name of its flag without the dashes. --no-code also sets the value "code".
     flag_of_value = {}
     for flag in flags_in(flags):
         flag_of_value[flag.lstrip("-").removeprefix("no-")] = flag
@@ -172,7 +174,7 @@ def _single_value_sources(job: Job, flags: JobRequest, project: ProjectFile) -> 
 
 
 def _recipe_position(recipe: Target, name: str) -> Position | None:
-    """Return the position in the recipe that sets the value `name`. None if the recipe does not set it."""
+    """Return the position in the recipe that sets the value `name`, or None if the recipe does not set it."""
     for key in _RECIPE_KEYS.get(name, ()):
         position = recipe.positions.get(tuple(key.split(".")))
         if position is not None:
@@ -181,11 +183,11 @@ def _recipe_position(recipe: Target, name: str) -> Position | None:
 
 
 def _single_values(job: Job) -> dict[str, Any]:
-    """Return each value that one flag or one key sets, by its name."""
+    """Return each value of the job that a single flag or key sets, by its name."""
     allocation = job.allocation
     values = {"nodes": allocation.size, "gpus": allocation.gpus, "cpus": allocation.cpus}
     memory = allocation.memory
-    if memory is not None:  # otherwise the scheduler decides about it
+    if memory is not None:  # otherwise the scheduler decides how much memory the job gets
         values[memory.flag.lstrip("-")] = size_text(memory.size_MiB)
     return {
         **values,
@@ -206,61 +208,64 @@ def _single_values(job: Job) -> dict[str, Any]:
 
 
 def _list_item_sources(job: Job, flags: JobRequest, project: ProjectFile) -> Iterator[ValueSource]:
-    """Yield the items of the values that are lists, such as mounts and variables, each with its source.
+    """Yield the items of the job's lists, such as mounts and variables, each with its source.
 
     The items of one list can come from the recipe, from imgkit.toml and from flags.
     """
     values = project.values
-    lines = project.positions
+    file_lines = project.positions
     recipe_lines = job.recipe.positions
-    binds = _ListSources("bind", flags.container.binds, values.binds, lines.get("binds"))
-    for number, bind in enumerate(job.container.binds):
-        # The recipe's binds come first. A flag may repeat one of them.
-        yield binds.find(bind, recipe_lines.get(("system", "runtime", "binds", number)))
-    data = _ListSources("data", (), values.data, lines.get("data"))
+    binds = _ListSources("bind", flags.container.binds, values.binds, file_lines.get("binds"))
+    for index, bind in enumerate(job.container.binds):
+        # The recipe's binds come first, so an index finds the line of the recipe. A flag may repeat one of
+        # them.
+        yield binds.find(bind, recipe_lines.get(("system", "runtime", "binds", index)))
+    data = _ListSources("data", (), values.data, file_lines.get("data"))
     for item in job.request.container.data:
         yield data.find(item)
-    packages = _ListSources("packages", flags.container.packages, values.packages, lines.get("packages"))
+    packages = _ListSources("packages", flags.container.packages, values.packages, file_lines.get("packages"))
     for package in flags.container.packages or job.request.container.requirements:
         yield packages.find(package)
     yield from _variable_sources(job, flags, project)
     flag_options = flags.allocation.options
-    options = _ListSources("option", flag_options, values.options, lines.get("options"))
-    for number, option in enumerate((*job.recipe.system.queue.options, *values.options, *flag_options)):
-        yield options.find(option, recipe_lines.get(("system", "queue", "options", number)))
+    options = _ListSources("option", flag_options, values.options, file_lines.get("options"))
+    for index, option in enumerate((*job.recipe.system.queue.options, *values.options, *flag_options)):
+        yield options.find(option, recipe_lines.get(("system", "queue", "options", index)))
 
 
 def _variable_sources(job: Job, flags: JobRequest, project: ProjectFile) -> Iterator[ValueSource]:
     """Yield the environment variables of the job, each with its source.
 
-    The value of a variable that the user names without a value may be a secret, and is not shown.
+    If the user names a variable without a value, the job gets the value that it has on this machine. This
+    value may be a secret, so it is not shown.
     """
     flag_names = _variable_names(flags.container.env)
     file_names = _variable_names(project.values.env)
     variables = _ListSources("env", flag_names, file_names, project.positions.get("env"))
     texts = {name: f"{name}={value}" for name, value in job.container.env.items()}
     for name in job.container.names:
+        # A variable that also has an explicit value is listed only with that value.
         texts.setdefault(name, f"{name} (with its value from here)")
     for name, text in texts.items():
         yield dataclasses.replace(variables.find(name), value=text)
 
 
 class _ListSources(NamedTuple):
-    """The flags and the line of imgkit.toml that can add items to a list, such as the mounts."""
+    """The flags and the line of imgkit.toml that can add items to one list of the job, such as its mounts."""
 
     name: str
     """The name of the flag that adds an item, without its dashes."""
     flag_items: Collection[str]
     file_items: Collection[str]
     file_line: Position | None
-    """The position of the list in imgkit.toml. None if that file does not set it."""
+    """The position of the list in imgkit.toml. None if the file does not set it."""
 
     def find(self, item: str, recipe_line: Position | None = None) -> ValueSource:
         """Return an item with its source: the recipe, or else a flag, or else imgkit.toml.
 
         Parameters
         ----------
-        recipe_line : the position of the item in the recipe. None if the recipe does not have it.
+        recipe_line : the position of the item in the recipe, or None if the item is not in the recipe.
         """
         if recipe_line is not None:
             return ValueSource(name=self.name, value=item, position=recipe_line)

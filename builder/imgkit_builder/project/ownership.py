@@ -1,7 +1,8 @@
-"""Refuse an ``imgkit.toml`` that other users can change, and files that it names.
+"""Refuse an ``imgkit.toml`` that other users can change, and files named in it that others can change.
 
-imgkit reads that file because it is in the current folder or above it. Its values decide where a job runs,
-what it mounts and what it starts. A path that the user has typed is taken as consent, and is not checked.
+imgkit finds an ``imgkit.toml`` in the current folder or above it and reads it without being asked. Its values
+decide where a job runs, what it mounts and what it starts. So another user who can write the file could run
+programs as this user. A path that the user has typed is not checked, because typing it is consent.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from imgkit_builder.recipe import load, lock_file, system_files
 from imgkit_entrypoints.errors import UsageError
 from imgkit_recipes import FOLDER
 
-# The option of the verbs that skips these checks.
+# The option of verbs that skips these checks.
 OPTION = "--trust-folder"
 _READ_IT = f"read it; if you trust it, add {OPTION}"
 
 
 def named_paths(project: ProjectFile, *, with_recipe: bool) -> Iterator[Path]:
-    """Yield the paths that decide what a job of `project` does, apart from its imgkit.toml itself.
+    """Yield the paths of files and folders that decide what a job of `project` does.
 
-    They are the code folder and ``hf.lock``, and with `with_recipe` also the recipe, its lock, and the files
-    that the recipe reads. The system files of a site are left out: an environment variable names their
-    folder, and `system_files` has stricter rules for them.
+    They are the folder of code and ``hf.lock``. With `with_recipe`, they are also the recipe, its lock, and
+    the files that the recipe reads. The imgkit.toml itself is not among them. System files of a site are left
+    out as well: an environment variable names their folder, and `system_files` has stricter rules for them.
     """
     if project.code is not None:
         yield project.code
@@ -40,7 +41,10 @@ def named_paths(project: ProjectFile, *, with_recipe: bool) -> Iterator[Path]:
 
 
 def _recipe_paths(file: Path) -> Iterator[Path]:
-    """Yield the path of a recipe or .sif, and for a recipe the paths of its lock and of what it reads."""
+    """Yield `file`, a recipe or .sif, and for a recipe also its lock and the files that it reads.
+
+    Shipped files and the system files of a site are left out.
+    """
     yield file
     if file.suffix not in (".yaml", ".yml") or not file.is_file():
         return
@@ -52,13 +56,14 @@ def _recipe_paths(file: Path) -> Iterator[Path]:
 
 
 def refuse_foreign(path: Path) -> None:
-    """Raise an error if users other than this one, root and the owner of imgkit can change `path`.
+    """Refuse a `path` that can be changed by anyone but this user, root and the owner of imgkit.
 
-    For a symbolic link, both the link and its target are checked. A path that does not exist is accepted.
+    If the path is a symbolic link, both the link and its target are checked. A path that does not exist is
+    accepted.
 
     Raises
     ------
-    UsageError : another user can change it. The error names the owner and the mode, and what to type.
+    UsageError : another user can change the path. The error names the owner and the mode, and what to do.
     """
     if path.exists():
         link = Path(os.path.abspath(path))  # noqa: PTH100 - Path.resolve would follow it
@@ -67,9 +72,9 @@ def refuse_foreign(path: Path) -> None:
 
 
 def _refuse_foreign_path(path: Path) -> None:
-    """Raise UsageError if another user can change `path`, or replace it by means of a folder above it.
+    """Raise UsageError if another user can change `path`, or can replace it in one of the folders above it.
 
-    The path is absolute. If it is a link, the link itself is checked and not its target.
+    `path` must be absolute. If it is a link, the link itself is checked and not its target.
     """
     trusted_users = (os.geteuid(), 0, Path(__file__).stat().st_uid)
     status = path.lstat()
@@ -77,7 +82,7 @@ def _refuse_foreign_path(path: Path) -> None:
         owner, mode = _owner_and_mode(status)
         message = f"belongs to {owner} (mode {mode}), not to you, root or the owner of imgkit"
         raise UsageError(message, where=str(path), hint=_READ_IT)
-    # Linux ignores the mode of a link.
+    # Linux ignores the mode of a link, so it is not checked.
     if status.st_mode & stat.S_IWOTH and not stat.S_ISLNK(status.st_mode):
         raise _writable_error("every user can write it", path, path)
     for folder in path.parents:
@@ -88,11 +93,11 @@ def _refuse_foreign_path(path: Path) -> None:
 
 
 def _writable_error(message: str, path: Path, writable: Path) -> UsageError:
-    """Return the error about `path` if every user can write to `writable`, which is `path` or a folder above.
+    """Return the error about `path` if every user can write to `writable`, the path itself or a folder above.
 
     Parameters
     ----------
-    message : what other users can do with `path`: ``every user can write it``.
+    message : what other users can do with `path`, such as ``every user can write it``.
     """
     owner, mode = _owner_and_mode(writable.stat())
     hint = f"chmod o-w {shlex.quote(str(writable))}\nor {_READ_IT}"
@@ -100,7 +105,10 @@ def _writable_error(message: str, path: Path, writable: Path) -> UsageError:
 
 
 def _owner_and_mode(status: os.stat_result) -> tuple[str, str]:
-    """Return the owner's name, or ``user ID`` if it has no name, and the mode in octal digits: ``0644``."""
+    """Return the owner of a file and its mode in octal digits, such as ``0644``.
+
+    The owner is a name, or ``user ID`` if the user has no name on this machine.
+    """
     mode = f"{stat.S_IMODE(status.st_mode):04o}"
     try:
         return pwd.getpwuid(status.st_uid).pw_name, mode

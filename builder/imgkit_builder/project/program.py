@@ -1,4 +1,4 @@
-"""Look into a folder for ``imgkit init``: which program to start, and the packages that it needs."""
+"""Find out for ``imgkit init`` which program of a folder to start, and which packages it needs."""
 
 from __future__ import annotations
 
@@ -29,43 +29,44 @@ _TRAINING_PROGRAMS = (
     "src/train.py",
     "src/main.py",
 )
-# Names without blanks and other characters that a shell would need quoted.
+# Names that need no quotes in a shell.
 _NAME = re.compile(r"[\w.-]+")
-# Python files that people do not start as their training: tests and tools for packaging.
+# Python files that are not training programs: tests and tools for packaging.
 _NOT_STARTED = re.compile(r"setup|conftest|test_.*|.*_test|noxfile|versioneer")
 # A file with `if __name__ == "__main__":` is meant to be started.
 _MAIN_BLOCK = re.compile(r"^if __name__ ?==", re.MULTILINE)
-# Packages that have the same name in conda and on PyPI. Others may have another name there (pytorch is
-# torch), or are not Python packages.
+# Packages that have the same name in conda and on PyPI. Other packages of conda may be called differently on
+# PyPI (pytorch is torch), or are not Python packages at all.
 _SAME_IN_CONDA = re.compile(
     "accelerate|datasets|diffusers|einops|evaluate|h5py|hydra-core|ipython|jupyter|matplotlib|networkx|numpy|"
     "omegaconf|pandas|pillow|psutil|pyarrow|pyyaml|requests|scikit-image|scikit-learn|scipy|seaborn|"
     "sentencepiece|tensorboard|timm|tokenizers|tqdm|transformers|wandb|zarr"
 )
-# "conda-forge::numpy=1.26", "numpy >=1.26"
+# A package in environment.yml: "conda-forge::numpy=1.26", "numpy >=1.26"
 _CONDA_SPEC = re.compile(r"(?:[\w/.-]+::)?(?P<name>[\w.-]+)\s*(?P<versions>[<>=!~].*)?")
-# "=1.26", "==1.26", or with a build "=1.26.4=py311h64a7726_0"
+# A single version of conda: "=1.26", "==1.26", or with a build "=1.26.4=py311h64a7726_0"
 _CONDA_VERSION = re.compile(r"={1,2}(?P<version>[0-9][\w.]*)(?P<build>=[^=]*)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipProposal:
-    """A proposal for the steps under ``pip`` in a new recipe."""
+    """A proposal for the steps under ``pip`` in a new recipe, and for what they leave out."""
 
     file: str
-    """The file in the folder that names the packages."""
+    """The name of the file in the folder that lists the packages."""
     steps: tuple[str, ...]
-    """The steps as YAML, ``requirements: requirements.txt``. Empty if pip has nothing to install."""
+    """The steps in YAML, such as ``requirements: requirements.txt``. Empty if pip has nothing to install."""
     left_out: tuple[str, ...] = ()
-    """Lines of the file that are in no step: the base has the package, or the line names none of PyPI."""
+    """Lines of the file that no step contains, because the base has the package or PyPI does not."""
 
 
 def find_start_scripts(folder: Path) -> tuple[str, ...]:
     """Return the programs in `folder` that a job may start.
 
-    If a file has a usual name, such as ``train.py``, it is the only result. Otherwise the result has all
-    Python files with the line ``if __name__ == ...``, sorted by name, without tests and packaging tools.
+    If a file has a usual name, such as ``train.py``, only that file is returned. Otherwise all Python files
+    with the line ``if __name__ == ...`` are returned, sorted by name. Tests and packaging tools are left out.
     """
+    # A usual name is a strong sign, so other programs are not considered then.
     for name in _TRAINING_PROGRAMS:
         if (folder / name).is_file():
             return (name,)
@@ -78,21 +79,22 @@ def find_start_scripts(folder: Path) -> tuple[str, ...]:
 
 
 def has_code(folder: Path) -> bool:
-    """Return whether there is a Python file in `folder` or directly in one of its folders."""
+    """Return whether there is a Python file in `folder` or in one of its direct subfolders."""
     paths = (*folder.glob("*.py"), *folder.glob("*/*.py"))
     return any(path.is_file() for path in paths)
 
 
 def pip_steps(folder: Path, *, editable: bool) -> PipProposal | None:
-    """Return the steps of a recipe that install what the program in `folder` needs.
+    """Return the pip steps of a recipe that install what the program in `folder` needs, or None.
 
-    The packages come from the first of these files that names some: pyproject.toml (its dependencies),
-    requirements.txt, environment.yml. If pip can install the folder as a project, a last step does so, and
-    the project's own modules can be imported from everywhere. Return None if there is nothing to install.
+    The packages are listed in pyproject.toml (as dependencies), requirements.txt or environment.yml. The
+    first of these files that lists any packages is used. If pip can install the folder as a project, the last
+    step installs it, so that its own modules can be imported from everywhere. The result is None if there is
+    nothing to install.
 
     Parameters
     ----------
-    editable : whether jobs mount the run's code over the project, which is then installed as editable.
+    editable : whether jobs mount the run's code over the project. The project is then installed as editable.
     """
     packages = _package_steps(folder)
     if not is_project(folder):
@@ -103,20 +105,20 @@ def pip_steps(folder: Path, *, editable: bool) -> PipProposal | None:
     if editable:
         keys.append(f"editable: {CODE_FOLDER}")
     if packages.left_out and packages.file != CONDA:
-        # The project may depend on the omitted packages, and pip would install these.
+        # The project may depend on packages that were left out. Without this option, pip would install them.
         keys.append(f"options: [{NO_DEPS}]")
     project_step = f"{{{', '.join(keys)}}}"
     steps = (*packages.steps, project_step)
     if packages.file == requirements.PYPROJECT and not packages.left_out:
-        steps = (project_step,)  # which installs the dependencies in pyproject.toml as well
+        steps = (project_step,)  # pip then installs the dependencies in pyproject.toml as well
     return dataclasses.replace(packages, steps=steps)
 
 
 def is_project(folder: Path) -> bool:
     """Return whether pip can install `folder` as a project.
 
-    Its pyproject.toml must have the table ``build-system``, and the project must be described there or in
-    setup.py or setup.cfg.
+    This needs a table ``build-system`` in pyproject.toml. The project must be described in the same file, or
+    in setup.py or setup.cfg.
     """
     text = _read_text(folder / requirements.PYPROJECT)
     has_build_system = re.search(r"^\[build-system\]", text, re.MULTILINE) is not None
@@ -126,7 +128,7 @@ def is_project(folder: Path) -> bool:
 
 
 def _package_steps(folder: Path) -> PipProposal | None:
-    """Return the steps for the packages that a file in `folder` names, or None if none names any."""
+    """Return the step for the packages that a file in `folder` lists, or None if no file lists any."""
     files_and_lines = (
         (requirements.PYPROJECT, _requirement_lines(requirements.read_dependencies, folder)),
         (REQUIREMENTS, _requirement_lines(requirements.read_requirements, folder / REQUIREMENTS)),
@@ -147,9 +149,9 @@ def _read_text(file: Path) -> str:
 
 
 def _requirement_lines(read: Callable[[Path], tuple[str, ...]], path: Path) -> tuple[str, ...]:
-    """Return the requirements that `read` finds in `path`.
+    """Return the requirements that the function `read` finds in `path`.
 
-    The result is empty if the file is missing or damaged. ``imgkit check`` reports a damaged one.
+    If the file is missing or damaged, the result is empty. ``imgkit check`` reports damaged files later.
     """
     try:
         return read(path)
@@ -160,9 +162,9 @@ def _requirement_lines(read: Callable[[Path], tuple[str, ...]], path: Path) -> t
 def _propose_step(file: str, lines: tuple[str, ...]) -> PipProposal:
     """Return the step that installs the packages in the `lines` of `file`, and the lines that it leaves out.
 
-    The step is ``requirements: requirements.txt`` if nothing is left out of this file, or else a list:
-    ``packages: ["einops", "timm"]``. Packages of the base image that must stay as they are, such as torch,
-    are left out.
+    If nothing is left out of requirements.txt, the step is ``requirements: requirements.txt``. Otherwise the
+    step is a list of packages: ``packages: ["einops", "timm"]``. Packages of the base image that must not
+    change, such as torch, are left out.
     """
     unfit_lines = [line for line in lines if _is_unfit(line)]
     if file == REQUIREMENTS and not unfit_lines:
@@ -170,7 +172,7 @@ def _propose_step(file: str, lines: tuple[str, ...]) -> PipProposal:
     packages = []
     left_out = []
     for line in lines:
-        # A list of packages in a recipe cannot hold options and URLs, as a requirements file can.
+        # A list of packages in a recipe cannot contain options and URLs, which a requirements file may have.
         if line in unfit_lines or any(rules.pip_package(line)):
             left_out.append(terminal.escape_controls(line))
         else:
@@ -180,21 +182,26 @@ def _propose_step(file: str, lines: tuple[str, ...]) -> PipProposal:
 
 
 def _is_unfit(line: str) -> bool:
-    """Return whether a requirement names another file, or a package of the base that must stay as it is."""
+    """Return whether a requirement must be left out.
+
+    It must be left out if it refers to another file, or names a package of the base that must not change.
+    """
     name = requirements.requirement_name(line)
     is_in_base = re.fullmatch(requirements.PROTECTED, name) is not None
     return is_in_base or requirements.names_other_file(line)
 
 
 def _conda_lines(file: Path) -> Iterator[str]:
-    """Yield the requirements in ``environment.yml``, the file of a conda environment, in the form of pip.
+    """Yield the requirements in ``environment.yml``, the file of a conda environment, in pip's syntax.
 
-    The list ``dependencies`` has packages of conda, and may have a list ``pip`` in it. The line of a package
-    that PyPI may not have begins with ``conda:``. Values that are neither text nor such a list are left out.
+    The list ``dependencies`` contains packages of conda, and possibly a list ``pip`` with packages of pip. A
+    package that may be missing on PyPI is yielded as a line that begins with ``conda:``. All other values are
+    skipped.
     """
     tree = yaml_tree.read_yaml(file, Collector()) if file.is_file() else None
     if tree is None:
         return
+    # The file is the user's and may have any form, so each level is checked.
     for item in _as_list(yaml_tree.to_data(tree).get("dependencies")):
         if isinstance(item, str):
             yield _convert_conda_spec(item)
@@ -210,9 +217,9 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _convert_conda_spec(spec: str) -> str:
-    """Return a requirement of conda as one for pip: ``conda-forge::numpy=1.26`` -> ``numpy==1.26.*``.
+    """Convert a requirement from conda to pip: ``conda-forge::numpy=1.26`` -> ``numpy==1.26.*``.
 
-    A package that PyPI may not have is returned as ``conda:`` and the text of conda.
+    A package that may be missing on PyPI is returned as ``conda:`` and the original text.
     """
     match = _CONDA_SPEC.fullmatch(spec.strip())
     if match is None or not _SAME_IN_CONDA.fullmatch(requirements.canonical_name(match["name"])):

@@ -1,4 +1,4 @@
-"""Read ``imgkit.toml``, which holds the values of ``imgkit run`` for the jobs of a folder."""
+"""Read ``imgkit.toml``, which sets values of ``imgkit run`` for the jobs of a folder."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from imgkit_entrypoints.system import Bind
 NAME = "imgkit.toml"
 _MAX_BYTES = 32 << 10
 _MAX_LINES = 500
-"""Limits of the file, which may be a stranger's. A usual file with ten values is far smaller."""
+"""Limits for the size of the file, which may come from a stranger. A usual file has about ten lines."""
 
 
 def _number_as_text(value: Any) -> Any:
-    """Return an integer as text, so that ``nodes = 2`` needs no quotes, and any other value unchanged."""
-    # `type`, because True is an instance of int, too.
+    """Return an integer as text, so that ``nodes = 2`` needs no quotes. Return other values unchanged."""
+    # isinstance is not used, because True is an instance of int, too.
     if type(value) is int:
         return str(value)
     return value
@@ -101,10 +101,10 @@ class ProjectFile:
 
 
 def find_file(folder: Path) -> Path | None:
-    """Return the ``imgkit.toml`` of `folder`, or of the nearest folder above it in the same git repository.
+    """Return the ``imgkit.toml`` in `folder` or in the nearest folder above it, or None if there is none.
 
-    Outside of a repository only `folder` itself is searched, because a file in /tmp or in a home folder is
-    not meant for all folders below. Return None if there is no such file.
+    The search goes up to the root of the git repository. Outside of a repository, only `folder` itself is
+    searched, because a file in /tmp or in a home folder is not meant for all folders below it.
     """
     start = folder.absolute()
     candidates = (start, *start.parents)
@@ -114,6 +114,7 @@ def find_file(folder: Path) -> Path | None:
         file = candidate / NAME
         if file.is_file():
             return file
+        # Files above the root of the repository belong to something else.
         if candidate == last_candidate:
             break
     return None
@@ -125,7 +126,7 @@ def read_file(file: Path) -> ProjectFile:
     Raises
     ------
     UsageError : the file cannot be read, is not TOML, or has an unknown key or a wrong value. The error lists
-        all keys that are wrong, with their lines.
+        all wrong keys with their lines.
     """
     try:
         text = files.read_text(file, most_bytes=_MAX_BYTES)
@@ -137,9 +138,10 @@ def read_file(file: Path) -> ProjectFile:
 
 
 def parse_text(text: str, file: Path) -> ProjectFile:
-    """Return the values of an ``imgkit.toml`` from `text`, its content, with the line of each key.
+    """Parse `text`, the content of an ``imgkit.toml``, and return its values with the line of each key.
 
-    All mistakes are reported together, in the order of their lines.
+    All mistakes are reported together, sorted by line. `file` is the path of the file: it is used in
+    messages, and to resolve relative paths later.
 
     Raises
     ------
@@ -148,7 +150,7 @@ def parse_text(text: str, file: Path) -> ProjectFile:
     problems = Collector(shows=(file.parent.resolve(),))
     data = parse_toml_file(text, file, problems, 'write KEY = "VALUE"')
     positions = {key: _key_position(key, text, file) for key in data}
-    # A key with an empty value, as `imgkit init` writes it for the user to fill in, counts as not set.
+    # A key with an empty value counts as not set. `imgkit init` writes such keys for the user to fill in.
     non_empty = {key: value for key, value in data.items() if value != ""}
     values, mistakes = validate(ProjectValues, non_empty)
     for mistake in mistakes:
@@ -163,8 +165,8 @@ def parse_text(text: str, file: Path) -> ProjectFile:
 def _mistake_hint(mistake: Mistake) -> str:
     """Return the hint for a mistake in imgkit.toml.
 
-    For a value of a wrong type, such as ``data = "letters"``, the hint shows how to write the right type.
-    Otherwise it is the hint of the rule that the value breaks.
+    If a value has the wrong type, as in ``data = "letters"``, the hint shows how to write the right type.
+    Otherwise the hint is that of the rule that the value breaks.
     """
     if mistake.kind != "type":
         return mistake.hint
@@ -178,8 +180,9 @@ def _mistake_hint(mistake: Mistake) -> str:
 def _key_position(key: str, text: str, file: Path) -> Position:
     """Return the position of the line that sets `key`.
 
-    The line begins with the key: ``time = "10m"``, or ``[time]`` for a table, which is an error. If no line
-    is found, as for a key in quotes, return the position of the file as a whole: line 0.
+    The line begins with the key, as in ``time = "10m"``. A table such as ``[time]`` is found as well, because
+    it is a mistake that an error must locate. If no line is found, for example because the key is in quotes,
+    the result is line 0, which stands for the whole file.
     """
     match = re.search(rf"^[ \t]*(?:{re.escape(key)}[ \t]*=|\[+{re.escape(key)}\b)", text, re.MULTILINE)
     if match is None:

@@ -1,4 +1,4 @@
-"""The work behind the verbs for images: build, convert, test, open a shell, list the packages.
+"""The work behind the verbs for images: build, convert, test, open a shell, and list the packages.
 
-The functions take and return frozen values, print nothing, and report progress to a `Reporter`.
+The functions take and return frozen values, print nothing, and report their progress to a `Reporter`.
 """

@@ -1,7 +1,7 @@
-"""Read from a .sif or .sqsh which system it is for, its projects and its architecture.
+"""Read the system, the projects and the architecture of the image in a .sif or .sqsh.
 
-No runtime is needed: the record that imgkit writes into the file holds these facts. A file of another program
-has no record, and unsquashfs reads the facts from the image.
+No container runtime is needed, because imgkit writes these facts into a record in the file. A file of another
+program has no such record. In that case, unsquashfs reads the facts from the image itself.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from imgkit_entrypoints.system import SystemFacts
 
 
 def read_target(path: Path) -> Target:
-    """Return what the image in the .sif or .sqsh `path` says about its recipe and system.
+    """Return the recipe and system that are stored in the image of the .sif or .sqsh `path`.
 
     Raises
     ------
     CheckFailed : the file is damaged, or imgkit did not build its image.
     ToolMissing : another program wrote the file, and there is no unsquashfs for its compression.
-    UsageError : the system in the image has a value that no recipe may have.
+    UsageError : the system in the image has a value that is not allowed in a recipe.
     """
     baked_files = unsquash.baked_facts(path)
     if not baked_files.manifest or not baked_files.system:
@@ -41,17 +41,17 @@ def read_target(path: Path) -> Target:
 
 
 def target_of(image_manifest: Manifest, image_system: SystemFacts, platform: str, file: Path) -> Target:
-    """Return what an image says about its recipe: the name, the system, the projects and the base image.
+    """Return the recipe of an image as a `Target`: its name, system, projects and base image.
 
     Parameters
     ----------
-    image_manifest, image_system : what imgkit wrote into the image or beside it.
-    platform : the platform of the image, ``linux/amd64``.
+    image_manifest, image_system : what imgkit stored about the image, in it or beside it.
+    platform : the platform of the image, such as ``linux/amd64``.
     file : the file that holds the image.
 
     Raises
     ------
-    UsageError : the system has a value that no recipe may have.
+    UsageError : the system has a value that is not allowed in a recipe.
     """
     return validate_target(
         Target(
@@ -68,10 +68,11 @@ def target_of(image_manifest: Manifest, image_system: SystemFacts, platform: str
 
 
 def system_facts(path: Path) -> SystemFacts | None:
-    """Return the system that the image in the .sif or .sqsh `path` names, or None if it names none.
+    """Return the system that is stored in the image of the .sif or .sqsh `path`, or None if there is none.
 
-    Unlike `read_target`, this does not check the values as those of a recipe. That check needs a compiled
-    package (pydantic), which may be missing if one environment serves machines of several architectures.
+    Unlike `read_target`, this does not apply the rules of recipes to the values. That needs a compiled
+    package (pydantic), which may be missing if machines of several architectures share one Python
+    environment.
 
     Raises
     ------
@@ -89,13 +90,14 @@ def system_facts(path: Path) -> SystemFacts | None:
 def read_projects(path: Path, name: str) -> tuple[InstalledProject, ...]:
     """Return the user's Python projects that are installed in the .sif `path`.
 
-    These are the projects of the recipe's pip steps. The project called `name` is added if it was installed
-    in another way, for example by a command of the recipe. Without a name, ``""``, nothing is added.
+    These are the projects that the recipe's pip steps install. The project `name` may have been installed in
+    another way, for example by a command of the recipe. If so, it is found and added. If `name` is empty,
+    nothing is added.
 
     Raises
     ------
     CheckFailed, ToolMissing : as in `read_target`.
-    UsageError : the manifest in the image cannot be read.
+    UsageError : the manifest in the image cannot be parsed.
     """
     baked_files = unsquash.baked_facts(path)
     projects: list[InstalledProject] = []
@@ -115,15 +117,15 @@ def read_projects(path: Path, name: str) -> tuple[InstalledProject, ...]:
 def _read_distributions(path: Path) -> tuple[Distribution, ...]:
     """Return the Python packages in a .sif of another program, which has no record that lists them.
 
-    They are read from the metadata of the packages (``*.dist-info``) in the image.
+    The list is made from the metadata of the packages (``*.dist-info``) in the image.
     """
     search_path = _read_search_path(path)
-    # With a lock in the image, packages have no origin, so the collector has to know whether there is one.
+    # If there is a lock in the image, packages have no origin. So the collector has to know about the lock.
     patterns = [manifest.LOCK_TOML.lstrip("/")]
     for folder in library_folders(search_path):
         patterns.append(f"{folder}/python3*/*-packages/*.dist-info")
     collector = BakedFactsCollector()
-    # Two calls of unsquashfs: the first one lists all names, and the second reads the files that count.
+    # unsquashfs runs twice: the first run lists all names, and the second one reads the relevant files.
     names = []
     for squashfs in unsquash.open_squashfs(path):
         for file in squashfs.list_files(*patterns):
@@ -135,14 +137,17 @@ def _read_distributions(path: Path) -> tuple[Distribution, ...]:
 
 
 def _read_search_path(path: Path) -> str:
-    """Return the variable PATH of the .sif `path`, which says which Python of the image counts."""
-    # The runtime that made the .sif has written the image's variables into this script.
+    """Return the variable PATH of the image in the .sif `path`.
+
+    It decides which Python of the image is used.
+    """
+    # The runtime that made the .sif wrote the image's environment variables into this script.
     script = unsquash.read(path, [runtime_files.ENVIRONMENT]).get(runtime_files.ENVIRONMENT, b"")
     return runtime_files.variables(script.decode(errors="replace")).get("PATH", "")
 
 
 def has_manifest(path: Path) -> bool:
-    """Return whether imgkit built the image in a .sif or .sqsh. Return True if it cannot be read here."""
+    """Return whether imgkit built the image in a .sif or .sqsh, or True if the file cannot be read here."""
     try:
         return bool(unsquash.baked_facts(path).manifest)
     except (CheckFailed, ToolMissing, UsageError):
@@ -150,17 +155,16 @@ def has_manifest(path: Path) -> bool:
 
 
 _MACHINES = {0x3E: "amd64", 0xB7: "arm64", 0x15: "ppc64le", 0xF3: "riscv64"}
-"""The field ``e_machine`` in the header of an ELF program, and the architecture that it stands for."""
-# Shells, one of which nearly every image has. The header of such a program tells the architecture of the
-# image.
+"""The architecture for each value of the field ``e_machine`` in the header of an ELF program."""
+# Nearly every image has one of these shells. The header of the program tells the architecture of the image.
 _SHELLS = ("sh", "bash", "dash", "busybox")
 _PROGRAMS = tuple(f"{folder}/{name}" for folder in ("usr/bin", "bin") for name in _SHELLS)
 
 
 def read_arch(path: Path) -> str:
-    """Return the architecture of a .sif or .sqsh, such as ``arm64``, or "" if it cannot be found out.
+    """Return the architecture of a .sif or .sqsh, such as ``arm64``, or "" if it is unknown.
 
-    If the file does not state its architecture, the header of a shell in the image tells it.
+    If the file does not record its architecture, the result is taken from the header of a shell in the image.
     """
     try:
         recorded = recorded_arch(path)
@@ -169,6 +173,7 @@ def read_arch(path: Path) -> str:
         programs = unsquash.read(path, _PROGRAMS)
     except (CheckFailed, ToolMissing, UsageError):
         return ""
+    # Some of these programs may be links or scripts, which have no such header.
     for program in programs.values():
         arch = _elf_arch(program)
         if arch:
@@ -177,8 +182,8 @@ def read_arch(path: Path) -> str:
 
 
 def _elf_arch(program: bytes) -> str:
-    """Return the architecture that the header of an ELF program states, or "" if it is not a known one."""
-    # A header has a 1 in byte 5 for little-endian numbers, and the number of the machine in bytes 18 and 19.
+    """Return the architecture in the header of an ELF program, or "" if it is not one of `_MACHINES`."""
+    # Byte 5 is 1 if the numbers of the header are little-endian. Bytes 18 and 19 are the machine number.
     if program[:4] != b"\x7fELF" or program[5:6] != b"\x01":
         return ""
     machine = int.from_bytes(program[18:20], "little")
@@ -186,7 +191,10 @@ def _elf_arch(program: bytes) -> str:
 
 
 def recorded_arch(path: Path) -> str:
-    """Return the architecture that the file states, or ``unknown``, as for a .sqsh of another program."""
+    """Return the architecture that the file records, or ``unknown``.
+
+    A .sqsh of another program does not record it.
+    """
     if image.is_sif(path):
         return image.read(path).arch
     sqsh.check_structure(path)

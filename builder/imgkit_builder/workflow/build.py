@@ -1,4 +1,4 @@
-"""Build and test a recipe's image with an engine, or its .sif with Singularity or Apptainer."""
+"""Build a recipe and test the result: an image with an engine, or a .sif with Singularity or Apptainer."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ class BuiltBase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltImage:
-    """An image in the engine that was built, and has passed its smoke test unless that was skipped."""
+    """An image that was built in the engine. It has passed its smoke test, unless the test was skipped."""
 
     id: str
     tag: str
     up_to_date: bool
-    """Whether the tag named this image before: every step of the build came from the engine's cache."""
+    """Whether the tag named this image before. Every step of the build then came from the engine's cache."""
     platform: str
     size_bytes: int
     standin: bool
-    """Whether the base is a stand-in for tests, without NVIDIA software."""
+    """Whether the base is a stand-in, a small image for tests without NVIDIA software."""
     base: BuiltBase
     locked: bool
     """Whether the image was built from the recipe's lock."""
@@ -67,12 +67,12 @@ class BuiltImage:
     """The digest of the input of the build; see `ImagePlan`."""
     labels: Mapping[str, str]
     checks: tuple[Check, ...] = ()
-    """The checks of the smoke test. Empty if it was skipped, or if the image has passed it before."""
+    """The checks of the smoke test. Empty if the test was skipped, or if the image had passed it before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImagePlan:
-    """The plan of a build by an engine, which a dry run prints."""
+    """The plan of a build with an engine, as a dry run prints it."""
 
     recipe: str
     file: Path
@@ -90,7 +90,7 @@ class ImagePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SifPlan:
-    """The plan of a build by Singularity or Apptainer, which a dry run prints."""
+    """The plan of a build with Singularity or Apptainer, as a dry run prints it."""
 
     recipe: str
     file: Path
@@ -106,10 +106,10 @@ class SifPlan:
 def build(
     recipe: str | Path, request: BuildRequest = BuildRequest(), *, report: Reporter = SILENT
 ) -> BuiltImage:
-    """Build the image of `recipe`, which is a shipped name or a file, and test it.
+    """Build the image of `recipe` with Docker or Podman, and test it.
 
-    Docker or Podman (the engine) reuses every step that it has in its cache. The image gets its tag last, so
-    that the tag still names the old image after a failed build or test.
+    `recipe` is a shipped name or a file. The engine (Docker or Podman) reuses every step that is in its
+    cache. The image gets its tag last. So after a failed build or test, the tag still names the old image.
 
     Raises
     ------
@@ -119,24 +119,24 @@ def build(
     ToolFailed : a step failed.
     CheckFailed : the smoke test failed.
     """
-    loaded = _load_recipe(recipe, request, report)
-    secrets = secret_values.read_secrets(loaded)
+    loaded_recipe = _load_recipe(recipe, request, report)
+    secrets = secret_values.read_secrets(loaded_recipe)
     secrets_at = ""
     if secrets.options:
         # The line of the recipe to name if the builder cannot pass on secrets.
-        secrets_at = loaded.where("image", "secrets")
-    tag = request.tag or default_tag(loaded.name)
+        secrets_at = loaded_recipe.where("image", "secrets")
+    tag = request.tag or default_tag(loaded_recipe.name)
     engines.check_name(tag, where="--tag")
     with engines.connect() as engine:
         builder = engines.choose(engine.facts(), request.builder, secrets_at=secrets_at)
-        # The platform and the lock must be known before the base: a lock has a part for each platform, and
-        # names the base by its digest.
-        target = engines.choose_platform(loaded, requested=request.platform, host=engine.platform)
-        loaded = _attach_lock(loaded, target, request, report)
-        base = _resolve_base(engine, loaded, request, report)
+        # The platform and the lock must be known before the base is resolved. A lock has a section for each
+        # platform, and names the base by its digest.
+        target = engines.choose_platform(loaded_recipe, requested=request.platform, host=engine.platform)
+        loaded_recipe = _attach_lock(loaded_recipe, target, request, report)
+        base = _resolve_base(engine, loaded_recipe, request, report)
         report.stage("context")
-        context = _pack_context(loaded, base, request, report)
-        # A secret in a file of the context would become a part of the image.
+        context = _pack_context(loaded_recipe, base, request, report)
+        # A secret in a file of the context would become part of the image.
         secret_values.refuse_secrets_in(context, secrets)
         tested: list[Check] = []
 
@@ -155,7 +155,10 @@ def build(
             no_cache=request.no_cache,
             accept=accept,
         )
-    build_input_sha256 = input_sha256(loaded, context, _base_name(loaded, request) or loaded.image.base)
+    # The digest lets a later job find this image without a question to the engine.
+    build_input_sha256 = input_sha256(
+        loaded_recipe, context, _base_name(loaded_recipe, request) or loaded_recipe.image.base
+    )
     record_build(build_input_sha256, built.image.id)
     if built.up_to_date:
         report.note(f"{built.tag} is up to date: the engine's cache has every step (to run them: --no-cache)")
@@ -167,8 +170,8 @@ def build(
         size_bytes=built.image.size_bytes,
         standin=base.standin,
         base=BuiltBase(name=base.name, id=base.id, digest=base.digest),
-        locked=loaded.lock is not None,
-        runtime=loaded.system.runtime.kind,
+        locked=loaded_recipe.lock is not None,
+        runtime=loaded_recipe.system.runtime.kind,
         log=built.log,
         input_sha256=build_input_sha256,
         labels=dict(built.image.labels),
@@ -177,12 +180,12 @@ def build(
 
 
 def _resolve_base(engine: Engine, recipe: Recipe, request: BuildRequest, report: Reporter) -> BaseImage:
-    """Return the base image, pulled if necessary, with the versions of the software in it.
+    """Return the base image of a build, with the versions of the software in it. Pull it if necessary.
 
     Raises
     ------
-    CheckFailed : it is another image than the one in the recipe's lock.
-    ToolFailed : it cannot be pulled.
+    CheckFailed : the image differs from the one in the recipe's lock.
+    ToolFailed : the image cannot be pulled.
     """
     override = _base_name(recipe, request)
     name = override or recipe.image.base
@@ -197,35 +200,36 @@ def _resolve_base(engine: Engine, recipe: Recipe, request: BuildRequest, report:
     probe = engines.probe(engine, base)
     if probe.skipped:
         report.note(f"the base could not be probed: {probe.skipped}")
-    # The versions become a part of the manifest in the image.
+    # The versions become part of the manifest in the image.
     return dataclasses.replace(base, probe=probe)
 
 
 def plan(
     recipe: str | Path, request: BuildRequest = BuildRequest(), *, report: Reporter = SILENT
 ) -> ImagePlan:
-    """Return what `build` would do, for a dry run. Docker or Podman are not needed for that.
+    """Return what `build` would do, for a dry run. This does not need Docker or Podman.
 
     Raises
     ------
     UsageError, LargeContext : as in `build`.
     """
-    loaded = _load_recipe(recipe, request, report)
-    target = engines.choose_platform(loaded, requested=request.platform, host=host_platform())
-    loaded = _attach_lock(loaded, target, request, report)
-    base = _base_name(loaded, request) or loaded.image.base
-    tag = request.tag or default_tag(loaded.name)
+    loaded_recipe = _load_recipe(recipe, request, report)
+    # The engine is not asked, so this machine's platform is the default.
+    target = engines.choose_platform(loaded_recipe, requested=request.platform, host=host_platform())
+    loaded_recipe = _attach_lock(loaded_recipe, target, request, report)
+    base = _base_name(loaded_recipe, request) or loaded_recipe.image.base
+    tag = request.tag or default_tag(loaded_recipe.name)
     engines.check_name(base, where="--base")
     engines.check_name(tag, where="--tag")
-    context = _pack_context(loaded, BaseImage(name=base, platform=target), request, report)
+    context = _pack_context(loaded_recipe, BaseImage(name=base, platform=target), request, report)
     return ImagePlan(
-        recipe=loaded.name,
-        file=loaded.file,
+        recipe=loaded_recipe.name,
+        file=loaded_recipe.file,
         base=base,
         platform=target,
         tag=tag,
         context_bytes=context.size_bytes,
-        input_sha256=input_sha256(loaded, context, base),
+        input_sha256=input_sha256(loaded_recipe, context, base),
         dockerfile=context.dockerfile,
     )
 
@@ -233,15 +237,15 @@ def plan(
 def _run_smoke_test(
     engine: Engine, image: ImageInfo, context: BuildContext, report: Reporter
 ) -> Sequence[Check]:
-    """Run the smoke test in `image`, short programs that check Python and torch, and return its checks.
+    """Run the smoke test in `image` (short programs that check Python and torch), and return its checks.
 
-    It is not run again in an image that has passed it. The result is empty then.
+    If the image has passed the test before, the test is skipped and the result is empty.
 
     Raises
     ------
     CheckFailed : a check failed.
     """
-    # The content behind an image id never changes.
+    # An image id always stands for the same content, so a test that was passed stays passed.
     if smoke.has_passed(image.id):
         report.note("smoke test: skipped, this image has passed it before")
         return ()
@@ -284,15 +288,15 @@ def build_sif(
 def plan_sif(
     recipe: str | Path, request: SifBuildRequest = SifBuildRequest(), *, report: Reporter = SILENT
 ) -> SifPlan:
-    """Return what `build_sif` would do, with the command and the definition file, for a dry run.
+    """Return what `build_sif` would do, for a dry run, with its command and definition file.
 
     Raises
     ------
     UsageError, LargeContext, ToolMissing : as in `build_sif`.
     """
     sif_request, pack_context = _prepare_sif(recipe, request, report)
-    planned, command = builds.plan_build(sif_request, pack_context, report)
-    base = planned.context.manifest.base
+    build_plan, command = builds.plan_build(sif_request, pack_context, report)
+    base = build_plan.context.manifest.base
     return SifPlan(
         recipe=sif_request.recipe.name,
         file=sif_request.recipe.file,
@@ -300,22 +304,22 @@ def plan_sif(
         base_from=request.base_from or "its registry",
         platform=base.platform,
         sif=sif_request.target,
-        context_bytes=planned.context.size_bytes,
+        context_bytes=build_plan.context.size_bytes,
         command=command,
-        definition=planned.definition,
+        definition=build_plan.definition,
     )
 
 
 def _prepare_sif(recipe: str | Path, request: SifBuildRequest, report: Reporter) -> tuple[SifRequest, Pack]:
-    """Return the arguments of `apptainer.build.build_sif`: a request, and a function that packs the context.
+    """Return the two arguments of `apptainer.build.build_sif`: a request, and a function.
 
-    The context, the files that the build gets, depends on the base image, which `build_sif` looks up first.
-    So it gets this function instead of the context.
+    The function packs the build context, the files that the build gets. The context depends on the base
+    image, which `build_sif` looks up first. So `build_sif` calls the function once the base is known.
     """
-    loaded = _load_recipe(recipe, request, report)
-    _refuse_for_sif(loaded, request)
-    # A definition is built for this machine's platform only.
-    locked = _attach_lock(loaded, host_platform(), request, report)
+    loaded_recipe = _load_recipe(recipe, request, report)
+    _refuse_for_sif(loaded_recipe, request)
+    # A definition file is always built for this machine's platform.
+    locked = _attach_lock(loaded_recipe, host_platform(), request, report)
     _refuse_local_base(locked, request)
 
     def pack_context(base: BaseImage) -> BuildContext:
@@ -340,9 +344,9 @@ def _prepare_sif(recipe: str | Path, request: SifBuildRequest, report: Reporter)
 
 
 def _refuse_local_base(recipe: Recipe, request: SifBuildRequest) -> None:
-    """Raise UsageError if the base in the recipe's lock has to be pulled, but was never in a registry.
+    """Raise UsageError if the base in the recipe's lock would have to be pulled, but was never in a registry.
 
-    Such a base existed only in the engine of the machine that made the lock.
+    Such a base existed only in the engine of the machine on which the lock was made.
     """
     is_pulled = request.base_from in (None, "registry")
     if is_pulled and recipe.lock and not recipe.lock.base.digest:
@@ -354,9 +358,10 @@ def _refuse_local_base(recipe: Recipe, request: SifBuildRequest) -> None:
 
 
 def _refuse_for_sif(recipe: Recipe, request: SifBuildRequest) -> None:
-    """Raise UsageError for builds that Singularity and Apptainer cannot do.
+    """Raise UsageError for a build that Singularity and Apptainer cannot do.
 
-    They build only for this machine's platform, and a definition file would store a secret in the image.
+    They build only for this machine's platform. They also have no build secrets, because a definition file
+    would store a secret in the image.
     """
     if request.platform:
         _refuse_other_platform((request.platform,), "--platform", recipe.name)
@@ -371,7 +376,10 @@ def _refuse_for_sif(recipe: Recipe, request: SifBuildRequest) -> None:
 
 
 def _refuse_other_platform(platforms: Sequence[str], where: str, recipe: str) -> None:
-    """Raise UsageError, with the position `where`, if this machine's platform is not one of `platforms`."""
+    """Raise UsageError if this machine's platform is not one of `platforms`.
+
+    `where` is the position of the setting, such as a line of the recipe, for the message.
+    """
     host = host_platform()
     if host not in platforms:
         raise UsageError(
@@ -382,7 +390,7 @@ def _refuse_other_platform(platforms: Sequence[str], where: str, recipe: str) ->
 
 
 def _load_recipe(recipe: str | Path, request: AnyBuildRequest, report: Reporter) -> Recipe:
-    """Load the recipe, and report its warnings.
+    """Load the recipe of a build, and report its warnings.
 
     Raises
     ------
@@ -390,16 +398,16 @@ def _load_recipe(recipe: str | Path, request: AnyBuildRequest, report: Reporter)
     """
     if request.locked and request.no_lock:
         raise UsageError("--locked cannot be combined with --no-lock", where="--no-lock")
-    loaded = load(str(recipe), build_args=request.build_args)
-    for line in warning_lines(loaded.warnings):
+    loaded_recipe = load(str(recipe), build_args=request.build_args)
+    for line in warning_lines(loaded_recipe.warnings):
         report.note(line)
-    return loaded
+    return loaded_recipe
 
 
 def _pack_context(
     recipe: Recipe, base: BaseImage, request: AnyBuildRequest, report: Reporter
 ) -> BuildContext:
-    """Pack the build context for `base`, and report the files of the recipe's code that stay out of it."""
+    """Pack the build context for `base`, and report which files of the recipe's code are left out."""
     context = pack_context(
         recipe,
         base=base,
@@ -415,10 +423,10 @@ def _pack_context(
 
 
 def _attach_lock(recipe: Recipe, platform: str, request: AnyBuildRequest, report: Reporter) -> Recipe:
-    """Return `recipe` with its lock: the file with the exact version of each package of the image.
+    """Return `recipe` with its lock, which lists the exact version of each package of the image.
 
-    The recipe is returned unchanged if it has no lock, or if the request has ``--no-lock``. The file of the
-    lock and the number of packages in it are reported.
+    If the recipe has no lock, or the request has ``--no-lock``, the recipe is returned unchanged. Otherwise
+    the path of the lock file and the number of its packages are reported.
 
     Raises
     ------
@@ -428,6 +436,7 @@ def _attach_lock(recipe: Recipe, platform: str, request: AnyBuildRequest, report
         return recipe
     base = bases.select_base(request.base, recipe)
     locked_recipe = lock_file.attach_lock(recipe, platform=platform, base=base, required=request.locked)
+    # There is no lock if the recipe has no lock file and the request does not demand one.
     lock = locked_recipe.lock
     if lock is not None:
         file = shorten_path(lock_file.lock_path(recipe))
@@ -439,24 +448,24 @@ def _attach_lock(recipe: Recipe, platform: str, request: AnyBuildRequest, report
 
 
 def _base_name(recipe: Recipe, request: AnyBuildRequest) -> str | None:
-    """Return the name of the base to use, or None for the recipe's base.
+    """Return the name of the base image to use, or None for the base that the recipe names.
 
-    The digest in the lock takes precedence over ``--base``.
+    If the recipe has a lock, the digest in the lock takes precedence over ``--base``.
     """
-    # The base of a lock has no digest if it was never in a registry.
+    # The base in a lock has no digest if it was never in a registry.
     if recipe.lock and recipe.lock.base.digest:
         return recipe.lock.base.exact
     return bases.select_base(request.base, recipe)
 
 
 def _check_base(recipe: Recipe, base: BaseImage) -> None:
-    """Raise CheckFailed if `base` is another image than the one in the recipe's lock.
+    """Raise CheckFailed if `base` is not the image that is in the recipe's lock.
 
-    The locked packages were chosen for the locked base, and may not fit another one.
+    The locked packages were chosen for that image, and may not fit another one.
     """
     if recipe.lock is None:
         return
-    # The id of a base in a registry is not known before it has been pulled, and is empty then.
+    # The id of a base in a registry is empty until it has been pulled.
     locked_id = recipe.lock.base.id
     if locked_id and base.id and base.id != locked_id:
         raise CheckFailed(
@@ -468,7 +477,7 @@ def _check_base(recipe: Recipe, base: BaseImage) -> None:
 
 
 def _report_left_out_files(code: PackedCode, report: Reporter) -> None:
-    """Report the files of the recipe's code that stay out of the image, and how to bring them back."""
+    """Report which files of the recipe's code are left out of the image, and how to include them."""
     if code.secret:
         report.note(
             f"not in the image, as they usually hold secrets: {', '.join(code.secret)}; a step can use "

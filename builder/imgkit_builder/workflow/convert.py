@@ -46,16 +46,16 @@ def convert(
 ) -> Converted:
     """Convert `image` to the file `sif`, and check the result.
 
-    An older file is replaced in one step, and only by a file that has passed the check. A file that is up to
-    date stays as it is.
+    An existing file is replaced in one step, and only after the new file has passed the check. If the
+    existing file is up to date, it is left as it is.
 
     Parameters
     ----------
     image : an archive, a built recipe, an image of the engine, an OCI folder, or ``-`` for standard input.
     sif : the file to write. By default it is in the current folder and has the name of the image:
         ``mn5.sif``.
-    options : the options of the conversion. The compression ``auto`` is that of the image's system, if that
-        names one.
+    options : the options of the conversion. If the compression is ``auto``, the compression of the image's
+        system is used, if the image names a system.
 
     Raises
     ------
@@ -82,9 +82,10 @@ def plan_conversion(
 
 
 def refuse_format(sif: str | Path | None, options: Options) -> None:
-    """Raise UsageError if the format in `options` does not fit the name `sif` or the other options.
+    """Raise UsageError if the format in `options` contradicts the name `sif` or another option.
 
-    ``--format sqsh -o X.sif`` is an example. A .sqsh needs no runtime, because imgkit does not start it.
+    An example is ``--format sqsh -o X.sif``. The option ``--runtime-command`` is refused for a .sqsh as well,
+    because imgkit does not start a .sqsh.
 
     Parameters
     ----------
@@ -110,10 +111,10 @@ def refuse_format(sif: str | Path | None, options: Options) -> None:
 def _prepare_source(
     image: str, sif: str | Path | None, options: Options
 ) -> Iterator[tuple[Source, Path, Options]]:
-    """Yield the image to convert, the file to write, and the options with the values of the image's system.
+    """Find the image to convert. Yield it with the file to write, and the completed options.
 
-    The system decides about the compression, for example. If the image is in an engine (Docker or Podman),
-    the connection to it is closed at the end of the block.
+    The system of the image completes the options, for example with its compression. If the image is in an
+    engine (Docker or Podman), the connection to the engine is closed at the end of the block.
     """
     refuse_format(sif, options)
     with source_of(image) as (source, system):
@@ -131,10 +132,10 @@ def _prepare_source(
 
 
 def compression_for(system: SystemFacts | None, choice: CompressionChoice = "auto") -> CompressionChoice:
-    """Return `choice`, or the compression of `system` if `choice` is ``auto``.
+    """Return the compression to use: `choice`, or the compression of `system` if `choice` is ``auto``.
 
-    The result is ``auto`` if neither of them names a compression. In a .sqsh, ``auto`` means gzip. In a .sif,
-    it means zstd if this machine can mount a squashfs with zstd.
+    If neither of them names a compression, the result is ``auto``. In a .sqsh, ``auto`` means gzip. In a
+    .sif, it means zstd if this machine can mount a squashfs that is compressed with zstd.
     """
     if choice != "auto" or system is None:
         return choice
@@ -143,13 +144,14 @@ def compression_for(system: SystemFacts | None, choice: CompressionChoice = "aut
 
 @contextlib.contextmanager
 def source_of(image: str) -> Iterator[tuple[Source, SystemFacts | None]]:
-    """Yield the image called `image`, and the system that it is for, or None if the system is not known.
+    """Yield the image called `image`, and the system that it is for, or None if the system is unknown.
 
-    `image` is ``-`` for standard input, the path of an archive or OCI folder, a recipe, or the name of an
-    image in Docker or Podman (the engine), which stays connected within the ``with`` block.
+    `image` can be ``-`` for standard input, the path of an archive or of an OCI folder, a recipe, or the name
+    of an image in the engine (Docker or Podman). The engine stays connected within the ``with`` block.
     """
     path = Path(image)
-    # A file named like a recipe stands for the image that was built from it.
+    # A file with the suffix of a recipe stands for the image that was built from the recipe, in the last
+    # branch.
     if image == "-":
         yield Piped(stream=sys.stdin.buffer), None
     elif path.is_file() and path.suffix not in RECIPE_SUFFIXES:
@@ -169,13 +171,14 @@ def source_of(image: str) -> Iterator[tuple[Source, SystemFacts | None]]:
 
 
 def _system_of_archive(path: Path) -> SystemFacts | None:
-    """Return the system that the image in an archive is for, from the file ``X.tar.manifest.json`` beside it.
+    """Return the system that the image in an archive is for, or None if it is unknown.
 
-    Return None if there is no such file.
+    The system is stored in the file ``X.tar.manifest.json`` beside the archive. None means that there is no
+    such file.
 
     Raises
     ------
-    CheckFailed : the checksum beside the archive is missing, as after an interrupted save.
+    CheckFailed : the checksum file beside the archive is missing, for example after an interrupted save.
     """
     description = sidecar.read_sidecar(path)  # imgkit save writes this file
     if description is None:
@@ -188,7 +191,7 @@ def _system_of_archive(path: Path) -> SystemFacts | None:
 
 
 def _refuse_converted(path: Path) -> None:
-    """Raise UsageError if `path` is a .sif or .sqsh, which is a result of conversions and not their input."""
+    """Raise UsageError if `path` is a .sif or .sqsh, which are results of a conversion and not its input."""
     if is_sif(path):
         raise UsageError("it is a .sif already", where=str(path), hint=f"check it: imgkit test {path}")
     if is_sqsh(path):
@@ -201,7 +204,7 @@ def _refuse_converted(path: Path) -> None:
 
 @contextlib.contextmanager
 def engine_image(image: str) -> Iterator[EngineImage]:
-    """Yield the image called `image` in Docker or Podman. The connection stays open within the block."""
+    """Yield the image called `image` in Docker or Podman, and close the connection at the end."""
     name = image_name(image)
     try:
         connection = engine.connect()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from imgkit_builder.base.checks import Check
     from imgkit_builder.recipe.targets import Target
 
-# For messages: what of this machine a program in the image can description.
+# Parts of messages that say what a program in the image can see of this machine.
 _NOTHING_SHARED = "without folders of this machine and without a network"
 _SHARED = "a shell runs in the image, with this machine's network, and for a .sif its home folder"
 
@@ -63,7 +63,7 @@ def smoke_test(
 
 
 def _test_sif(path: Path, runtime: str | None, report: Reporter) -> tuple[Check, ...]:
-    """Run the smoke test in the .sif `path` with the runtime `runtime`, or the first one on PATH."""
+    """Run the smoke test in the .sif `path`. `runtime` is as in `smoke_test`."""
     if not sif_image.is_sif(path):
         raise UsageError(f"{path} is not a .sif", hint=f"to check an archive: imgkit verify {path}")
     arch = sif_image.read(path).arch
@@ -79,13 +79,13 @@ def _test_sif(path: Path, runtime: str | None, report: Reporter) -> tuple[Check,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShellCommand:
-    """The command that opens a shell in an image, and what it can description."""
+    """The command that opens a shell in an image, and a description of what the shell can see."""
 
     argv: tuple[str, ...]
     description: str
-    """A sentence for people about what the shell can description of this machine."""
+    """A sentence for people about what the shell can see of this machine."""
     image: str = ""
-    """The name of the engine's image. Empty for a .sif."""
+    """The name of the image in the engine. Empty for a .sif."""
 
 
 def shell_command(
@@ -93,21 +93,22 @@ def shell_command(
 ) -> ShellCommand:
     """Return the command that opens a shell in `image`.
 
-    `image` is an image of Docker or Podman, a .sif file or a recipe whose image is built.
+    `image` is an image of Docker or Podman, a .sif file, or a recipe whose image is built.
 
     Parameters
     ----------
     host : share this machine's home folder and network. A .sif also gets the binds and variables of its
         recipe.
-    workdir : the folder in which the shell starts. "" means the folder that the recipe sets.
-    packages : files of ``imgkit add``, which only a .sif can have.
+    workdir : the folder in which the shell starts. If it is empty, the shell starts in the folder that the
+        recipe sets.
+    packages : files of ``imgkit add``. They can only be used with a .sif.
 
     Raises
     ------
     UsageError, ToolMissing : as in `smoke_test`.
     """
     if workdir:
-        for message, hint in rules.image_path(workdir):  # it yields what is wrong with the path
+        for message, hint in rules.image_path(workdir):  # only yields something if the path is wrong
             raise UsageError(message, where="--workdir", hint=hint)
     _refuse_missing_sif(image)
     if _is_file(image):
@@ -119,7 +120,7 @@ def shell_command(
     try:
         return _docker_shell(image, host=host, workdir=workdir)
     except ToolMissing:
-        # A cluster has no engine. There the name means the .sif that was made of the image.
+        # Clusters have no engine. There, the name stands for the .sif that was made from the image.
         sif = f"{image}.sif"
         if not Path(sif).is_file():
             raise
@@ -127,7 +128,7 @@ def shell_command(
 
 
 def _docker_shell(target: str, *, host: bool, workdir: str) -> ShellCommand:
-    """Return the command of a shell in `target`, an image of Docker or Podman, which must exist."""
+    """Return the command of a shell in `target`, an existing image of Docker or Podman."""
     name = image_name(target)
     with engines.connect() as engine:
         engines.inspect(engine, name)
@@ -141,8 +142,8 @@ def _docker_shell(target: str, *, host: bool, workdir: str) -> ShellCommand:
 def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] = ()) -> ShellCommand:
     """Return the command of a shell in the .sif `path`. The parameters are those of `shell_command`.
 
-    The options of the image's system are used. Its mounts and variables are used only with `host`, because
-    they are folders and values of this machine.
+    The runtime options of the image's system are always used. The system's mounts and variables are used only
+    with `host`, because they are folders and values of this machine.
     """
     if is_sqsh(Path(path)):
         raise UsageError(
@@ -168,10 +169,10 @@ def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] =
         variables = _unset_variables(target)
     command = _shell_in_image(len(packages), variables)
     argv = [str(tool.path), "exec" if command else "shell", "--nv"]
-    # A file of packages is a squashfs, which the runtime mounts to a folder of its own.
-    for number, file in enumerate(packages, 1):
-        argv += ["--bind", f"{Path(file).absolute()}:{record.mount_path(number)}:image-src=/,ro"]
-    for option in dict.fromkeys(options):  # each option once
+    # A file of packages is a squashfs. The runtime mounts each one in its own folder.
+    for file_number, file in enumerate(packages, 1):
+        argv += ["--bind", f"{Path(file).absolute()}:{record.mount_path(file_number)}:image-src=/,ro"]
+    for option in dict.fromkeys(options):  # each option once, and --nv is already in argv
         if option != "--nv":
             argv.append(option)
     argv += bind_options
@@ -182,9 +183,10 @@ def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] =
 
 
 def _shell_in_image(package_files: int, variables: Sequence[str]) -> list[str]:
-    """Return the command that starts bash in the image with packages and variables: ``env NAME=VALUE bash``.
+    """Return the command that starts bash in the image, with packages and variables: ``env NAME=VALUE bash``.
 
-    The result is empty if there are neither. Then the runtime's own ``shell`` is enough.
+    If there are neither packages nor variables, the result is empty, because the runtime's own ``shell`` is
+    enough.
 
     Parameters
     ----------
@@ -194,8 +196,8 @@ def _shell_in_image(package_files: int, variables: Sequence[str]) -> list[str]:
     command = []
     if package_files:
         command += ["sh", "-c", record.search_path_script(package_files), "sh"]
-    # env sets the variables inside the container, as in a job (ADR 5). A variable that is set outside would
-    # be overridden by the image's variable of the same name.
+    # env sets the variables inside the container, as in a job (ADR 5). If they were set outside, the image's
+    # variables of the same name would override them.
     if variables:
         command += ["env", *variables]
     if command:
@@ -204,7 +206,7 @@ def _shell_in_image(package_files: int, variables: Sequence[str]) -> list[str]:
 
 
 def _unset_variables(target: Target) -> list[str]:
-    """Return ``NAME=VALUE`` for each variable of the image's system that this shell has not set already."""
+    """Return ``NAME=VALUE`` for each variable of the image's system that is not set in this shell."""
     variables = []
     for name, value in target.system.on_node(os.environ).env.items():
         if name not in os.environ:
@@ -213,13 +215,13 @@ def _unset_variables(target: Target) -> list[str]:
 
 
 def _bind_options(target: Target) -> list[str]:
-    """Return the runtime's options that mount the folders of the image's system: ``--bind /gpfs:/gpfs``.
+    """Return the runtime options that mount the folders of the image's system: ``--bind /gpfs:/gpfs``.
 
-    Variables in the paths, such as ``$SCRATCH``, get the values that they have in this shell.
+    Variables in the paths, such as ``$SCRATCH``, are replaced by their values in this shell.
 
     Raises
     ------
-    UsageError : a folder's path has a variable that is not set here.
+    UsageError : a path contains a variable that is not set here.
     """
     options = []
     for bind in target.system.runtime.binds:
@@ -235,9 +237,9 @@ def _bind_options(target: Target) -> list[str]:
 
 
 def _target_of(path: Path) -> Target | None:
-    """Return the recipe's name and system in a .sif.
+    """Return the recipe and system that are stored in a .sif, or None if they cannot be read.
 
-    Return None if they cannot be read, as from other images.
+    They cannot be read if imgkit did not build the image, for example.
     """
     try:
         return baked.read_target(path)
@@ -246,12 +248,12 @@ def _target_of(path: Path) -> Target | None:
 
 
 def _module_hint(target: Target | None) -> str:
-    """Return ``module load ...`` for the runtime of the image's system, or "" if no module is known."""
+    """Return the line ``module load ...`` for the runtime of the image's system, or "" if it is unknown."""
     return target.module_line if target else ""
 
 
 def _is_file(target: str) -> bool:
-    """Return whether `target` is a file, such as a .sif, and not an image of the engine or a recipe."""
+    """Return whether `target` is an image file, such as a .sif. Recipes and images of the engine are not."""
     return Path(target).is_file() and not target.endswith(RECIPE_SUFFIXES)
 
 

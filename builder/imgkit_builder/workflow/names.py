@@ -1,4 +1,4 @@
-"""Interpret the argument IMAGE of a verb: a recipe, its file, an archive, or an image and its tag."""
+"""Interpret the argument IMAGE of a verb: a recipe, its file, an archive, or the name of an image."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def default_tag(recipe_name: str) -> str:
-    """Return the default of ``--tag``: ``mn5`` -> ``mn5:latest``."""
+    """Return the tag that a build gives its image by default: ``mn5`` -> ``mn5:latest``."""
     return f"{recipe_name}:latest"
 
 
 def image_name(target: str) -> str:
-    """Return the name of the engine's image that `target` stands for.
+    """Return the name of the image in the engine that the argument `target` stands for.
 
-    The file of a recipe stands for the image that ``imgkit build`` makes of it: ``mine.yaml`` ->
+    The file of a recipe stands for the image that ``imgkit build`` makes from it: ``mine.yaml`` ->
     ``mine:latest``.
     """
     if not target.endswith(RECIPE_SUFFIXES):
@@ -29,7 +29,7 @@ def image_name(target: str) -> str:
 
 
 def name_stem(image: str) -> str:
-    """Return the stem for the names of files that are made of `image`, such as the ``mn5`` of ``mn5.sif``.
+    """Return the stem for names of files that are made from `image`, such as ``mn5`` for ``mn5.sif``.
 
     ``dir/mn5.tar.gz``, ``mn5.yaml`` and ``mn5:latest`` -> ``mn5``; ``host:5000/grp/mine:1`` -> ``mine-1``.
     """
@@ -37,7 +37,7 @@ def name_stem(image: str) -> str:
     for suffix in (*ARCHIVE_SUFFIXES, *RECIPE_SUFFIXES):
         if last_part.endswith(suffix):
             return last_part.removesuffix(suffix)
-    # A digest after @ is left out. Only a tag other than latest tells images of one name apart.
+    # A digest after "@" is left out. The tag "latest" is left out as well, since it is the default.
     name_and_tag = last_part.partition("@")[0]
     name, _, tag = name_and_tag.partition(":")
     if tag in ("", "latest"):
@@ -46,10 +46,10 @@ def name_stem(image: str) -> str:
 
 
 def system_of(image: str) -> SystemFacts | None:
-    """Return the system of the recipe `image`, or of the shipped recipe that has the image's name.
+    """Return the system of the recipe `image`, or None if there is no such recipe.
 
-    ``mn5``, ``mn5:latest`` and ``registry/mn5:1`` stand for the recipe mn5. Return None if there is no such
-    recipe.
+    The name of an image stands for the shipped recipe with the same name: ``mn5``, ``mn5:latest`` and
+    ``registry/mn5:1`` stand for the recipe mn5.
     """
     if image.endswith(RECIPE_SUFFIXES):
         return targets.load_target(image).system
@@ -61,7 +61,7 @@ def system_of(image: str) -> SystemFacts | None:
 
 
 def module_line(system: SystemFacts | None) -> str:
-    """Return ``module load ...`` for the runtime of `system`, or "" if it needs no module."""
+    """Return the line ``module load ...`` for the runtime of `system`, or "" if it needs no module."""
     if system is None:
         return ""
     return targets.module_line(system)

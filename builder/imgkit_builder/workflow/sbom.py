@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def sbom_document(name: str, report: Reporter, *, unpack_limit_bytes: int | None = None) -> str:
-    """Return the SPDX document of the image called `name`: JSON text that lists the packages in it.
+    """Return the SPDX document of the image called `name`: JSON text that lists its packages.
 
-    If imgkit has put a document into a .sif or .sqsh, that document is returned. Otherwise the document is
-    made from the files of the image.
+    If imgkit stored a document in a .sif or .sqsh, that document is returned. Otherwise a document is made
+    from the files of the image.
 
     Parameters
     ----------
@@ -45,7 +45,10 @@ def sbom_document(name: str, report: Reporter, *, unpack_limit_bytes: int | None
 
 
 def _document_of_file(path: Path) -> str:
-    """Return the SPDX document that is in the .sif or .sqsh `path`, or else a new one made from its files."""
+    """Return the SPDX document that is stored in the .sif or .sqsh `path`.
+
+    If there is none, or it is not valid JSON, make a document from the files of the image.
+    """
     stored_document = unsquash.read(path, [SPDX_PATH]).get(SPDX_PATH, b"")
     with contextlib.suppress(ValueError):
         json_text.parse(stored_document, most_bytes=unsquash.MOST_BYTES)
@@ -53,16 +56,16 @@ def _document_of_file(path: Path) -> str:
     collector = _collect_files(path)
     is_sif = image.is_sif(path)
     superblock = image.root_superblock(image.read(path)) if is_sif else sqsh.check_structure(path)
-    # The time in a squashfs that imgkit writes is that of the image's creation.
+    # imgkit gives a squashfs the time at which the image was created.
     created_s = superblock.mkfs_time_s if superblock else 0
     return spdx.spdx_document(collector.inventory(arch=recorded_arch(path), created_s=created_s))
 
 
 def _collect_files(path: Path) -> InventoryCollector:
-    """Return a collector with the files of the .sif or .sqsh `path` that tell which packages it has.
+    """Return a collector with the files of a .sif or .sqsh that describe its packages.
 
-    These are, for example, the metadata of Python packages. Each read is a run of unsquashfs. So all names
-    are listed first, and then all files that count are read by one more run.
+    Each read is a run of unsquashfs, which is slow. So one run lists all names, and a second run reads all
+    relevant files, for example the metadata of Python packages.
     """
     collector = InventoryCollector()
     names = []
@@ -72,7 +75,7 @@ def _collect_files(path: Path) -> InventoryCollector:
             if not is_regular or not collector.is_relevant(file.path):
                 continue
             if int(file.size) > MAX_FILE_BYTES:
-                collector.add(file.path, None)  # the inventory says that it is left out
+                collector.add(file.path, None)  # the inventory lists the file as left out
             else:
                 names.append(file.path)
     for name, data in unsquash.read(path, names).items():
@@ -81,22 +84,24 @@ def _collect_files(path: Path) -> InventoryCollector:
 
 
 def _document_of_source(source: Source, path: Path, report: Reporter, unpack_limit_bytes: int | None) -> str:
-    """Return a new SPDX document of an archive, an OCI folder or an image of the engine (Docker or Podman).
+    """Make the SPDX document of an archive, an OCI folder or an image of the engine (Docker or Podman).
 
-    All files of the image are read for that, which can take minutes.
+    All files of the image are read, which can take minutes.
 
     Parameters
     ----------
-    path : the path of `source`. Temporary files are made beside it, or here if there is no such path.
+    path : the path of `source`. Temporary files are made beside it, unless a variable such as ``TMPDIR``
+        names another folder. If there is no such path, the current folder is used.
     unpack_limit_bytes : as in `sbom_document`.
     """
-    exports = isinstance(source, entries.EngineImage)
+    is_exported = isinstance(source, entries.EngineImage)
     collector = InventoryCollector()
+    # `scratch` only uses the parent folder of this path.
     neighbour = path.absolute() if path.exists() else Path.cwd() / "image"
     with (
         scratch(neighbour) as folder,
         entries.open_source(
-            source, folder, report, exports=exports, unpack_limit_bytes=unpack_limit_bytes
+            source, folder, report, exports=is_exported, unpack_limit_bytes=unpack_limit_bytes
         ) as opened,
         entries.image_entries(opened, folder, report, unpack_limit_bytes=unpack_limit_bytes) as stream,
     ):
