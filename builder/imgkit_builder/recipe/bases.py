@@ -217,7 +217,7 @@ def _bases_for_driver(branch: int) -> list[Base]:
 
 
 def find_doubts(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, Fault]]:
-    """Yield reasons why `image` may not work well on `system`, each with the responsible key of the recipe."""
+    """Yield reasons why `image` may not work well on `system`, each with the key of the recipe to change."""
     for key in ("base", "current_base"):
         reference = getattr(image, key)
         if not reference:
@@ -288,8 +288,8 @@ def _make_lookup(reference: str, system: SystemFacts) -> known_issues.Lookup:
             return Value(text, f"{known_issues.FACTS[name]} {text or 'unknown'}")
         variable = name.removeprefix("$")
         text = env.get(variable, "")
-        # It is unknown whether the job will have the variable, since a node leaves out variables that its
-        # network does not need.
+        # `is_requested` is None, which means unknown: a node leaves out variables that its network does not
+        # need.
         return Value(text, f"{variable}={text}", is_requested=None, is_known=variable in env)
 
     return lookup
