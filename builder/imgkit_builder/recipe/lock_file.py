@@ -84,7 +84,7 @@ def _render_table(table: Any, path: str) -> str:
         key = f"{path}.{field.name}".removeprefix(".")
         if dataclasses.is_dataclass(value):
             content = _render_table(value, key)
-            if content:  # an absent table is read as a table of defaults
+            if content:  # a table without values would add nothing
                 tables += _render_heading(f"[{key}]", content)
         elif isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
             for item in value:
