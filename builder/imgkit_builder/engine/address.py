@@ -89,8 +89,9 @@ def find_endpoint() -> Endpoint:
             context = str(_read_json(path).get("currentContext") or "")
     if context not in ("", _DEFAULT_CONTEXT):
         return _read_context(context, source)
-    usual = Endpoint(host=DEFAULT_HOST, tls=_read_variables_tls())
-    return next(_find_listening(), usual)
+    # If no engine listens anywhere, return the default address: the error then names it.
+    default_endpoint = Endpoint(host=DEFAULT_HOST, tls=_read_variables_tls())
+    return next(_find_listening(), default_endpoint)
 
 
 def _usual_sockets() -> dict[Path, str]:
@@ -276,6 +277,7 @@ def _explain_denied_socket(path: str) -> ToolMissing:
 
 def _explain_tls_error(engine: Endpoint, error: ssl.SSLError) -> ToolFailed:
     """Return the error for a connection on which TLS failed. The hint lists the certificates in use."""
+    # List the files that exist, because a missing or misplaced file is a common cause.
     tls_files: list[str] = []
     if engine.tls:
         paths = (engine.tls.ca, engine.tls.cert, engine.tls.key)

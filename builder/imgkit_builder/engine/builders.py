@@ -68,6 +68,7 @@ def choose(facts: EngineFacts, requested: Builder = "auto", *, secrets_at: str =
     ToolMissing : the program of the builder is missing.
     """
     choice = _choose_without_secrets(facts, requested)
+    # Only the classic builder lacks secrets, so any other choice is final.
     if not secrets_at or choice.name != "classic":
         return choice
     if requested == "auto" and not facts.is_podman:
@@ -103,10 +104,12 @@ def _choose_without_secrets(facts: EngineFacts, requested: Builder) -> Choice:
         _require_buildx()
         return Choice(name="buildx")
     if requested == "auto" and not facts.is_podman:
+        # A future engine may no longer have the classic builder. `choose_fallback` then selects buildx.
         return Choice(name="classic", may_change=True)
     try:
         return Choice(name="podman", containers=_find_podman_containers(facts))
     except ImgkitError as error:
+        # The program podman cannot be used. Its API can, unless the user has requested the program.
         if requested == "podman":
             raise
         problem = "an interrupted build continues in Podman, and its cache is not used"

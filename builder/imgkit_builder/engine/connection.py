@@ -248,6 +248,7 @@ def sdk_options(engine: Endpoint) -> dict[str, Any]:
     tls = engine.tls
     if tls is None or not engine.host.startswith(("tcp://", "http://", "https://")):
         return {"base_url": engine.host}
+    # The SDK refuses a certificate without a key, so pass both or none.
     cert_and_key = None
     if tls.cert and tls.key:
         cert_and_key = (str(tls.cert), str(tls.key))
@@ -265,6 +266,7 @@ def engine_facts(endpoint: Endpoint, *, version: Mapping[str, Any], info: Mappin
     """
     try:
         product = "Docker"
+        # Podman has Docker's API. It is recognized by the name of one of its components.
         for component in version.get("Components") or ():
             if component.get("Name") == "Podman Engine":
                 product = "Podman"

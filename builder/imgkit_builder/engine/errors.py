@@ -68,6 +68,7 @@ counts."""
 
 def find_hint(text: str) -> str | None:
     """Return what to do about a known problem that `text` mentions, or None if there is no such problem."""
+    # The patterns are written in lower case.
     lower = text.lower()
     for pattern, hint in _HINTS:
         if re.search(pattern, lower):
@@ -218,6 +219,7 @@ class LayerProgress:
         layer = str(event.get("id", ""))
         status = str(event.get("status", ""))
         if not detail:
+            # The event only reports a state, such as "Pull complete".
             if layer:
                 self._report.line(f"{layer}: {status}")
             elif status:

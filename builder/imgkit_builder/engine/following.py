@@ -73,6 +73,7 @@ class BuildFollower:
         """
         message = self._hide(event_error(event))
         if message:
+            # The last line of the output may have no line break, but it belongs to the error.
             self._flush()
             self._log.write(message + "\n")
             raise self._step_error(message)

@@ -261,6 +261,7 @@ def push(engine: Engine, ref: str, report: Reporter) -> str:
     name, tag = _split(ref)
     progress = LayerProgress(report)
     digest = ""
+    # A push may take an hour, hence no timeout.
     with translate_errors(doing, name=ref), engine.patient() as api:
         events = api.push(name, tag=tag, stream=True, decode=True)
         for event in refuse_error_events(events, doing=doing, name=ref):

@@ -124,6 +124,7 @@ def config_json(engine: Engine, image: ImageInfo) -> bytes:
             "architecture": data.get("Architecture") or "",
             "os": data.get("Os") or "linux",
             "config": data.get("Config") or {},
+            # An image configuration must list the layers here. `parse_config` reads them.
             "rootfs": {"type": "layers", "diff_ids": _diff_ids(data)},
         }
     ).encode()
@@ -277,6 +278,7 @@ def _local_platforms(engine: Engine, name: str) -> Iterator[str]:
     with _ignore_errors():
         for manifest in _inspect(engine, name, manifests="1").get("Manifests") or ():
             platform = (manifest.get("ImageData") or {}).get("Platform")
+            # An index also lists manifests whose layers were not pulled.
             if manifest.get("Available") and platform:
                 yield f"{platform.get('os')}/{platform.get('architecture')}"
 

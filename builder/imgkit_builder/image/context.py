@@ -571,6 +571,7 @@ class _ChunkReader(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
+    # `io.BufferedReader` calls this method to fill its buffer.
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
         while not self._rest:
             chunk = next(self._chunks, None)

@@ -121,16 +121,17 @@ def torch_errors(lines: list[str], base: dict[str, str]) -> list[str]:
             continue
         requirement_text, _, _ = line.partition(" --hash=")
         requirement = import_packaging("requirements").Requirement(requirement_text)
+        # The requirement is not for this Python or platform.
         if requirement.marker and not requirement.marker.evaluate():
             continue
         name = requirement.name
         base_release = parse_release(base_version)
-        for specifier in requirement.specifier:
-            if parse_release(specifier.version) == base_release:
-                print(f"{name}: the base's {base_version} stays in place of {specifier.version}")
+        for clause in requirement.specifier:
+            if parse_release(clause.version) == base_release:
+                print(f"{name}: the base's {base_version} stays in place of {clause.version}")
             else:
                 errors.append(
-                    f"{name}: uv.lock has {specifier.version}, but the base has {base_version}, which imgkit"
+                    f"{name}: uv.lock has {clause.version}, but the base has {base_version}, which imgkit"
                     f" never replaces\n  -> uv lock --upgrade-package '{name}=={base_release}'"
                 )
     return errors

@@ -467,6 +467,7 @@ def _list_protection_steps(recipe: Recipe) -> tuple[Step, ...]:
     steps = []
     if uses_pip or image.run:
         steps.append(install.protection_step())
+    # Only this policy changes the base's constraint file. The others need no copy of it.
     if uses_pip and image.constraints.policy == "drop":
         steps.append(install.constraint_step(recipe))
     return tuple(steps)
@@ -534,6 +535,7 @@ def _base(recipe: Recipe, override: str | None) -> Text:
     If the recipe has a lock, the base is the exact image of the lock, unless `override` names another one.
     """
     where = recipe.where("image", "base")
+    # The lock identifies the base exactly, so that a moved tag does not change the image.
     if recipe.lock and override in (None, recipe.lock.base.exact):
         return Text(origin=where, text=recipe.lock.base.exact)
     if override is None or override == recipe.image.base:

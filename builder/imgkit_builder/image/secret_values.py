@@ -77,6 +77,7 @@ def _read_value(secret: BuildSecret, where: str) -> str:
             problem = f"the variable {secret.env} of the secret {secret.id} is not set"
             raise UsageError(problem, where=where, hint=f"export {secret.env}=..., then build again")
         return value
+    # The check of the recipe has made sure that a secret has either a variable or a file.
     file = secret.file or Path()
     try:
         return files.read_text(file, errors="surrogateescape")

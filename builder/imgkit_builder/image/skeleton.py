@@ -85,7 +85,9 @@ def unfit_reason(project: Path) -> str:
     """
     content = _read_toml(project)
     build_system = _table(content, "build-system")
+    # pip uses setuptools for a project that names no backend (PEP 517).
     backend = build_system.get("build-backend", _SETUPTOOLS)
+    # The key "backend-path" means that the backend is part of the project, so it may do anything.
     if backend not in _BACKENDS or "backend-path" in build_system:
         return f"its build backend is {backend}"
     for key in _BUILD_PROGRAMS:

@@ -168,6 +168,7 @@ def _check_pip(report: ImageReport, probe: Probe) -> Check:
     """Check that ``pip check`` reports no conflicts, apart from those that the base already has."""
     if report.pip_conflicts is None:
         return _make_check("pip", missing="the image has no pip")
+    # Conflicts of the base itself are not the fault of the recipe.
     new_conflicts = [line for line in report.pip_conflicts if line not in probe.pip_conflicts]
     if new_conflicts:
         hint = "pin these packages in image.pip to versions that fit the base"
@@ -222,6 +223,7 @@ def _check_dist_env(finished: Finished) -> Check:
     try:
         if finished.returncode != 0 or "{" not in finished.output:
             raise ValueError(finished.tail() or f"exit code {finished.returncode}")
+        # Only the syntax matters here, so the object itself is discarded.
         json_text.first_object(finished.output)
     except ValueError as error:
         problem = _last_line(str(error), "no output")

@@ -213,6 +213,7 @@ def _refuse_unlocked(requirements: list[str], left_to_pip: set[str], where: str)
     for line in requirements:
         name = requirement_name(line)
         is_wheel = _WHEEL.fullmatch(line)
+        # A protected package such as torch is allowed, because the base usually has its own.
         if not is_wheel and name not in left_to_pip and not re.fullmatch(PROTECTED, name):
             raise UsageError(
                 f"uv.lock has {hide_secrets(line)}, which is not a wheel with a sha256",
@@ -285,6 +286,7 @@ def index_options(recipe: Recipe) -> list[str]:
     options = []
     for index in _uv_settings(_read_pyproject(uv.project)).get("index", []):
         url = str(index.get("url", ""))
+        # A user or password in the URL comes before an "@".
         if not re.fullmatch(r"https?://[^\s@]+", url) or hide_secrets(url) != url:
             raise UsageError(
                 f"the index {hide_secrets(url)} is no plain HTTP URL; a password would be in the image",
@@ -292,6 +294,7 @@ def index_options(recipe: Recipe) -> list[str]:
                 hint=f"change tool.uv.index in {PYPROJECT}, or name its packages in a pip step with a secret",
             )
         option = "--extra-index-url"
+        # In uv, a default index replaces PyPI, as --index-url does in pip.
         if index.get("default"):
             option = "--index-url"
         options += [option, url]

@@ -140,16 +140,21 @@ def ngc_image(reference: str) -> Base | None:
     image = _parse_or_none(reference)
     if image is None or not _NGC_REPOSITORY.fullmatch(image.repository):
         return None
-    match = _NGC_TAG.fullmatch(image.tag)
-    if match is None:
+    tag_match = _NGC_TAG.fullmatch(image.tag)
+    if tag_match is None:
         return None
     for base in load_table():
-        if base.tag == match[1]:
+        # The table has the release without the suffix of the tag: "24.03" for "24.03-py3".
+        if base.tag == tag_match[1]:
             return base
     return None
 
 
 def _parse_or_none(reference: str) -> ImageReference | None:
+    """Return the parts of an image reference, or None if it is not valid.
+
+    A check of the recipe reports that.
+    """
     try:
         return parse_reference(reference)
     except Unfit:
@@ -250,10 +255,12 @@ def _known_issues(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, 
     for key in ("base", "current_base"):
         lookup = _make_lookup(getattr(image, key) or "", system)
         for issue in known_issues.load_issues(system.known_issues, {}):
+            # The effect "set" changes variables of a job, so it is no reason for a warning here.
             if issue.effect not in ("warn", "refuse") or issue.id in reported:
                 continue
             result = known_issues.evaluate_issue(issue, lookup)
             if result.state == "match":
+                # If a value in the condition is unknown, the state is not "match", and nothing is reported.
                 reported.add(issue.id)
                 yield ("image", key), (result.message, issue.hint)
 

@@ -205,6 +205,10 @@ def _describe_wrong_value(node: YamlNode, mistake: Mistake) -> tuple[str, str]:
 
 
 def _describe_wrong_choice(node: Scalar, mistake: Mistake) -> tuple[str, str]:
+    """Return the message and the hint for a text that is not one of the allowed values.
+
+    For a container runtime that imgkit does not support, the message gives the reason.
+    """
     name = node.text.lower()
     if mistake.path[-1] == "kind" and name in _UNSUPPORTED_RUNTIMES:
         reason = _UNSUPPORTED_RUNTIMES[name]
@@ -323,17 +327,18 @@ def _check_declared_secrets(tree: Table, problems: Collector) -> dict[str, tuple
     """
     declared: dict[str, tuple[Scalar, KeyPath]] = {}
     for path, secret in _select_tables(tree, "image", "secrets", ANY):
-        name = secret.entries.get("id")
-        if isinstance(name, Scalar):
-            if name.text in declared:
-                message = f"{name.text} is declared twice"
-                problems.error(name.position, (*path, "id"), message, "keep one of them")
-            declared.setdefault(name.text, (name, path))
+        name_node = secret.entries.get("id")
+        if isinstance(name_node, Scalar):
+            if name_node.text in declared:
+                message = f"{name_node.text} is declared twice"
+                problems.error(name_node.position, (*path, "id"), message, "keep one of them")
+            declared.setdefault(name_node.text, (name_node, path))
+        # Equal means that both keys are set, or neither.
         if ("env" in secret.entries) == ("file" in secret.entries):
-            present = "both"
+            given_keys = "both"
             if "env" not in secret.entries:
-                present = "neither"
-            message = f"needs exactly one of env, file; it has {present}"
+                given_keys = "neither"
+            message = f"needs exactly one of env, file; it has {given_keys}"
             hint = "env: NAME is a variable of this machine, file: PATH a file"
             problems.error(secret.position, path, message, hint)
     return declared
@@ -370,18 +375,19 @@ def _check_pip_step(path: KeyPath, step: Table, problems: Collector) -> None:
     """
     sources = [key for key in _PIP_SOURCES if key in step.entries]
     if len(sources) != 1:
-        present = "none of them"
+        given_sources = "none of them"
         hint = "add packages: [NAME]"
         if sources:
-            present = " and ".join(sources)
+            given_sources = " and ".join(sources)
             hint = "write a step for each"
-        message = f"needs exactly one of {', '.join(_PIP_SOURCES)}; it has {present}"
+        message = f"needs exactly one of {', '.join(_PIP_SOURCES)}; it has {given_sources}"
         problems.error(step.position, path, message, hint)
     for key, reason in _PROJECT_KEYS.items():
         if key in step.entries and "project" not in step.entries:
             message = f"is for a project: {reason}"
             problems.error(step.keys[key], (*path, key), message, "add project: FOLDER, or remove it")
     packages = step.entries.get("packages")
+    # An empty list passes the check above, because the key is set.
     if isinstance(packages, Items) and not packages.items:
         problems.error(packages.position, (*path, "packages"), "is empty", "remove the step")
 
@@ -394,15 +400,16 @@ def _check_platforms(tree: Table, problems: Collector) -> None:
     for path, node in tree.select("image", "platform"):
         if isinstance(node, Items) and not node.items:
             problems.error(node.position, path, "is empty", "allowed: amd64, arm64")
-        names = set()
+        listed_names = set()
         for index, item in node.children():
             if not isinstance(item, Scalar):
                 continue
-            name = item.text.removeprefix("linux/")
-            if name and name in names:
-                message = f"linux/{name} is listed twice"
+            # `arm64` and `linux/arm64` are the same platform.
+            short_name = item.text.removeprefix("linux/")
+            if short_name and short_name in listed_names:
+                message = f"linux/{short_name} is listed twice"
                 problems.error(item.position, (*path, index), message, "keep one of them")
-            names.add(name)
+            listed_names.add(short_name)
 
 
 def _check_runtime(tree: Table, problems: Collector) -> None:
@@ -435,6 +442,7 @@ def check_system(facts: SystemFacts, tree: Table, problems: Collector) -> None:
     A value that the scheduler cannot use is an error. A container runtime that it cannot start is only a
     warning, because the image can still be built.
     """
+    # The caller has checked that the scheduler exists, so the lookup cannot fail with a KeyError.
     registration = systems.find_registration(facts.scheduler)
     runtime = facts.runtime
     if runtime.kind not in registration.runtimes:

@@ -32,6 +32,7 @@ def find_host_effects(recipe: Recipe) -> tuple[Problem, ...]:
     for rule in (_runtime_effects, _option_effects, _variable_effects, _secret_effects):
         for path, message in rule(recipe):
             position = nearest_position(recipe.positions, path)
+            # A default has no position. A value in a shipped recipe is part of imgkit.
             if position is not None and not position.file.is_relative_to(FOLDER):
                 problems.append(Problem(position=position, key=key_text(path), what=message, hint=_HINT))
     return tuple(problems)
@@ -42,6 +43,7 @@ def _runtime_effects(recipe: Recipe) -> Effects:
     runtime = recipe.system.runtime
     path = ("system", "runtime")
     if runtime.command not in PROGRAMS:
+        # Any other command may be a program that the author of the recipe provides.
         yield (*path, "command"), f"runs the program {runtime.command} on the machine that starts a job"
     for key, modules in (("modules", runtime.modules), ("host_modules", runtime.host_modules)):
         for index, module in enumerate(modules):

@@ -478,6 +478,7 @@ def _find_named_system(tree: Table) -> tuple[YamlNode, Table] | None:
         if "extends" not in system.entries:
             return None
         return system.entries["extends"], system.without("extends")
+    # `system:` without a value is reported by the check of empty values.
     if system is None or (isinstance(system, Scalar) and system.type == "nothing"):
         return None
     return system, _empty_table(system.position)

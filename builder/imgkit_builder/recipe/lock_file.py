@@ -324,6 +324,7 @@ def _refuse_stale(recipe: Recipe, locked: LockRequest, file: Path, base: str | N
     if difference is None:
         return
     where = recipe.where(*difference.path)
+    # The option --base has changed the base, not a line of the recipe.
     if base and difference.path == ("image", "base"):
         where = "--base"
     raise UsageError(f"the lock {file.name} is stale: {difference.change}", where=where, hint=hint)
@@ -493,4 +494,5 @@ def _list_difference(path: KeyPath, noun: str, values: Sequence[str], locked: Se
     for value in locked:
         if value not in values:
             return Difference(path, f"{noun} no longer have {value!r}")
+    # The lists differ but have the same items.
     return Difference(path, f"{noun} have another order")

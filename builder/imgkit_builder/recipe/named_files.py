@@ -96,16 +96,17 @@ def _find_fault(text: str, folder: Path, *, folder_allowed: bool) -> Fault | Non
         return "is empty", "name a file"
     if Path(text).is_absolute() or text.startswith("~"):
         return f"{text} is not relative", f"paths start at the recipe's folder, {folder}"
+    # The path leaves the folder either by its parts ("../x") or through a link.
     if not target.is_relative_to(folder):
-        way = " through a symbolic link"
+        route = " through a symbolic link"
         if ".." in Path(text).parts:
-            way = ""
-        return f"{text} leaves the recipe's folder{way}", f"put it below {folder}"
+            route = ""
+        return f"{text} leaves the recipe's folder{route}", f"put it below {folder}"
     if not target.exists():
-        nearest = nearest_name(file.name, [sibling.name for sibling in file.parent.glob("*")])
+        similar_name = nearest_name(file.name, [sibling.name for sibling in file.parent.glob("*")])
         hint = "create it"
-        if nearest:
-            hint = f"did you mean {nearest}?"
+        if similar_name:
+            hint = f"did you mean {similar_name}?"
         return f"there is no {text} in {folder}", hint
     if target.is_dir() and not folder_allowed:
         return f"{text} is a folder", "name a file"

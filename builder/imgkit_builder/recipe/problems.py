@@ -333,10 +333,12 @@ def _check_limits(value: Any, depth: int = 0) -> None:
     ValueError : an integer has more than 64 bits, the limit of TOML.
     RecursionError : tables and lists are nested more than `DEEPEST` levels deep.
     """
+    # The caller converts this error in the same way as that of a parser that reaches its limit of recursion.
     if depth == DEEPEST:
         raise RecursionError
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         raise ValueError("an integer has more than 64 bits")
+    # Only tables and lists contain further values.
     children: Iterable[Any] = ()
     if isinstance(value, dict):
         children = value.values()

@@ -41,6 +41,7 @@ class Proof:
     @property
     def strongest(self) -> str:
         """Return the strongest kind of test, as `imgkit list --systems` prints it."""
+        # The strongest kind of test comes first.
         if self.run:
             return "ran there"
         if self.simulated:

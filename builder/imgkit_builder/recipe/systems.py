@@ -65,6 +65,7 @@ def _check_pyxis_options(facts: SystemFacts) -> Iterator[SystemFault]:
             hint = "remove it; mounts are system.runtime.binds"
             yield SystemFault(path=path, what=f"{name} is set by each job", hint=hint)
         elif name == "--container-name":
+            # With --container-name, pyxis keeps the container for later jobs.
             message = "a container with this name is started again, and the image of a later job is not"
             yield SystemFault(path=path, what=message, hint="remove --container-name")
 
@@ -259,6 +260,7 @@ def distribution_name(entry: EntryPoint) -> str:
 
 @functools.cache
 def _entries() -> tuple[EntryPoint, ...]:
+    """Return all entry points of the group `GROUP`."""
     # Imported and called only when needed, because it reads the metadata of every installed distribution.
     from importlib import metadata
 

@@ -252,16 +252,17 @@ def format_table(text: str) -> list[str]:
     if recipe["description"]:
         title += f": {recipe['description']}"
     rows = recipe["values"]
-    values = []
+    value_texts = []
+    # A text from a recipe may contain control characters, which must not reach the terminal.
     for row in rows:
         value = "-"
         if row["value"] not in (None, ""):
             value = terminal.escape_controls(str(row["value"]))
-        values.append(value)
+        value_texts.append(value)
     key_width = max(len(row["key"]) for row in rows)
-    value_width = min(max(map(len, values)), _WIDEST_VALUE)
+    value_width = min(max(map(len, value_texts)), _WIDEST_VALUE)
     lines = [title, f"file    {recipe['file']}", f"sha256  {recipe['sha256']}", ""]
-    for row, value in zip(rows, values, strict=True):
+    for row, value in zip(rows, value_texts, strict=True):
         lines.append(f"{row['key']:{key_width}}  {value:{value_width}}  {_describe_source(row)}")
     return lines
 

@@ -50,6 +50,7 @@ def rule_of(
     """
 
     def rule(value: Any) -> Iterator[Fault]:
+        # An empty value means "not set".
         if not value and not required:
             return
         try:

@@ -412,6 +412,7 @@ def _find_key_fault(key: yaml.Node) -> Fault | None:
         return "a key must be text", "write `key: value`"
     if key_type == "text":
         return None
+    # A line such as ": value" has an empty key.
     if not key.value:
         return "a key is missing", ""
     return f"YAML reads the key {key.value} as {_describe_type(key_type)}", f'quote it: "{key.value}"'
