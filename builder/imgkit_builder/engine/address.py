@@ -109,7 +109,7 @@ def _usual_sockets() -> dict[Path, str]:
     if os.getuid() == 0:
         sockets[Path("/run/podman/podman.sock")] = "systemctl start podman.socket"
     return sockets | {
-        # Docker Desktop on macOS and on Linux
+        # Docker Desktop on macOS, and then on Linux
         home / ".docker/run/docker.sock": "docker desktop start",
         home / ".docker/desktop/docker.sock": "docker desktop start",
         colima / "default/docker.sock": "colima start",

@@ -55,14 +55,14 @@ def main() -> int:
     os.close(0)
     for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signal_number, signal.SIG_IGN)
-    code = copy_output(child, life_pipe, output)
-    if code is None:
-        code = end_build(child, output, steps_only=bool(containers))
+    exit_code = copy_output(child, life_pipe, output)
+    if exit_code is None:
+        exit_code = end_build(child, output, steps_only=bool(containers))
         if containers:
             remove_containers(containers, token)
-    if code < 0:  # a signal ended the program, and this is its negative number
-        return 128 - code
-    return code
+    if exit_code < 0:  # a signal ended the program, and this is its negative number
+        return 128 - exit_code
+    return exit_code
 
 
 def copy_output(child: int, life_pipe: int, output: int) -> int | None:

@@ -242,9 +242,9 @@ class _BuildRequest:
         with _guard(argv, token, builder.containers, env) as guard:
             for data in pump_pipes(guard, chunks):
                 follower.add_text(decoder.decode(data))
-            code = guard.wait()
-        if code:
-            raise follower.exit_error(code)
+            exit_code = guard.wait()
+        if exit_code:
+            raise follower.exit_error(exit_code)
         try:
             if self.engine.names_manifests:
                 # Such an engine identifies an image by the digest of its manifest. The id file contains
@@ -305,12 +305,16 @@ def _context_chunks(context: BuildContext, dockerfile: str, report: Reporter) ->
     Its name is `DOCKERFILE`, and its text is `dockerfile`. It contains labels that are known only during a
     build.
     """
-    data = dockerfile.encode()
+    dockerfile_bytes = dockerfile.encode()
     member = tarfile.TarInfo(DOCKERFILE)
-    member.size = len(data)
+    member.size = len(dockerfile_bytes)
     member.mode = 0o644
     with context.open(report) as tar:
-        yield member.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % tarfile.BLOCKSIZE)
+        yield (
+            member.tobuf(tarfile.USTAR_FORMAT)
+            + dockerfile_bytes
+            + bytes(-len(dockerfile_bytes) % tarfile.BLOCKSIZE)
+        )
         chunk = tar.read(CHUNK_BYTES)
         while chunk:
             yield chunk

@@ -110,7 +110,7 @@ class Engine:
 
     @property
     def has_nvidia(self) -> bool:
-        """Whether containers can use GPUs."""
+        """Whether the engine has NVIDIA's runtime, so that containers can use GPUs."""
         return "nvidia" in (self.info.get("Runtimes") or {})
 
     @property

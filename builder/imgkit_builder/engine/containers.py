@@ -145,9 +145,11 @@ def run(engine: Engine, image: str, argv: Sequence[str], *, platform: str) -> Fi
         if missing_program:
             return Finished(argv=tuple(argv), returncode=NOT_FOUND, output=missing_program)
         with translate_errors(f"run {argv[0]} in {image}"), engine.patient() as api:
-            code = int(api.wait(name)["StatusCode"])
+            exit_code = int(api.wait(name)["StatusCode"])
             output: bytes = api.logs(name, stdout=True, stderr=True)
-    return Finished(argv=tuple(argv), returncode=code, output=strip_styles(output.decode("utf-8", "replace")))
+    return Finished(
+        argv=tuple(argv), returncode=exit_code, output=strip_styles(output.decode("utf-8", "replace"))
+    )
 
 
 def _start(engine: Engine, name: str) -> str:

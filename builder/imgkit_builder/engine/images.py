@@ -96,10 +96,10 @@ def find_image(engine: Engine, name: str, *, platform: str | None = None) -> Ima
     check_name(name)
     with translate_errors(f"inspect {name}", name=name):
         try:
-            data = _inspect_image(engine, name, platform)
+            response = _inspect_image(engine, name, platform)
         except docker.errors.ImageNotFound:
             return None
-    return _make_info(engine, data, name)
+    return _make_info(engine, response, name)
 
 
 def remove_image(engine: Engine, name: str) -> None:
@@ -117,15 +117,15 @@ def config_json(engine: Engine, image: ImageInfo) -> bytes:
     reports. Its digest is therefore not the image id.
     """
     with translate_errors(f"inspect {image.ref}", name=image.ref):
-        data = _inspect_image(engine, image.ref, image.platform)
+        response = _inspect_image(engine, image.ref, image.platform)
     return json.dumps(
         {
-            "created": data.get("Created") or "",
-            "architecture": data.get("Architecture") or "",
-            "os": data.get("Os") or "linux",
-            "config": data.get("Config") or {},
+            "created": response.get("Created") or "",
+            "architecture": response.get("Architecture") or "",
+            "os": response.get("Os") or "linux",
+            "config": response.get("Config") or {},
             # An image configuration must list the layers here. `parse_config` reads them.
-            "rootfs": {"type": "layers", "diff_ids": _diff_ids(data)},
+            "rootfs": {"type": "layers", "diff_ids": _diff_ids(response)},
         }
     ).encode()
 
@@ -242,11 +242,11 @@ def _inspect_image(engine: Engine, name: str, platform: str | None) -> dict[str,
     engine keeps the image for its preferred platform but the response is about another one, ``Manifest`` is
     added. It is the digest of the manifest for that platform.
     """
-    default = _inspect(engine, name)
+    default_response = _inspect(engine, name)
     if not can_choose_platform(engine) or not engine.names_manifests:
-        return default
+        return default_response
     # Without an architecture, the response is about a platform that the engine knows but does not keep.
-    is_default_kept = bool(default.get("Architecture"))
+    is_default_kept = bool(default_response.get("Architecture"))
     candidates = []
     if platform:
         candidates.append(platform)
@@ -254,16 +254,16 @@ def _inspect_image(engine: Engine, name: str, platform: str | None) -> dict[str,
         kept_platforms = _local_platforms(engine, name)
         candidates += sorted(kept_platforms, key=lambda kept: kept != engine.platform)
     for candidate in candidates:
-        if candidate == read_platform(default):
-            return default
+        if candidate == read_platform(default_response):
+            return default_response
         # An error means that the engine does not keep this platform. Then try the next one.
         with _ignore_errors():
-            data = _inspect(engine, name, platform=_platform_json(candidate))
+            response = _inspect(engine, name, platform=_platform_json(candidate))
             if is_default_kept:
-                data["Manifest"] = data["Id"]
-            data["Id"] = default["Id"]
-            return data
-    return default
+                response["Manifest"] = response["Id"]
+            response["Id"] = default_response["Id"]
+            return response
+    return default_response
 
 
 def _inspect(engine: Engine, name: str, **query: str) -> dict[str, Any]:
@@ -499,6 +499,7 @@ class ImageFacts:
         rows = {
             "image": ", ".join(image.tags) or "(no tag)",
             "id": image.id,
+            # An image that was only built or loaded locally has no digest of a registry.
             "digest": image.digest or "(not from a registry)",
             "platform": image.platform,
             "size": f"{image.size_bytes / 1e6:.1f} MB in {len(image.diff_ids)} layers",
@@ -508,6 +509,7 @@ class ImageFacts:
         }
         for name, value in sorted(image.labels.items()):
             rows[f"label {escape_controls(name)}"] = value
+        # Align the values in one column.
         width = max(map(len, rows))
         lines = [f"{name:{width}}  {value}".rstrip() for name, value in rows.items() if value]
         if facts["standin"]:
@@ -515,7 +517,7 @@ class ImageFacts:
         return lines
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form, with its schema number."""
+        """Return the facts as a dict for JSON, with the version of its schema."""
         image = self.image
         return {
             "schema": SCHEMA,

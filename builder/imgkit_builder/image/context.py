@@ -423,15 +423,15 @@ def git_revision(folder: Path) -> str:
     """
     git = (*process.GIT, "-C", folder)
     try:
-        head = process.run([*git, "rev-parse", "--verify", "HEAD"], check=False)
+        rev_parse = process.run([*git, "rev-parse", "--verify", "HEAD"], check=False)
         tracked = process.run([*git, "ls-files", "--", "."], check=False)
         changed = process.run([*git, "status", "--porcelain", "--", *sources.GIT_PATHS], check=False)
     except ToolMissing:
         return ""
-    commit = re.search(r"^[0-9a-f]{40,64}$", head.output, re.MULTILINE)
+    commit = re.search(r"^[0-9a-f]{40,64}$", rev_parse.output, re.MULTILINE)
     # A folder inside a repository may have no tracked files, for example a virtual environment. The commit
     # then says nothing about it.
-    if head.returncode or commit is None or not tracked.output:
+    if rev_parse.returncode or commit is None or not tracked.output:
         return ""
     if changed.output:
         return f"{commit[0]}-dirty"

@@ -202,15 +202,15 @@ def project_step(recipe: Recipe, number: int, step: PipStep) -> Step:
     if step.editable:
         path = posixpath.normpath(step.editable)
         command += f"--editable {shlex.quote(path)}"
-        docker = command
+        docker_command = command
     else:
         path = f"{INSIDE}/{context_path}"
         command += path
-        docker = f"{command}{NEXT}&& rm -rf {INSIDE}/project"
+        docker_command = f"{command}{NEXT}&& rm -rf {INSIDE}/project"
     return Step(
         origin=origin,
         command=command,
-        docker=docker,
+        docker=docker_command,
         mounts=secret_mounts(step.secrets),
         files=(ContextFile(context_path=context_path, path=path, is_folder=True, origin=origin),),
     )

@@ -91,6 +91,7 @@ def collect_code(codes: Iterable[Code], hidden: Collection[Path]) -> PackedCode:
         with explain_read_errors(code.source, code.where, "name another source"):
             status = code.source.stat()
         folder = empty_folder(code.context_folder)
+        # A source can also be a single file. It is put into its folder of the context.
         if not stat.S_ISDIR(status.st_mode):
             name = f"{code.context_folder}/{code.source.name}"
             members[code] = (folder, _regular_file(code.source, name, status, code.where))
@@ -229,14 +230,14 @@ def unpack_members(stream: BinaryIO, folder: Path) -> dict[str, str]:
 
 def _header(member: TarMember) -> bytes:
     """Return the tar header of `member`. It does not depend on the user or the time."""
-    info = tarfile.TarInfo(member.name)
-    info.type = member.kind
-    info.mode = member.mode
-    info.linkname = member.link
-    info.size = member.size_bytes
-    info.mtime = files.MTIME_S
+    header = tarfile.TarInfo(member.name)
+    header.type = member.kind
+    header.mode = member.mode
+    header.linkname = member.link
+    header.size = member.size_bytes
+    header.mtime = files.MTIME_S
     # GNU's format, unlike pax, keeps names outside UTF-8 unchanged. It also allows any size.
-    return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
+    return header.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
 
 
 def _read_content(member: TarMember) -> Iterator[bytes]:

@@ -138,7 +138,8 @@ def render_build_definition(
         steps=steps,
     )
     for line_number, line in enumerate(text.split("\n"), 1):
-        # Apptainer >= 1.2 replaces {{ word }} by a build argument, and fails if there is no such argument.
+        # Apptainer >= 1.2 replaces {{ word }} by the build argument `word`, and fails if there is no such
+        # argument.
         match = re.search(r"\{\{\s*\w+\s*\}\}", line)
         if match is not None:
             where = find_origin(text, line_number)
@@ -586,20 +587,20 @@ def _run_step(recipe: Recipe, number: int, command: RunCommand) -> Step:
     else:
         argv = ("/bin/sh", "-c", text)
         shell_command = f"sh -c {shlex.quote(text)}"
-    docker = text
+    docker_command = text
     needs_exec_form = has_lines or _is_docker_syntax(text)
     if command.secrets:
         argv = (*install.secret_argv(recipe, command.secrets), *argv)
         shell_command = install.secret_prefix(recipe, command.secrets, "") + shell_command
-        docker = shell_command
+        docker_command = shell_command
         needs_exec_form = has_lines
     if needs_exec_form:
         # The exec form of RUN, a JSON list, keeps the text unchanged, including its line breaks.
-        docker = json.dumps(argv, ensure_ascii=False)
+        docker_command = json.dumps(argv, ensure_ascii=False)
     return Step(
         origin=recipe.where("image", "run", number),
         command=shell_command,
-        docker=docker,
+        docker=docker_command,
         mounts=install.secret_mounts(command.secrets),
     )
 

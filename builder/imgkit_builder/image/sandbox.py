@@ -21,7 +21,7 @@ class Templates(SandboxedEnvironment):
     """
 
     def is_safe_callable(self, obj: Any) -> bool:
-        """Return whether a template may call `obj`."""
+        """Return whether a template may call `obj`. jinja2 asks before each call."""
         if isinstance(obj, Macro) or any(obj is function for function in self.globals.values()):
             return True
         return isinstance(getattr(obj, "__self__", None), _PLAIN) and super().is_safe_callable(obj)

@@ -83,8 +83,8 @@ def unfit_reason(project: Path) -> str:
     program may read any file. The result is empty if a skeleton (the project without its code) is enough for
     the installation.
     """
-    content = _read_toml(project)
-    build_system = _table(content, "build-system")
+    pyproject = _read_toml(project)
+    build_system = _table(pyproject, "build-system")
     # pip uses setuptools for a project that names no backend (PEP 517).
     backend = build_system.get("build-backend", _SETUPTOOLS)
     # The key "backend-path" means that the backend is part of the project, so it may do anything.
@@ -92,11 +92,11 @@ def unfit_reason(project: Path) -> str:
         return f"its build backend is {backend}"
     for key in _BUILD_PROGRAMS:
         *parents, name = key.split(".")
-        if _table(content, "tool", *parents).get(name):
+        if _table(pyproject, "tool", *parents).get(name):
             return f"its {PYPROJECT} has tool.{key}"
     if backend == "pdm.backend" and (project / "pdm_build.py").exists():
         return "its pdm_build.py is a program"
-    # setuptools runs a setup.py, which may read any file.
+    # setuptools runs setup.py, and a program may read any file of the project.
     setup_py = _read_text(project / "setup.py")
     if setup_py and not _is_declarative(setup_py):
         return "its setup.py is a program"
@@ -118,6 +118,7 @@ def select_skeleton(code: Code, members: Iterable[TarMember]) -> tuple[TarMember
             is_needed = project.needs_folder(name)
         else:
             is_needed = project.needs_content(name)
+        # Keep the file or folder unchanged, replace a module by the stub, or leave the file out.
         if is_needed:
             skeleton[name] = member
         elif project.is_module(name):
@@ -150,21 +151,21 @@ class _Project:
 
         `names` are the paths of all files and folders of the project, relative to `folder`.
         """
-        content = _read_toml(folder)
+        pyproject = _read_toml(folder)
         setup_cfg = _read_text(folder / "setup.cfg")
-        references = _list_references(content, setup_cfg, _read_text(folder / "setup.py"))
-        module_name = canonical_name(str(_project_table(content).get("name", ""))).replace("-", "_")
+        references = _list_references(pyproject, setup_cfg, _read_text(folder / "setup.py"))
+        module_name = canonical_name(str(_project_table(pyproject).get("name", ""))).replace("-", "_")
         python_files = [name for name in names if name.endswith(".py")]
         python_folders = _list_parents(python_files)
         modules = {module_name, *references}
-        backend = _table(content, "build-system").get("build-backend", _SETUPTOOLS)
+        backend = _table(pyproject, "build-system").get("build-backend", _SETUPTOOLS)
         if backend in _SETUPTOOLS_BACKENDS and not python_folders - {"."}:
             # setuptools looks for modules beside pyproject.toml only if the project has no package.
             modules.update(name.removesuffix(".py") for name in python_files)
         return cls(
             references=references,
-            license_patterns=tuple(_license_patterns(content)),
-            version_modules=tuple(_version_modules(content, setup_cfg, module_name)),
+            license_patterns=tuple(_license_patterns(pyproject)),
+            version_modules=tuple(_version_modules(pyproject, setup_cfg, module_name)),
             # setup.py and conftest.py belong to tools. They are no modules of the project.
             modules=frozenset(modules - {"setup", "conftest"}),
             python_folders=python_folders,
@@ -215,7 +216,8 @@ class _Project:
             return True
         if "." in self.references:  # setuptools: where = ["."]
             return True
-        # The first part of "my_letters", "my_letters.model", "my_letters/model" or "my_*".
+        # The first part of a reference is a top-level folder: "my_letters", "my_letters.model",
+        # "my_letters/model" or "my_*".
         patterns = {re.split(r"[/.]", text)[0] for text in self.references}
         return any(fnmatch.fnmatchcase(top, pattern) for pattern in patterns)
 

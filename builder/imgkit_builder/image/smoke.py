@@ -42,8 +42,8 @@ def check_image(run: Runner, *, arch: str, manifest: Manifest | None) -> tuple[C
         problem = _last_line(finished.output, f"exit code {finished.returncode}")
         hint = "the architecture differs, or the image has no Python: imgkit show IMAGE, imgkit doctor"
         return (_make_check("python", problem=f"python3 does not run: {problem}", hint=hint),)
-    baked, manifest_check = _check_manifest(report, manifest)
-    provenance = manifest or baked
+    own_manifest, manifest_check = _check_manifest(report, manifest)
+    provenance = manifest or own_manifest
     probe = Probe(skipped="an image of others has no manifest, and its base is unknown")
     if provenance:
         probe = provenance.base.probe
@@ -190,15 +190,15 @@ def _check_manifest(report: ImageReport, expected: Manifest | None) -> tuple[Man
         hint = f"imgkit did not build this image; {_REBUILD_HINT}"
         return None, _make_check("manifest", problem=f"no {MANIFEST_JSON}", hint=hint)
     try:
-        baked = manifests.from_json(text)
+        own_manifest = manifests.from_json(text)
     except UsageError as error:
         return None, _make_check("manifest", problem=error.what, hint=error.hint or _REBUILD_HINT)
     problem = ""
     if expected is not None and text != manifests.to_json(expected):
-        problem = f"it names recipe {baked.recipe} {baked.recipe_sha256[:12]}, not this build"
+        problem = f"it names recipe {own_manifest.recipe} {own_manifest.recipe_sha256[:12]}, not this build"
     hint = f"a step of the recipe overwrote {MANIFEST_JSON}, or the cache is stale: --no-cache"
-    return baked, _make_check(
-        "manifest", f"{baked.recipe}, imgkit {baked.imgkit}", problem=problem, hint=hint
+    return own_manifest, _make_check(
+        "manifest", f"{own_manifest.recipe}, imgkit {own_manifest.imgkit}", problem=problem, hint=hint
     )
 
 

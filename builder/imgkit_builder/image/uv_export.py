@@ -122,23 +122,23 @@ def _find_outdated(pyproject: dict[str, Any], lines: list[str], uv: UvProject) -
     locked_versions = _list_locked_versions(lines)
     # An override replaces the project's requirement for a package, so that requirement does not apply.
     overrides = _uv_settings(pyproject).get("override-dependencies", [])
-    ignored = {requirement_name(text) for text in overrides}
+    ignored = {requirement_name(requirement_text) for requirement_text in overrides}
     ignored.add(canonical_name(pyproject["project"]["name"]))
     environments = _list_environments(pyproject)
-    for text in _list_requirements(pyproject, uv):
-        requirement = Requirement(text)
+    for requirement_text in _list_requirements(pyproject, uv):
+        requirement = Requirement(requirement_text)
         name = canonical_name(requirement.name)
         if name in ignored:
             continue
         if requirement.marker is not None and not any(map(requirement.marker.evaluate, environments)):
             continue
         if name not in locked_versions:
-            return f"{text}, which uv.lock lacks"
+            return f"{requirement_text}, which uv.lock lacks"
         versions = locked_versions[name]
         # A package from a URL has no version to compare.
         matching_versions = [*requirement.specifier.filter(versions, prereleases=True)]
         if versions and not matching_versions:
-            return f"{text}, and uv.lock has {', '.join(versions)}"
+            return f"{requirement_text}, and uv.lock has {', '.join(versions)}"
     return ""
 
 
@@ -183,6 +183,7 @@ def _list_environments(pyproject: dict[str, Any]) -> list[dict[str, str]]:
     markers = [Marker(text) for text in _uv_settings(pyproject).get("environments", [])]
     requires_python = SpecifierSet(pyproject["project"].get("requires-python", ""))
     environments = []
+    # Evaluate markers for every combination, since the base is not known on this machine.
     for python, machine in itertools.product(_PYTHONS, ("x86_64", "aarch64")):
         version = f"{python}.99"  # newer than any patch release: only the minor version counts
         environment = {

@@ -48,7 +48,10 @@ def wheel_name() -> str:
 
 
 def make_wheel() -> bytes:
-    """Return the wheel of imgkit_entrypoints with its ``dist-*`` commands. Equal sources give equal bytes."""
+    """Return the content of the wheel of imgkit_entrypoints, with its ``dist-*`` commands.
+
+    Equal sources give equal bytes.
+    """
     scripts = f"{PACKAGE}-{__version__}.data/scripts/"
     contents = dict(entrypoints_files())
     for command in COMMANDS:
@@ -61,10 +64,10 @@ def make_wheel() -> bytes:
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:  # noqa: TID251 - a stream
         for name, data in contents.items():
             mode = 0o755 if name.startswith(scripts) else 0o644
-            info = zipfile.ZipInfo(name)  # its time stays 1980-01-01, the earliest in a zip file
-            info.create_system = 3  # Unix, on every host: only then is the mode below read
-            info.external_attr = (stat.S_IFREG | mode) << 16
-            archive.writestr(info, data, zipfile.ZIP_DEFLATED, compresslevel=9)
+            member = zipfile.ZipInfo(name)  # its time stays 1980-01-01, the earliest in a zip file
+            member.create_system = 3  # Unix, on every host: only then is the mode below read
+            member.external_attr = (stat.S_IFREG | mode) << 16
+            archive.writestr(member, data, zipfile.ZIP_DEFLATED, compresslevel=9)
     return buffer.getvalue()
 
 

@@ -258,11 +258,11 @@ def _known_issues(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, 
             # The effect "set" changes variables of a job, so it is no reason for a warning here.
             if issue.effect not in ("warn", "refuse") or issue.id in reported:
                 continue
-            result = known_issues.evaluate_issue(issue, lookup)
-            if result.state == "match":
+            evaluation = known_issues.evaluate_issue(issue, lookup)
+            if evaluation.state == "match":
                 # If a value in the condition is unknown, the state is not "match", and nothing is reported.
                 reported.add(issue.id)
-                yield ("image", key), (result.message, issue.hint)
+                yield ("image", key), (evaluation.message, issue.hint)
 
 
 def _make_lookup(reference: str, system: SystemFacts) -> known_issues.Lookup:

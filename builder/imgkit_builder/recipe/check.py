@@ -68,7 +68,7 @@ def _report_empty_values(tree: Table, problems: Collector) -> set[KeyPath]:
     return paths
 
 
-# ---- the words for mistakes
+# ---- messages about the mistakes that pydantic finds
 
 _ALIASES = {
     "apptainer": "singularity",
@@ -235,7 +235,7 @@ def _describe_reading(node: Scalar) -> str:
     return f"the {node.type} {text}"
 
 
-# ---- texts that are allowed and deserve a look
+# ---- warnings about texts
 
 _PUBLIC_HINT = "anybody who can pull the image can read it; pass it when the job starts"
 

@@ -36,9 +36,9 @@ APPENDED: frozenset[KeyPath] = frozenset(
     {("image", key) for key in ("ca", "secrets", "apt", "pip", "copy", "run")}
     | {("system", "runtime", key) for key in ("modules", "options", "binds", "host_libs", "host_modules")}
 )
-"""Lists to which a recipe appends; every other list replaces the inherited one."""
+"""Lists that a recipe appends to the inherited list. Any other list replaces the inherited one."""
 ATOMIC: frozenset[KeyPath] = frozenset({("image", "constraints"), ("image", "uv")})
-"""Mappings that replace the inherited one as a whole. Other mappings are merged key by key."""
+"""Mappings that replace the inherited mapping as a whole. Any other mapping is merged key by key."""
 
 
 def load(ref: str | Path, *, build_args: Sequence[str] = ()) -> Recipe:
@@ -46,24 +46,24 @@ def load(ref: str | Path, *, build_args: Sequence[str] = ()) -> Recipe:
 
     Parameters
     ----------
-    ref : the name of a shipped recipe, or the path of a file. A path has a ``/``, or ends in ``.yaml`` or
-        ``.yml``.
+    ref : the name of a shipped recipe, or the path of a file. A text is a path if it contains a ``/``, or
+        ends in ``.yaml`` or ``.yml``.
     build_args : texts ``NAME=VALUE`` that replace values of ``image.args``.
 
     Raises
     ------
-    RecipeErrors : the recipe or one that it extends has problems; lists all of them.
+    RecipeErrors : the recipe or one of its parents has problems. The error lists all of them.
     UsageError : there is no such recipe.
     """
-    # A Path always means a file; a text without a slash or suffix is a shipped recipe.
+    # A Path always means a file. A text without a slash or a suffix is the name of a shipped recipe.
     if isinstance(ref, Path):
         ref = str(ref.absolute())
     file = locate_recipe(ref, Path.cwd())
-    # A recipe of unknown origin can extend any file of this machine. Messages quote only files in these
+    # A recipe of unknown origin can extend any file on this machine. Messages quote only files in these
     # folders, so that they cannot reveal a secret.
     folders = (file.parent, FOLDER, system_files.site_folder())
     problems = Collector(shows=tuple(folder.resolve() for folder in folders))
-    # The recipe's name is that of its file and no key in it, so the checks of the keys do not cover it.
+    # The recipe is named after its file. The name is not a key, so the check of the keys does not cover it.
     for message, hint in rules.recipe_name(file.stem):
         problems.error(Position(file=file, line=1, column=1), (), message, hint)
     merged = _read_with_parents(file, problems)
@@ -564,7 +564,7 @@ class _SystemFile(NamedTuple):
     """The content of a file that describes a system."""
 
     values: Table | None
-    """None after a problem."""
+    """None if there was a problem."""
     proof: Proof = Proof()
 
 

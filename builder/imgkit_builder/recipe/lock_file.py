@@ -47,7 +47,7 @@ SUFFIX = ".lock"
 KEPT_SUFFIX = ".files"
 """``mine.lock.files`` is the folder in which ``imgkit lock --keep-files`` stores the packages of a lock."""
 _HEADER = "# Made by imgkit lock, which also changes it. Keep it beside its recipe, under version control.\n"
-# One package takes some hundred bytes: no lock is larger.
+# A package takes a few hundred bytes, so no real lock is larger.
 _MOST_BYTES = 16 << 20
 
 

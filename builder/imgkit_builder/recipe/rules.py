@@ -311,7 +311,7 @@ def quote_inherited(name: str, value: str, quote: Callable[[str], str]) -> str |
 MAX_NAME = 255
 """The largest number of characters in the registry and the repository together."""
 
-# The grammar of github.com/distribution/reference.
+# These patterns follow the grammar of github.com/distribution/reference.
 _COMPONENT = re.compile(r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*")
 _LABEL = r"(?:[A-Za-z0-9]|[A-Za-z0-9][A-Za-z0-9-]*[A-Za-z0-9])"
 _DOMAIN = re.compile(rf"(?:{_LABEL}(?:\.{_LABEL})*|\[[A-Fa-f0-9:]+\])(?::[0-9]+)?")
@@ -345,7 +345,7 @@ def parse_reference(text: str) -> ImageReference:
     name_and_tag, _, digest = text.partition("@")
     if "@" in text:
         _check_digest(digest)
-    # A colon after the last slash begins the tag; an earlier colon begins a registry's port.
+    # A colon after the last slash begins the tag. An earlier colon begins the port of the registry.
     folder, slash, base_name_and_tag = name_and_tag.rpartition("/")
     base_name, colon, tag = base_name_and_tag.partition(":")
     if colon and not tag:

@@ -1,4 +1,4 @@
-"""The keys of a recipe as the JSON Schema for editors."""
+"""Describe the keys of a recipe as a JSON Schema, for editors."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def schema_json() -> str:
         {"required": ["extends"]},
         {"required": ["image"], "properties": {"image": {"required": ["base"]}}},
     ]
-    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "imgkit recipe"}
-    return json.dumps({**head, **schema}, indent=2)
+    header = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "imgkit recipe"}
+    return json.dumps({**header, **schema}, indent=2)
 
 
 def _simplify(node: Any) -> Any:

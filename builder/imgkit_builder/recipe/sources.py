@@ -154,13 +154,13 @@ def _list_exceptions(patterns: Iterable[str]) -> tuple[str, ...]:
     For example, ``!keys/a.key`` brings back ``a.key``. A pattern must contain the name itself: ``!data/`` and
     ``!*`` do not bring back a secret that happens to be in the folder.
     """
-    names = []
+    exception_names = []
     for pattern in patterns:
         _, _, last_part = pattern.rstrip("/").rpartition("/")
         name = last_part.removeprefix("!")
         if pattern.startswith("!") and name.strip("*?"):
-            names.append(name)
-    return tuple(names)
+            exception_names.append(name)
+    return tuple(exception_names)
 
 
 class _Decision(enum.Enum):
@@ -451,7 +451,7 @@ def _read_patterns(file: Path, *, above: str = "", below: str = "") -> _Patterns
 
 def _read_lines(file: Path) -> list[str]:
     """Return the lines of a list of patterns, or no lines if there is no such file."""
-    # Like git, do not read a .gitignore that is a link.
+    # Like git, ignore a .gitignore that is a symbolic link.
     if not file.is_file() or (file.name == ".gitignore" and file.is_symlink()):
         return []
     return files.read_text(file, most_bytes=_MOST_BYTES, errors="surrogateescape").splitlines()

@@ -231,7 +231,7 @@ def _list_children(value: Any) -> list[tuple[str | int, Any]] | None:
         return None
     children: list[tuple[str | int, Any]] = []
     for field in dataclasses.fields(value):
-        # The key in YAML: `platform` for platforms.
+        # The key in YAML may differ from the name of the field: `platform` for `platforms`.
         key = field.metadata.get("alias", field.name)
         children.append((key, getattr(value, field.name)))
     return children
@@ -259,6 +259,7 @@ def format_table(text: str) -> list[str]:
         if row["value"] not in (None, ""):
             value = terminal.escape_controls(str(row["value"]))
         value_texts.append(value)
+    # A few very long values must not widen the whole table.
     key_width = max(len(row["key"]) for row in rows)
     value_width = min(max(map(len, value_texts)), _WIDEST_VALUE)
     lines = [title, f"file    {recipe['file']}", f"sha256  {recipe['sha256']}", ""]

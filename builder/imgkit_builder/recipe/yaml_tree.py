@@ -108,7 +108,7 @@ class YamlNode:
                 yield path, node
 
     def walk(self, path: KeyPath = ()) -> Iterator[tuple[KeyPath, YamlNode]]:
-        """Yield every node below this one with its path."""
+        """Yield every node below this one, with its path. `path` is the path of this node."""
         for key, child in self.children():
             yield (*path, key), child
             yield from child.walk((*path, key))
@@ -225,11 +225,11 @@ def read_yaml(file: Path, problems: Collector) -> Table | None:
         _report_syntax(error, file, problems)
         return None
     except yaml.reader.ReaderError as error:
-        code = error.character
-        if isinstance(code, str):  # PyYAML gives either the code or the character itself
-            code = ord(code)
+        code_point = error.character
+        if isinstance(code_point, str):  # PyYAML gives either the code point or the character
+            code_point = ord(code_point)
         position = _end_position(file, text[: error.position])
-        problems.error(position, (), f"the character U+{code:04X} is not allowed in YAML", "delete it")
+        problems.error(position, (), f"the character U+{code_point:04X} is not allowed in YAML", "delete it")
         return None
     except _TooManyError:
         message = f"more than {MAX_NODES} values after its anchors are expanded"
