@@ -1,7 +1,7 @@
-"""Drive a Docker engine: the only importer of docker, and only inside functions.
+"""Drive a Docker engine. This is the only package that imports docker, and only inside functions.
 
-Read in this order: ``address``, ``connection``, ``images``, ``image_source``, ``base_image``, ``builders``,
-``building``.
+Read the modules in this order: ``address``, ``connection``, ``images``, ``image_source``, ``base_image``,
+``builders``, ``building``.
 """
 
 from imgkit_builder.engine.base_image import choose_platform, probe, resolve_base

@@ -1,8 +1,11 @@
-"""Find the engine (a variable, a context, a usual socket, ssh), and explain why nothing answers there.
+"""Find the address of the engine, and explain why no engine responds there.
 
-Standard library only. To an engine behind ssh, the program ssh leads, with ``~/.ssh/config``, as for Docker's
-own command. Its two ends are one socket, so that a direction can be closed and a full one waited for, as with
-an engine of this machine.
+The address comes from a variable, a Docker context or a usual socket. This module uses only the standard
+library.
+
+To reach an engine behind ssh, it starts the program ssh, which uses ``~/.ssh/config``, as Docker's own
+command does. The input and output of ssh are a single socket. So one direction of the connection can be
+closed, and a full buffer can be waited for, as with a local engine.
 """
 
 from __future__ import annotations
@@ -27,16 +30,15 @@ from imgkit_entrypoints.errors import ImgkitError, ToolFailed, ToolMissing, Usag
 
 DEFAULT_HOST = "unix:///var/run/docker.sock"
 ACCEPT_TIMEOUT_S = 1.0
-"""Limit for a socket to accept a connection: a living engine needs milliseconds."""
+"""The limit for a socket to accept a connection. A running engine needs milliseconds."""
 
 _DEFAULT_CONTEXT = "default"
-"""Name of the context that every Docker has. It has no file, and stands for the variables and the usual
-sockets."""
+"""The name of Docker's built-in context. It has no file, and means the variables and the usual sockets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """Certificates for an engine behind TLS. A path is None if the file does not exist."""
+    """The certificates for an engine behind TLS. A path is None if the file does not exist."""
 
     ca: Path | None
     cert: Path | None
@@ -46,19 +48,19 @@ class Tls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """The address of an engine, and the variable or file that states it."""
+    """The address of an engine, and the variable or file from which it was read."""
 
     host: str
     """``unix:///var/run/docker.sock``, ``tcp://HOST:PORT``, ``ssh://USER@HOST``."""
     source: str = ""
-    """``DOCKER_HOST``, ``DOCKER_CONTEXT`` or the path of config.json; empty for a usual socket."""
+    """``DOCKER_HOST``, ``DOCKER_CONTEXT`` or the path of config.json. Empty for a usual socket."""
     context: str = ""
-    """Name of the context; empty without one."""
+    """The name of the Docker context. Empty without a context."""
     tls: Tls | None = None
 
     @property
     def leave_command(self) -> str:
-        """The command that a user types so that imgkit uses another engine: ``unset DOCKER_HOST``."""
+        """The command that makes imgkit use another engine, such as ``unset DOCKER_HOST``."""
         if self.source in ("DOCKER_HOST", "DOCKER_CONTEXT"):
             return f"unset {self.source}"
         return "docker context use default"
@@ -67,8 +69,9 @@ class Endpoint:
 def find_endpoint() -> Endpoint:
     """Return the address of the engine to use.
 
-    It is that of ``DOCKER_HOST``, or of the context chosen by ``DOCKER_CONTEXT`` or ``docker context use``,
-    or the first usual socket at which an engine answers.
+    The first of these that is set determines the address: ``DOCKER_HOST``, the context in ``DOCKER_CONTEXT``,
+    the context chosen by ``docker context use``. If none is set, the first usual socket at which an engine
+    listens is used.
 
     Raises
     ------
@@ -86,13 +89,14 @@ def find_endpoint() -> Endpoint:
             context = str(_read_json(path).get("currentContext") or "")
     if context not in ("", _DEFAULT_CONTEXT):
         return _read_context(context, source)
-    usual = Endpoint(host=DEFAULT_HOST, tls=_read_variables_tls())
-    return next(_find_listening(), usual)
+    # If no engine listens anywhere, return the default address: the error then names it.
+    default_endpoint = Endpoint(host=DEFAULT_HOST, tls=_read_variables_tls())
+    return next(_find_listening(), default_endpoint)
 
 
 def _usual_sockets() -> dict[Path, str]:
-    """Return the sockets at which engines usually listen, with the command that starts the engine of each."""
-    # After a login over ssh or by su, the variable may be missing although the folder exists.
+    """Return the sockets at which engines usually listen, each with the command that starts that engine."""
+    # After a login over ssh or with su, the variable may be missing although the folder exists.
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}")
     home = Path.home()
     settings = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
@@ -105,7 +109,7 @@ def _usual_sockets() -> dict[Path, str]:
     if os.getuid() == 0:
         sockets[Path("/run/podman/podman.sock")] = "systemctl start podman.socket"
     return sockets | {
-        # Docker Desktop on macOS and on Linux
+        # Docker Desktop on macOS, and then on Linux
         home / ".docker/run/docker.sock": "docker desktop start",
         home / ".docker/desktop/docker.sock": "docker desktop start",
         colima / "default/docker.sock": "colima start",
@@ -115,7 +119,7 @@ def _usual_sockets() -> dict[Path, str]:
 
 
 def _find_listening() -> Iterator[Endpoint]:
-    """Yield the usual sockets at which an engine listens."""
+    """Yield the address of each usual socket at which an engine listens."""
     for path in _usual_sockets():
         if _accepts(path):
             yield Endpoint(host=f"unix://{path}", tls=_read_variables_tls())
@@ -124,34 +128,34 @@ def _find_listening() -> Iterator[Endpoint]:
 def _accepts(path: Path) -> bool:
     """Return whether an engine listens at the socket `path` and this user may use it.
 
-    The file alone says nothing, since a stopped engine leaves it behind.
+    The existence of the file is not enough, because a stopped engine leaves its socket behind.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(ACCEPT_TIMEOUT_S)
         try:
             client.connect(str(path))
         except BlockingIOError:
-            return True  # it listens, and other clients are waiting
+            return True  # the engine listens, but its queue of waiting clients is full
         except OSError:
             return False
     return True
 
 
 def _settings_folder() -> Path:
-    """Return the folder of Docker's settings: ``DOCKER_CONFIG``, else ``~/.docker``."""
+    """Return the folder with Docker's settings: ``DOCKER_CONFIG`` or ``~/.docker``."""
     return Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
 
 
 def _read_context(name: str, source: str) -> Endpoint:
-    """Return the engine of the Docker context `name`.
+    """Return the address of the engine in the Docker context `name`.
 
-    `source` is the variable or file that chooses the context, for messages.
+    `source` is the variable or file that selects the context, for messages.
 
     Raises
     ------
-    UsageError : there is no such context, its file is damaged, or it names no Docker engine.
+    UsageError : the context does not exist, its file is damaged, or it contains no address of an engine.
     """
-    # The folder of a context is named after the digest of its name (docker/cli, cli/context/store).
+    # The folder of a context is named after the sha256 of the context's name (docker/cli, cli/context/store).
     contexts = _settings_folder() / "contexts"
     key = hashlib.sha256(name.encode()).hexdigest()
     path = contexts / "meta" / key / "meta.json"
@@ -179,7 +183,10 @@ def _read_context(name: str, source: str) -> Endpoint:
 
 
 def _read_variables_tls() -> Tls | None:
-    """Return the certificates of ``DOCKER_TLS_VERIFY`` and ``DOCKER_CERT_PATH``, or None without them."""
+    """Return the certificates that ``DOCKER_TLS_VERIFY`` and ``DOCKER_CERT_PATH`` select.
+
+    If neither variable is set, return None.
+    """
     folder = os.environ.get("DOCKER_CERT_PATH")
     verify = bool(os.environ.get("DOCKER_TLS_VERIFY"))
     if not folder and not verify:
@@ -188,7 +195,7 @@ def _read_variables_tls() -> Tls | None:
 
 
 def _find_tls_files(folder: Path, *, verify: bool) -> Tls:
-    """Return the certificates in `folder`, which have the names that Docker gives them."""
+    """Return the certificates in `folder`. Docker determines the names of the files."""
     files = {path.name: path for path in folder.glob("*.pem") if path.is_file()}
     return Tls(ca=files.get("ca.pem"), cert=files.get("cert.pem"), key=files.get("key.pem"), verify=verify)
 
@@ -199,7 +206,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     Raises
     ------
     OSError : the file cannot be read.
-    UsageError : its content is not a JSON object.
+    UsageError : the content is not a JSON object.
     """
     hint = "correct or remove it"
     try:
@@ -212,15 +219,15 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def explain_unreachable(engine: Endpoint, error: Exception) -> ImgkitError:
-    """Return the error for a failed connection to `engine`, with a hint at what the user can do.
+    """Return the error for a failed connection to `engine`, with a hint for the user.
 
-    `error` is the exception of the SDK, requests or ssh.
+    `error` is an exception of the SDK, requests or ssh.
     """
     host = engine.host
     where = engine.source or None
     cause = _find_system_error(error)
     if isinstance(cause, ssl.SSLError):
-        # First, because the number of such an error belongs to TLS and is no errno.
+        # Check this first. The number of an SSLError is an error code of TLS and not an errno.
         return _explain_tls_error(engine, cause)
     if cause and cause.errno in (errno.EACCES, errno.EPERM):
         return _explain_denied_socket(host.removeprefix("unix://"))
@@ -229,14 +236,14 @@ def explain_unreachable(engine: Endpoint, error: Exception) -> ImgkitError:
     if host.startswith("ssh://"):
         message = f"{host} cannot be reached over SSH: {str(error) or type(error).__name__}"
         return ToolFailed(message, where=where, hint=f"try: {shlex.join(_ssh_argv(host))}")
-    # There is no errno left to look at, so the text of requests or the SDK has to tell.
+    # No errno is left to examine, so only the text of the error from requests or the SDK tells the cause.
     return _explain_text(engine, str(error))
 
 
 def _explain_text(engine: Endpoint, text: str) -> ImgkitError:
-    """Return the error for a failed connection of which only a text is known.
+    """Return the error for a failed connection of which only the text is known.
 
-    `text` is the message of requests or of the SDK.
+    `text` is the message of requests or the SDK.
     """
     host = engine.host
     where = engine.source or None
@@ -256,7 +263,7 @@ def _explain_text(engine: Endpoint, text: str) -> ImgkitError:
 def _explain_denied_socket(path: str) -> ToolMissing:
     """Return the error for a socket that this user may not use. The hint says how to get access."""
     if os.geteuid() == 0:
-        # Group and sudo do not help root. A security policy or a user namespace has refused the access.
+        # A group or sudo does not help root. A security policy or a user namespace has refused the access.
         hint = f"root is refused by a security policy or a user namespace: ls -lZ {path}; journalctl -k -n 20"
     elif "podman" in path:
         hint = "use your own: systemctl --user start podman.socket; unset DOCKER_HOST"
@@ -269,7 +276,8 @@ def _explain_denied_socket(path: str) -> ToolMissing:
 
 
 def _explain_tls_error(engine: Endpoint, error: ssl.SSLError) -> ToolFailed:
-    """Return the error for a connection on which TLS failed. Its hint lists the certificates in use."""
+    """Return the error for a connection on which TLS failed. The hint lists the certificates in use."""
+    # List the files that exist, because a missing or misplaced file is a common cause.
     tls_files: list[str] = []
     if engine.tls:
         paths = (engine.tls.ca, engine.tls.cert, engine.tls.key)
@@ -284,7 +292,7 @@ def _explain_tls_error(engine: Endpoint, error: ssl.SSLError) -> ToolFailed:
 
 
 def _start_hint(engine: Endpoint) -> str:
-    """Return the hint for an engine that does not answer: how to start it, or how to use another one."""
+    """Return a hint for an engine that does not respond: how to start it, or how to use another engine."""
     if engine.source:
         hint = f"start the engine there, or: {engine.leave_command}"
         for endpoint in _find_listening():
@@ -293,7 +301,8 @@ def _start_hint(engine: Endpoint) -> str:
         return hint
     commands: list[str] = []
     for path, command in _usual_sockets().items():
-        # A stopped engine leaves its socket, which tells which engine this machine has.
+        # A stopped engine leaves its socket behind. So the socket tells which engine is installed on this
+        # machine.
         is_stopped = path.exists() and not _accepts(path)
         if is_stopped and command not in commands:
             commands.append(command)
@@ -306,9 +315,9 @@ def _start_hint(engine: Endpoint) -> str:
 
 
 def _find_system_error(error: BaseException) -> OSError | None:
-    """Return the OSError that is the cause of `error`, or None if there is none.
+    """Return the OSError that caused `error`, or None if there is none.
 
-    The SDK, requests and urllib3 each wrap it in an exception of their own.
+    The SDK, requests and urllib3 each wrap an OSError in their own exception, so all causes are searched.
     """
     visited: list[BaseException] = []
     pending: list[object] = [error]
@@ -317,7 +326,7 @@ def _find_system_error(error: BaseException) -> OSError | None:
         if not isinstance(cause, BaseException) or cause in visited:
             continue
         visited.append(cause)
-        # requests' own exceptions are OSErrors without a number.
+        # The exceptions of requests are also OSErrors, but without an errno.
         if isinstance(cause, OSError) and cause.errno is not None:
             return cause
         reason = getattr(cause, "reason", None)  # of urllib3
@@ -325,15 +334,16 @@ def _find_system_error(error: BaseException) -> OSError | None:
     return None
 
 
-# Makes ssh ignore Ctrl-C, which reaches all processes of the terminal: imgkit still needs the connection to
+# Makes ssh ignore Ctrl-C, which the terminal sends to all its processes. imgkit still needs the connection to
 # clean up on the engine.
 _IGNORE_INTERRUPT = ("/bin/sh", "-c", 'trap "" INT; exec "$@"', "sh")
 
 
 def _ssh_argv(host: str) -> list[str]:
-    """Return the command that connects to ``ssh://[USER@]HOST[:PORT]``.
+    """Return the command that connects to the engine at ``ssh://[USER@]HOST[:PORT]``.
 
-    It runs ``docker system dial-stdio`` there, which passes its input and output on to the engine.
+    On the remote machine, it runs ``docker system dial-stdio``, which connects its input and output to the
+    engine.
     """
     parts = urlsplit(host)
     argv = ["ssh"]
@@ -345,19 +355,18 @@ def _ssh_argv(host: str) -> list[str]:
 
 
 def open_ssh_socket(host: str, timeout_s: float | None) -> socket.socket:
-    """Start ssh to `host`, and return a socket that leads to the engine there.
+    """Start ssh to `host`, and return a socket that is connected to the engine on that machine.
 
-    Messages of ssh go to this program's standard error. If the engine cannot be reached, ssh closes the
-    socket.
+    Messages of ssh are printed to standard error. If the engine cannot be reached, ssh closes the socket.
 
     Raises
     ------
-    ToolMissing : there is no program ssh.
+    ToolMissing : the program ssh is not installed.
     """
     process.require_program("ssh", "sudo apt-get install openssh-client")
     ours, theirs = socket.socketpair()
     with theirs:
-        # Nobody waits for ssh: it ends when the socket is closed.
+        # The process is not waited for, because ssh ends when the socket is closed.
         argv = [*_IGNORE_INTERRUPT, *_ssh_argv(host)]
         subprocess.Popen(argv, stdin=theirs.fileno(), stdout=theirs.fileno())
     ours.settimeout(timeout_s)

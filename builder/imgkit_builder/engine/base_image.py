@@ -1,6 +1,7 @@
-"""Find the base image, compare it with the recipe before anything long begins, and run it once.
+"""Find the base image, check that it fits the recipe before a long build begins, and inspect it.
 
-The run reports its Python, torch and NCCL; the result is cached by image id.
+To inspect the base, its Python is run once, and reports the versions of Python, torch and NCCL. The result is
+cached by image id.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from imgkit_builder.recipe.model import Recipe
 
 STANDIN_HOST = "imgkit.local/"
-"""Registry part of stand-in names; no such registry exists, so nothing can be pulled from it."""
+"""The registry in the names of stand-ins. No such registry exists, so nothing can be pulled from it."""
 
 
 def resolve_base(
@@ -39,22 +40,22 @@ def resolve_base(
     pull: bool = False,
     report: Reporter = SILENT,
 ) -> BaseImage:
-    """Find the base image, pull it if need be, and check its architecture.
+    """Find the base image, pull it if necessary, and check its architecture.
 
-    A stand-in is a small image without NVIDIA's software that takes the place of a base in tests of imgkit.
-    It is used only if the user names it by ``--base``.
+    A stand-in is a small image without NVIDIA's software, which replaces a base in imgkit's own tests. It is
+    used only if the user names it with ``--base``.
 
     Parameters
     ----------
-    override : the value of ``--base``, which replaces the recipe's base.
-    platform : the value of ``--platform``; default: see `choose_platform`.
-    pull : pull the base even if it is local.
+    override : the value of ``--base``, which replaces the base in the recipe.
+    platform : the value of ``--platform``. The default is described at `choose_platform`.
+    pull : whether to pull the base even if the engine already has it.
 
     Raises
     ------
-    UsageError : the recipe does not allow the platform, the base is unknown or for another architecture, or
-        it is a stand-in that ``--base`` does not name.
-    ToolMissing : the base is for another architecture, and the engine has no emulator for it.
+    UsageError : the recipe does not allow the platform. Or the base does not exist, has another architecture,
+        or is a stand-in that ``--base`` does not name.
+    ToolMissing : the base has another architecture, and the engine has no emulator for it.
     ToolFailed : the registry cannot be reached.
     """
     name = override or recipe.image.base
@@ -63,13 +64,13 @@ def resolve_base(
     target = choose_platform(recipe, requested=platform, host=engine.platform)
     is_standin = name.startswith(STANDIN_HOST)
     image = None
-    # A stand-in is in no registry, so --pull cannot renew it.
+    # A stand-in is in no registry, so --pull cannot update it.
     if is_standin or not pull:
         image = find_image(engine, name, platform=target)
     if image is None:
         if is_standin:
             raise UsageError(f"there is no local stand-in {name!r}", hint="create it: ci/lab/base-image")
-        # Checked before the pull, which may be 20 GB that cannot run here.
+        # Check this before the pull, which may download 20 GB that cannot run on this machine.
         _refuse_without_emulator(engine, target)
         image = _pull_base(engine, name, target, report, where=None if override else where)
     if image.platform != target:
@@ -83,8 +84,9 @@ def resolve_base(
         )
     _refuse_without_emulator(engine, target)
     if image.manifest:
-        # The engine keeps the base for several platforms. By its name, the classic builder (docker 28.5)
-        # would take the platform that the engine prefers, so the base is named by its digest.
+        # The engine keeps the base for several platforms. If the base is named by its tag, the classic
+        # builder (docker 28.5) uses the platform that the engine prefers. So name it by its digest, and check
+        # it again.
         exact = f"{repository(name)}@{image.manifest}"
         report.note(f"the engine keeps several platforms of {name}; the base for {target} is {exact}")
         return resolve_base(engine, recipe, override=exact, platform=target, report=report)
@@ -102,7 +104,7 @@ def resolve_base(
 def _pull_base(engine: Engine, name: str, target: str, report: Reporter, *, where: str | None) -> ImageInfo:
     """Pull the base `name` for the platform `target`.
 
-    An error has `where`, the recipe's line that names the base, and a hint at how to do without a network.
+    An error contains `where`, the line of the recipe with the base, and a hint for work without a network.
     """
     try:
         return pull_image(engine, name, target, report)
@@ -114,10 +116,13 @@ def _pull_base(engine: Engine, name: str, target: str, report: Reporter, *, wher
 
 
 def choose_platform(recipe: Recipe, *, requested: str | None, host: str) -> str:
-    """Return the platform for which to build: ``linux/arm64``.
+    """Return the platform to build for, such as ``linux/arm64``.
 
-    It is `requested`, the value of ``--platform``. Without that, it is `host`, the platform of the engine, if
-    the recipe allows it, else the first platform of the recipe.
+    Parameters
+    ----------
+    requested : the value of ``--platform``. If it is set, it is the result.
+    host : the platform of the engine. If nothing is requested, it is the result if the recipe allows it.
+        Otherwise the first platform of the recipe is used.
 
     Raises
     ------
@@ -141,13 +146,13 @@ def choose_platform(recipe: Recipe, *, requested: str | None, host: str) -> str:
 def _other_platform_error(
     engine: Engine, image: ImageInfo, name: str, target: str, recipe: Recipe
 ) -> UsageError:
-    """Return the error for the base `image`, called `name`, which is not for the platform `target`.
+    """Return the error for a base `image` with the name `name` that is not for the platform `target`.
 
-    imgkit must check that, because an engine does not: it would build an image for the wrong platform, or
-    fail at the first step that runs a program.
+    imgkit must check the platform, because an engine does not. It would build an image for the wrong
+    platform, or fail at the first step that runs a program.
     """
     hints = []
-    is_standin = name.startswith(STANDIN_HOST)  # it cannot be pulled
+    is_standin = name.startswith(STANDIN_HOST)  # stand-ins cannot be pulled
     if not is_standin and can_choose_platform(engine):
         hints.append(f"docker pull --platform {target} {name}")
     elif not is_standin:
@@ -163,16 +168,16 @@ def _other_platform_error(
 
 
 def _refuse_without_emulator(engine: Engine, target: str) -> None:
-    """Refuse a build for the platform `target` if its programs cannot run on the engine's machine.
+    """Refuse a build for the platform `target` if the engine's machine cannot run its programs.
 
-    The first step of a build would fail. An emulator (qemu) can run programs of another architecture.
-    Nothing is known about an engine on another machine or in a virtual one, so it is not refused.
+    Without an emulator (qemu), the first step of the build would fail. If the engine is on another machine or
+    in a virtual machine, its emulators are unknown, so nothing is refused.
 
     Raises
     ------
-    ToolMissing : there is no emulator.
+    ToolMissing : the machine has no emulator for this platform.
     """
-    # Docker Desktop runs containers on a kernel of its own, which has its own handlers.
+    # Docker Desktop runs containers on its own kernel, which has its own emulators.
     in_virtual_machine = "Docker Desktop" in str(engine.info.get("OperatingSystem", ""))
     if target == engine.platform or in_virtual_machine or not engine.facts().is_here:
         return
@@ -192,8 +197,8 @@ SCHEMA = 1
 def probe(engine: Engine, base: BaseImage) -> Probe:
     """Run `base` once, and return its versions of Python, torch, CUDA and NCCL.
 
-    If it cannot run, `Probe.skipped` is the reason. The result is cached, because importing torch takes
-    seconds. A cached result stays right: the content behind an image id never changes.
+    If the base cannot run, `Probe.skipped` is the reason. The result is cached, because importing torch takes
+    seconds. The cache never becomes stale, because the content of an image id never changes.
     """
     digest = base.id.removeprefix("sha256:") or "unknown"
     path = files.cache_dir() / "probe" / f"{digest}.json"
@@ -202,7 +207,7 @@ def probe(engine: Engine, base: BaseImage) -> Probe:
         return cached
     ref = base.name
     if base.id and not engine.names_manifests:
-        ref = base.id  # the tag may be given to another image meanwhile
+        ref = base.id  # the tag may move to another image in the meantime
     finished = containers.run(engine, ref, inside.probe_argv(), platform=base.platform)
     versions = inside.parse_probe(finished.output)
     if versions is None:
@@ -220,7 +225,7 @@ def probe(engine: Engine, base: BaseImage) -> Probe:
 
 
 def _read_cached_probe(path: Path) -> Probe | None:
-    """Return the result of an earlier `probe` in the file `path`, or None if it has none."""
+    """Return the cached result of an earlier `probe`, or None if the file `path` does not contain one."""
     try:
         values = json_text.parse(files.read_own(path))
         if values.pop("schema") != SCHEMA:
@@ -232,7 +237,7 @@ def _read_cached_probe(path: Path) -> Probe | None:
 
 
 def _probe_failure(engine: Engine, base: BaseImage, returncode: int, output: str) -> str:
-    """Return why the program that was run in `base` printed no versions, for people."""
+    """Return why the inspection program printed no versions in `base`, as text for people."""
     if returncode == containers.NOT_FOUND:
         return "the base has no python3"
     if "exec format error" in output.lower():

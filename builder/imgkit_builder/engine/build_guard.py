@@ -1,13 +1,18 @@
-"""Run a program that builds, and leave nothing of it: the source of ``python -c``, standard library only.
+"""Run a builder, and leave nothing behind if imgkit is interrupted or killed.
 
-``python -I -S -c SOURCE LIFE TOKEN CONTAINERS -- ARGV...`` runs ARGV until it ends, or until the pipe LIFE
-closes: imgkit was interrupted or killed. Standard input belongs to the program, and the guard copies its
-output: a program whose output nobody reads would end at once.
+This file is the source of a separate program, the guard, and uses only the standard library. It is run as
+``python -I -S -c SOURCE LIFE TOKEN CONTAINERS -- ARGV...``. The guard runs ARGV until it ends, or until the
+pipe with the file descriptor LIFE is closed, which means that imgkit was interrupted or killed. ARGV inherits
+the standard input. The guard copies its output, because a program whose output nobody reads would end at
+once.
 
-Buildx ends its steps itself when a signal ends it. Podman does not: it ends at once, and leaves the running
-step and its working containers. So the guard ends the step instead; podman then sees a failed step, and
-removes what it made. A podman that does not end is killed, and its working containers are known by TOKEN, a
-build argument that podman writes into the folder of each. CONTAINERS is that folder, or empty for buildx.
+If buildx is ended by a signal, it ends its steps itself. Podman does not: it ends at once, and leaves behind
+the running step and its working containers. So the guard ends the step instead of podman. Podman then sees a
+failed step, and removes what it made. If podman does not end, the guard kills it. Finally, the guard removes
+the working containers that are left.
+
+The guard recognizes these containers by TOKEN, a build argument that podman writes into the folder of each
+container. CONTAINERS is the folder with all containers. It is empty for buildx.
 """
 
 import contextlib
@@ -29,11 +34,12 @@ CHUNK_BYTES = 1 << 16
 
 
 def main() -> int:
-    """Run and return the program's exit code, 128 + N for signal N."""
+    """Run ARGV, and return its exit code. If a signal N ended it, return 128 + N."""
     life, token, containers, _, *argv = sys.argv[1:]
     life_pipe = int(life)
     if sys.platform == "linux":
-        # Orphans of the program become children of the guard, and can be found.
+        # If the program ends before its child processes, they become children of the guard, which can then
+        # find them.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     output, write_end = os.pipe()
     file_actions = [
@@ -41,28 +47,29 @@ def main() -> int:
         (os.POSIX_SPAWN_DUP2, write_end, 2),
         (os.POSIX_SPAWN_CLOSE, life_pipe),
     ]
-    # Python ignores these two signals, and a child would inherit that.
+    # Python ignores these two signals. A child process would inherit that, so restore their defaults.
     ignored = (signal.SIGPIPE, signal.SIGXFSZ)
     child = os.posix_spawnp(argv[0], argv, os.environ, file_actions=file_actions, setsigdef=ignored)
     os.close(write_end)
-    os.close(0)  # where the program ends early, imgkit has to see that nobody reads
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    code = copy_output(child, life_pipe, output)
-    if code is None:
-        code = end_build(child, output, steps_only=bool(containers))
+    # Only the program reads standard input. If it ends early, imgkit's writes must fail and not block.
+    os.close(0)
+    for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signal_number, signal.SIG_IGN)
+    exit_code = copy_output(child, life_pipe, output)
+    if exit_code is None:
+        exit_code = end_build(child, output, steps_only=bool(containers))
         if containers:
             remove_containers(containers, token)
-    if code < 0:  # the number of a signal
-        return 128 - code
-    return code
+    if exit_code < 0:  # a signal ended the program, and this is its negative number
+        return 128 - exit_code
+    return exit_code
 
 
 def copy_output(child: int, life_pipe: int, output: int) -> int | None:
-    """Copy the output of the program `child` until it ends, and return its exit code.
+    """Copy the output of the process `child` to standard output until it ends, and return its exit code.
 
-    `output` is the end of a pipe that has the output. Return None if `life_pipe` closes first, which means
-    that imgkit was interrupted or killed.
+    If `life_pipe` closes first, return None. This means that imgkit was interrupted or killed. `output` is
+    the read end of the pipe to which the process writes.
     """
     open_pipes = [life_pipe, output]
     while True:
@@ -84,10 +91,10 @@ def copy_output(child: int, life_pipe: int, output: int) -> int | None:
 
 
 def end_build(child: int, output: int, *, steps_only: bool) -> int:
-    """End the program `child` and its descendants, and return its exit code.
+    """End the process `child` and its descendants, and return its exit code.
 
-    With `steps_only`, for podman, only the processes of the running step are killed: podman sees a failed
-    step, and cleans up. If it takes longer than `GRACE_S`, everything is killed.
+    With `steps_only`, which is meant for podman, only the processes of the running step are killed. Podman
+    then sees a failed step, and cleans up. If that takes longer than `GRACE_S`, everything is killed.
     """
     if not steps_only:
         os.killpg(0, signal.SIGTERM)
@@ -99,15 +106,16 @@ def end_build(child: int, output: int, *, steps_only: bool) -> int:
         if pid:
             return os.waitstatus_to_exitcode(status)
         if time.monotonic() > deadline:
-            # Only processes of this session: podman leaves a helper for its next run in a session of its own.
+            # Kill only processes of this session. Podman starts a helper for its next run in another session.
             kill_processes(pid for pid in descendants() if session_of(pid) == os.getsid(0))
+        # Discard the output, so that a full pipe does not keep the program from ending.
         with contextlib.suppress(BlockingIOError):
             os.read(output, CHUNK_BYTES)
         time.sleep(POLL_S)
 
 
 def kill_processes(pids: Iterable[int]) -> None:
-    """Kill processes. One that has gone is no error."""
+    """Kill processes. A process that has already ended is no error."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
@@ -116,20 +124,20 @@ def kill_processes(pids: Iterable[int]) -> None:
 def step_processes() -> list[int]:
     """Return the first process of each container that the guarded program has started.
 
-    Such a process has the number 1 in a PID namespace below the guard's. If it is killed, the kernel ends all
-    other processes of the container.
+    This process has the number 1 in a PID namespace below the guard's namespace. If it is killed, the kernel
+    ends all other processes of the container.
     """
     depth = len(namespace_pids("self"))
     pids = []
     for pid in descendants():
-        numbers = namespace_pids(pid)
-        if len(numbers) > depth and numbers[-1] == "1":
+        nested_pids = namespace_pids(pid)
+        if len(nested_pids) > depth and nested_pids[-1] == "1":
             pids.append(pid)
     return pids
 
 
 def session_of(pid: int) -> int:
-    """Return the session of `pid`, or 0 for a process that has gone."""
+    """Return the id of the session of `pid`, or 0 if the process has ended."""
     try:
         return os.getsid(pid)
     except ProcessLookupError:
@@ -137,9 +145,10 @@ def session_of(pid: int) -> int:
 
 
 def namespace_pids(pid: int | str) -> list[str]:
-    """Return the numbers of the process `pid` in the nested PID namespaces: ``["4711", "1"]`` in a container.
+    """Return the ids of the process `pid` in nested PID namespaces, with the innermost last.
 
-    The innermost comes last. The result is empty if the process has gone.
+    For a process in a container, this is ``["4711", "1"]``, for example. If the process has ended, the result
+    is empty.
     """
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -152,20 +161,21 @@ def namespace_pids(pid: int | str) -> list[str]:
 
 
 def descendants() -> list[int]:
-    """Return the numbers of all processes that this one has started, directly or not."""
+    """Return the ids of all processes that this process has started, directly or indirectly."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             text = path.read_text(errors="replace")
         except OSError:
             continue
-        # "PID (NAME) STATE PARENT ...": a name may have parentheses and blanks.
+        # The line is "PID (NAME) STATE PARENT ...". The name may contain parentheses and blanks, so split the
+        # line at its last parenthesis.
         _, _, fields = text.rpartition(")")
         _, parent, *_ = fields.split()
         children.setdefault(int(parent), []).append(int(path.parent.name))
     pids = []
     pending_pids = children.get(os.getpid(), [])
-    # A process that starts after the scan is found by the next one: `end_build` scans until the program ends.
+    # This misses a process that starts after the scan. `end_build` scans again until the program ends.
     while pending_pids:
         pid = pending_pids.pop()
         pids.append(pid)
@@ -174,10 +184,10 @@ def descendants() -> list[int]:
 
 
 def remove_containers(containers: str, token: str) -> None:
-    """Remove the containers that an interrupted podman has left.
+    """Remove the containers that an interrupted podman has left behind.
 
-    `containers` is podman's folder of containers. Those of this build have `token` in their file
-    ``buildah.json``, since it was a build argument.
+    `containers` is the folder with podman's containers. A container of this build has `token` in its file
+    ``buildah.json``, because the token was a build argument.
     """
     for folder in Path(containers).glob("*"):
         with contextlib.suppress(OSError):

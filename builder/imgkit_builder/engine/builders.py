@@ -1,7 +1,7 @@
-"""Choose the program that builds: the engine's own API, ``docker buildx``, or ``podman``.
+"""Choose the builder: the classic builder behind the engine's API, ``docker buildx``, or ``podman``.
 
-Podman builds through its API as well, but there an interrupted build goes on (podman 4.3), and there are no
-build secrets. So its program builds where it is on this machine.
+Podman can also build through its API. But there, an interrupted build continues (podman 4.3), and build
+secrets are not supported. So if the engine is Podman on this machine, the program podman builds.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from imgkit_builder.engine.connection import EngineFacts
 from imgkit_entrypoints.errors import ImgkitError, ToolMissing, UsageError
 
 Builder = Literal["auto", "classic", "buildx", "podman"]
-"""``classic`` is the builder behind the engine's API; ``auto`` lets `choose` decide."""
+"""The value of the option ``--builder``. ``classic`` is the builder behind the engine's API. With ``auto``,
+`choose` decides."""
 
 PODMAN = ("podman", "--remote=false")
-"""The program on the user's own storage, without a connection to a service."""
+"""The command of podman. It uses the user's own storage, without a connection to a service."""
 
 BUILDX_PACKAGE = "sudo apt-get install docker-buildx-plugin (or docker-buildx)"
 
@@ -33,34 +34,41 @@ class Choice:
 
     name: Literal["classic", "buildx", "podman"]
     note: str = ""
-    """A sentence for the user on what this builder lacks, if a better one is missing; else empty."""
+    """If a better builder is missing, a sentence for the user about the disadvantages of this one.
+
+    Otherwise empty.
+    """
     containers: Path | None = None
-    """The folder in which podman keeps its containers."""
+    """The folder in which podman keeps its containers. None for other builders."""
     options: tuple[str, ...] = ()
-    """Further arguments for its program."""
+    """Further arguments for the program that builds."""
     may_change: bool = False
-    """Whether buildx may build instead if the engine refuses the classic builder."""
+    """Whether buildx may be used instead if the engine refuses the classic builder."""
 
 
 CLASSIC = Choice(name="classic")
 
 
 def choose(facts: EngineFacts, requested: Builder = "auto", *, secrets_at: str = "") -> Choice:
-    """Return the builder to use: the `requested` one, or by default the best for this engine.
+    """Return the builder to use: the `requested` one, or by default the best one for this engine.
 
-    The default is podman for Podman, the classic builder for Docker, and buildx for Docker if the build needs
-    secrets, since the classic builder would leave them in the image.
+    The default for Podman is podman. The default for Docker is the classic builder. But if the build needs
+    secrets, the default for Docker is buildx, because the classic builder would leave the secrets in the
+    image.
 
     Parameters
     ----------
-    secrets_at : the recipe's line with the secrets that the build needs; empty if it needs none.
+    facts : facts about the engine.
+    requested : the value of ``--builder``.
+    secrets_at : the line of the recipe with the secrets that the build needs. Empty if it needs none.
 
     Raises
     ------
-    UsageError : the engine does not have the requested builder, or the builder cannot keep secrets.
+    UsageError : the engine does not support the requested builder, or the builder does not support secrets.
     ToolMissing : the program of the builder is missing.
     """
     choice = _choose_without_secrets(facts, requested)
+    # Only the classic builder lacks secrets, so any other choice is final.
     if not secrets_at or choice.name != "classic":
         return choice
     if requested == "auto" and not facts.is_podman:
@@ -79,11 +87,11 @@ def choose(facts: EngineFacts, requested: Builder = "auto", *, secrets_at: str =
 
 
 def _choose_without_secrets(facts: EngineFacts, requested: Builder) -> Choice:
-    """Return the requested builder, or by default the best for this engine, for a build without secrets.
+    """Return the builder for a build without secrets: the requested one, or the best for this engine.
 
     Raises
     ------
-    UsageError : the engine does not have the requested builder.
+    UsageError : the engine does not support the requested builder.
     ToolMissing : the program of the builder is missing.
     """
     if requested == "classic":
@@ -96,36 +104,39 @@ def _choose_without_secrets(facts: EngineFacts, requested: Builder) -> Choice:
         _require_buildx()
         return Choice(name="buildx")
     if requested == "auto" and not facts.is_podman:
+        # A future engine may no longer have the classic builder. `choose_fallback` then selects buildx.
         return Choice(name="classic", may_change=True)
     try:
         return Choice(name="podman", containers=_find_podman_containers(facts))
     except ImgkitError as error:
+        # The program podman cannot be used. Its API can, unless the user has requested the program.
         if requested == "podman":
             raise
         problem = "an interrupted build continues in Podman, and its cache is not used"
         return Choice(name="classic", note=f"Podman builds through its API ({error.what}): {problem}")
 
 
-# What an engine without the classic builder may answer. No such engine exists yet, so these are guesses.
+# Possible error messages of an engine without the classic builder. No such engine exists yet, so these are
+# guesses.
 _REFUSAL = re.compile(
     r"page not found|\bbuilder\b.*(?:not (?:available|implemented|supported)|no longer|unsupported|removed)",
     re.IGNORECASE,
 )
-# The statuses for: method not allowed, gone, not implemented.
+# The HTTP status codes for "method not allowed", "gone" and "not implemented".
 _REFUSAL_STATUS = (405, 410, 501)
 
 
 def choose_fallback(choice: Choice, error: ImgkitError) -> Choice | None:
-    """Return buildx if `error` says that the engine no longer has the classic builder, else None.
+    """Return buildx if `error` says that the engine no longer has the classic builder, otherwise None.
 
     Notes
     -----
-    Docker calls the classic builder deprecated since release 23. It has not said which release will lack it,
-    so nobody knows the words of the error yet.
+    Docker has called the classic builder deprecated since release 23. It has not announced which release will
+    remove it, so the text of the error is not known yet.
 
     Raises
     ------
-    ToolMissing : there is no buildx either.
+    ToolMissing : buildx is missing, too.
     """
     status = _find_status(error)
     if not choice.may_change or status is None:
@@ -141,9 +152,9 @@ def choose_fallback(choice: Choice, error: ImgkitError) -> Choice | None:
 
 
 def _find_status(error: BaseException) -> int | None:
-    """Return the HTTP status of the engine's answer that caused `error`.
+    """Return the HTTP status of the engine's response that caused `error`.
 
-    Return None if the error has another cause, such as a failed step of a build.
+    If the error has another cause, such as a failed build step, return None.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -155,7 +166,7 @@ def _find_status(error: BaseException) -> int | None:
 
 
 def buildx_version() -> str:
-    """Return the version of ``docker buildx``, or an empty text where there is none."""
+    """Return the version of ``docker buildx``, or an empty text if it is not installed."""
     if shutil.which("docker") is None:
         return ""
     result = process.run(["docker", "buildx", "version"], check=False)
@@ -168,7 +179,7 @@ def buildx_version() -> str:
 
 
 def _require_buildx() -> None:
-    """Raise ToolMissing if there is no ``docker buildx``."""
+    """Raise ToolMissing if ``docker buildx`` is not installed."""
     install = f"{BUILDX_PACKAGE}; or use --builder classic"
     process.require_program("docker", install)
     if not buildx_version():
@@ -178,12 +189,13 @@ def _require_buildx() -> None:
 def _find_podman_containers(facts: EngineFacts) -> Path:
     """Return the folder in which podman keeps the containers of a build.
 
-    The program podman must store images in the same folder as the engine, or it would not find the base.
+    The program podman must store images in the same folder as the engine. Otherwise it would not find the
+    base.
 
     Raises
     ------
-    UsageError : the engine is not Podman, is on another machine, or stores images elsewhere.
-    ToolMissing : there is no program podman, or it fails.
+    UsageError : the engine is not Podman, is on another machine, or stores images in another folder.
+    ToolMissing : the program podman is missing, or it fails.
     """
     use_classic = "or use --builder classic"
     if not facts.is_podman:
@@ -196,7 +208,8 @@ def _find_podman_containers(facts: EngineFacts) -> Path:
         raise UsageError("Podman is on another machine", where=facts.endpoint.host, hint=use_classic)
     process.require_program(PODMAN[0], f"sudo apt-get install podman, {use_classic}")
     layout = "store={{.Store.GraphRoot}} driver={{.Store.GraphDriverName}}."
-    # The program and the service may have different users or configurations, hence different images.
+    # The program and the service may run as different users or with different configurations. Then each has
+    # its own images.
     result = process.run([*PODMAN, "info", "--format", layout], env=local_podman_env(), check=False)
     match = re.search(r"^store=(?P<root>.+) driver=(?P<driver>\S+)\.$", result.output, re.MULTILINE)
     if match is None:
@@ -213,6 +226,6 @@ def _find_podman_containers(facts: EngineFacts) -> Path:
 
 
 def local_podman_env() -> dict[str, str]:
-    """Return this process's variables without those that send podman to another machine."""
+    """Return the environment of this process without the variables that connect podman to another machine."""
     remote = ("CONTAINER_HOST", "CONTAINER_CONNECTION")
     return {name: value for name, value in os.environ.items() if name not in remote}

@@ -1,7 +1,7 @@
-"""Build an image: output becomes progress, a log, and an error that names the recipe's line.
+"""Build an image, and convert the output to progress, a log, and an error with the recipe's line.
 
-The engine's API builds, or a program: ``docker buildx build`` or ``podman build``. The provenance labels
-are the last instruction of the Dockerfile.
+The build runs through the engine's API, or by a program: ``docker buildx build`` or ``podman build``. The
+labels with the provenance are the last instruction of the Dockerfile.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from imgkit_entrypoints.errors import ImgkitError, ToolFailed
 if TYPE_CHECKING:
     from imgkit_builder.image.context import BuildContext
 
-# How much a request to the engine's API sends at once.
+# How many bytes are sent to the engine or the program at once.
 CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """A finished build."""
+    """The result of a build."""
 
     image: ImageInfo
     tag: str
     log: Path
-    """The engine's whole output; the Dockerfile is in the same folder."""
+    """The complete output of the engine. The Dockerfile is in the same folder."""
     up_to_date: bool
-    """Whether the tag named this very image before the build."""
+    """Whether the tag already named this image before the build."""
 
 
 def build(
@@ -67,29 +67,31 @@ def build(
     hide: Callable[[str], str] = secret_patterns.mask_secrets,
     accept: Callable[[ImageInfo], None] | None = None,
 ) -> Built:
-    """Build `context`, and name the new image `tag`.
+    """Build `context`, and give the new image the name `tag`.
 
-    The tag is set last, after all checks. A build that fails, is interrupted or is not accepted leaves the
-    old image under its name.
+    The tag is set last, after all checks. If the build fails, is interrupted or is not accepted, the old
+    image keeps the name.
 
     Parameters
     ----------
-    builder : the builder, by default the classic one.
-    no_cache : run all steps, even if the engine has their results.
-    hide : replaces secrets by stars in the output and in the Dockerfile that is kept with the log.
-    accept : is called with the new image, and may raise an error to refuse it.
+    builder : the builder. By default it is the classic one.
+    no_cache : whether to run all steps, even if the engine has cached their results.
+    hide : a function that replaces secrets by stars, in the output and in the Dockerfile that is kept with
+        the log.
+    accept : a function that is called with the new image. It may raise an error to refuse the image.
 
     Raises
     ------
-    ToolFailed : a step failed (with the recipe's line and the last output), or the engine went away.
-    UsageError : the engine cannot read the Dockerfile or find the base.
+    ToolFailed : a step failed, or the engine was lost. The error for a step has the recipe's line and the
+        last output.
+    UsageError : the engine cannot parse the Dockerfile or find the base.
     """
     check_name(tag)
-    old = find_image(engine, tag)
+    previous_image = find_image(engine, tag)
     folder = _make_log_folder(context.manifest.recipe)
     created = time_of_build()
     if not no_cache:
-        created = _creation_time(old, context)
+        created = _creation_time(previous_image, context)
     labels = manifests.labels(
         context.manifest, context_sha256=context.sha256, created=created, locked=context.is_locked
     )
@@ -117,7 +119,7 @@ def build(
         report.note(f"the engine refuses its classic builder, so buildx builds: {error.what}")
         ref = request.run(fallback)
     image = inspect(engine, ref)
-    # The classic builder ignores the platform if the base under this name is for another one.
+    # If the base with this name is for another platform, the classic builder silently uses that platform.
     if image.platform != platform:
         raise ToolFailed(
             f"the engine built {image.platform} instead of {platform}",
@@ -126,13 +128,13 @@ def build(
     if accept:
         accept(image)
     add_tag(engine, ref, tag)
-    is_same = old is not None and old.ref == image.ref
+    is_same = previous_image is not None and previous_image.ref == image.ref
     return Built(image=inspect(engine, tag), tag=tag, log=log, up_to_date=is_same)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BuildRequest:
-    """A build that any of the builders can run."""
+    """The input of a build, which any of the builders can run."""
 
     engine: Engine
     context: BuildContext
@@ -147,7 +149,7 @@ class _BuildRequest:
 
         Raises
         ------
-        ToolFailed, UsageError : a step failed, with the recipe's line and the last output.
+        ToolFailed, UsageError : a step failed. The error has the recipe's line and the last output.
         """
         make_follower = BuildKitFollower if builder.name == "buildx" else BuildFollower
         with self.log.open("w", encoding="utf-8") as stream:
@@ -166,20 +168,20 @@ class _BuildRequest:
                 return self._run_program(chunks, follower, builder)
 
     def _run_classic(self, chunks: Iterator[bytes], follower: BuildFollower) -> str:
-        """Let the classic builder behind the engine's API build, and return the image id.
+        """Build with the classic builder, through the engine's API, and return the image id.
 
         Parameters
         ----------
-        chunks : the tar of the context.
+        chunks : the tar of the build context.
         follower : receives the engine's output, and explains its errors.
 
         Notes
         -----
-        When the connection closes (Ctrl-C, kill -9), the engine cancels the step and, because of ``forcerm``,
-        removes the step's container within a second (docker 20.10). If imgkit is still running, it also
-        removes the container, because the engine may not have noticed.
+        If the connection closes (Ctrl-C, kill -9), the engine cancels the step. Because of ``forcerm``, it
+        also removes the step's container within a second (docker 20.10). If imgkit is still running, it
+        removes the container itself as well, because the engine may not have noticed.
         """
-        stream: Any = chunks  # requests sends an iterator in pieces
+        stream: Any = chunks  # requests sends an iterator in chunks, although the SDK expects a file
         try:
             with translate_errors("build"):
                 events = self.engine.api.build(
@@ -198,11 +200,12 @@ class _BuildRequest:
                     for event in events:
                         follower.add_event(event)
             if not follower.image_id:
-                # An engine that is stopped may close the stream without an error.
+                # An engine that is being stopped may close the stream without an error.
                 raise connection_lost_error("build", "it ended before the image was finished")
         except BaseException as error:
             if follower.container:
-                # Ignore a second error: the engine itself may have ended.
+                # Ignore an error here, because the engine itself may have ended. The first error is the one
+                # to report.
                 with contextlib.suppress(ImgkitError):
                     containers.remove(self.engine, follower.container)
             if isinstance(error, ImgkitError):
@@ -211,18 +214,18 @@ class _BuildRequest:
         return follower.image_id
 
     def _run_program(self, chunks: Iterator[bytes], follower: BuildFollower, builder: Choice) -> str:
-        """Build with the program of `builder`, buildx or podman, and return the engine's name for the image.
+        """Build with buildx or podman, the program of `builder`, and return the engine's name for the image.
 
-        The program reads the tar `chunks` from its standard input. ``build_guard`` runs between it and this
-        process: if this process is interrupted or killed, the guard ends the step and removes what podman
-        leaves.
+        The program reads the tar `chunks` from its standard input. It is started by ``build_guard``, a
+        process between imgkit and the program. If imgkit is interrupted or killed, the guard ends the build
+        step, and removes what podman leaves behind.
         """
         id_file = self.log.with_name("image-id")
         metadata = self.log.with_name("build.json")
         token = f"imgkit-{secrets.token_hex(8)}"
         if builder.name == "podman":
-            # No --format docker: in that format, podman uses no cache on a base without dates in its history.
-            # --pull=never, because the base is local by now.
+            # The format docker is not used, because with it podman uses no cache on a base whose history has
+            # no dates. The base is local by now, so it is never pulled.
             argv = [*PODMAN, "build", "--layers", "--force-rm", "--pull=never", "--identity-label=false"]
             argv += ["--build-arg", f"BUILD_OF_IMGKIT={token}"]
             env = local_podman_env()
@@ -239,12 +242,13 @@ class _BuildRequest:
         with _guard(argv, token, builder.containers, env) as guard:
             for data in pump_pipes(guard, chunks):
                 follower.add_text(decoder.decode(data))
-            code = guard.wait()
-        if code:
-            raise follower.exit_error(code)
+            exit_code = guard.wait()
+        if exit_code:
+            raise follower.exit_error(exit_code)
         try:
             if self.engine.names_manifests:
-                # Such an engine knows an image by the digest of its manifest; the id file has another digest.
+                # Such an engine identifies an image by the digest of its manifest. The id file contains
+                # another digest.
                 return str(json_text.load(metadata)["containerimage.digest"])
             return id_file.read_text(encoding="ascii").strip()
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -253,56 +257,64 @@ class _BuildRequest:
 
 
 def _make_log_folder(name: str) -> Path:
-    """Make a folder for the log of this build: in the home folder, or in /tmp if that is read-only."""
+    """Make a folder for the log of this build. It is in the home folder, or in /tmp if that is read-only."""
     parent = files.state_dir() / "builds"
     with contextlib.suppress(OSError):
         parent.mkdir(parents=True, exist_ok=True)
     if not os.access(parent, os.W_OK | os.X_OK):
         parent = Path(tempfile.gettempdir())
-    # The date sorts the folders, and `mkdtemp` adds a random text: several builds may begin in one second.
+    # The date makes the folders sort by time. `mkdtemp` adds a random text, because several builds may begin
+    # in the same second.
     prefix = f"{time.strftime('%Y%m%dT%H%M%S')}-{name}-"
     return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
 
 
 def _creation_time(old: ImageInfo | None, context: BuildContext) -> str:
-    """Return the time of creation for the new image's label, in RFC 3339.
+    """Return the creation time for the label of the new image, in RFC 3339.
 
-    If the image `old` was built from the same context, it is the time of that image. So the label stays the
-    same, all steps come from the cache, and the build gives the same image id. If ``SOURCE_DATE_EPOCH`` is
-    set, it decides.
+    If the image `old` was built from the same context, its creation time is used again. The label then stays
+    the same, all steps come from the cache, and the new image has the same id. ``SOURCE_DATE_EPOCH`` has
+    priority if it is set.
     """
     is_fixed = os.environ.get("SOURCE_DATE_EPOCH", "").isdigit()
-    # Equal contexts mean an equal base: the context contains the manifest, which has the base's id.
+    # Equal contexts have equal bases, because the context contains the manifest, and the manifest contains
+    # the id of the base.
     if old and not is_fixed and old.labels.get(CONTEXT_LABEL) == context.sha256:
         return old.labels.get(CREATED_LABEL) or time_of_build()
     return time_of_build()
 
 
 def _label_instruction(labels: Mapping[str, str]) -> str:
-    """Return one LABEL instruction for all labels.
+    """Return a single LABEL instruction for all labels.
 
-    The SDK's argument ``labels=`` would make a step of each label, 65 ms each if one has changed (docker
-    20.10).
+    With the SDK's argument ``labels=``, each label would be a step of its own. If a label has changed, each
+    step takes 65 ms (docker 20.10).
     """
     pairs = [f"{_quote_label(key)}={_quote_label(value)}" for key, value in labels.items()]
     return f"LABEL {' '.join(pairs)}\n"
 
 
 def _quote_label(text: str) -> str:
+    """Return a label's name or value, quoted for LABEL. Line breaks are replaced by blanks."""
     return docker_quote(" ".join(text.splitlines()))
 
 
 def _context_chunks(context: BuildContext, dockerfile: str, report: Reporter) -> Generator[bytes, None, None]:
-    """Yield the tar of `context`, with one more Dockerfile as its first member, called `DOCKERFILE`.
+    """Yield the tar of `context` in chunks, with an additional Dockerfile as its first member.
 
-    Its text is `dockerfile`, which has labels that only a build knows.
+    Its name is `DOCKERFILE`, and its text is `dockerfile`. It contains labels that are known only during a
+    build.
     """
-    data = dockerfile.encode()
+    dockerfile_bytes = dockerfile.encode()
     member = tarfile.TarInfo(DOCKERFILE)
-    member.size = len(data)
+    member.size = len(dockerfile_bytes)
     member.mode = 0o644
     with context.open(report) as tar:
-        yield member.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % tarfile.BLOCKSIZE)
+        yield (
+            member.tobuf(tarfile.USTAR_FORMAT)
+            + dockerfile_bytes
+            + bytes(-len(dockerfile_bytes) % tarfile.BLOCKSIZE)
+        )
         chunk = tar.read(CHUNK_BYTES)
         while chunk:
             yield chunk
@@ -310,11 +322,11 @@ def _context_chunks(context: BuildContext, dockerfile: str, report: Reporter) ->
 
 
 def _buildx_env(engine: Engine) -> dict[str, str]:
-    """Return the variables with which buildx builds on this engine.
+    """Return the environment variables with which buildx builds on this engine.
 
-    The user may have chosen a builder elsewhere by ``docker buildx use``, which would not see the local base.
-    Attestations, descriptions of the build that buildx adds, are switched off: with one, the result would be
-    a list of two images.
+    The user may have selected another builder with ``docker buildx use``, which would not have the local
+    base. So the builder of this engine is set. Attestations (descriptions of the build that buildx adds) are
+    switched off, because with them the result would be a list of two images.
     """
     endpoint = engine.endpoint
     env = {
@@ -334,22 +346,22 @@ def _guard(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run `argv` under the program ``build_guard``, and yield the process of that program.
 
-    The guard ends `argv` when the block ends, and also when this process is killed.
+    The guard ends `argv` when the block ends, and also if this process is killed.
 
     Parameters
     ----------
-    token : a text by which the guard knows podman's containers of this build.
-    working_containers : the folder of podman's containers; None for buildx, which cleans up itself.
-    env : the variables of `argv`.
+    token : a text that identifies podman's containers of this build.
+    working_containers : the folder with podman's containers. None for buildx, which cleans up itself.
+    env : the environment variables for `argv`.
     """
     source = importlib.resources.files(__package__).joinpath("build_guard.py").read_text(encoding="utf-8")
-    # The guard waits for the end of this pipe. The kernel closes it if this process is killed.
+    # The guard waits until this pipe is closed. If this process is killed, the kernel closes it.
     read_end, write_end = os.pipe()
     guarded = [str(read_end), token, str(working_containers or ""), "--", *argv]
     with (
         os.fdopen(write_end, "wb", buffering=0) as life,
         os.fdopen(read_end, "rb", buffering=0),
-        # In a session of its own, so that Ctrl-C reaches imgkit alone, which then closes the pipe.
+        # The guard runs in its own session, so that Ctrl-C reaches only imgkit, which then closes the pipe.
         subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", source, *guarded],
             stdin=subprocess.PIPE,
@@ -363,7 +375,8 @@ def _guard(
         try:
             yield guard
         finally:
-            # Closed before the others: the guard then ends the program, which may be waiting for them.
+            # Close this pipe before the others. The guard then ends the program, which may be waiting for the
+            # others.
             life.close()
             for stream in (guard.stdin, guard.stdout):
                 if stream is not None:

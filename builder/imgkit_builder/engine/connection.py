@@ -1,4 +1,7 @@
-"""Connect to the Docker engine by its SDK. Loading the SDK takes long."""
+"""Connect to the Docker engine with the SDK, the package docker.
+
+It is imported late, because that takes long.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,15 @@ if TYPE_CHECKING:
     from requests.adapters import HTTPAdapter
 
 ANSWER_TIMEOUT_S = 120
-"""Limit for short requests: an engine that writes a layer to a slow disk answers late, a dead one never."""
+"""The limit for short requests. An engine that writes a layer to a slow disk responds late. A dead engine
+never does."""
 FACTS_TIMEOUT_S = 10.0
-"""Limit for `query_facts`. It is shorter, because a person waits for the answer."""
+"""The limit for `query_facts`. It is shorter, because a person waits for the result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """Facts about one engine."""
+    """Facts about an engine."""
 
     endpoint: Endpoint
     product: str
@@ -35,25 +39,31 @@ class EngineFacts:
     version: str
     api: str
     arch: str
-    """``amd64``, ``arm64``."""
+    """The architecture, such as ``amd64`` or ``arm64``."""
     store: str
-    """``overlay2``: a graph driver; ``containerd (overlayfs)``: containerd's store with its snapshotter."""
+    """The image store, such as ``overlay2`` (a graph driver) or ``containerd (overlayfs)``.
+
+    The second is containerd's store, with the name of its snapshotter.
+    """
     root: str
-    """The folder that the engine keeps images in."""
+    """The folder in which the engine keeps images."""
 
     @property
     def is_podman(self) -> bool:
-        """Whether this is Podman behind Docker's API."""
+        """Whether the engine is Podman, which provides Docker's API."""
         return self.product == "Podman"
 
     @property
     def is_here(self) -> bool:
-        """Whether containers run on this machine's kernel, so that its /proc describes them."""
+        """Whether containers run on the kernel of this machine, so that its /proc describes them."""
         return self.endpoint.host.startswith("unix://") and sys.platform == "linux"
 
     @property
     def free_bytes(self) -> int | None:
-        """Free space on the disk with the images. None if it is unknown, as on another machine or in a VM."""
+        """The free space on the disk with the images.
+
+        None if it is unknown, as on another machine or in a VM.
+        """
         if not self.is_here:
             return None
         with contextlib.suppress(OSError):
@@ -62,11 +72,11 @@ class EngineFacts:
 
 
 class Engine:
-    """A connection to a Docker-compatible engine. Use it as a context manager.
+    """A connection to an engine with Docker's API. Use it as a context manager.
 
     Attributes
     ----------
-    api : the SDK's low-level client; only modules of this package use it.
+    api : the low-level client of the SDK. Only modules of this package use it.
     endpoint : the address of the engine.
     """
 
@@ -82,47 +92,47 @@ class Engine:
 
     @cached_property
     def version(self) -> dict[str, Any]:
-        """The engine's answer to ``/version``. Only modules of this package use it."""
-        # The client has it already: it asks for the engine's version of the API when it connects.
+        """The engine's response to ``/version``. Only modules of this package use it."""
+        # This sends no request: the client has stored the response when it connected.
         with translate_errors("query the engine's version"):
             return dict(self.api.version())
 
     @cached_property
     def info(self) -> dict[str, Any]:
-        """The engine's answer to ``/info``. Only modules of this package use it."""
+        """The engine's response to ``/info``. Only modules of this package use it."""
         with translate_errors("query the engine"):
             return dict(self.api.info())
 
     @property
     def platform(self) -> str:
-        """The platform that runs without an emulator, for example ``linux/amd64``."""
+        """The platform that runs without an emulator, such as ``linux/amd64``."""
         return f"{self.version.get('Os', 'linux')}/{self.version.get('Arch', 'amd64')}"
 
     @property
     def has_nvidia(self) -> bool:
-        """Whether containers can use GPUs."""
+        """Whether the engine has NVIDIA's runtime, so that containers can use GPUs."""
         return "nvidia" in (self.info.get("Runtimes") or {})
 
     @property
     def names_manifests(self) -> bool:
-        """Whether the engine names images by their manifests, as it does with containerd's store."""
+        """Whether the engine identifies images by their manifests, as it does with containerd's store."""
         return _has_containerd_store(self.info)
 
     def facts(self) -> EngineFacts:
-        """Return what the engine is, and how it stores images."""
+        """Return facts about the engine, such as its version and how it stores images."""
         return engine_facts(self.endpoint, version=self.version, info=self.info)
 
     @contextlib.contextmanager
     def patient(self) -> Iterator[docker.APIClient]:
-        """Yield the SDK's client without a timeout, for calls that may take an hour: save, export, push.
+        """Yield the SDK's client without a timeout, for calls that may take an hour: save, export and push.
 
         Notes
         -----
-        The SDK's default of 60 s for an answer applies to all calls but build. To save an image of 20 GB, the
-        engine copies it before it sends the first byte (docker/docker-py issues 1070, 2097, 2119).
+        By default, the SDK waits 60 s for a response in all calls except build. To save an image of 20 GB,
+        the engine copies the image before it sends the first byte (docker/docker-py issues 1070, 2097, 2119).
         """
         usual_timeout = self.api.timeout
-        self.api.timeout = None  # type: ignore[assignment]  # None is requests' "never"
+        self.api.timeout = None  # type: ignore[assignment]  # requests waits forever with None
         try:
             yield self.api
         finally:
@@ -130,12 +140,12 @@ class Engine:
 
 
 def connect(engine: Endpoint | None = None, *, timeout_s: float = ANSWER_TIMEOUT_S) -> Engine:
-    """Connect to `engine`. By default, `find_endpoint` chooses it.
+    """Connect to the engine at `engine`. By default, `find_endpoint` chooses the engine.
 
     Raises
     ------
-    ToolMissing : no engine answers, this user may not use its socket, or the SDK is not installed.
-    ToolFailed : something answers, but not as an engine.
+    ToolMissing : no engine responds, this user may not use its socket, or the SDK is not installed.
+    ToolFailed : a program responds, but it is not an engine.
     UsageError : ``DOCKER_HOST`` is not an address, or the chosen context does not exist.
     """
     try:
@@ -152,14 +162,15 @@ def connect(engine: Endpoint | None = None, *, timeout_s: float = ANSWER_TIMEOUT
 
 
 _SSH_URL = "http://engine-by-ssh:80"
-"""A made-up address for an engine behind ssh, by which the SDK chooses our adapter."""
+"""An invented address for an engine behind ssh. It makes the SDK use our adapter."""
 
 
 def make_client(engine: Endpoint, *, timeout_s: float = ANSWER_TIMEOUT_S) -> docker.APIClient:
     """Return a client of the SDK that is connected to `engine`.
 
-    It differs from the SDK's own client: it asks for the version once, it keeps a site's REQUESTS_CA_BUNDLE
-    from replacing the engine's certificate authority, and it starts the program ssh for ``ssh://``.
+    It differs from the SDK's own client in three ways. It asks for the version only once. The variable
+    REQUESTS_CA_BUNDLE, which a site may set, does not replace the engine's certificate authority. For
+    ``ssh://``, it starts the program ssh.
     """
     import docker
     from docker.constants import MINIMUM_DOCKER_API_VERSION
@@ -172,12 +183,12 @@ def make_client(engine: Endpoint, *, timeout_s: float = ANSWER_TIMEOUT_S) -> doc
             options = sdk_options(engine)
             super().__init__(**options, version=version, timeout=timeout_s)  # type: ignore[arg-type]
             if is_ssh:
-                # Do not use a proxy that a variable such as HTTP_PROXY names.
+                # Ignore proxies that are set by variables such as HTTP_PROXY.
                 self.trust_env = False
                 self.mount(_SSH_URL, _ssh_adapter(engine.host))
 
         def version(self, api_version: bool = True) -> dict[str, Any]:
-            # Kept, since Podman takes 0.2 to 0.9 s for each answer.
+            # Keep the response, because Podman takes 0.2 to 0.9 s for each.
             if not self.version_answer:
                 self.version_answer = super().version(api_version)
             return self.version_answer
@@ -185,14 +196,16 @@ def make_client(engine: Endpoint, *, timeout_s: float = ANSWER_TIMEOUT_S) -> doc
         def merge_environment_settings(
             self, url: Any, proxies: Any, stream: Any, verify: Any, cert: Any
         ) -> Any:
-            # requests would use REQUESTS_CA_BUNDLE, which a site sets for its proxy, if `verify` were None.
+            # If `verify` is None, requests uses REQUESTS_CA_BUNDLE, which a site may set for its proxy.
             if verify is None:
                 verify = self.verify
             return super().merge_environment_settings(url, proxies, stream, verify, cert)
 
     if is_ssh:
-        with contextlib.closing(EngineClient(MINIMUM_DOCKER_API_VERSION)) as first:
-            return EngineClient(first.version(api_version=False)["ApiVersion"])
+        # With the version "auto", the constructor would send a request before the adapter for ssh is mounted.
+        # So a first client asks for the engine's version.
+        with contextlib.closing(EngineClient(MINIMUM_DOCKER_API_VERSION)) as version_client:
+            return EngineClient(version_client.version(api_version=False)["ApiVersion"])
     return EngineClient("auto")
 
 
@@ -201,8 +214,8 @@ def _ssh_adapter(host: str) -> HTTPAdapter:
 
     Notes
     -----
-    The SDK's own adapter needs paramiko and ignores the port in ``~/.ssh/config``, and one direction of its
-    connection cannot be closed.
+    The SDK's own adapter needs paramiko, and ignores the port in ``~/.ssh/config``. It also cannot close only
+    one direction of the connection.
     """
     import requests.adapters
     import urllib3.connection
@@ -211,7 +224,7 @@ def _ssh_adapter(host: str) -> HTTPAdapter:
     class DialedConnection(urllib3.connection.HTTPConnection):
         def connect(self) -> None:
             timeout_s = None
-            if isinstance(self.timeout, float | int):  # urllib3 has an object for "default"
+            if isinstance(self.timeout, float | int):  # urllib3 represents its default by an object
                 timeout_s = self.timeout
             self.sock = address.open_ssh_socket(host, timeout_s)
 
@@ -227,7 +240,7 @@ def _ssh_adapter(host: str) -> HTTPAdapter:
 
 
 def sdk_options(engine: Endpoint) -> dict[str, Any]:
-    """Return the arguments of the SDK's client for `engine`: its address, and certificates for TLS."""
+    """Return the arguments for the SDK's client: the address of `engine`, and its certificates for TLS."""
     import docker.tls
 
     if engine.host.startswith("ssh://"):
@@ -235,6 +248,7 @@ def sdk_options(engine: Endpoint) -> dict[str, Any]:
     tls = engine.tls
     if tls is None or not engine.host.startswith(("tcp://", "http://", "https://")):
         return {"base_url": engine.host}
+    # The SDK refuses a certificate without a key, so pass both or none.
     cert_and_key = None
     if tls.cert and tls.key:
         cert_and_key = (str(tls.cert), str(tls.key))
@@ -244,14 +258,15 @@ def sdk_options(engine: Endpoint) -> dict[str, Any]:
 
 
 def engine_facts(endpoint: Endpoint, *, version: Mapping[str, Any], info: Mapping[str, Any]) -> EngineFacts:
-    """Return the facts in the engine's answers to ``/version`` and ``/info``.
+    """Return the facts in the engine's responses to ``/version`` and ``/info``.
 
     Raises
     ------
-    ToolFailed : the answers lack what every engine states, so another program listens at the address.
+    ToolFailed : the responses lack values that every engine sends, so another program uses the address.
     """
     try:
         product = "Docker"
+        # Podman has Docker's API. It is recognized by the name of one of its components.
         for component in version.get("Components") or ():
             if component.get("Name") == "Podman Engine":
                 product = "Podman"
@@ -276,7 +291,7 @@ def engine_facts(endpoint: Endpoint, *, version: Mapping[str, Any], info: Mappin
 
 
 def _has_containerd_store(info: Mapping[str, Any]) -> bool:
-    """Return whether the engine stores images with containerd, as its answer to ``/info`` says.
+    """Return whether the engine stores images with containerd. `info` is its response to ``/info``.
 
     Otherwise it uses one of Docker's own drivers, such as overlay2.
     """
@@ -286,7 +301,7 @@ def _has_containerd_store(info: Mapping[str, Any]) -> bool:
 
 
 def query_facts(engine: Endpoint | None = None) -> EngineFacts:
-    """Ask `engine` (default: the one that every verb uses) about itself.
+    """Return facts about `engine`. By default, this is the engine that every command uses.
 
     Raises
     ------

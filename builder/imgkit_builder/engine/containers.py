@@ -1,4 +1,8 @@
-"""Run short-lived containers, which are always removed, even if imgkit is killed."""
+"""Run short-lived containers, which are always removed, even if imgkit is killed.
+
+For each container, a small second process (the guard) runs beside imgkit. If imgkit dies, the guard removes
+the container.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +23,12 @@ from imgkit_builder.engine.errors import translate_errors
 from imgkit_entrypoints.terminal import strip_styles
 
 NOT_FOUND = 127
-"""The exit code of a shell for a missing program; the engine refuses the start instead."""
+"""The exit code of a shell for a missing program. The engine has no such code, because it refuses to start
+the container."""
 
-# A program that runs next to imgkit and waits for the end of its input. If imgkit has removed the container,
-# it writes something first. If the input ends without that, imgkit was killed, and the program removes the
-# container. It tries twice, as the engine may still be creating it.
+# The source of the guard. It waits for the end of its input. If imgkit has removed the container, it writes
+# something to that input first. If the input ends without data, imgkit was killed, and the guard removes the
+# container. It tries twice, because the engine may still be creating the container.
 _GUARD = """
 import sys
 if not sys.stdin.buffer.read():
@@ -51,20 +56,22 @@ def temporary_container(
     platform: str,
     mounted: Mapping[str, str] | None = None,
 ) -> Iterator[str]:
-    """Create a container of `image`, yield its name, and remove it at the end of the block.
+    """Create a container from `image`, yield its name, and remove it at the end of the block.
 
     The container has no network, and is not started. It is removed even if imgkit is killed.
 
     Parameters
     ----------
     image : the engine's name for the image, `ImageInfo.ref`.
-    argv : the command that runs if the container is started. It replaces the image's entry point.
-    purpose : a word in the container's name, such as ``read``.
-    mounted : folders of the engine's machine -> paths in the container, where they are read-only.
+    argv : the command that runs if the container is started. It replaces the entry point of the image.
+    purpose : a word for the name of the container, such as ``read``.
+    platform : the platform of the image, such as ``linux/amd64``.
+    mounted : folders of the engine's machine -> their read-only paths in the container.
     """
     import docker.types
 
-    # The name is ours and not the engine's: if the answer to "create" is lost, the container can be removed.
+    # The name is chosen here and not by the engine. So the container can be removed even if the engine's
+    # response to "create" is lost.
     name = f"imgkit-{purpose}-{secrets.token_hex(6)}"
     mounts = []
     for folder, target in (mounted or {}).items():
@@ -79,7 +86,7 @@ def temporary_container(
                     command=list(argv[1:]),
                     name=name,
                     labels={"imgkit.purpose": purpose},
-                    # Only such an engine keeps an image for several platforms.
+                    # Only an engine with containerd's store keeps an image for several platforms.
                     platform=platform if engine.names_manifests else None,
                     host_config=engine.api.create_host_config(
                         network_mode="none",
@@ -92,7 +99,8 @@ def temporary_container(
             yield name
         finally:
             remove(engine, name)
-            # If "create" was interrupted, the engine may still be at it. The guard removes it then.
+            # If "create" was interrupted, the engine may still be creating the container. Then the guard
+            # removes it.
             if is_created:
                 on_removed()
 
@@ -100,7 +108,7 @@ def temporary_container(
 def read_file(engine: Engine, name: str, path: str, *, most_bytes: int) -> bytes | None:
     """Return the content of the file `path` in the container `name`.
 
-    Return None if there is no such file, or if it has more than `most_bytes`.
+    If there is no such file, or if it has more than `most_bytes`, return None.
     """
     import docker.errors
 
@@ -113,22 +121,23 @@ def read_file(engine: Engine, name: str, path: str, *, most_bytes: int) -> bytes
 
 
 def remove(engine: Engine, name: str) -> None:
-    """Remove the container `name`, running or not. A missing container is no error."""
+    """Remove the container `name`, even if it is running. A missing container is no error."""
     import docker.errors
 
     with translate_errors(f"remove the container {name}"):
         try:
             engine.api.remove_container(name, force=True, v=True)
         except docker.errors.APIError as error:
-            # 404: never created. 409: the engine is removing it already.
+            # 404: the container was never created. 409: the engine is already removing it.
             if error.status_code not in (404, 409):
                 raise
 
 
 def run(engine: Engine, image: str, argv: Sequence[str], *, platform: str) -> Finished:
-    """Run `argv` in a container of `image` to its end, and return exit code and output.
+    """Run `argv` in a container of `image`, wait for its end, and return its exit code and output.
 
-    If the image lacks the program, the exit code is 127, as of a shell, and the output the engine's message.
+    If the image does not contain the program, the exit code is 127, the same as in a shell. The output is
+    then the message of the engine.
     """
     with temporary_container(engine, image, argv, purpose="run", platform=platform) as name:
         with translate_errors(f"start {argv[0]} in {image}", name=image):
@@ -136,15 +145,17 @@ def run(engine: Engine, image: str, argv: Sequence[str], *, platform: str) -> Fi
         if missing_program:
             return Finished(argv=tuple(argv), returncode=NOT_FOUND, output=missing_program)
         with translate_errors(f"run {argv[0]} in {image}"), engine.patient() as api:
-            code = int(api.wait(name)["StatusCode"])
+            exit_code = int(api.wait(name)["StatusCode"])
             output: bytes = api.logs(name, stdout=True, stderr=True)
-    return Finished(argv=tuple(argv), returncode=code, output=strip_styles(output.decode("utf-8", "replace")))
+    return Finished(
+        argv=tuple(argv), returncode=exit_code, output=strip_styles(output.decode("utf-8", "replace"))
+    )
 
 
 def _start(engine: Engine, name: str) -> str:
     """Start the container `name`.
 
-    Return ``""``, or the engine's message if the image lacks the program to start.
+    Return ``""``, or the engine's message if the image does not contain the program to start.
     """
     import docker.errors
 
@@ -154,7 +165,7 @@ def _start(engine: Engine, name: str) -> str:
         message = str(error.explanation)
         if not re.search("executable file not found|no such file or directory", message):
             raise
-        # The text before "exec:" is about containerd and runc, and does not help the user.
+        # The text before "exec:" is about containerd and runc, which does not help the user.
         _, separator, reason = message.partition("exec:")
         if separator:
             return separator + reason
@@ -164,11 +175,12 @@ def _start(engine: Engine, name: str) -> str:
 
 @contextlib.contextmanager
 def _guarded(name: str) -> Iterator[Callable[[], object]]:
-    """Start a process that removes the container `name` if imgkit does not, because it was killed.
+    """Start a guard, a process that removes the container `name` if imgkit is killed.
 
-    Yield a function to call when the container has been removed: the process then does nothing.
+    Yield a function that tells the guard that the container has been removed. The guard then does nothing.
     """
-    # In a session of its own, so that Ctrl-C at the terminal does not end it before imgkit has cleaned up.
+    # The guard runs in its own session, so that Ctrl-C in the terminal does not end it before imgkit has
+    # cleaned up.
     with subprocess.Popen(
         [sys.executable, "-I", "-c", _GUARD, name, *filter(None, sys.path)],
         stdin=subprocess.PIPE,
@@ -182,17 +194,17 @@ def _guarded(name: str) -> Iterator[Callable[[], object]]:
 
 
 _SHM_SIZE = "8g"
-"""Limit for shared memory. 8 GiB is enough for NCCL and data loaders of eight GPUs, and unused memory is not
-taken."""
+"""The limit for shared memory. 8 GiB is enough for NCCL and data loaders of eight GPUs. Memory that is not
+used is not allocated."""
 
 
 def shell_argv(image: str, *, gpus: bool, host: bool, endpoint: Endpoint, workdir: str = "") -> list[str]:
-    """Return the command that opens bash in `image` of an engine, in `workdir` or the image's own folder.
+    """Return the command that opens bash in `image`, in `workdir` or the image's own working directory.
 
-    With `host`, the container shares IPC, and so shared memory, with the machine. Without it, it has no
-    network and `_SHM_SIZE` of shared memory: NCCL and data loader workers use that, and Docker's default of
-    64 MB is too small. RDMA needs unlimited locked memory (NVIDIA's advice for its PyTorch containers).
-    Docker 29 lowers the limit for open files to 1,024.
+    If `host` is true, the container shares IPC with the machine, and thereby its shared memory. Otherwise it
+    has no network, and `_SHM_SIZE` of shared memory. NCCL and data loader workers need shared memory, and
+    Docker's default of 64 MB is too small. RDMA needs unlimited locked memory (NVIDIA's advice for its
+    PyTorch containers). The limit for open files is set because Docker 29 lowers it to 1,024.
     """
     argv = [*_engine_program(endpoint), "run"]
     if host:
@@ -210,10 +222,10 @@ def shell_argv(image: str, *, gpus: bool, host: bool, endpoint: Endpoint, workdi
 
 
 def _engine_program(endpoint: Endpoint) -> list[str]:
-    """Return the program that talks to an engine, with the options that lead it to `endpoint`."""
+    """Return the program that talks to an engine, with the options that select the engine at `endpoint`."""
     if shutil.which("podman") and not shutil.which("docker"):
         return ["podman", "--url", endpoint.host]
-    # docker follows variables and contexts as imgkit does.
+    # Like imgkit, docker uses the variables and contexts from which the endpoint was found.
     if endpoint.source or endpoint.host == address.DEFAULT_HOST:
         return ["docker"]
     return ["docker", "--host", endpoint.host]

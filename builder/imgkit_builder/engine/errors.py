@@ -1,4 +1,4 @@
-"""Turn the engine's exceptions, in-band events and broken connections into errors with a hint."""
+"""Convert the engine's exceptions, error events and broken connections to errors with a hint for the user."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from imgkit_builder.base.progress import Reporter
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 from imgkit_entrypoints.terminal import strip_styles
 
-# In lower case, as in the messages of Docker, Podman, containerd and registries.
+# The patterns are in lower case, because messages of Docker, Podman, containerd and registries are converted
+# to lower case before the search.
 _UNKNOWN_IMAGE = re.compile(
     r"manifest unknown|manifest for|repository does not exist|not found: does not exist"
 )
@@ -26,7 +27,7 @@ RESTART_HINT = (
     "find the reason: journalctl -u docker -n 50 (or the engine's own log); start it: sudo systemctl start "
     "docker; then run the same command again"
 )
-# These patterns are searched in the output of a build's steps, too, so each must be rare in other output.
+# These patterns are also searched in the output of build steps, so none may be common in other output.
 _HINTS = (
     (
         r"no space left on device",
@@ -61,11 +62,13 @@ _HINTS = (
         "and try the registry: curl -I https://REGISTRY/v2/",
     ),
 )
-"""Patterns of known problems in the output of an engine or a step, and what helps. The first match counts."""
+"""Pattern of a known problem in the output of an engine or a build step -> what to do. The first match
+counts."""
 
 
 def find_hint(text: str) -> str | None:
-    """Return the fix for a known problem that `text` mentions, or None for an unknown problem."""
+    """Return what to do about a known problem that `text` mentions, or None if there is no such problem."""
+    # The patterns are written in lower case.
     lower = text.lower()
     for pattern, hint in _HINTS:
         if re.search(pattern, lower):
@@ -79,12 +82,12 @@ def explain_message(message: str, *, doing: str, name: str = "") -> ImgkitError:
     Parameters
     ----------
     message : the text of an error response, or of an error event in a stream.
-    doing : the operation, for example ``pull nvcr.io/x:1``.
-    name : the image's name, for the hint.
+    doing : the operation, such as ``pull nvcr.io/x:1``.
+    name : the name of the image, for the hint.
     """
     text = strip_styles(message).strip()
     lower = text.lower()
-    # The text decides, since engines and registries send no code that tells these errors apart.
+    # The kind of error can only be derived from the text, because engines and registries send no code for it.
     if "invalid reference format" in lower:
         return UsageError(f"{doing}: {text}", hint="an image name looks like registry:5000/group/name:tag")
     if _LOCALLY_MISSING.search(lower):
@@ -101,7 +104,7 @@ def explain_message(message: str, *, doing: str, name: str = "") -> ImgkitError:
 
 
 def no_image_error(name: str) -> UsageError:
-    """Return the error for an image that the engine does not have."""
+    """Return the error for an image that is not on the engine."""
     return UsageError(
         f"the engine has no image {name!r}",
         hint="list its images: docker images; build one: imgkit build RECIPE (see imgkit list); "
@@ -110,7 +113,10 @@ def no_image_error(name: str) -> UsageError:
 
 
 def registry_of(name: str) -> str:
-    """Return ``nvcr.io`` of ``nvcr.io/nvidia/pytorch:1``, or an empty text for Docker Hub's short names."""
+    """Return the registry of an image name: ``nvcr.io`` for ``nvcr.io/nvidia/pytorch:1``.
+
+    For a name without a registry, which means Docker Hub, the result is empty.
+    """
     first, slash, _ = name.partition("/")
     is_host = "." in first or ":" in first or first == "localhost"
     if not slash or not is_host:
@@ -120,9 +126,9 @@ def registry_of(name: str) -> str:
 
 @contextlib.contextmanager
 def translate_errors(doing: str, *, name: str = "") -> Iterator[None]:
-    """Turn every exception of the SDK in the block into an ImgkitError with a hint.
+    """Convert every exception of the SDK in the block to an ImgkitError with a hint.
 
-    `doing` is the operation, such as ``pull nvcr.io/x:1``, and `name` the image's name.
+    `doing` is the operation, such as ``pull nvcr.io/x:1``. `name` is the name of the image.
     """
     import docker.errors
     import requests.exceptions
@@ -135,14 +141,15 @@ def translate_errors(doing: str, *, name: str = "") -> Iterator[None]:
     except docker.errors.APIError as error:
         raise explain_message(str(error.explanation or error), doing=doing, name=name) from error
     except KeyError as error:
-        # The SDK expects the key "message" in an error answer. Podman 5 has "error" there if a push fails.
-        answer = getattr(error.__context__, "response", None)
-        if answer is None:
+        # The SDK expects the key "message" in an error response. If a push fails, Podman 5 sends "error"
+        # instead. The response is in the exception that was being handled when the KeyError occurred.
+        error_response = getattr(error.__context__, "response", None)
+        if error_response is None:
             raise
-        message = answer.json().get("error") or answer.text
+        message = error_response.json().get("error") or error_response.text
         raise explain_message(str(message), doing=doing, name=name) from error
-    # The SDK passes on requests' own exceptions. If a socket stalls, that is a Timeout, or a ConnectionError
-    # whose text says so.
+    # The SDK does not convert exceptions of requests. If the connection stalls, the exception is a Timeout,
+    # or a ConnectionError with "timed out" in its text.
     except requests.exceptions.RequestException as error:
         if isinstance(error, requests.exceptions.Timeout) or "timed out" in str(error).lower():
             raise ToolFailed(
@@ -151,25 +158,26 @@ def translate_errors(doing: str, *, name: str = "") -> Iterator[None]:
             ) from error
         raise connection_lost_error(doing, error) from error
     except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
-        # ValueError: half a JSON event, or half an HTTP chunk header, when the engine dies while sending.
+        # A ValueError means an incomplete JSON event or HTTP chunk header, because the engine died while
+        # sending it.
         raise connection_lost_error(doing, error) from error
     except docker.errors.DockerException as error:
         raise explain_message(str(error), doing=doing, name=name) from error
 
 
 def connection_lost_error(doing: str, error: object) -> ToolFailed:
-    """Return the error for a connection that broke during an operation."""
+    """Return the error for a connection to the engine that broke during an operation."""
     return ToolFailed(f"{doing}: the connection to the engine was lost: {error}", hint=RESTART_HINT)
 
 
 Event = dict[str, Any]
-"""A JSON event of the engine, as the SDK decodes it. Only modules of this package use it."""
+"""A JSON event of the engine, as decoded by the SDK. Only modules of this package use it."""
 
 
 def refuse_error_events(events: Iterable[Event], *, doing: str, name: str) -> Iterator[Event]:
-    """Yield `events`, and raise an exception for an event that reports an error.
+    """Yield `events`, and raise an exception at an event that reports an error.
 
-    The SDK does not raise one: it yields such an event like any other.
+    The SDK does not raise an exception for such an event. It yields the event like any other.
 
     Raises
     ------
@@ -184,7 +192,7 @@ def refuse_error_events(events: Iterable[Event], *, doing: str, name: str) -> It
 
 
 def event_error(event: Event) -> str:
-    """Return the error message inside `event`, or an empty text where there is none."""
+    """Return the error message in `event`, or an empty text if the event reports no error."""
     message = event.get("error")
     detail = event.get("errorDetail")
     if not message and isinstance(detail, dict):
@@ -193,24 +201,25 @@ def event_error(event: Event) -> str:
 
 
 class LayerProgress:
-    """Sums the bytes of a push or pull over all of its layers."""
+    """Adds up the transferred bytes of all layers of a push or pull, and reports the sum."""
 
     def __init__(self, report: Reporter) -> None:
         self._report = report
         self._sent_bytes: dict[str, int] = {}
-        """Bytes sent so far, by the id of the layer."""
+        """The bytes sent so far, by the id of the layer."""
         self._total_bytes: dict[str, int] = {}
-        """Size of each layer, by its id."""
+        """The size of each layer, by its id."""
 
     def add_event(self, event: Event) -> None:
-        """Count the bytes that `event` states, and report the sum over all layers.
+        """Count the bytes that `event` reports, and report the sum over all layers.
 
-        Only bytes of a transfer count, not those of layers that are being extracted.
+        Only transferred bytes count. Events about layers that are being extracted are ignored.
         """
         detail = event.get("progressDetail") or {}
         layer = str(event.get("id", ""))
         status = str(event.get("status", ""))
         if not detail:
+            # The event only reports a state, such as "Pull complete".
             if layer:
                 self._report.line(f"{layer}: {status}")
             elif status:
@@ -219,7 +228,8 @@ class LayerProgress:
         if status not in ("Downloading", "Pushing") or "current" not in detail:
             return
         sent_bytes = int(detail["current"])
-        # The engine may send more bytes than it has announced: never report more than 100 %.
+        # The engine may send more bytes than announced. Increase the total, so that the progress never
+        # exceeds 100 %.
         total_bytes = max(int(detail.get("total") or 0), sent_bytes)
         self._sent_bytes[layer] = sent_bytes
         self._total_bytes[layer] = total_bytes

@@ -1,7 +1,7 @@
-"""Follow the output of a build: the step, the last lines, and an error that names the recipe's line.
+"""Follow the output of a build: the current step, its last lines, and an error with the recipe's line.
 
-The classic builder and podman write one dialect (``Step 2/9 : RUN``, ``STEP 2/9: RUN``), BuildKit another
-(``#5 [2/4] RUN``), and its numbers leave out the instructions that make no layer.
+There are two formats. The classic builder and podman print ``Step 2/9 : RUN`` or ``STEP 2/9: RUN``. BuildKit
+prints ``#5 [2/4] RUN``, and does not count instructions that make no layer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.terminal import strip_styles
 
 DOCKERFILE = "Dockerfile.imgkit"
-"""Name of the Dockerfile with the labels; the context keeps its own next to it."""
+"""The name of the Dockerfile with the labels. The context also contains the Dockerfile without them."""
 
 # "Step 2/9 : RUN make", "STEP 2/9: RUN make"
 _STEP = re.compile(r"^(?:Step|STEP) (?P<number>\d+)/(?P<total>\d+) ?: (?P<instruction>.*)$")
@@ -29,12 +29,16 @@ _RUNNING = re.compile(r"^ ---> Running in ([0-9a-f]+)$")
 _PARSE_ERROR = re.compile(r"(?:dockerfile parse error line|parse error on line) (\d+)", re.IGNORECASE)
 # Podman repeats the instruction before the message.
 _REPEATED_INSTRUCTION = re.compile(r'^building at STEP ".*": ', re.DOTALL)
-# How many characters of an instruction a message shows.
+# The largest number of characters that a message shows of an instruction.
 _STEP_WIDTH = 72
 
 
 class BuildFollower:
-    """Follows one build of the classic builder or podman."""
+    """Follows a build with the classic builder or podman.
+
+    It writes the output to the log, reports progress, and keeps the last lines of the current step for an
+    error.
+    """
 
     def __init__(
         self,
@@ -53,7 +57,7 @@ class BuildFollower:
         self._dockerfile = dockerfile
         self._base = base
         self._tail: collections.deque[str] = collections.deque(maxlen=process.KEPT_LINES)
-        self._pending = ""  # the beginning of a line, whose end has not come yet
+        self._pending = ""  # an incomplete line, whose end has not been received yet
         self._step = 0
         self._step_count = 0
         self._instruction = ""
@@ -61,7 +65,7 @@ class BuildFollower:
         self.image_id = ""
 
     def add_event(self, event: Event) -> None:
-        """Process one event of the engine's API.
+        """Process an event of the engine's API.
 
         Raises
         ------
@@ -69,6 +73,7 @@ class BuildFollower:
         """
         message = self._hide(event_error(event))
         if message:
+            # The last line of the output may have no line break, but it belongs to the error.
             self._flush()
             self._log.write(message + "\n")
             raise self._step_error(message)
@@ -77,27 +82,27 @@ class BuildFollower:
         self.add_text(str(event.get("stream") or ""))
 
     def add_text(self, text: str) -> None:
-        """Process a piece of output."""
+        """Process a part of the output. It may begin and end in the middle of a line."""
         *lines, self._pending = (self._pending + text).split("\n")
         for line in lines:
             self._add_line(line)
 
     def exit_error(self, code: int) -> ImgkitError:
-        """Return the error of a program that ended with the exit code `code`."""
+        """Return the error for a builder that ended with the exit code `code`."""
         self._flush()
         return self._step_error(self._pop_error_message() or f"the builder ended with exit code {code}")
 
     def add_location(self, error: ImgkitError) -> ImgkitError:
-        """Return `error` with the path of the log, and with the recipe's line if that is known."""
+        """Return `error` with the path of the log, and with the line of the recipe if it is known."""
         hint = error.hint or ""
         if str(self.log_path) not in hint:
             hint = self._add_log(hint)
         return type(error)(error.what, where=error.where or self._origin(error.what), hint=hint)
 
     def _step_error(self, message: str) -> ImgkitError:
-        """Return the error for the builder's `message` about the current step.
+        """Return the error for a `message` of the builder about the current step.
 
-        It names the recipe's line, and its hint has the last lines of the step's output.
+        The error has the line of the recipe. Its hint contains the last lines of the step's output.
         """
         doing = "build"
         if self._step:
@@ -105,8 +110,9 @@ class BuildFollower:
         error = explain_message(_REPEATED_INSTRUCTION.sub("", message), doing=doing, name=self._base)
         hint = error.hint
         output = "\n".join(process.last_lines("\n".join(self._tail)))
-        # The engine often says only "returned a non-zero code", so look for a known problem in the output of
-        # the step, too. Scripts of imgkit itself ("imgkit: ...") have printed what helps.
+        # The message of the engine is often only "returned a non-zero code". So look for a known problem in
+        # the output of the step, too. Output with "imgkit: " comes from imgkit's own scripts, which print a
+        # hint themselves.
         if not hint and "imgkit: " not in output:
             hint = find_hint(output)
         hints = []
@@ -117,8 +123,8 @@ class BuildFollower:
         return type(error)(error.what, where=self._origin(message), hint=self._add_log("\n".join(hints)))
 
     def _add_line(self, line: str) -> None:
-        """Process a whole line of output."""
-        # A progress bar rewrites its line; only the last text counts.
+        """Process a complete line of output."""
+        # A progress bar overwrites its line with carriage returns. Keep only the last text.
         _, _, last_text = strip_styles(line).rstrip("\r").rpartition("\r")
         text = self._hide(last_text)
         self._log.write(text + "\n")
@@ -127,7 +133,7 @@ class BuildFollower:
         self.report.line(text)
 
     def _update_state(self, text: str) -> None:
-        """Begin the step that a line of output announces, or keep the line for an error message."""
+        """Begin the step that a line of output announces. Otherwise, keep the line for an error message."""
         step = _STEP.match(text)
         running = _RUNNING.match(text)
         if step is not None:
@@ -140,38 +146,42 @@ class BuildFollower:
             self._tail.append(text)
 
     def _pop_error_message(self) -> str:
-        """Remove podman's last line, ``Error: ...``, from the output and return its message, or ``""``."""
+        """Remove podman's last line, ``Error: ...``, from the kept output, and return its message or ""."""
         if not self._tail or not self._tail[-1].startswith("Error: "):
             return ""
         return self._tail.pop().removeprefix("Error: ")
 
     def _start_step(self, header: re.Match[str]) -> None:
-        """Begin the step whose number and instruction the line `header` states."""
+        """Begin the step with the number and the instruction in the line `header`."""
         self._step = int(header["number"])
         self._step_count = int(header["total"])
         self._instruction = header["instruction"]
         self.container = ""
-        self._tail.clear()  # an error shows the lines of its own step
+        self._tail.clear()  # an error shows only the lines of its own step
         self.report.stage(f"step {self._step}/{self._step_count}: {self._short_instruction()}")
 
     def _flush(self) -> None:
+        """Process an incomplete last line as if it were complete."""
         if self._pending:
             self._add_line(self._pending)
             self._pending = ""
 
     def _short_instruction(self) -> str:
+        """Return the instruction of the current step on one line, cut to `_STEP_WIDTH` characters."""
         text = " ".join(self._instruction.split())
         if len(text) <= _STEP_WIDTH:
             return text
         return text[: _STEP_WIDTH - 3] + "..."
 
     def _add_log(self, hint: str) -> str:
+        """Return `hint` with the path of the log."""
         return f"{hint}\nfull log: {self.log_path}, with the Dockerfile in the same folder".strip()
 
     def _line_of_step(self, *, only: Collection[str] = ()) -> int | None:
         """Return the line of the Dockerfile at which the current step begins, or None if it is unknown.
 
-        `only` are the kinds of instructions that the builder counts as steps; empty: all.
+        `only` lists the kinds of instructions that the builder counts as steps. If it is empty, all kinds
+        count.
         """
         lines = instruction_lines(self._dockerfile, only=only)
         if not 0 < self._step <= len(lines):
@@ -179,9 +189,9 @@ class BuildFollower:
         return lines[self._step - 1]
 
     def _origin(self, message: str) -> str | None:
-        """Return the recipe's line for `message`: ``mn5.yaml:12``.
+        """Return the line of the recipe to which `message` refers, such as ``mn5.yaml:12``.
 
-        It belongs to the line of the Dockerfile that the message names, or else to the current step.
+        It is found through the line of the Dockerfile in the message, or else through the current step.
         """
         match = _PARSE_ERROR.search(message)
         line = int(match[1]) if match else self._line_of_step()
@@ -197,23 +207,26 @@ _OUTPUT = re.compile(r"^#\d+ \d+\.\d+ ?(.*)$")
 _SOLVE_ERROR = re.compile(r"^ERROR: (?:failed to solve: |failed to build: )*(.*)$")
 _SOURCE_LINE = re.compile(rf"^{re.escape(DOCKERFILE)}:(\d+)$")
 _LAYER_INSTRUCTIONS = ("FROM", "RUN", "COPY", "ADD", "WORKDIR")
-"""The instructions that BuildKit counts."""
+"""The instructions that BuildKit counts as steps."""
 
 
 class BuildKitFollower(BuildFollower):
-    """Follows ``docker buildx build --progress plain``."""
+    """Follows a build with ``docker buildx build --progress plain``."""
 
     _source_line: int | None = None
     _error = ""
 
     def _update_state(self, text: str) -> None:
-        """Begin the step that a line of BuildKit's output announces, or keep the line for an error."""
+        """Begin the step that a line of BuildKit's output announces.
+
+        Otherwise, keep the line for an error.
+        """
         step = _VERTEX.match(text)
         output = _OUTPUT.match(text)
         source = _SOURCE_LINE.match(text)
         error = _SOLVE_ERROR.match(text)
         if step is not None:
-            # BuildKit repeats the header when it returns to a step.
+            # BuildKit runs steps in parallel, and repeats the header when it returns to an earlier step.
             if int(step["number"]) > self._step:
                 self._start_step(step)
         elif output is not None:
@@ -231,22 +244,26 @@ class BuildKitFollower(BuildFollower):
 
 
 def instruction_lines(text: str, *, only: Collection[str] = ()) -> tuple[int, ...]:
-    """Return the first line, from 1, of each instruction of the Dockerfile `text`.
+    """Return the line number, from 1, at which each instruction of the Dockerfile `text` begins.
 
-    With `only`, such as ``("RUN", "COPY")``, other kinds of instructions are left out. The engine numbers its
-    steps in the same order, from 1. Here-documents are not supported: the classic builder does not know them
-    either.
+    The engine numbers its steps from 1 in the same order. Here-documents are not supported, because the
+    classic builder does not support them either.
+
+    Parameters
+    ----------
+    only : the kinds of instructions to include, such as ``("RUN", "COPY")``. If it is empty, all kinds are
+        included.
     """
-    numbers = []
+    line_numbers = []
     is_continued = False
-    for number, line in enumerate(text.splitlines(), start=1):
+    for line_number, line in enumerate(text.splitlines(), start=1):
         instruction = line.strip()
-        # A continued instruction may contain comments and empty lines.
+        # Comments and empty lines are ignored, even inside an instruction that continues on the next line.
         if not instruction or instruction.startswith("#"):
             continue
         keyword = instruction.split()[0].upper()
         is_counted = not only or keyword in only
         if is_counted and not is_continued:
-            numbers.append(number)
+            line_numbers.append(line_number)
         is_continued = instruction.endswith("\\")
-    return tuple(numbers)
+    return tuple(line_numbers)

@@ -1,4 +1,4 @@
-"""Move images and files: pull, push and tag; save, export and single files, as sources of other programs."""
+"""Transfer images and files: pull, push and tag images, and read them as streams or single files."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from imgkit_builder.oci.config import ImageConfig, parse_config
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 from imgkit_entrypoints.terminal import strip_styles
 
-# How much of the end of a tar is kept to find an error message of the engine, which is shorter.
+# How many bytes at the end of a tar are kept to find an error message of the engine, which is shorter.
 _TAIL_BYTES = 4096
+# Every tar ends with two empty blocks of 512 bytes.
 _TAR_END = bytes(1024)
 _MAX_FILE_BYTES = 4 << 20
 # "latest: digest: sha256:... size: 1234"
@@ -37,33 +38,34 @@ _PUSHED = re.compile(r".*: digest: (?P<digest>sha256:[0-9a-f]{64}) size: \d+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalImage:
-    """An image on a connected engine, as `local_image` finds it.
+    """An image on a connected engine, as returned by `local_image`.
 
-    Everything is read by the image's id: a tag that moves meanwhile cannot mix two images.
+    All data are read by the id of the image. So if a tag moves to another image in the meantime, the data of
+    two images cannot be mixed.
     """
 
     engine: Engine
     name: str
-    """Its first tag, or else the requested name."""
+    """The first tag of the image. If it has none, the requested name."""
     info: ImageInfo
     config: ImageConfig
 
     @property
     def size_bytes(self) -> int:
-        """Size of its layers, uncompressed."""
+        """The size of the uncompressed layers."""
         return self.info.size_bytes
 
     def save(self) -> AbstractContextManager[Iterator[bytes]]:
-        """Stream ``docker save``. The archive names the image's tag where it has one."""
+        """Stream ``docker save``. The archive contains the image's tag, if it has one."""
         return save_stream(self.engine, self.info.tag or self.info.ref)
 
     def export(self) -> AbstractContextManager[Iterator[bytes]]:
-        """Stream ``docker export`` of a container made of the image."""
+        """Stream ``docker export`` of a container that is created from the image."""
         return export_stream(self.engine, self.info.ref)
 
 
 def local_image(engine: Engine, name: str) -> LocalImage:
-    """Find the image `name` (tag or id) on `engine`.
+    """Find the image `name` (a tag or id) on `engine`.
 
     Raises
     ------
@@ -79,16 +81,18 @@ def local_image(engine: Engine, name: str) -> LocalImage:
 def save_stream(engine: Engine, name: str, *, report: Reporter = SILENT) -> Iterator[Iterator[bytes]]:
     """Yield the chunks of ``docker save``. The archive has at most one tag.
 
-    An image that was requested by its id is saved under its first tag: saving by id would lose the tag.
+    An image that was requested by its id is saved by its first tag, because the archive would otherwise have
+    no tag.
 
     Notes
     -----
-    Since 20.10 the engine writes all layers to its disk before it sends the first byte (4-7 s for 783 MB).
+    Since version 20.10, the engine writes all layers to its disk before it sends the first byte (4-7 s for
+    783 MB).
 
     Raises
     ------
     UsageError : there is no such image.
-    ToolFailed : (while iterating) the engine fails, or the stream is cut short.
+    ToolFailed : (while iterating) the engine fails, or the stream ends too early.
     """
     image = inspect(engine, name)
     doing = f"save {name}"
@@ -102,18 +106,19 @@ def save_stream(engine: Engine, name: str, *, report: Reporter = SILENT) -> Iter
 
 @contextlib.contextmanager
 def export_stream(engine: Engine, name: str) -> Iterator[Iterator[bytes]]:
-    """Yield the chunks of a tar of the image's flattened file tree, as ``docker export`` writes it.
+    """Yield the chunks of a tar with the image's flattened file tree, as written by ``docker export``.
 
-    Only a container can be exported. It is created for that, never started, and removed at the end.
+    Only containers can be exported. So a container is created, never started, and removed at the end of the
+    block.
 
     Raises
     ------
     UsageError : there is no such image.
-    ToolFailed : (while iterating) the engine fails, or the stream is cut short.
+    ToolFailed : (while iterating) the engine fails, or the stream ends too early.
     """
     image = inspect(engine, name)
     doing = f"export {name}"
-    # By its id: the tag could be given to another image meanwhile.
+    # Use the id, because the tag could move to another image in the meantime.
     with containers.temporary_container(
         engine, image.ref, purpose="export", platform=image.platform
     ) as container:
@@ -124,9 +129,9 @@ def export_stream(engine: Engine, name: str) -> Iterator[Iterator[bytes]]:
 
 
 def _refuse_incomplete(chunks: Iterator[bytes], doing: str) -> Generator[bytes, None, None]:
-    """Yield `chunks` of a tar unchanged, and raise an error at the end if the tar is incomplete.
+    """Yield the `chunks` of a tar unchanged, and raise an error at the end if the tar is incomplete.
 
-    The engine has sent the status 200 before the data. If it fails later, it can only append the error to the
+    The engine sends the status 200 before the data. If it fails later, it can only append the error to the
     data, as JSON.
 
     Raises
@@ -136,7 +141,7 @@ def _refuse_incomplete(chunks: Iterator[bytes], doing: str) -> Generator[bytes, 
     tail = b""
     with translate_errors(doing):
         for chunk in chunks:
-            # Only the end of the chunk is copied, since chunks are large.
+            # Copy only the end of the chunk, because chunks are large.
             tail += chunk[-_TAIL_BYTES:]
             tail = tail[-_TAIL_BYTES:]
             yield chunk
@@ -153,9 +158,9 @@ def _refuse_incomplete(chunks: Iterator[bytes], doing: str) -> Generator[bytes, 
 
 
 def read_file(engine: Engine, name: str, path: str) -> bytes | None:
-    """Return the content of the file `path` in the image `name`. No container is started.
+    """Return the content of the file `path` in the image `name`, without starting a container.
 
-    Return None if there is no such file, or if it has more than 4 MiB.
+    If there is no such file, or if it is larger than 4 MiB, return None.
 
     Raises
     ------
@@ -177,10 +182,15 @@ def store_files(
     is_wanted: Callable[[str], bool],
     platform: str,
 ) -> None:
-    """Write files that are below `path` in the image `name` into the new folder `folder`.
+    """Write files from below `path` in the image `name` to `folder`, without starting a container.
 
-    `is_wanted` chooses files by their names. Subfolders are not made, so all files lie beside each other. No
-    container is started.
+    Subfolders are not created, so all files are written to `folder` itself.
+
+    Parameters
+    ----------
+    folder : an empty folder.
+    is_wanted : returns whether to write a file, given its name without folders.
+    platform : the platform of the image.
 
     Raises
     ------
@@ -202,15 +212,15 @@ def store_files(
 
 
 def pull_image(engine: Engine, ref: str, platform: str | None, report: Reporter) -> ImageInfo:
-    """Pull the image `ref` from its registry, and return what the engine says about it.
+    """Pull the image `ref` from its registry, and return what the engine knows about it.
 
-    `ref` has a tag or a digest; without one, the tag is ``latest``. If `platform` is None, the engine chooses
-    the platform.
+    If `ref` has neither a tag nor a digest, the tag ``latest`` is pulled. If `platform` is None, the engine
+    chooses the platform.
 
     Raises
     ------
-    UsageError : the registry has no such image, or has it not for `platform`.
-    ToolFailed : there is no network, no permission or no space.
+    UsageError : the registry does not have the image, or not for `platform`.
+    ToolFailed : the network, the permission or the space on the disk is missing.
     """
     check_name(ref)
     doing = f"pull {ref}"
@@ -224,7 +234,8 @@ def pull_image(engine: Engine, ref: str, platform: str | None, report: Reporter)
     if platform is None:
         return inspect(engine, ref)
     image = inspect(engine, ref, platform=full_platform(platform))
-    # If the tag names a single image and not a list of platforms, the engine pulls it for any platform.
+    # A tag can refer to a single image instead of a list of images for several platforms. The engine then
+    # pulls this image, whatever the requested platform.
     if image.platform != full_platform(platform):
         raise UsageError(
             f"{ref} is {image.platform}; the registry has none for {platform}",
@@ -234,12 +245,14 @@ def pull_image(engine: Engine, ref: str, platform: str | None, report: Reporter)
 
 
 def push(engine: Engine, ref: str, report: Reporter) -> str:
-    """Push the local image `ref` to the registry in its name, and return ``sha256:...`` of its manifest.
+    """Push the local image `ref` to the registry in its name.
+
+    Return the digest of its manifest, ``sha256:...``.
 
     Raises
     ------
     UsageError : there is no such local image.
-    ToolFailed : there is no network or no permission, or the engine reports no digest.
+    ToolFailed : the network or the permission is missing, or the engine reports no digest.
     """
     doing = f"push {ref}"
     if find_image(engine, ref) is None:
@@ -248,6 +261,7 @@ def push(engine: Engine, ref: str, report: Reporter) -> str:
     name, tag = _split(ref)
     progress = LayerProgress(report)
     digest = ""
+    # A push may take an hour, hence no timeout.
     with translate_errors(doing, name=ref), engine.patient() as api:
         events = api.push(name, tag=tag, stream=True, decode=True)
         for event in refuse_error_events(events, doing=doing, name=ref):
@@ -261,10 +275,10 @@ def push(engine: Engine, ref: str, report: Reporter) -> str:
 
 
 def _read_digest(event: Event) -> str:
-    """Return the digest of the pushed image if an event of the push states it, or ``""``.
+    """Return the digest of the pushed image if `event` contains it, or ``""``.
 
-    Docker's own drivers report it as an object. With containerd's store, and from Podman, it is in a text:
-    ``latest: digest: sha256:... size: 1234``.
+    With its own drivers, Docker reports the digest in an object. With containerd's store, and with Podman,
+    the digest is part of a text: ``latest: digest: sha256:... size: 1234``.
     """
     aux = event.get("aux") or {}
     digest = aux.get("Digest")
@@ -277,7 +291,7 @@ def _read_digest(event: Event) -> str:
 
 
 def full_platform(platform: str) -> str:
-    """Return ``linux/arm64`` for ``arm64``, ``linux/arm64`` or ``linux/arm64/v8``."""
+    """Return a platform in its full form: ``linux/arm64`` for ``arm64`` or ``linux/arm64/v8``."""
     if "/" not in platform:
         return f"linux/{platform}"
     system, arch, *_ = platform.split("/")  # without a variant such as v8
@@ -285,7 +299,7 @@ def full_platform(platform: str) -> str:
 
 
 def add_tag(engine: Engine, image: str, ref: str) -> None:
-    """Add the name `ref` to the local image `image`. An existing tag moves to it."""
+    """Give the local image `image` the name `ref`. If another image has that name, it loses it."""
     check_name(ref)
     name, tag = _split(ref)
     with translate_errors(f"tag {image} as {ref}", name=image):
@@ -293,8 +307,8 @@ def add_tag(engine: Engine, image: str, ref: str) -> None:
 
 
 def _split(ref: str) -> tuple[str, str]:
-    """Return the repository of `ref`, and its tag or digest: ``host/mn5:1`` -> ``host/mn5``, ``1``."""
+    """Split `ref` into the repository and the tag or digest: ``host/mn5:1`` -> ``host/mn5``, ``1``."""
     name = repository(ref)
     tag = ref.removeprefix(name).lstrip(":@")
-    # Never without a tag: the SDK would push every tag of the repository.
+    # Without a tag, the SDK would push every tag of the repository.
     return name, tag or "latest"

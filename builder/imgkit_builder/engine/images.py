@@ -1,13 +1,14 @@
-"""Describe local images of the engine: their facts, their platforms, and the id that archives record.
+"""Describe local images of the engine: their facts, their platforms, and their image ids.
 
-The graph drivers keep one platform of an image. With containerd's store an image can be a list of several;
-an engine before release 28.1 then shows and saves only the one that it prefers itself, and the SDK has no
-parameter for it.
+With a graph driver, the engine keeps an image for a single platform. With containerd's store, an image can be
+a list of images for several platforms. An engine before release 28.1 then shows and saves only the platform
+that it prefers. Later releases have a parameter for the platform, but the SDK does not support it.
 
-The image id is the digest of the image's configuration, as archives and .sif files record it. An engine
-with containerd's store names an image by its manifest. The API does not report the id, but the manifest
-does. That is a file in containerd's store, and the engine shows it in a container that is never started.
-Where the store is in another place, the save stream has the manifest too.
+The image id is the digest of the image's configuration, and is recorded in archives and .sif files. An engine
+with containerd's store identifies an image by its manifest instead, and its API does not report the image id.
+But the manifest contains the id. The manifest is a file in containerd's store, and the engine can read it
+through a container that is never started. If the store is in an unknown folder, the manifest is read from the
+stream of ``docker save``.
 """
 
 from __future__ import annotations
@@ -37,38 +38,40 @@ from imgkit_entrypoints.terminal import escape_controls
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageInfo:
-    """A local image."""
+    """A local image of the engine."""
 
     ref: str
     """The engine's own name for the image, ``sha256:...``, for requests to the engine."""
     id: str
-    """``sha256:...`` of the image configuration; archives and .sif files record it."""
+    """``sha256:...``, the digest of the image's configuration. Archives and .sif files record it."""
     tags: tuple[str, ...]
     platform: str
-    """``linux/amd64``."""
+    """The platform, such as ``linux/amd64``."""
     labels: Mapping[str, str]
     env: Mapping[str, str]
     user: str
     diff_ids: tuple[str, ...]
-    """Digests of the uncompressed layers, lowest first."""
+    """The digests of the uncompressed layers, lowest first."""
     size_bytes: int
     digest: str
-    """``repo@sha256:...``; empty for an image that never saw a registry."""
+    """``repo@sha256:...``. Empty if the image was never in a registry."""
     manifest: str = ""
-    """``sha256:...`` of its manifest if the engine keeps the image for several platforms, and prefers another
-    one; else empty."""
+    """``sha256:...`` of the manifest if the engine prefers another platform of this image.
+
+    Empty if the engine keeps the image for a single platform, or if this is the preferred one.
+    """
 
     @property
     def tag(self) -> str:
-        """Its first tag. It is empty where it has none."""
+        """The first tag of the image. Empty if it has none."""
         return self.tags[0] if self.tags else ""
 
 
 def inspect(engine: Engine, name: str, *, platform: str | None = None) -> ImageInfo:
-    """Return what the engine says about its image `name` (tag or id), without using the network.
+    """Return what the engine knows about its image `name` (a tag or id), without using the network.
 
-    If the engine keeps the image for several platforms, that of `platform` is described, or else the one that
-    the engine prefers.
+    If the engine keeps the image for several platforms, the result is about `platform`. If `platform` is
+    None, it is about the platform that the engine prefers.
 
     Raises
     ------
@@ -81,7 +84,7 @@ def inspect(engine: Engine, name: str, *, platform: str | None = None) -> ImageI
 
 
 def find_image(engine: Engine, name: str, *, platform: str | None = None) -> ImageInfo | None:
-    """Return what the engine says about its image `name`, or None if it has no such image.
+    """Return what the engine knows about its image `name`, or None if there is no such image.
 
     Raises
     ------
@@ -89,18 +92,18 @@ def find_image(engine: Engine, name: str, *, platform: str | None = None) -> Ima
     """
     import docker.errors
 
-    # Checked first: asked for "/", for example, the engine would answer with the list of its images.
+    # Check the name first. For the name "/", for example, the engine would return the list of its images.
     check_name(name)
     with translate_errors(f"inspect {name}", name=name):
         try:
-            data = _inspect_image(engine, name, platform)
+            response = _inspect_image(engine, name, platform)
         except docker.errors.ImageNotFound:
             return None
-    return _make_info(engine, data, name)
+    return _make_info(engine, response, name)
 
 
 def remove_image(engine: Engine, name: str) -> None:
-    """Remove the image `name`, with the layers that no other image has. A missing image is no error."""
+    """Remove the image `name` and the layers that no other image uses. A missing image is no error."""
     import docker.errors
 
     with translate_errors(f"remove the image {name}"), contextlib.suppress(docker.errors.ImageNotFound):
@@ -108,33 +111,34 @@ def remove_image(engine: Engine, name: str) -> None:
 
 
 def config_json(engine: Engine, image: ImageInfo) -> bytes:
-    """Return the OCI configuration of `image` as JSON, without its history.
+    """Return the OCI configuration of `image` as JSON, without the history.
 
-    It is made from values that the engine reports, since the engine does not hand out the original bytes. So
-    its digest is not the image id.
+    The engine does not provide the original bytes, so the configuration is composed of values that the engine
+    reports. Its digest is therefore not the image id.
     """
     with translate_errors(f"inspect {image.ref}", name=image.ref):
-        data = _inspect_image(engine, image.ref, image.platform)
+        response = _inspect_image(engine, image.ref, image.platform)
     return json.dumps(
         {
-            "created": data.get("Created") or "",
-            "architecture": data.get("Architecture") or "",
-            "os": data.get("Os") or "linux",
-            "config": data.get("Config") or {},
-            "rootfs": {"type": "layers", "diff_ids": _diff_ids(data)},
+            "created": response.get("Created") or "",
+            "architecture": response.get("Architecture") or "",
+            "os": response.get("Os") or "linux",
+            "config": response.get("Config") or {},
+            # An image configuration must list the layers here. `parse_config` reads them.
+            "rootfs": {"type": "layers", "diff_ids": _diff_ids(response)},
         }
     ).encode()
 
 
 def _diff_ids(data: dict[str, Any]) -> tuple[str, ...]:
-    """Return the digests of an image's layers in `data`, the engine's answer about the image."""
+    """Return the digests of an image's layers. `data` is the engine's response about the image."""
     return tuple((data.get("RootFS") or {}).get("Layers") or ())
 
 
 def _make_info(engine: Engine, data: dict[str, Any], name: str) -> ImageInfo:
-    """Return the description of an image from `data`, the engine's answer about it.
+    """Return the description of an image. `data` is the engine's response about the image.
 
-    `name` is the name by which the user has asked for the image. Of several tags, it comes first.
+    `name` is the name that the user has requested. If the image has several tags, this one comes first.
     """
     ref = str(data["Id"])
     platform = read_platform(data)
@@ -156,7 +160,7 @@ def _make_info(engine: Engine, data: dict[str, Any], name: str) -> ImageInfo:
 
 
 def _parse_env(variables: Iterable[str]) -> dict[str, str]:
-    """Return the variables of an image: ``["HOME=/root"]`` -> ``{"HOME": "/root"}``."""
+    """Return the variables of an image by name: ``["HOME=/root"]`` -> ``{"HOME": "/root"}``."""
     env = {}
     for variable in variables:
         name, _, value = variable.partition("=")
@@ -165,36 +169,37 @@ def _parse_env(variables: Iterable[str]) -> dict[str, str]:
 
 
 def _sort_tags(data: dict[str, Any], requested: str) -> list[str]:
-    """Return the tags in `data`, an engine's answer about an image.
+    """Return the tags of an image, with the requested name first.
 
-    The requested name comes first, because messages and ``docker save`` use the first one.
+    `data` is the engine's response about it. The order matters, because messages and ``docker save`` use the
+    first tag.
     """
-    # An engine may send null for an empty list.
+    # An engine may send null instead of an empty list.
     tags = [short_name(tag) for tag in data.get("RepoTags") or () if tag != "<none>:<none>"]
     requested_tags = (requested, f"{requested}:latest")
     return sorted(tags, key=lambda tag: tag not in requested_tags)
 
 
 def _sort_digests(data: dict[str, Any], requested: str) -> list[str]:
-    """Return the names with digests, ``repo@sha256:...``, in `data`, an engine's answer about an image.
+    """Return the names of an image with a digest, ``repo@sha256:...``.
 
-    That of the requested name comes first, because the first one is used. Podman lists each name with every
-    digest that the image has under any name.
+    `data` is the engine's response about it. The digest of the requested name comes first, because only the
+    first one is used. Podman lists each name with every digest that the image has under any name.
     """
     digests = [short_name(name) for name in data.get("RepoDigests") or () if not name.startswith("<none>")]
     requested_repository = repository(requested)
-    # False sorts before True: the very name first, then others of its repository.
+    # False sorts before True. So the exact name comes first, then other digests in its repository.
     return sorted(
         digests, key=lambda digest: (digest != requested, repository(digest) != requested_repository)
     )
 
 
-# The longest comes first.
+# The longest prefix comes first, because the first match is removed.
 _PREFIXES = ("docker.io/library/", "docker.io/", "localhost/")
 
 
 def short_name(name: str) -> str:
-    """Return `name` without the registry that Podman adds: ``mn5:1`` of ``localhost/mn5:1``."""
+    """Return `name` without the registry that Podman adds: ``localhost/mn5:1`` -> ``mn5:1``."""
     for prefix in _PREFIXES:
         if name.startswith(prefix):
             return name.removeprefix(prefix)
@@ -202,7 +207,7 @@ def short_name(name: str) -> str:
 
 
 def check_name(name: str, *, where: str | None = None) -> None:
-    """Raise UsageError if `name` is not an image reference. `where` is what states it, for the message."""
+    """Raise UsageError if `name` is not an image reference. The message names `where` as its source."""
     try:
         parse_reference(name)
     except Unfit as error:
@@ -210,7 +215,10 @@ def check_name(name: str, *, where: str | None = None) -> None:
 
 
 def repository(name: str) -> str:
-    """Return ``host:5000/group/name`` of ``host:5000/group/name:tag@sha256:...``."""
+    """Return the repository of an image, without its tag and digest.
+
+    For example, ``host:5000/group/name:tag@sha256:...`` gives ``host:5000/group/name``.
+    """
     name_and_tag = name.partition("@")[0]
     path, colon, tag = name_and_tag.rpartition(":")
     # A colon before the last slash belongs to the registry's port.
@@ -221,21 +229,24 @@ def repository(name: str) -> str:
 
 CHUNK_BYTES = 2 << 20
 _INSPECT_API, _SAVE_API = "1.49", "1.48"
-"""First versions of the API in which these requests have the parameter ``platform``."""
+"""The first versions of the API in which these requests have the parameter ``platform``."""
 
 
 def _inspect_image(engine: Engine, name: str, platform: str | None) -> dict[str, Any]:
-    """Return the engine's answer about the image `name` for `platform`.
+    """Return the engine's response about the image `name` for `platform`.
 
-    If the engine does not keep the image for it, or `platform` is None, the answer is about the platform that
-    the engine prefers. In the result, ``Id`` is the engine's name for the image, the same for all platforms.
-    ``Manifest`` is added if the engine keeps and prefers another platform: it is the digest of the manifest
-    for `platform`.
+    If `platform` is None, or if the engine does not keep the image for it, the response is about the platform
+    that the engine prefers.
+
+    In the result, ``Id`` is the engine's name for the image, which is the same for all platforms. If the
+    engine keeps the image for its preferred platform but the response is about another one, ``Manifest`` is
+    added. It is the digest of the manifest for that platform.
     """
-    default = _inspect(engine, name)
+    default_response = _inspect(engine, name)
     if not can_choose_platform(engine) or not engine.names_manifests:
-        return default
-    is_default_kept = bool(default.get("Architecture"))
+        return default_response
+    # Without an architecture, the response is about a platform that the engine knows but does not keep.
+    is_default_kept = bool(default_response.get("Architecture"))
     candidates = []
     if platform:
         candidates.append(platform)
@@ -243,36 +254,38 @@ def _inspect_image(engine: Engine, name: str, platform: str | None) -> dict[str,
         kept_platforms = _local_platforms(engine, name)
         candidates += sorted(kept_platforms, key=lambda kept: kept != engine.platform)
     for candidate in candidates:
-        if candidate == read_platform(default):
-            return default
-        # An error means that the engine does not keep this platform: try the next.
+        if candidate == read_platform(default_response):
+            return default_response
+        # An error means that the engine does not keep this platform. Then try the next one.
         with _ignore_errors():
-            data = _inspect(engine, name, platform=_platform_json(candidate))
+            response = _inspect(engine, name, platform=_platform_json(candidate))
             if is_default_kept:
-                data["Manifest"] = data["Id"]
-            data["Id"] = default["Id"]
-            return data
-    return default
+                response["Manifest"] = response["Id"]
+            response["Id"] = default_response["Id"]
+            return response
+    return default_response
 
 
 def _inspect(engine: Engine, name: str, **query: str) -> dict[str, Any]:
+    """Return the engine's response about the image `name`. `query` has further parameters of the request."""
     with _query(engine, query):
         data: dict[str, Any] = engine.api.inspect_image(name)  # type: ignore[no-untyped-call]  # not in the stubs
     return data
 
 
 def _local_platforms(engine: Engine, name: str) -> Iterator[str]:
-    """Yield the platforms of the image `name` that the engine keeps."""
+    """Yield the platforms for which the engine keeps the image `name`."""
     with _ignore_errors():
         for manifest in _inspect(engine, name, manifests="1").get("Manifests") or ():
             platform = (manifest.get("ImageData") or {}).get("Platform")
+            # An index also lists manifests whose layers were not pulled.
             if manifest.get("Available") and platform:
                 yield f"{platform.get('os')}/{platform.get('architecture')}"
 
 
 @contextlib.contextmanager
 def _query(engine: Engine, query: Mapping[str, str]) -> Iterator[None]:
-    """Add the parameters `query` to all requests in the block. The SDK has none of them (docker 7.2)."""
+    """Add the parameters `query` to all requests in the block. The SDK does not support them (docker 7.2)."""
     engine.api.params = dict(query)
     try:
         yield
@@ -281,19 +294,22 @@ def _query(engine: Engine, query: Mapping[str, str]) -> Iterator[None]:
 
 
 def _ignore_errors() -> contextlib.AbstractContextManager[None]:
-    """Return a context manager that ends its block without an error if the engine answers with one."""
+    """Return a context manager that suppresses error responses of the engine, and then ends the block."""
     import docker.errors
 
     return contextlib.suppress(docker.errors.APIError)
 
 
 def read_platform(data: Mapping[str, Any]) -> str:
-    """Return the platform in `data`, an engine's answer about an image: ``linux/amd64``."""
+    """Return the platform of an image, such as ``linux/amd64``.
+
+    `data` is the engine's response about the image.
+    """
     return f"{data.get('Os') or 'linux'}/{data.get('Architecture') or ''}"
 
 
 def can_choose_platform(engine: Engine) -> bool:
-    """Return whether the engine shows any platform that it keeps, and not only the one that it prefers."""
+    """Return whether the engine can describe every platform of an image, not only the one that it prefers."""
     return not engine.names_manifests or _has_api(engine, _INSPECT_API)
 
 
@@ -301,7 +317,7 @@ def can_choose_platform(engine: Engine) -> bool:
 def get_image(engine: Engine, name: str, platform: str) -> Iterator[Iterator[bytes]]:
     """Yield the chunks of ``docker save``.
 
-    They are those of `platform`, if the engine can choose one. Otherwise the engine decides.
+    The archive is for `platform` if the engine supports this parameter. Otherwise the engine decides.
     """
     query = {}
     if engine.names_manifests and _has_api(engine, _SAVE_API):
@@ -314,29 +330,32 @@ def get_image(engine: Engine, name: str, platform: str) -> Iterator[Iterator[byt
 
 
 def _has_api(engine: Engine, version: str) -> bool:
+    """Return whether the engine supports at least this `version` of the API."""
     import docker.utils
 
     return bool(docker.utils.version_gte(engine.api.api_version, version))
 
 
 def _platform_json(platform: str) -> str:
+    """Return a platform such as ``linux/amd64`` in the form of the API's parameter ``platform``."""
     system, _, arch = platform.partition("/")
     return json.dumps({"os": system, "architecture": arch})
 
 
 _CONTENT = "io.containerd.content.v1.content/blobs/sha256"
 _OTHER_STORES = (f"/var/lib/containerd/{_CONTENT}", f"/var/lib/desktop-containerd/daemon/{_CONTENT}")
-"""Folders of a containerd that was not started by the engine: the system's, and Docker Desktop's."""
+"""The folders of a containerd that the engine has not started: that of the system, and that of Docker
+Desktop."""
 _CONTENT_INSIDE = "/imgkit-content"
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 def _image_id(engine: Engine, ref: str, platform: str) -> str:
-    """Return the image id, the digest of the configuration, of the image that `engine` calls `ref`.
+    """Return the id (the digest of the configuration) of the image that `engine` calls `ref`.
 
-    With Docker's own drivers, it is `ref`. With containerd's store, `ref` is the digest of a manifest or of
-    an index, which lists manifests of several platforms. Then the id is read from the manifest for
-    `platform`, and cached in a file, since a manifest never changes. Reading takes 0.15 s.
+    With Docker's own drivers, the id is `ref`. With containerd's store, `ref` is the digest of a manifest, or
+    of an index that lists manifests for several platforms. Then the id is read from the manifest for
+    `platform`. It is cached in a file, because a manifest never changes. Reading takes 0.15 s.
 
     Raises
     ------
@@ -344,7 +363,8 @@ def _image_id(engine: Engine, ref: str, platform: str) -> str:
     """
     if not engine.names_manifests or not _DIGEST.fullmatch(ref):
         return ref
-    # With the platform, because `ref` may be an index, which leads to one configuration per platform.
+    # The file name contains the platform, because `ref` may be an index that leads to one configuration per
+    # platform.
     name = f"{ref.removeprefix('sha256:')}-{platform.replace('/', '-')}"
     path = files.cache_dir() / "image-ids" / name
     with contextlib.suppress(OSError, ValueError):
@@ -364,12 +384,12 @@ def _image_id(engine: Engine, ref: str, platform: str) -> str:
 def _read_id_in_store(engine: Engine, ref: str, platform: str) -> str | None:
     """Return the image id from the manifest in containerd's store, or None if the store is not found.
 
-    The store is a folder of the engine's machine. It is mounted into a container that is never started, and
-    the engine reads the files of that container for us.
+    The store is a folder on the engine's machine. It is mounted into a container that is never started, and
+    the engine reads the files through that container.
     """
     root = engine.facts().root or "/var/lib/docker"
     for store in (f"{root}/containerd/daemon/{_CONTENT}", *_OTHER_STORES):
-        # The engine answers with an error if the folder does not exist: try the next.
+        # If the folder does not exist, the engine returns an error. Then try the next one.
         with (
             contextlib.suppress(ImgkitError),
             containers.temporary_container(
@@ -388,11 +408,11 @@ def _read_id_in_store(engine: Engine, ref: str, platform: str) -> str | None:
 
 
 def _read_id_in_archive(engine: Engine, ref: str, platform: str) -> str | None:
-    """Return the image id from the manifest in the stream of ``docker save``, or None if it has none.
+    """Return the image id from the manifest in the stream of ``docker save``, or None if it is not found.
 
-    That is slow, so it is done only if containerd's store is not found. Reading ends at the manifest.
+    This is slow, so it is done only if containerd's store is not found. Reading stops at the manifest.
     """
-    blobs = {}
+    json_blobs = {}
     with translate_errors(f"save {ref}"), get_image(engine, ref, platform) as chunks:
         stream = TarStream(chunks, name=ref, limits=TarLimits(entries=read.MAX_MEMBERS))
         try:
@@ -404,8 +424,8 @@ def _read_id_in_archive(engine: Engine, ref: str, platform: str) -> str | None:
                 if not data.startswith(b"{"):
                     continue
                 blob_name = posixpath.basename(member.name)  # of "blobs/sha256/1a2b..."
-                blobs[f"sha256:{blob_name}"] = data
-                config_digest = _find_config(ref, platform, blobs.get)
+                json_blobs[f"sha256:{blob_name}"] = data
+                config_digest = _find_config(ref, platform, json_blobs.get)
                 if config_digest is not None:
                     return config_digest
         except CheckFailed:
@@ -416,17 +436,22 @@ def _read_id_in_archive(engine: Engine, ref: str, platform: str) -> str | None:
 def _find_config(digest: str, platform: str, read_blob: Callable[[str], bytes | None]) -> str | None:
     """Return the digest of the configuration for `platform`, starting at the manifest or index `digest`.
 
-    An index lists manifests of several platforms, and a manifest names the configuration. ``read_blob``
-    returns the content that belongs to a digest. The result is None if something is missing or damaged.
+    An index lists the manifests of several platforms. A manifest refers to the configuration. If a document
+    is missing or damaged, return None.
+
+    Parameters
+    ----------
+    read_blob : returns the content that belongs to a digest, or None if it is missing.
     """
+    # An index can contain other indexes. The limit prevents an endless loop.
     for _ in range(read.MAX_INDEX_DEPTH + 1):
         raw = read_blob(digest)
-        # If the digest does not match, somebody has changed the file, or a part of it is missing.
+        # If the digest does not match, the file was changed or is incomplete.
         if raw is None or f"sha256:{hashlib.sha256(raw).hexdigest()}" != digest:
             return None
         try:
             document: dict[str, Any] = json_text.parse(raw)
-            # A manifest names a configuration, an index does not.
+            # Only a manifest refers to a configuration. An index does not.
             if "config" in document:
                 return _require_digest(document["config"])
             digest = _select_manifest(document["manifests"], platform)
@@ -436,7 +461,7 @@ def _find_config(digest: str, platform: str, read_blob: Callable[[str], bytes | 
 
 
 def _require_digest(descriptor: dict[str, Any]) -> str:
-    """Return the digest that a descriptor of OCI states. Raise ValueError if it is not a sha256."""
+    """Return the digest in an OCI descriptor. Raise ValueError if it is not a sha256."""
     digest = str(descriptor["digest"])
     if not _DIGEST.fullmatch(digest):
         raise ValueError(digest)
@@ -444,15 +469,15 @@ def _require_digest(descriptor: dict[str, Any]) -> str:
 
 
 def _select_manifest(entries: Iterable[dict[str, Any]], platform: str) -> str:
-    """Return the digest of the manifest for `platform` among the `entries` of an index.
+    """Return the digest of the manifest for `platform`. `entries` are the manifests in an index.
 
     Raises
     ------
-    LookupError : there is none.
+    LookupError : the index has no manifest for this platform.
     """
     for entry in entries:
-        stated = entry.get("platform") or {}
-        if f"{stated.get('os')}/{stated.get('architecture')}" == platform:
+        entry_platform = entry.get("platform") or {}
+        if f"{entry_platform.get('os')}/{entry_platform.get('architecture')}" == platform:
             return str(entry["digest"])
     raise LookupError(platform)
 
@@ -468,12 +493,13 @@ class ImageFacts:
     image: ImageInfo
 
     def lines(self) -> list[str]:
-        """Return aligned lines for people."""
+        """Return aligned lines of text for people."""
         image = self.image
         facts = self.to_dict()
         rows = {
             "image": ", ".join(image.tags) or "(no tag)",
             "id": image.id,
+            # An image that was only built or loaded locally has no digest of a registry.
             "digest": image.digest or "(not from a registry)",
             "platform": image.platform,
             "size": f"{image.size_bytes / 1e6:.1f} MB in {len(image.diff_ids)} layers",
@@ -483,6 +509,7 @@ class ImageFacts:
         }
         for name, value in sorted(image.labels.items()):
             rows[f"label {escape_controls(name)}"] = value
+        # Align the values in one column.
         width = max(map(len, rows))
         lines = [f"{name:{width}}  {value}".rstrip() for name, value in rows.items() if value]
         if facts["standin"]:
@@ -490,7 +517,7 @@ class ImageFacts:
         return lines
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form, with its schema number."""
+        """Return the facts as a dict for JSON, with the version of its schema."""
         image = self.image
         return {
             "schema": SCHEMA,
@@ -510,12 +537,12 @@ class ImageFacts:
 
 
 def image_facts(name: str) -> ImageFacts:
-    """Return the facts of the engine's image `name`.
+    """Return the facts about the engine's image `name`.
 
     Raises
     ------
     UsageError : there is no such image.
-    ToolMissing : no engine.
+    ToolMissing : no engine responds.
     """
     with connect() as engine:
         return ImageFacts(image=inspect(engine, name))

@@ -1,1 +1,4 @@
-"""What the engine builds from a recipe: layers, Dockerfile, wheel and context; and the smoke test."""
+"""What an engine needs to build a recipe: layers, Dockerfile, wheel and build context.
+
+Also the smoke test.
+"""

@@ -1,8 +1,9 @@
-"""The build context: one normalised tar of exactly the files that the recipe needs.
+"""The build context: a normalised tar of exactly the files that a recipe needs.
 
-Names are sorted, the owner is 0:0, the time is fixed, and modes are 0644 or 0755 by the executable bit. So
-umask, user and time of checkout neither change the sha256 nor invalidate a layer. Files are read from disk
-twice, once for the sha256 and once while they are sent, and never kept in memory.
+In the tar, names are sorted, the owner is 0:0, the time is fixed, and the mode is 0644 or 0755, depending on
+the executable bit. So the umask, the user and the time of the checkout neither change the sha256 nor
+invalidate a layer. Each file is read from disk twice, first for the sha256 and then to send it. Its content
+is never kept in memory.
 """
 
 from __future__ import annotations
@@ -43,62 +44,62 @@ from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 from imgkit_recipes import FOLDER
 
 _DOCKERFILE, _MANIFEST = "Dockerfile", "imgkit/manifest.json"
-"""Members of the tar that depend on the base."""
+"""The members of the tar that depend on the base."""
 LARGE_BYTES = 10**9
-"""Larger code is packed only if the user agrees (``--large``): often it is data that nobody meant to pack."""
+"""Code that is larger is packed only if the user agrees with ``--large``, because often it is data that was
+not meant to be packed."""
 _LARGEST_SHOWN = 3
 _WORTH_SHOWING = 1 / 100
-"""The message about large code names a folder or file only if it has this share of all bytes."""
+"""The message about large code names only folders and files with at least this share of all bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildContext:
-    """The input of a build. The same recipe, base and sources give the same bytes."""
+    """The input of a build. Equal recipes, bases and sources give equal bytes."""
 
     dockerfile: str
     manifest: Manifest
     members: tuple[TarMember, ...]
     sha256: str
-    """Digest of the whole tar."""
+    """The digest of the whole tar."""
     size_bytes: int
     files_sha256: str = ""
-    """Digest of the tar without the two members that depend on the base: Dockerfile and manifest."""
+    """The digest of the tar without the two members that depend on the base: Dockerfile and manifest."""
     code: PackedCode = field(default_factory=PackedCode)
     """The user's code among `members`."""
     is_locked: bool = False
-    """Whether a lock decides what the build installs."""
+    """Whether a lock determines what the build installs."""
 
     def open(self, report: Reporter = SILENT) -> BinaryIO:
-        """Open the tar as a stream. Read it to its end, then close it.
+        """Open the tar as a stream. The caller reads it to its end, and then closes it.
 
         Raises
         ------
-        UsageError : while reading, if a file differs from what `pack_context` saw.
+        UsageError : (while reading) a file has changed since `pack_context` read it.
         """
         return io.BufferedReader(_ChunkReader(self._verified_chunks(report)), files.CHUNK_BYTES)
 
     def unpack(self, folder: Path) -> Mapping[str, str]:
-        """Write the files below `folder`, and return the links, which are left out, by their names.
+        """Write the files to `folder`. Links are not created. Instead, return their targets by name.
 
         Raises
         ------
-        UsageError : a file differs from what `pack_context` saw.
+        UsageError : a file has changed since `pack_context` read it.
         """
         with self.open() as stream:
             return members.unpack_members(stream, folder)
 
     def _verified_chunks(self, report: Reporter) -> Generator[bytes]:
-        """Yield the tar.
+        """Yield the chunks of the tar, and check that the digest is the one that `pack_context` computed.
 
-        Its digest must be the one that `pack_context` computed. If a file has changed since, a UsageError is
-        raised before the last chunk.
+        If a file has changed in the meantime, raise UsageError before the last chunk.
         """
         digest = hashlib.sha256()
         progress = _TarProgress(report, self.size_bytes)
         for chunk in members.tar_chunks(self.members):
             progress.add(chunk)
             digest.update(chunk)
-            # The last chunk is then not sent, and an engine builds nothing from an unfinished tar.
+            # Check before the last chunk is sent, because an engine does not build from an unfinished tar.
             if chunk is members.END and digest.hexdigest() != self.sha256:
                 raise UsageError(
                     "files of image.copy changed while they were read",
@@ -108,7 +109,7 @@ class BuildContext:
 
 
 class LargeContext(UsageError):
-    """The code is larger than `LARGE_BYTES`, and the user has not agreed to that with ``--large``."""
+    """The code is larger than `LARGE_BYTES`, and the user has not allowed that with ``--large``."""
 
 
 def pack_context(
@@ -120,20 +121,20 @@ def pack_context(
     large: bool = True,
     report: Reporter = SILENT,
 ) -> BuildContext:
-    """Collect the input of a build. Every copied file is read once, for its digest.
+    """Collect the input of a build. Every file that goes into the image is read once, for the digest.
 
     Parameters
     ----------
-    base : the base image as the engine describes it.
-    platform : such as ``linux/amd64``.
-    revision : the git commit for the image's labels; empty if there is none.
+    base : the base image, as the engine describes it.
+    platform : the platform of the image, such as ``linux/amd64``.
+    revision : the git commit for the labels of the image. Empty if there is none.
     large : whether the code may be larger than `LARGE_BYTES`.
 
     Raises
     ------
-    UsageError : a source is missing or unreadable, or has something else than files, folders and links that
-        stay in it; or uv refuses the project's uv.lock.
-    LargeContext : the code is large, and `large` does not allow that; raised before a file is read.
+    UsageError : a source is missing or cannot be read, or contains something other than files, folders and
+        links within the source. Also raised if uv refuses the project's uv.lock.
+    LargeContext : the code is too large. Raised before any file is read.
     """
     wheel_data = wheel.make_wheel()
     env = recipe.image.env.items()
@@ -147,10 +148,11 @@ def pack_context(
         revision=revision,
         projects=targets.list_projects(recipe.image.pip),
         workdir=targets.stated_workdir(recipe),
+        # A value that extends the base's value is left out, since the final value is not known here.
         env={name: value for name, value in env if split_inherited(name, value) is None},
     )
     dockerfile = render.render_dockerfile(recipe, base=base.name, platform=platform, base_user=base.user)
-    # The files of imgkit. All other files of the context are the user's code.
+    # imgkit's own files. All other files in the context are the user's code.
     own_files = [
         members.memory_file(f"imgkit/{wheel.wheel_name()}", wheel_data),
         members.memory_file("imgkit/system.json", system.to_json(recipe.system).encode()),
@@ -159,7 +161,7 @@ def pack_context(
     ]
     code = _collect_recipe_code(recipe)
     if not large:
-        # Now, because sizes are known and no file has been read yet.
+        # Check this now: the sizes are known, and no file has been read yet.
         _refuse_large(code)
     is_locked = recipe.lock is not None
     return seal_context(own_files, dockerfile, manifest, code=code, is_locked=is_locked, report=report)
@@ -174,7 +176,7 @@ def seal_context(
     is_locked: bool = False,
     report: Reporter = SILENT,
 ) -> BuildContext:
-    """Return the context that consists of imgkit's `own_files` and the user's `code`.
+    """Return the build context with imgkit's `own_files` and the user's `code`.
 
     Every file is read once, for the digest of the whole tar.
     """
@@ -183,14 +185,14 @@ def seal_context(
         members.empty_folder("imgkit"),
         *own_files,
     ]
-    # "copy" and "project", above the folder of each step
+    # The folders "copy" and "project", which contain the folder of each step.
     parents = {posixpath.dirname(source.context_folder) for source in code.members}
     contents += [members.empty_folder(parent) for parent in parents]
     for code_members in code.members.values():
         contents += code_members
-    # Sorted by bytes: the order of texts would depend on how a name outside UTF-8 was decoded.
+    # Sort by bytes. The order of texts would depend on how a name outside UTF-8 was decoded.
     contents.sort(key=lambda member: os.fsencode(member.name))
-    # Both digests are computed in one reading, since the code may have gigabytes.
+    # Compute both digests in a single pass, because the code may have gigabytes.
     digest = hashlib.sha256()
     files_digest = hashlib.sha256()
     size_bytes = members.tar_size(contents)
@@ -217,11 +219,11 @@ def seal_context(
 
 
 def input_sha256(recipe: Recipe, context: BuildContext, base: str) -> str:
-    """Return a digest of the input of a build that can be computed without an engine.
+    """Return a digest of the input of a build. It can be computed without an engine.
 
-    It covers what `pack_context` has read, and the name of the base: only an engine knows the digest of the
-    base. Two builds with the same result have the same input, unless the name of the base now stands for
-    another image.
+    The digest covers everything that `pack_context` has read, and the name of the base. It does not cover the
+    digest of the base, which only an engine knows. So if two builds have the same digest, they give the same
+    result, unless the name of the base now refers to another image.
     """
     base_image = BaseImage(name=base, platform=context.manifest.platform)
     manifest = dataclasses.replace(context.manifest, base=_manifest_base(recipe, base_image))
@@ -231,10 +233,11 @@ def input_sha256(recipe: Recipe, context: BuildContext, base: str) -> str:
 
 
 def _manifest_base(recipe: Recipe, base: BaseImage) -> BaseImage:
-    """Return `base` as the manifest of the image describes it.
+    """Return the description of the base for the manifest of the image.
 
-    If the recipe has a lock, the digest is that of the lock, and empty if the lock has none: some engines
-    invent a digest for an image that was never in a registry.
+    If the recipe has a lock, the digest of the base is taken from the lock, and is empty if the lock has
+    none. The engine's own value is not used, because some engines invent a digest for an image that was never
+    in a registry.
     """
     if recipe.lock is None:
         return base
@@ -246,11 +249,11 @@ def _manifest_base(recipe: Recipe, base: BaseImage) -> BaseImage:
 
 
 def check_code(recipe: Recipe) -> None:
-    """Check, without a build, that `pack_context` could pack the projects, copies and uv.lock of `recipe`.
+    """Check whether `pack_context` can pack the projects, copies and uv.lock of `recipe`, without a build.
 
     Raises
     ------
-    ToolMissing, UsageError : it could not, for the reason that `pack_context` would state.
+    ToolMissing, UsageError : it cannot. The error is the one that `pack_context` would raise.
     """
     members.collect_code(_list_code(recipe), _secret_files(recipe))
     if recipe.image.uv and not recipe.lock:
@@ -258,7 +261,10 @@ def check_code(recipe: Recipe) -> None:
 
 
 class _TarProgress:
-    """Reports how much of a tar has been read, once per MiB: a tar of small files has very many chunks."""
+    """Reports how much of a tar has been read.
+
+    It reports only once per MiB, because a tar of small files consists of very many chunks.
+    """
 
     def __init__(self, report: Reporter, total_bytes: int) -> None:
         self._report = report
@@ -276,15 +282,15 @@ class _TarProgress:
 
 
 def _secret_files(recipe: Recipe) -> list[Path]:
-    """Return the files of build secrets, which stay out of the context wherever they lie."""
+    """Return the files with build secrets. They stay out of the context, wherever they are."""
     return [secret.file.resolve() for secret in recipe.image.secrets if secret.file is not None]
 
 
 def _collect_recipe_code(recipe: Recipe) -> PackedCode:
-    """Return the user's projects and copies as members of the context.
+    """Return the user's projects and copied folders as members of the context.
 
-    Of an editable project, only a skeleton is packed: the files that pip needs to install it. Each run mounts
-    the code over it.
+    For an editable project, only a skeleton is packed: the files that pip needs to install it. Each run
+    mounts the code over it.
 
     Raises
     ------
@@ -293,7 +299,8 @@ def _collect_recipe_code(recipe: Recipe) -> PackedCode:
     codes = tuple(_list_code(recipe))
     hidden = _secret_files(recipe)
     packed = members.collect_code((code for code in codes if not code.is_skeleton), hidden)
-    # Taken from these are only the members, not the names of files that stay out: a run brings those files.
+    # Only the members are used here. The names that stay out are not reported, because a run brings these
+    # files.
     projects = members.collect_code((code for code in codes if code.is_skeleton), hidden)
     code_members = dict(packed.members)
     for code, project_members in projects.members.items():
@@ -302,21 +309,21 @@ def _collect_recipe_code(recipe: Recipe) -> PackedCode:
 
 
 def _list_code(recipe: Recipe) -> Iterator[Code]:
-    """Yield the user's code that `recipe` puts into the image: projects of pip steps, and copied folders."""
-    for number, step in enumerate(recipe.image.pip):
+    """Yield the user's code that goes into the image: projects of pip steps, and copied folders."""
+    for index, step in enumerate(recipe.image.pip):
         if step.project is not None:
             yield Code(
                 source=step.project,
-                context_folder=install.project_folder(number),
-                where=recipe.where("image", "pip", number, "project"),
+                context_folder=install.project_folder(index),
+                where=recipe.where("image", "pip", index, "project"),
                 ignore=step.ignore,
                 is_skeleton=_is_mounted(step) and not skeleton.unfit_reason(step.project),
             )
-    for number, copy in enumerate(recipe.image.copy):
+    for index, copy in enumerate(recipe.image.copy):
         yield Code(
             source=copy.source,
-            context_folder=render.copy_folder(number),
-            where=recipe.where("image", "copy", number),
+            context_folder=render.copy_folder(index),
+            where=recipe.where("image", "copy", index),
             ignore=copy.ignore,
         )
 
@@ -324,22 +331,23 @@ def _list_code(recipe: Recipe) -> Iterator[Code]:
 def _is_mounted(step: PipStep) -> bool:
     """Return whether each run mounts its code over the project that `step` installs.
 
-    That is so for an editable installation below ``/workspace``.
+    This is the case for an editable project in ``/workspace`` or below it.
     """
     return step.editable is not None and PurePosixPath(step.editable).is_relative_to(CODE_FOLDER)
 
 
 def whole_project_notes(recipe: Recipe) -> Iterator[str]:
-    """Yield a message for each project of which the image has all files although a run mounts code over it.
+    """Yield a message for each project that is packed as a whole although each run mounts its code.
 
-    A skeleton would do, but the installation of the project needs its code, to compile it, for example.
+    Usually a skeleton is enough for such a project. Here the installation needs the code, for example to
+    compile it.
     """
-    for number, step in enumerate(recipe.image.pip):
+    for index, step in enumerate(recipe.image.pip):
         if step.project is None or not _is_mounted(step):
             continue
         reason = skeleton.unfit_reason(step.project)
         if reason:
-            where = recipe.where("image", "pip", number, "project")
+            where = recipe.where("image", "pip", index, "project")
             yield (
                 f"{where}: all files of the project are in the image, so an edit builds again: {reason}; "
                 "modules that it compiles are hidden by the code of a run"
@@ -347,33 +355,34 @@ def whole_project_notes(recipe: Recipe) -> Iterator[str]:
 
 
 def pack_early_code(recipe: Recipe) -> PackedCode:
-    """Return the code that the steps before pip copy into the image.
+    """Return the code that is copied into the image before the pip steps.
 
-    The build that makes a lock needs only this: `run` steps before pip may use it.
+    The build that makes a lock needs only this code, because run steps before pip may use it.
     """
     early_folders = set()
-    for number, copy in enumerate(recipe.image.copy):
+    for index, copy in enumerate(recipe.image.copy):
         if copy.after != "pip":
-            early_folders.add(render.copy_folder(number))
+            early_folders.add(render.copy_folder(index))
     codes = [code for code in _list_code(recipe) if code.context_folder in early_folders]
     return members.collect_code(codes, _secret_files(recipe))
 
 
 class _TopEntry(NamedTuple):
-    """A folder or file at the top of the code, and the line of the recipe that packs it."""
+    """A folder or file at the top level of the code, and the line of the recipe that packs it."""
 
     name: str
     where: str
 
 
 def _refuse_large(packed: PackedCode) -> None:
-    """Raise LargeContext if the code is larger than `LARGE_BYTES` as a whole.
+    """Raise LargeContext if all code together is larger than `LARGE_BYTES`.
 
-    The error names the largest folders and files: they are often data that nobody meant to pack.
+    The error names the largest folders and files, because they are often data that was not meant to be
+    packed.
     """
     if packed.size_bytes <= LARGE_BYTES:
         return
-    # Bytes of each folder or file at the top of the code, such as "data".
+    # The size of each folder or file at the top level of the code, such as "data".
     sizes: collections.Counter[_TopEntry] = collections.Counter()
     for code, code_members in packed.members.items():
         for member in code_members:
@@ -395,10 +404,10 @@ def _refuse_large(packed: PackedCode) -> None:
 
 
 def code_revision(recipe: Recipe) -> str:
-    """Return the git commit of the recipe's folder if the image has files of that folder, and "" otherwise.
+    """Return the git commit of the recipe's folder, or "" if the image contains no files from that folder.
 
-    An image without such files does not change with a commit, and must not change by naming it. The skeleton
-    of a project does not count: the code of each run has a revision of its own.
+    An image without such files is the same for every commit, so its labels must not name one. The skeleton of
+    a project does not count, because each run mounts code with its own revision.
     """
     folder = recipe.file.parent.absolute()
     for code in _list_code(recipe):
@@ -408,21 +417,21 @@ def code_revision(recipe: Recipe) -> str:
 
 
 def git_revision(folder: Path) -> str:
-    """Return the git commit of `folder`, with ``-dirty`` if files have changed since.
+    """Return the git commit of `folder`. If files have changed since that commit, ``-dirty`` is appended.
 
-    The result is empty if the folder is not under git, or if there is no program git.
+    The result is empty if the folder is not under git, or if git is not installed.
     """
     git = (*process.GIT, "-C", folder)
     try:
-        head = process.run([*git, "rev-parse", "--verify", "HEAD"], check=False)
+        rev_parse = process.run([*git, "rev-parse", "--verify", "HEAD"], check=False)
         tracked = process.run([*git, "ls-files", "--", "."], check=False)
         changed = process.run([*git, "status", "--porcelain", "--", *sources.GIT_PATHS], check=False)
     except ToolMissing:
         return ""
-    commit = re.search(r"^[0-9a-f]{40,64}$", head.output, re.MULTILINE)
-    # A folder in a repository may have no tracked file, as a virtual environment. The commit says nothing
-    # about it.
-    if head.returncode or commit is None or not tracked.output:
+    commit = re.search(r"^[0-9a-f]{40,64}$", rev_parse.output, re.MULTILINE)
+    # A folder inside a repository may have no tracked files, for example a virtual environment. The commit
+    # then says nothing about it.
+    if rev_parse.returncode or commit is None or not tracked.output:
         return ""
     if changed.output:
         return f"{commit[0]}-dirty"
@@ -430,12 +439,12 @@ def git_revision(folder: Path) -> str:
 
 
 def list_package_files(recipe: Recipe) -> Iterator[TarMember]:
-    """Yield the files of the steps that install packages: certificates, requirements, locked packages."""
-    for number, file in enumerate(recipe.image.ca):
-        with members.explain_read_errors(file, recipe.where("image", "ca", number), "name another file"):
+    """Yield the files for the steps that install packages: certificates, requirements and locked packages."""
+    for index, file in enumerate(recipe.image.ca):
+        with members.explain_read_errors(file, recipe.where("image", "ca", index), "name another file"):
             data = files.read_bytes(file)
-        # Certificates are joined to one file: without a line end, the next one would begin on the same line.
-        yield members.memory_file(render.certificate_file(number), data.rstrip() + b"\n")
+        # The certificates are later joined to one file, so each must end with a line break.
+        yield members.memory_file(render.certificate_file(index), data.rstrip() + b"\n")
     if recipe.image.used_secrets:
         yield _template(install.WITH_SECRETS, "with-secrets.sh")
     if recipe.lock:
@@ -445,13 +454,14 @@ def list_package_files(recipe: Recipe) -> Iterator[TarMember]:
 
 
 def _template(member: str, name: str) -> TarMember:
+    """Return the member `member` of the context, with the content of imgkit's template `name`."""
     return members.memory_file(member, (FOLDER / "templates" / name).read_bytes())
 
 
 def _list_locked_files(recipe: Recipe, lock: LockedPlatform) -> Iterator[TarMember]:
     """Yield the files that only a build with a lock needs.
 
-    They are the lists of packages to install, and packages that are stored on this machine.
+    These are the lists of packages to install, and packages that are stored on this machine.
     """
     yield members.memory_file(install.LOCK_TOML, recipe.lock_text.encode())
     if lock.apt:
@@ -461,14 +471,14 @@ def _list_locked_files(recipe: Recipe, lock: LockedPlatform) -> Iterator[TarMemb
         yield _template(f"{apt_folder}/{install.SCRIPT}", install.SCRIPT)
         yield members.memory_file(f"{apt_folder}/{install.PACKAGES}", apt_list)
         yield from _list_kept_files(recipe, apt_folder, lock.apt)
-    for number in install.pip_step_numbers(recipe):
-        yield from _list_locked_step(recipe, number)
+    for step_index in install.pip_step_numbers(recipe):
+        yield from _list_locked_step(recipe, step_index)
 
 
 def _list_locked_step(recipe: Recipe, number: int) -> Iterator[TarMember]:
-    """Yield the files of pip step `number` of a build with a lock.
+    """Yield the files for pip step `number` of a build with a lock.
 
-    They are the requirements, and wheels that are stored on this machine.
+    These are the requirements file, and wheels that are stored on this machine.
     """
     wheels = install.locked_wheels(recipe, number)
     if not wheels:
@@ -490,7 +500,7 @@ def _list_kept_files(
 
     Raises
     ------
-    CheckFailed : a stored file has another digest than the lock states.
+    CheckFailed : a stored file has another digest than the lock.
     """
     for package in packages:
         file = recipe.kept.get(package.file)
@@ -515,18 +525,18 @@ def _list_requirements_files(recipe: Recipe) -> Iterator[TarMember]:
         program = importlib.resources.files(__package__).joinpath("inside_uv.py").read_bytes()
         yield members.memory_file(install.UV_JSON.context_path, uv_export.export_uv_lock(recipe))
         yield members.memory_file(install.UV_PROGRAM.context_path, program)
-    for number, step in enumerate(recipe.image.pip):
-        member_name = install.requirements_file(number).context_path
+    for index, step in enumerate(recipe.image.pip):
+        member_name = install.requirements_file(index).context_path
         if step.project is not None:
-            # Dependencies are installed in a step before the project, so that an edit of the project does not
+            # The dependencies are installed in a step before the project. So an edit of the project does not
             # install them again.
             dependencies: tuple[str, ...] = ()
-            with members.explain_read_errors(step.project, recipe.where("image", "pip", number, "project")):
+            with members.explain_read_errors(step.project, recipe.where("image", "pip", index, "project")):
                 if step.installs_dependencies:
                     dependencies = requirements.read_dependencies(step.project)
             yield members.memory_file(member_name, "".join(f"{line}\n" for line in dependencies).encode())
         if step.requirements is not None:
-            where = recipe.where("image", "pip", number, "requirements")
+            where = recipe.where("image", "pip", index, "requirements")
             yield members.memory_file(member_name, _read_requirements(step.requirements, where))
 
 
@@ -535,31 +545,33 @@ def _read_requirements(file: Path, where: str) -> bytes:
 
     Raises
     ------
-    UsageError : the file cannot be read, or a line names another file, which would not be in the image.
+    UsageError : the file cannot be read, or a line refers to another file, which would be missing in the
+        image.
     """
     with members.explain_read_errors(file, where, "name another file"):
         data = files.read_bytes(file)
-    for number, line in enumerate(data.decode(errors="replace").splitlines(), 1):
-        # The check of the recipe has refused this, but the file may have changed since.
+    for line_number, line in enumerate(data.decode(errors="replace").splitlines(), 1):
+        # The check of the recipe has already refused such lines, but the file may have changed since then.
         if requirements.names_other_file(line):
             raise UsageError(
                 f"a requirements file names another file: {line.strip()}",
-                where=f"{file}:{number}",
+                where=f"{file}:{line_number}",
                 hint="copy its lines here; install your own code with pip: [{project: FOLDER}]",
             )
     return data
 
 
 class _ChunkReader(io.RawIOBase):
-    """Makes an iterator of chunks readable as a file."""
+    """Makes an iterator of chunks readable like a file."""
 
     def __init__(self, chunks: Generator[bytes]) -> None:
         self._chunks = chunks
-        self._rest = memoryview(b"")  # of the last chunk
+        self._rest = memoryview(b"")  # the unread part of the current chunk
 
     def readable(self) -> bool:
         return True
 
+    # `io.BufferedReader` calls this method to fill its buffer.
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
         while not self._rest:
             chunk = next(self._chunks, None)
@@ -572,6 +584,6 @@ class _ChunkReader(io.RawIOBase):
         return count
 
     def close(self) -> None:
-        # The generator may have a file open; closing the generator closes the file.
+        # The generator may have a file open. Closing the generator closes that file.
         self._chunks.close()
         super().close()

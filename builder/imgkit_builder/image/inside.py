@@ -1,7 +1,7 @@
-"""The Python programs that inspect an image from inside. They need only the standard library.
+"""Python programs that inspect an image from inside. They need only the standard library.
 
-The program of `probe_argv` reports all of an image that imgkit built, that of `python_probe_argv` what a job
-needs to know of any other.
+The program of `probe_argv` reports everything about an image that imgkit has built. The program of
+`python_probe_argv` reports what a job needs to know about any other image.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from imgkit_entrypoints import json_text
 
 _T = TypeVar("_T")
 _PREFIX = "IMGKIT-SEEN "
-"""Begins the line with the result, between what the image's start program prints."""
+"""The beginning of the line with the result. It separates the result from the output of the image's entry
+point."""
 
-# Even an old Python must run it, so that imgkit can report its version.
+# Even an old Python must be able to run this program, so that imgkit can report its version.
 _PROGRAM = """
 import json, platform, subprocess, sys
 seen = {"machine": platform.machine(), "python": platform.python_version(), "torch": "", "torch_error": "",
@@ -53,37 +54,40 @@ print("PREFIX" + json.dumps(seen))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageReport:
-    """What the image's own Python reports."""
+    """The report of the image's own Python."""
 
     machine: str
     """``x86_64``, ``aarch64``."""
     python: str
     torch: str
-    """Empty where torch is missing, or broken (`torch_error`)."""
+    """Empty if torch is missing or cannot be imported. In the second case, `torch_error` is the reason."""
     torch_error: str
     cuda: str
     nccl: str
     pip_conflicts: tuple[str, ...] | None
-    """Lines of ``pip check``; None if the image has no pip."""
+    """The lines that ``pip check`` prints. None if the image has no pip."""
     files: Mapping[str, str]
-    """Content of the requested files that exist."""
+    """The content of those requested files that exist."""
 
 
 def probe_argv(*files: str) -> list[str]:
-    """Return the command to run inside the image. Its result also has the content of `files`."""
-    # -I: the user's site-packages and the host's PYTHONPATH must not change the result.
+    """Return the command that inspects an image that imgkit has built. Run it inside that image.
+
+    The report also contains the content of `files`.
+    """
+    # With -I, the user's site-packages and the host's PYTHONPATH do not change the result.
     return ["python3", "-I", "-c", _PROGRAM, *files]
 
 
 def parse_probe(output: str) -> ImageReport | None:
-    """Return the result in the output of the program of `probe_argv`, or None if it printed none."""
+    """Return the report in the output of the command from `probe_argv`, or None if it printed none."""
     return _parse_result(ImageReport, _PREFIX, output)
 
 
 def _parse_result(kind: type[_T], prefix: str, output: str) -> _T | None:
-    """Return the last result in `output`, whatever the image prints around it.
+    """Return the last report in `output`, or None if there is none. Other output of the image is ignored.
 
-    A result is a line with `prefix` and JSON that has the fields of `kind`. Return None if there is none.
+    A report is a line with `prefix`, followed by JSON with the fields of `kind`.
     """
     for line in reversed(output.splitlines()):
         _, separator, text = line.partition(prefix)
@@ -98,7 +102,7 @@ def _parse_result(kind: type[_T], prefix: str, output: str) -> _T | None:
 
 _PYTHON_PREFIX = "IMGKIT-PYTHON "
 
-# As `-I` would, which Python 2 does not have, it ignores the current folder.
+# The program ignores the current folder. The option -I would do the same, but Python 2 does not have it.
 _PYTHON_PROGRAM = """
 import sys
 sys.path[:] = [folder for folder in sys.path if folder]
@@ -135,32 +139,32 @@ exec "$python" -E -s -c "$1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonReport:
-    """A Python of an image, and what it has installed."""
+    """A Python in an image, and the packages that are installed for it."""
 
     version: str
     path: str
-    """Its absolute path in the image."""
+    """The absolute path of the interpreter in the image."""
     machine: str
     site: str
-    """The folder of installed packages that it searches first; empty if there is none."""
+    """The first folder with installed packages on its search path. Empty if there is none."""
     torch: str
-    """The version of torch; empty where it is missing."""
+    """The version of torch. Empty if torch is missing."""
     entry_points: str
-    """The folder that holds imgkit's entry points; empty where they are missing."""
+    """The folder that contains imgkit's entry points. Empty if they are missing."""
     built: bool
     """Whether the image has a manifest of imgkit."""
 
 
 def python_probe_argv(python: str = "") -> list[str]:
-    """Return the command to run inside the image.
+    """Return the command that reports on a Python in an image. Run it inside that image.
 
     Parameters
     ----------
-    python : the Python to inspect; default: ``python3``, or ``python``.
+    python : the interpreter to inspect. By default, it is ``python3``, or ``python`` if that is missing.
     """
     return ["sh", "-c", _FIND_PYTHON, "sh", _PYTHON_PROGRAM, python]
 
 
 def parse_python_probe(output: str) -> PythonReport | None:
-    """Return the result in the output of the program of `python_probe_argv`, or None if it printed none."""
+    """Return the report in the output of the command from `python_probe_argv`, or None if it printed none."""
     return _parse_result(PythonReport, _PYTHON_PREFIX, output)

@@ -1,11 +1,12 @@
-"""Fits an exported uv.lock to the base. Runs by path in the base, before its pip installs the result.
+"""Select the packages of an exported uv.lock that fit the base.
 
-``python3 inside_uv.py FOLDER`` reads ``FOLDER/uv.json``, which ``uv_export`` wrote, and
-``FOLDER/constraint.txt``, which has the versions of the base's torch and related packages. It writes
-``FOLDER/requirements-uv.txt``, and adds the locked versions to constraint.txt, so that later pip steps keep
-them. The exit code is 1 where lock and base do not fit together.
+Runs inside the base, before pip installs them. ``python3 inside_uv.py FOLDER`` reads two files.
+``FOLDER/uv.json`` was written by ``uv_export``. ``FOLDER/constraint.txt`` has the versions of the base's
+torch and related packages. The program writes ``FOLDER/requirements-uv.txt``, and appends the locked versions
+to constraint.txt, so that later pip steps keep them. If the lock does not fit the base, the exit code is 1.
 
-It needs the standard library and the ``packaging`` inside pip, which evaluates markers as that pip does.
+The program needs only the standard library and the copy of ``packaging`` inside pip, which evaluates markers
+in the same way as that pip.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 
 def main(folder: Path) -> int:
-    """Write the files for pip, or print all that does not fit."""
+    """Write the requirements and constraints for pip, or print everything that does not fit the base."""
     exported = json.loads((folder / "uv.json").read_text(encoding="utf-8"))
     constraint_file = folder / "constraint.txt"
     base = read_pins(constraint_file)
@@ -33,16 +34,18 @@ def main(folder: Path) -> int:
         return 1
     lines = exported["requirements"]
     if "torch" in base:
-        lines = exported["beside_torch"]  # without what only torch needs
+        lines = exported["beside_torch"]  # without packages that only torch needs
     requirements = [" ".join(exported["index_options"])]
     constraints = []
     for line in lines:
         name = requirement_name(line)
+        # The base keeps its own version of this package.
         if name in base:
             continue
         if name not in exported["left_to_pip"]:
             requirements.append(line)
-        # A constraint needs no hash, and cannot be a URL or a folder.
+        # A constraint needs no hash. A package from a URL or a folder is left out, because a constraint
+        # cannot be one.
         constraint, _, _ = line.partition(" --hash=")
         if re.match(r"[\w.-]+==", constraint):
             constraints.append(constraint)
@@ -52,7 +55,7 @@ def main(folder: Path) -> int:
 
 
 def read_pins(file: Path) -> dict[str, str]:
-    """Return the versions in a file of lines such as ``torch==2.3.0``, by name."""
+    """Return the versions in a file with lines such as ``torch==2.3.0``, by the name of the package."""
     versions = {}
     for line in file.read_text(encoding="utf-8").splitlines():
         name, _, version = line.partition("==")
@@ -61,13 +64,13 @@ def read_pins(file: Path) -> dict[str, str]:
 
 
 def write_lines(path: Path, mode: str, lines: list[str]) -> None:
-    """Write or append `lines`, by the `mode` of ``open``."""
+    """Write `lines` to a file. `mode` is ``w`` to replace the file, or ``a`` to append to it."""
     with path.open(mode, encoding="utf-8") as stream:
         stream.writelines(f"{line}\n" for line in lines)
 
 
 def import_packaging(module: str) -> Any:
-    """Return a module of the ``packaging`` inside pip."""
+    """Import a module from the copy of ``packaging`` inside pip."""
     return importlib.import_module(f"pip._vendor.packaging.{module}")
 
 
@@ -77,12 +80,15 @@ def canonical_name(name: str) -> str:
 
 
 def requirement_name(line: str) -> str:
-    """Return the name of an exported requirement: ``numpy`` of ``numpy==2.1 --hash=...``."""
+    """Return the name in an exported requirement: ``numpy`` for ``numpy==2.1 --hash=...``."""
     return re.split(r"[=@ ]", line)[0]
 
 
 def environment_errors(exported: dict[str, Any]) -> list[str]:
-    """Return why the project does not allow this Python or platform. No requirement states that."""
+    """Return why the project does not allow the Python version or the platform of this base.
+
+    These limits are in pyproject.toml. The exported requirements do not contain them.
+    """
     errors = []
     required = exported["requires_python"]
     if required:
@@ -99,9 +105,14 @@ def environment_errors(exported: dict[str, Any]) -> list[str]:
 
 
 def torch_errors(lines: list[str], base: dict[str, str]) -> list[str]:
-    """Return the packages of `base`, such as torch, that the lock has in another release.
+    """Return an error for each package of the base, such as torch, of which the lock has another release.
 
-    A base builds its own torch, 2.3.0a0+40ec155e58.nv24.03: 2.3.0 is what counts.
+    Only the release is compared. For example, NVIDIA's own build 2.3.0a0+40ec155e58.nv24.03 counts as 2.3.0.
+
+    Parameters
+    ----------
+    lines : the exported requirements.
+    base : the versions of the base's packages, by name.
     """
     errors = []
     for line in lines:
@@ -110,23 +121,24 @@ def torch_errors(lines: list[str], base: dict[str, str]) -> list[str]:
             continue
         requirement_text, _, _ = line.partition(" --hash=")
         requirement = import_packaging("requirements").Requirement(requirement_text)
+        # The requirement is not for this Python or platform.
         if requirement.marker and not requirement.marker.evaluate():
             continue
         name = requirement.name
         base_release = parse_release(base_version)
-        for specifier in requirement.specifier:
-            if parse_release(specifier.version) == base_release:
-                print(f"{name}: the base's {base_version} stays in place of {specifier.version}")
+        for clause in requirement.specifier:
+            if parse_release(clause.version) == base_release:
+                print(f"{name}: the base's {base_version} stays in place of {clause.version}")
             else:
                 errors.append(
-                    f"{name}: uv.lock has {specifier.version}, but the base has {base_version}, which imgkit"
+                    f"{name}: uv.lock has {clause.version}, but the base has {base_version}, which imgkit"
                     f" never replaces\n  -> uv lock --upgrade-package '{name}=={base_release}'"
                 )
     return errors
 
 
 def parse_release(version: str) -> Any:
-    """Return the release 2.3.0 of ``2.3.0a0+nv24.03``."""
+    """Return the release of a version without suffixes: 2.3.0 for ``2.3.0a0+nv24.03``."""
     module = import_packaging("version")
     return module.Version(module.Version(version).base_version)
 

@@ -1,4 +1,4 @@
-"""The commands that install packages: those of apt, pip, a uv project and a lock, and build secrets."""
+"""The commands that install packages with apt, pip, uv.lock or a lock, and the options for build secrets."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from imgkit_entrypoints.errors import UsageError
 CONSTRAINT = f"{INSIDE}/constraint.txt"
 BASE_CONSTRAINT = f"{INSIDE}/base-constraint.txt"
 
-# pip cannot break the system packages of an image, so it may install there (PEP 668). These are variables,
-# not options: an old pip stops at an unknown option but ignores an unknown variable. pip writes no byte code
-# of its own: in a base without any, it would add 11 MB to each layer.
+# PEP 668 makes pip refuse to install into a system Python. imgkit allows it, because pip cannot break the
+# system packages of an image. These settings are variables and not options: an old pip fails with an unknown
+# option but ignores an unknown variable. pip does not write byte code, because in a base without any, it
+# would add 11 MB to each layer.
 PIP = "PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore"
 _PYTHON_PIP = "python3 -m pip"
-# A lock names all dependencies, so pip looks for none. Source distributions are refused, because their build
-# would run code that no hash of the lock covers.
+# A lock lists all dependencies, so pip need not look for any. Source distributions are refused, because their
+# build would run code that no hash in the lock covers.
 _LOCKED_OPTIONS = "--require-hashes --no-deps --only-binary=:all:"
 
 UV_JSON = ContextFile(context_path="imgkit/uv.json", path=f"{INSIDE}/uv.json")
@@ -41,25 +42,25 @@ UV_LINKS = ContextFile(context_path="imgkit/uv.html", path=f"{INSIDE}/uv.html")
 
 
 def pip_step_numbers(recipe: Recipe) -> list[int]:
-    """Return the numbers of the steps by pip, in order. That of a uv project is `UV_STEP`."""
-    numbers = list(range(len(recipe.image.pip)))
+    """Return the indices of the recipe's pip steps. The step for a uv project comes first, as `UV_STEP`."""
+    indices = list(range(len(recipe.image.pip)))
     if recipe.image.uv:
-        numbers.insert(0, UV_STEP)
-    return numbers
+        indices.insert(0, UV_STEP)
+    return indices
 
 
 def step_name(number: int) -> str:
-    """Return how the names of files call pip step `number`: ``0``, ``1`` or, for the uv project, ``uv``."""
+    """Return the name of pip step `number` in file names: ``0``, ``1``, or ``uv`` for the uv project."""
     return "uv" if number == UV_STEP else str(number)
 
 
 def project_folder(number: int) -> str:
-    """Return the folder of the project of pip step `number` in the build context."""
+    """Return the folder in the build context for the project of pip step `number`."""
     return f"project/{number}"
 
 
 def requirements_file(number: int) -> ContextFile:
-    """Return the requirements file of pip step `number`."""
+    """Return the requirements file of pip step `number`, in the build context and in the image."""
     name = f"requirements-{step_name(number)}.txt"
     return ContextFile(context_path=f"imgkit/{name}", path=f"{INSIDE}/{name}")
 
@@ -67,12 +68,14 @@ def requirements_file(number: int) -> ContextFile:
 def protection_step() -> Step:
     """Return the step that writes the versions of the base's torch and related packages to `CONSTRAINT`.
 
-    pip gets this file as a constraint in all later steps, so that it never replaces these packages.
+    All later steps pass this file to pip as a constraint, so pip never replaces these packages.
     """
-    # "pip freeze" would print "torch @ file://..." for a torch built in the base, as in NVIDIA's images.
+    # "pip freeze" would print "torch @ file://..." for a torch that was built in the base, as in NVIDIA's
+    # images.
     command = _join_commands(
         f"mkdir -p {INSIDE}",
         f"python3 -m pip list --format=freeze --disable-pip-version-check > {CONSTRAINT}",
+        # Keep only the lines of protected packages.
         f"sed -n -i -E '/^({PROTECTED})==/Ip' {CONSTRAINT}",
     )
     return Step(origin="imgkit: every pip step below must keep the base's torch and NCCL", command=command)
@@ -81,11 +84,11 @@ def protection_step() -> Step:
 def constraint_step(recipe: Recipe) -> Step:
     """Return the step that copies the base's constraint file without the names in ``constraints.drop``.
 
-    NVIDIA's images have such a file, which keeps pip from changing their packages.
+    NVIDIA's images have such a file. It keeps pip from changing the packages of the image.
 
     Raises
     ------
-    UsageError : a text in ``constraints.drop`` is not the name of a distribution.
+    UsageError : an item of ``constraints.drop`` is not the name of a distribution.
     """
     constraints = recipe.image.constraints
     where = recipe.where("image", "constraints")
@@ -106,10 +109,15 @@ def constraint_step(recipe: Recipe) -> Step:
 
 
 def pip_step(recipe: Recipe, number: int, *, pip: str = _PYTHON_PIP) -> Step:
-    """Return pip step `number` of the recipe, which installs packages from an index.
+    """Return the step that installs the packages of pip step `number` from an index.
 
-    A project is installed by a later step, `project_step`; this one installs its dependencies. `pip` is the
-    command; a build that makes a lock has another program in its place.
+    For a project, this step installs only its dependencies. A later step, `project_step`, installs the
+    project itself.
+
+    Parameters
+    ----------
+    number : the index of the pip step in the recipe, or `UV_STEP` for the uv project.
+    pip : the command that runs pip. The build that makes a lock runs another program instead.
     """
     if number == UV_STEP:
         step = PipStep()
@@ -128,9 +136,9 @@ def pip_step(recipe: Recipe, number: int, *, pip: str = _PYTHON_PIP) -> Step:
 
 
 def _install_locked(recipe: Recipe, number: int, command: str) -> tuple[str, list[ContextFile]]:
-    """Return `command`, completed so that it installs the wheels of the lock for step `number`.
+    """Complete `command` so that it installs the wheels of the lock for pip step `number`.
 
-    The second value are the files of the context that the command needs.
+    Return the command, and the files of the build context that it needs.
     """
     file = requirements_file(number)
     files = [file]
@@ -146,14 +154,21 @@ def _install_locked(recipe: Recipe, number: int, command: str) -> tuple[str, lis
 
 
 def _install_uv(command: str) -> tuple[str, list[ContextFile]]:
-    """Return `command`, completed so that it installs the packages of uv.lock, and the files it needs."""
+    """Complete `command` so that it installs the packages of uv.lock.
+
+    Return the command, and the files of the build context that it needs.
+    """
     command += f"{NEXT}    {_LOCKED_OPTIONS}{NEXT}    --requirement {requirements_file(UV_STEP).path}"
-    # The program chooses the packages of uv.lock that fit the base, and writes the requirements for pip.
+    # This program selects the packages of uv.lock that fit the base, and writes them to a requirements file
+    # for pip.
     return f"python3 -I -B {UV_PROGRAM.path} {INSIDE}{NEXT}&& {command}", [UV_JSON, UV_PROGRAM]
 
 
 def _install_packages(step: PipStep, number: int, command: str) -> tuple[str, list[ContextFile]]:
-    """Return `command`, completed with the packages and requirements of `step`, and the files it needs."""
+    """Complete `command` with the packages and requirements of `step`.
+
+    Return the command, and the files of the build context that it needs.
+    """
     files = []
     if step.requirements is not None or step.project is not None:
         file = requirements_file(number)
@@ -165,6 +180,7 @@ def _install_packages(step: PipStep, number: int, command: str) -> tuple[str, li
 
 
 def _missing_wheel_advice(recipe: Recipe) -> str:
+    """Return the message for a build in which an index no longer has a wheel of the lock."""
     return (
         "imgkit: where an index no longer has a wheel of the lock: imgkit lock "
         f"{recipe.reference} --upgrade, or put the wheel into {_lock_name(recipe)}.files/ (imgkit lock "
@@ -173,10 +189,10 @@ def _missing_wheel_advice(recipe: Recipe) -> str:
 
 
 def project_step(recipe: Recipe, number: int, step: PipStep) -> Step:
-    """Return the step that installs the user's own project, which pip step `number` of the recipe names.
+    """Return the step that installs the user's own project of pip step `number`.
 
-    An editable project is put into its folder of the image, such as ``/workspace``, and stays there. Any
-    other is installed from imgkit's folder, and its files are removed.
+    An editable project is copied to its folder in the image, such as ``/workspace``, and stays there. Any
+    other project is installed from imgkit's folder, and its files are then removed.
     """
     context_path = project_folder(number)
     origin = recipe.where("image", "pip", number)
@@ -186,29 +202,29 @@ def project_step(recipe: Recipe, number: int, step: PipStep) -> Step:
     if step.editable:
         path = posixpath.normpath(step.editable)
         command += f"--editable {shlex.quote(path)}"
-        docker = command
+        docker_command = command
     else:
         path = f"{INSIDE}/{context_path}"
         command += path
-        docker = f"{command}{NEXT}&& rm -rf {INSIDE}/project"
+        docker_command = f"{command}{NEXT}&& rm -rf {INSIDE}/project"
     return Step(
         origin=origin,
         command=command,
-        docker=docker,
+        docker=docker_command,
         mounts=secret_mounts(step.secrets),
         files=(ContextFile(context_path=context_path, path=path, is_folder=True, origin=origin),),
     )
 
 
 _PIP_CONSTRAINTS = {"keep": "", "ignore": " PIP_CONSTRAINT=''", "drop": f" PIP_CONSTRAINT={BASE_CONSTRAINT}"}
-"""Policy of ``image.constraints`` -> what replaces the base's own constraint file."""
+"""Policy of ``image.constraints`` -> the variable that replaces the base's own constraint file."""
 
 
 def _install_command(recipe: Recipe, step: PipStep, pip: str = _PYTHON_PIP) -> str:
-    """Return the command ``pip install`` with its options and variables, without the packages."""
-    # Our constraint is an option and not the variable PIP_CONSTRAINT: the variable would also apply in the
-    # isolated environments in which pip builds packages, and those must be free to choose their torch. The
-    # option adds to the base's variable.
+    """Return the command ``pip install`` with its options and variables, but without the packages."""
+    # imgkit's constraint is an option and not the variable PIP_CONSTRAINT. The variable would also apply in
+    # the isolated environments in which pip builds packages, which must be free to choose their torch. The
+    # option is used in addition to the base's variable.
     variables = PIP + _PIP_CONSTRAINTS[recipe.image.constraints.policy]
     for name, value in step.env.items():
         variables += f"{NEXT}{name}={shell_value(name, value)}"
@@ -222,7 +238,7 @@ def _install_command(recipe: Recipe, step: PipStep, pip: str = _PYTHON_PIP) -> s
 def shell_value(name: str, value: str) -> str:
     """Return the value of the variable `name`, quoted for a shell.
 
-    In ``/x:$NAME``, the reference stays unquoted, so that the shell inserts the base's value.
+    In a value such as ``/x:$NAME``, the reference stays unquoted, so that the shell inserts the base's value.
     """
     inherited = quote_inherited(name, value, lambda text: re.sub(r'([\\"$`])', r"\\\1", text))
     return inherited or shlex.quote(value)
@@ -231,8 +247,8 @@ def shell_value(name: str, value: str) -> str:
 def apt_step(recipe: Recipe, origin: str) -> Step:
     """Return the step that installs Debian packages with apt.
 
-    With a lock, a script downloads and installs exactly the packages of the lock. `origin` is the recipe's
-    line.
+    If the recipe has a lock, a script downloads and installs exactly the packages of the lock. `origin` is
+    the line of the recipe, for the comment above the step.
     """
     if recipe.lock:
         path = f"{INSIDE}/{LOCKED_APT}"
@@ -250,21 +266,21 @@ def apt_step(recipe: Recipe, origin: str) -> Step:
 
 
 def _join_commands(*commands: str) -> str:
-    """Return a shell command that runs `commands` until one fails."""
+    """Return a shell command that runs `commands` one after another, until one of them fails."""
     return f"{NEXT}&& ".join(commands)
 
 
 LOCKED_APT = "locked-apt"
-"""The folder of the apt step's files, in the build context and below `INSIDE`."""
+"""The folder with the files of the apt step, in the build context and below `INSIDE` in the image."""
 SCRIPT = "install-locked.sh"
 PACKAGES = "packages.txt"
 LOCK_TOML = "imgkit/lock.toml"
-"""The lock in the context; the image has it in `INSIDE`."""
+"""The path of the lock in the build context. In the image, the lock is in `INSIDE`."""
 
 
-# URLs of Debian's and Ubuntu's snapshot services, which show the archive as it was at any time. They have
-# packages that the archive itself has dropped since the lock was made. A package that was only hours old then
-# may be in the snapshot of the next day, hence the delay.
+# URLs of the snapshot services of Debian and Ubuntu, which provide the archive as it was at any time. They
+# still have packages that the archive has dropped since the lock was made. A package that was only hours old
+# at that time may be missing until the snapshot of the next day, hence the second delay.
 _SNAPSHOTS = {
     "debian": "https://snapshot.debian.org/archive/debian",
     "debian-security": "https://snapshot.debian.org/archive/debian-security",
@@ -275,14 +291,14 @@ _SNAPSHOT_DELAYS_S = (0, 24 * 3600)
 
 
 def render_packages(recipe: Recipe) -> str:
-    """Return the list of Debian packages in the lock, as the script `SCRIPT` reads it.
+    """Return the list of Debian packages in the lock, in the form that the script `SCRIPT` reads.
 
-    Each line has digest, file name, ``manual`` or ``auto``, package and URLs. A ``manual`` package is one
-    that the recipe names, an ``auto`` package one that others depend on.
+    Each line contains digest, file name, ``manual`` or ``auto``, package and URLs. A ``manual`` package is
+    named in the recipe. An ``auto`` package is only a dependency of another package.
     """
     lock = recipe.lock
     assert lock is not None  # noqa: S101 - for the type checker: only a locked recipe has such a step
-    # The names without version or architecture: "git=1:2.39" -> "git".
+    # Names without version and architecture: "git=1:2.39" -> "git".
     requested = {re.split(r"[=/:]", package)[0] for package in recipe.image.apt}
     lines = []
     for deb in lock.apt:
@@ -295,9 +311,9 @@ def render_packages(recipe: Recipe) -> str:
 
 
 def snapshot_urls(deb: LockedDeb, epoch: int) -> tuple[str, ...]:
-    """Return URLs at which a snapshot service has the package `deb` as of the time `epoch`.
+    """Return URLs from which a snapshot service provides the package `deb` as of the time `epoch`.
 
-    The result is empty for a package that is not from Debian or Ubuntu, such as NVIDIA's.
+    For a package that is not from Debian or Ubuntu, such as NVIDIA's packages, the result is empty.
     """
     match = re.search(r"/(debian-security|debian|ubuntu-ports|ubuntu)/(pool/.+)", urlsplit(deb.url).path)
     if match is None:
@@ -311,16 +327,16 @@ def snapshot_urls(deb: LockedDeb, epoch: int) -> tuple[str, ...]:
 
 
 def locked_wheels(recipe: Recipe, number: int) -> tuple[LockedWheel, ...]:
-    """Return the wheels of the lock that pip step `number` installs."""
+    """Return the wheels in the lock that belong to pip step `number`."""
     if recipe.lock is None:
         return ()
     return tuple(wheel for wheel in recipe.lock.pip if wheel.step == number)
 
 
 def kept_wheels(recipe: Recipe, number: int) -> ContextFile | None:
-    """Return the folder with those wheels of step `number` that are stored on this machine.
+    """Return the folder with the wheels of pip step `number` that are stored on this machine.
 
-    Return None if none is stored. ``imgkit lock --keep-files`` stores them.
+    ``imgkit lock --keep-files`` stores them. Return None if none of the wheels is stored.
     """
     if not any(wheel.file in recipe.kept for wheel in locked_wheels(recipe, number)):
         return None
@@ -329,13 +345,13 @@ def kept_wheels(recipe: Recipe, number: int) -> ContextFile | None:
 
 
 def locked_pip_options(recipe: Recipe, number: int) -> str:
-    """Return the options of pip for step `number` of a build with a lock.
+    """Return the pip options for step `number` in a build with a lock.
 
-    If all wheels of the step are stored on this machine, pip gets them and asks no index.
+    If all wheels of the step are stored on this machine, pip installs these files and does not use an index.
     """
     options = _LOCKED_OPTIONS
     if number == UV_STEP:
-        # The lock has the URLs of its wheels, and the project's indexes may be unknown to the base.
+        # The lock contains the URLs of the wheels. The base may not know the project's own package indexes.
         options += f" --no-index{NEXT}    --find-links {UV_LINKS.path}"
     elif all(wheel.file in recipe.kept for wheel in locked_wheels(recipe, number)):
         options += " --no-index"
@@ -346,14 +362,15 @@ def locked_pip_options(recipe: Recipe, number: int) -> str:
 
 
 def _lock_name(recipe: Recipe) -> str:
+    """Return the name of the recipe's lock file, for messages."""
     return f"{recipe.name}{lock_file.SUFFIX}"
 
 
 def render_requirements(recipe: Recipe, number: int) -> str:
     """Return the requirements file of pip step `number` for a build with a lock.
 
-    It has the options of the recipe's own requirements file, such as its index, then a line for each wheel
-    with its hash.
+    It contains the options of the recipe's own requirements file, such as the index, and a line with a hash
+    for each wheel.
     """
     lines = []
     if number != UV_STEP:
@@ -361,7 +378,7 @@ def render_requirements(recipe: Recipe, number: int) -> str:
         if file is not None:
             lines += [line for line in requirements.read_requirements(file) if line.startswith("-")]
     for wheel in locked_wheels(recipe, number):
-        # A wheel that the recipe names by its URL may be in no index, so pip needs the URL again.
+        # If the recipe names a wheel by its URL, no index may have the wheel, so pip needs the URL again.
         requirement = f"{wheel.name}=={wheel.version}"
         if wheel.direct and wheel.file not in recipe.kept and number != UV_STEP:
             requirement = f"{wheel.name} @ {wheel.url}"
@@ -375,7 +392,8 @@ def render_uv_links(recipe: Recipe) -> str:
     Wheels that are stored on this machine are left out.
     """
     lines = ["<!DOCTYPE html>"]
-    # Not "name @ URL" in the requirements: pip would record the address of every wheel in the image.
+    # The URLs are not written to the requirements file as "name @ URL", because pip would record them in the
+    # image.
     for wheel in locked_wheels(recipe, UV_STEP):
         if wheel.file not in recipe.kept:
             lines.append(f'<a href="{escape(wheel.url)}#sha256={wheel.sha256}">{escape(wheel.file)}</a>')
@@ -383,13 +401,13 @@ def render_uv_links(recipe: Recipe) -> str:
 
 
 WITH_SECRETS = "imgkit/with-secrets"
-"""The script around a step that uses secrets, in the build context and below ``/run``."""
+"""The path of the script that runs a step with secrets, in the build context and below ``/run``."""
 
 
 def secret_mounts(names: Sequence[str]) -> str:
-    """Return the options of RUN that give a step the secrets `names`, or ``""`` without secrets.
+    """Return the options of RUN that provide the secrets `names` to a step. Without secrets, return "".
 
-    BuildKit and podman know these options. The values are in files during the step only.
+    BuildKit and podman support these options. The values are in files, which exist only during the step.
     """
     if not names:
         return ""
@@ -399,10 +417,11 @@ def secret_mounts(names: Sequence[str]) -> str:
 
 
 def secret_prefix(recipe: Recipe, names: Sequence[str], command: str) -> str:
-    """Return the text to put before a command that uses the secrets `names`, or ``""`` without secrets.
+    """Return the text to put before a command that uses the secrets `names`. Without secrets, return "".
 
-    It calls the script `WITH_SECRETS`, which gives the command the values, and ends the build if the command
-    has written a value to a file. `command` is put behind it, such as ``env `` before variables.
+    The text calls the script `WITH_SECRETS`. The script passes the values to the command, and ends the build
+    if the command has written a value to a file. `command` is put after the script, for example ``env `` if
+    variables follow.
     """
     if not names:
         return ""
@@ -410,11 +429,11 @@ def secret_prefix(recipe: Recipe, names: Sequence[str], command: str) -> str:
 
 
 def secret_argv(recipe: Recipe, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the argv before a command that uses secrets: ``sh /run/... token=HF_TOKEN netrc --``."""
+    """Return the arguments before a command that uses secrets: ``sh /run/... token=HF_TOKEN netrc --``."""
     variables = {secret.id: secret.env for secret in recipe.image.secrets}
     args = []
     for name in names:
         variable = variables.get(name)
-        # With a variable, the step sees the value there, too.
+        # If the secret comes from a variable, the step gets the value in a variable of the same name, too.
         args.append(f"{name}={variable}" if variable else name)
     return ("sh", f"/run/{WITH_SECRETS}", *args, "--")

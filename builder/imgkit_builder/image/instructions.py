@@ -1,4 +1,7 @@
-"""The values that fill both templates: an image as its layers, each with its line of the recipe."""
+"""The layers of an image, each with the line of the recipe that causes it.
+
+Both templates use these values.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,15 @@ from dataclasses import dataclass, field
 from imgkit_builder.recipe.model import Image
 
 NEXT = " \\\n    "
-"""Continues a shell command or instruction on the next line."""
+"""Continues a shell command or an instruction on the next line."""
 
 INSIDE = "/opt/imgkit"
-"""The folder of imgkit's own files in the image."""
+"""The folder with imgkit's own files in the image."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """A value with its line of the recipe."""
+    """A text, and the line of the recipe that sets it."""
 
     origin: str
     text: str
@@ -24,43 +27,43 @@ class Text:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextFile:
-    """A file, or the content of a folder: its path in the build context and its path in the image."""
+    """A file, or the content of a folder, with its path in the build context and its path in the image."""
 
     context_path: str
     path: str
     is_folder: bool = False
     origin: str = ""
-    """The recipe's line, for the user's own code."""
+    """The line of the recipe. Set only for the user's own code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A step of the build: one RUN, and one step of a definition's ``%post``."""
+    """A step of the build: one RUN in a Dockerfile, or one step in ``%post`` of a definition file."""
 
     origin: str
-    """The recipe's line, or ``imgkit: `` and its purpose."""
+    """The line of the recipe, or ``imgkit: `` and the purpose of a step that imgkit adds."""
     command: str
-    """Shell commands; line ends are escaped, so that a Dockerfile has a single instruction."""
+    """Shell commands. Line breaks are escaped, so that a Dockerfile has a single instruction."""
     docker: str = ""
-    """The argument of RUN; empty if it is `command`."""
+    """The argument of RUN, if it differs from `command`. Otherwise empty."""
     mounts: str = ""
-    """Options of RUN that give it its secrets, each with a line end."""
+    """Options of RUN that provide secrets to the step. Each option ends with a line break."""
     files: tuple[ContextFile, ...] = ()
-    """Files of the context that the step needs. The step removes folders among them at its end."""
+    """Files of the build context that the step needs. At its end, the step removes those that are folders."""
 
     @property
     def text(self) -> str:
-        """Return its first command on one line, or the purpose of a step of imgkit's own."""
+        """The first command on one line. For a step that imgkit adds, it is the purpose."""
         if self.origin.startswith("imgkit: "):
             return self.origin.removeprefix("imgkit: ")
-        commands = self.command.replace("\\\n", " ")  # without continued lines
+        commands = self.command.replace("\\\n", " ")  # join continued lines
         first_command, _, _ = commands.partition("\n")
         return " ".join(first_command.split())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Early:
-    """Files to copy and commands to run before packages are installed, since packages need them.
+    """Files to copy and commands to run before packages are installed, because the installation needs them.
 
     The commands start in ``/``.
     """
@@ -71,7 +74,7 @@ class Early:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Variables or labels that form one layer."""
+    """Variables or labels that form a single layer."""
 
     origin: str
     entries: Mapping[str, str]
@@ -79,48 +82,48 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layers:
-    """An image as its layers, in order."""
+    """The layers of an image, in the order in which they are built."""
 
     image: Image
-    """The recipe's values, for keys that a template writes without help."""
+    """The values of the recipe, for keys that a template writes directly."""
     name: str
     file: str
     reference: str
-    """The argument of ``imgkit render`` for this recipe."""
+    """The argument with which ``imgkit render`` finds this recipe."""
     platform: str
     uses_secrets: bool
     """Whether a step needs a builder that supports secrets."""
     base: Text
     base_user: str
-    """The user of the base, whom the finished image has too; empty for root, as whom all steps run."""
+    """The user of the base, which the finished image also has. Empty for root. All steps run as root."""
     args: Block | None
-    """The recipe's own variables of every step."""
+    """The recipe's own variables, which all steps can use."""
     ca: Step | None
-    """What makes the system trust the recipe's certificates."""
+    """The step that makes the system trust the recipe's certificates."""
     before_apt: Early
     apt: tuple[Step, ...]
     after_apt: Early
     protect: tuple[Step, ...]
-    """What makes pip keep packages of the base."""
+    """The steps that make pip keep packages of the base."""
     pip: tuple[Step, ...]
     env: Block
     workdir: Text
     run: tuple[Step, ...]
     install_wheel: Step
     projects: tuple[Step, ...]
-    """The user's own projects that pip installs; each has one folder."""
+    """The steps that install the user's own projects with pip. Each has one folder."""
     copy: tuple[ContextFile, ...]
     origins: tuple[ContextFile, ...]
-    """What a locked image says about itself: its lock."""
+    """Files that describe where the image comes from. Currently this is its lock."""
     run_after_copy: tuple[Step, ...]
     labels: Block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Additions:
-    """What a definition has only while imgkit builds it."""
+    """Content of a definition file that is needed only while imgkit itself builds the image."""
 
     files: tuple[ContextFile, ...] = ()
     steps: tuple[Step, ...] = ()
-    """Steps before those of the recipe."""
+    """Steps that run before those of the recipe."""
     labels: Mapping[str, str] = field(default_factory=dict)

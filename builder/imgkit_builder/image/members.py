@@ -1,4 +1,4 @@
-"""Members of a build context: folders of code as the tar's members, and the members as bytes."""
+"""Members of a build context: convert folders of code to members of a tar, and members to bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from imgkit_entrypoints.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TarMember:
-    """One member of the tar: bytes in memory, a file on disk, a folder or a link."""
+    """A member of the tar: bytes in memory, a file on disk, a folder or a link."""
 
     name: str
     kind: bytes = tarfile.REGTYPE
@@ -27,47 +27,47 @@ class TarMember:
     size_bytes: int = 0
     data: bytes = b""
     source: Path | None = None
-    """The file with the content; None: `data` is the content."""
+    """The file with the content. None if `data` is the content."""
     link: str = ""
 
 
 def memory_file(name: str, data: bytes) -> TarMember:
-    """Return a file whose content is in memory."""
+    """Return a member for a file whose content is in memory."""
     return TarMember(name=name, data=data, size_bytes=len(data))
 
 
 def empty_folder(name: str) -> TarMember:
-    """Return a folder without its content."""
+    """Return a member for a folder. It does not include the content of the folder."""
     return TarMember(name=name, kind=tarfile.DIRTYPE, mode=0o755)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """A folder or file of the user, and its position in the context."""
+    """A folder or file of the user, and its position in the build context."""
 
     source: Path
     context_folder: str
-    """The folder that holds a file, or the content of a folder."""
+    """The folder of the context into which the file, or the content of the folder, is packed."""
     where: str
-    """The recipe's line."""
+    """The line of the recipe."""
     ignore: tuple[str, ...] = ()
     is_skeleton: bool = False
-    """Whether only a project's skeleton is packed, because each run mounts the code over it."""
+    """Whether only the skeleton of a project is packed, because each run mounts the code over it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedCode:
-    """What goes into the context of the user's code."""
+    """The user's code in a build context."""
 
     members: Mapping[Code, tuple[TarMember, ...]] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
-    """Names that stay out although the recipe's `ignore` does not list them."""
+    """Names that stay out although the recipe's `ignore` does not exclude them."""
     secret: tuple[str, ...] = ()
-    """Names that stay out because they usually hold secrets."""
+    """Names that stay out because such files usually contain secrets."""
 
     @property
     def size_bytes(self) -> int:
-        """Return the size of all files."""
+        """The size of all files together."""
         size_bytes = 0
         for members in self.members.values():
             size_bytes += sum(member.size_bytes for member in members)
@@ -75,12 +75,14 @@ class PackedCode:
 
 
 def collect_code(codes: Iterable[Code], hidden: Collection[Path]) -> PackedCode:
-    """Return the members of all `codes`, without the `hidden` files. No content is read yet.
+    """Return the members for all `codes`, without the `hidden` files.
+
+    The content of files is not read yet.
 
     Raises
     ------
-    UsageError : a source is missing or unreadable, or has something else than files, folders and links that
-        stay in it.
+    UsageError : a source is missing or cannot be read, or contains something other than files, folders and
+        links within the source.
     """
     members: dict[Code, tuple[TarMember, ...]] = {}
     left_out: list[str] = []
@@ -89,6 +91,7 @@ def collect_code(codes: Iterable[Code], hidden: Collection[Path]) -> PackedCode:
         with explain_read_errors(code.source, code.where, "name another source"):
             status = code.source.stat()
         folder = empty_folder(code.context_folder)
+        # A source can also be a single file. It is put into its folder of the context.
         if not stat.S_ISDIR(status.st_mode):
             name = f"{code.context_folder}/{code.source.name}"
             members[code] = (folder, _regular_file(code.source, name, status, code.where))
@@ -98,14 +101,14 @@ def collect_code(codes: Iterable[Code], hidden: Collection[Path]) -> PackedCode:
             members[code] = (folder, *_list_members(code, listing.entries))
         left_out += listing.left_out
         secret += listing.secret
-    # Two steps may pack the same folder: each name once.
+    # Two steps may pack the same folder, so remove duplicate names. A dict keeps their order.
     return PackedCode(
         members=members, left_out=tuple(dict.fromkeys(left_out)), secret=tuple(dict.fromkeys(secret))
     )
 
 
 def _list_members(code: Code, entries: Iterable[sources.SourceEntry]) -> Iterator[TarMember]:
-    """Yield the members of the tar for the `entries` of the folder `code`."""
+    """Yield the members for `entries`, the files and folders in the folder `code`."""
     root = code.source.resolve()
     for item in entries:
         path = Path(item.entry.path)
@@ -123,8 +126,8 @@ def _regular_file(path: Path, name: str, status: os.stat_result, where: str) -> 
 
     Raises
     ------
-    UsageError : it is a device, FIFO or socket. Reading a FIFO could take for ever, and a device may be a
-        disk.
+    UsageError : the path is a device, FIFO or socket. Reading a FIFO could block forever, and a device may be
+        a disk.
     """
     if not stat.S_ISREG(status.st_mode):
         kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
@@ -138,14 +141,15 @@ def _regular_file(path: Path, name: str, status: os.stat_result, where: str) -> 
 
 
 def _link(path: Path, name: str, root: Path) -> TarMember:
-    """Return the member `name` for the link `path`.
+    """Return the member `name` for the symbolic link `path`.
 
     Raises
     ------
-    UsageError : it leads out of the folder `root`. In the image it would lead to another file, or to none.
+    UsageError : the link leads out of the folder `root`. In the image, it would lead to another file or to
+        none.
     """
     target = path.readlink()
-    # The resolved target is compared, since "a/../x" may leave the folder if a is a link itself.
+    # Compare the resolved target, because "a/../x" may leave the folder if "a" itself is a link.
     if target.is_absolute() or not Path(os.path.realpath(path)).is_relative_to(root):
         raise UsageError(
             f"a link out of the copied folder, to {target}",
@@ -157,7 +161,7 @@ def _link(path: Path, name: str, root: Path) -> TarMember:
 
 @contextlib.contextmanager
 def explain_read_errors(path: Path, where: str = "", hint: str = "") -> Iterator[None]:
-    """Turn an OSError inside the block into a UsageError that names its file, by default `path`."""
+    """Convert an OSError inside the block to a UsageError that names the file, by default `path`."""
     try:
         yield
     except OSError as error:
@@ -174,14 +178,14 @@ def _ignore_hint(path: Path) -> str:
 
 
 def tar_chunks(members: Iterable[TarMember]) -> Iterator[bytes]:
-    """Yield the archive in chunks. The last chunk is the object `END`."""
+    """Yield the tar of `members` in chunks. The last chunk is the object `END`."""
     for member in members:
         yield from member_chunks(member)
     yield END
 
 
 def tar_size(members: Iterable[TarMember]) -> int:
-    """Return the size of the archive in bytes. The content of the members is not read."""
+    """Return the size of the tar of `members` in bytes. The content of the members is not read."""
     size_bytes = len(END)
     for member in members:
         padding_bytes = -member.size_bytes % tarfile.BLOCKSIZE
@@ -190,20 +194,21 @@ def tar_size(members: Iterable[TarMember]) -> int:
 
 
 def member_chunks(member: TarMember) -> Iterator[bytes]:
-    """Yield the part of the archive that holds `member`: its header, its content and the padding."""
+    """Yield the part of the tar that contains `member`: its header, its content and padding."""
     yield _header(member)
     yield from _read_content(member)
+    # The content of each member is padded to whole blocks.
     yield bytes(-member.size_bytes % tarfile.BLOCKSIZE)
 
 
 END = bytes(2 * tarfile.BLOCKSIZE)
-"""Two empty blocks end every tar."""
+"""The two empty blocks that end every tar."""
 
 
 def unpack_members(stream: BinaryIO, folder: Path) -> dict[str, str]:
-    """Write the files in a tar of `tar_chunks` below `folder`, and return the targets of its links by name.
+    """Unpack a tar from `tar_chunks` to `folder`, and return the targets of its links by name.
 
-    No link is made, because it could lead out of the folder.
+    Links are not created, because a link could lead out of the folder.
     """
     links = {}
     with tarfile.open(fileobj=stream, mode="r|") as archive:  # noqa: TID251 - imgkit has made this tar
@@ -224,15 +229,15 @@ def unpack_members(stream: BinaryIO, folder: Path) -> dict[str, str]:
 
 
 def _header(member: TarMember) -> bytes:
-    """Return the tar header of `member`. It is the same for every user and at any time."""
-    info = tarfile.TarInfo(member.name)
-    info.type = member.kind
-    info.mode = member.mode
-    info.linkname = member.link
-    info.size = member.size_bytes
-    info.mtime = files.MTIME_S
-    # GNU's format, not pax: it keeps names outside UTF-8 unchanged and allows any size.
-    return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
+    """Return the tar header of `member`. It does not depend on the user or the time."""
+    header = tarfile.TarInfo(member.name)
+    header.type = member.kind
+    header.mode = member.mode
+    header.linkname = member.link
+    header.size = member.size_bytes
+    header.mtime = files.MTIME_S
+    # GNU's format, unlike pax, keeps names outside UTF-8 unchanged. It also allows any size.
+    return header.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
 
 
 def _read_content(member: TarMember) -> Iterator[bytes]:
@@ -240,7 +245,7 @@ def _read_content(member: TarMember) -> Iterator[bytes]:
 
     Raises
     ------
-    UsageError : the file cannot be read, or has another size than when it was listed.
+    UsageError : the file cannot be read, or its size has changed since it was listed.
     """
     if member.source is None:
         yield member.data
@@ -248,7 +253,7 @@ def _read_content(member: TarMember) -> Iterator[bytes]:
     unread_bytes = member.size_bytes
     with explain_read_errors(member.source), files.open_regular(member.source, buffering=0) as stream:
         while True:
-            # Ask for one byte more than expected: if it comes, the file has grown.
+            # Request one byte more than expected. If the read returns it, the file has grown.
             chunk = stream.read(min(files.CHUNK_BYTES, unread_bytes + 1))
             if len(chunk) > unread_bytes:
                 raise _changed_size_error(member.source, "grew")
@@ -261,6 +266,7 @@ def _read_content(member: TarMember) -> Iterator[bytes]:
 
 
 def _changed_size_error(file: Path, change: str) -> UsageError:
+    """Return the error for a file whose size has changed. `change` is ``grew`` or ``shrank``."""
     return UsageError(
         f"{file} {change} while it was read",
         hint=f"build again when no program writes to it, or {_ignore_hint(file)}",
@@ -268,12 +274,13 @@ def _changed_size_error(file: Path, change: str) -> UsageError:
 
 
 def find_text(members: Iterable[TarMember], texts: Collection[bytes]) -> str | None:
-    """Return the name of the first member whose content holds one of `texts`, or None."""
+    """Return the name of the first member whose content contains one of `texts`, or None."""
     longest = max(len(text) for text in texts)
     for member in members:
         previous_end = b""
         for chunk in _read_content(member):
-            # A text may begin at the end of one chunk and go on in the next.
+            # A text may begin at the end of one chunk and continue in the next, so search across the border,
+            # too.
             window = previous_end + chunk
             if any(text in window for text in texts):
                 return member.name

@@ -1,13 +1,14 @@
-"""A recipe becomes its layers, and those a Dockerfile or a definition: one model, two templates.
+"""Render a recipe as a Dockerfile or as a Singularity definition file.
 
-Layers that change rarely come first: base, certificates, apt, the uv project, pip, environment, run steps,
-the entry points, the user's code, run steps that need it, facts and provenance, labels. The environment comes
-before the run steps, which need it, and after pip, so that a new value does not repeat the installation.
+A recipe is first converted to its layers, which fill one of two templates. Layers that rarely change come
+first: base, certificates, apt, the uv project, pip, environment, run steps, the entry points, the user's
+code, run steps that need that code, system facts and provenance, labels. The environment comes before the run
+steps, which need it, and after pip, so that a new value of a variable does not repeat the installation.
 
-Docker's classic builder reads the text, so it uses no heredoc, ``RUN --mount`` or ``COPY --link``
-(docs/adr/0003). It expands ``$``, quotes and backslashes in ENV, LABEL, WORKDIR and COPY; in COPY even
-after it has decoded its JSON. It expands nothing in RUN. Every value of a recipe is quoted for its
-position.
+Docker's classic builder must be able to read the Dockerfile, so the template uses no heredoc, ``RUN --mount``
+or ``COPY --link`` (docs/adr/0003). The builder expands ``$``, quotes and backslashes in ENV, LABEL, WORKDIR
+and COPY. In COPY, it does so even after it has decoded the JSON form. It expands nothing in RUN. Every value
+of a recipe is quoted for the instruction in which it appears.
 """
 
 from __future__ import annotations
@@ -45,49 +46,51 @@ from imgkit_entrypoints.errors import UsageError
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-# The comment above an instruction: "# imgkit: PURPOSE", "# --base NAME (...)", "# mn5.yaml:12-14,
-# mn5-llm.yaml:3"
+# The comment that is above each instruction and says where it comes from: "# imgkit: PURPOSE", "# --base NAME
+# (...)", or "# mn5.yaml:12-14, mn5-llm.yaml:3"
 TRACE = re.compile(r"\s*# (imgkit: .+|--base .+|[^/]+:\d+(?:-\d+)?(?:, [^/]+:\d+(?:-\d+)?)*)")
 
 
 def render_dockerfile(
     recipe: Recipe, *, base: str | None = None, platform: str | None = None, base_user: str = ""
 ) -> str:
-    """Return the text of the Dockerfile of `recipe`.
+    """Return the Dockerfile of `recipe` as text.
 
-    FROM names no platform, since ``FROM --platform`` with a local image of another architecture would build
-    the wrong image. imgkit compares the platform with the base before the build.
+    FROM does not name the platform. With a local image of another architecture, ``FROM --platform`` would
+    build the wrong image. imgkit compares the platform of the base before the build instead.
 
     Parameters
     ----------
-    base : the base image, if it is not that of the recipe.
-    platform : appears in a comment only.
-    base_user : the user of the base, if that is not root. Only a machine that has the base knows it.
+    base : the base image, if it differs from the base in the recipe.
+    platform : the platform, which appears only in a comment.
+    base_user : the user of the base, if that is not root. It is known only on a machine that has the base.
 
     Raises
     ------
-    UsageError : a Dockerfile cannot express a value, for example a variable with a line end.
+    UsageError : a value cannot be written in a Dockerfile, for example a variable with a line break.
     """
     layers = build_layers(recipe, base=base, platform=platform, base_user=base_user)
     return _fill_template("dockerfile.j2", layers)
 
 
 def render_resolver(layers: Layers, *, folder: str) -> str:
-    """Return the Dockerfile of the build that finds the packages for a recipe's lock.
+    """Return the Dockerfile of the build that finds the packages for the lock of a recipe.
 
-    `folder` is the folder of imgkit's programs in that image, which run in place of apt and pip.
+    `folder` is a folder in that image. It contains programs of imgkit that run in place of apt and pip.
     """
     return _fill_template("resolver.j2", layers, folder=folder)
 
 
 def render_definition(recipe: Recipe, *, base: str | None = None, platform: str | None = None) -> str:
-    """Return the text of a Singularity definition file for the same image.
+    """Return the Singularity definition file of `recipe` as text.
 
-    Build the text inside the unpacked build context; its first lines have the commands.
+    It describes the same image as the Dockerfile. The user builds it inside the unpacked build context. Its
+    first lines contain the commands for that.
 
     Raises
     ------
-    UsageError : a definition file cannot express a value; a Dockerfile can express most of them.
+    UsageError : a value cannot be written in a definition file. Most of these values can be written in a
+        Dockerfile.
     """
     return render_build_definition(recipe, Additions(), base=base, platform=platform)
 
@@ -101,15 +104,16 @@ def render_build_definition(
     bootstrap: str = "docker",
     source: str = "",
 ) -> str:
-    """Return the text of the definition file that imgkit itself builds with a runtime.
+    """Return the definition file with which imgkit itself builds an image.
 
-    It is that of `render_definition`, with `additions`, such as the labels of the build.
+    It is the result of `render_definition` plus `additions`, such as the labels of this build.
 
     Parameters
     ----------
     base, platform : as in `render_dockerfile`.
-    bootstrap : where the base is: ``docker`` is a registry, ``localimage`` a file, ``oci`` a folder.
-    source : where it finds the base; by default the name of the base.
+    bootstrap : the kind of source for the base. ``docker`` is a registry, ``localimage`` a file, and ``oci``
+        a folder.
+    source : the location of the base. By default it is the name of the base.
 
     Raises
     ------
@@ -133,21 +137,22 @@ def render_build_definition(
         additions=additions,
         steps=steps,
     )
-    for number, line in enumerate(text.split("\n"), 1):
-        # Apptainer >= 1.2 replaces {{ word }} by a build argument, and fails if there is no such argument.
+    for line_number, line in enumerate(text.split("\n"), 1):
+        # Apptainer >= 1.2 replaces {{ word }} by the build argument `word`, and fails if there is no such
+        # argument.
         match = re.search(r"\{\{\s*\w+\s*\}\}", line)
         if match is not None:
-            where = find_origin(text, number)
+            where = find_origin(text, line_number)
             refuse_value(match.group(), "a definition file", where, "use --format dockerfile")
     return text
 
 
 def find_origin(text: str, line: int) -> str:
-    """Return the line of the recipe that gives line `line` (from 1) of a rendered text: ``mn5.yaml:12``.
+    """Return the line of the recipe that causes line `line` (from 1) of a rendered text: ``mn5.yaml:12``.
 
-    Each instruction has a comment above it that says so. An instruction made of several values gives
-    ``mn5.yaml:12-14, mn5-llm.yaml:3``, and a step of imgkit's own ``imgkit: `` and its purpose. The result
-    is empty for a line above all instructions.
+    The comment above each instruction contains the answer. An instruction that combines several values gives
+    ``mn5.yaml:12-14, mn5-llm.yaml:3``. For a step that imgkit adds itself, the result is ``imgkit: `` and the
+    purpose of the step. For a line above all instructions, the result is empty.
     """
     for earlier_line in reversed(text.split("\n")[:line]):
         match = TRACE.fullmatch(earlier_line)
@@ -157,9 +162,9 @@ def find_origin(text: str, line: int) -> str:
 
 
 def _fill_template(name: str, layers: Layers, **values: object) -> str:
-    """Return the text of the template `name`, such as ``dockerfile.j2``.
+    """Render the template `name`, such as ``dockerfile.j2``.
 
-    The template uses the fields of `layers`, and `values`.
+    The template can use the fields of `layers`, and `values`.
     """
     jinja = template_environment("templates")
     jinja.filters.update(
@@ -175,11 +180,12 @@ def _fill_template(name: str, layers: Layers, **values: object) -> str:
 
 
 def template_environment(shipped: str, folder: Path | None = None) -> Environment:
-    """Return a jinja2 environment that finds templates in `folder`, or else in imgkit's folder `shipped`.
+    """Return a jinja2 environment that looks for templates in `folder` first, and then in `shipped`.
 
-    A template that uses a missing value raises an error.
+    `shipped` is a folder of the package imgkit_recipes. A template that uses a missing value raises an error.
     """
-    # Imported here: only some verbs render, and the import takes longer than the rest of "imgkit --help".
+    # Imported here, because only some commands render, and the import takes longer than the rest of "imgkit
+    # --help".
     from jinja2 import ChoiceLoader, FileSystemLoader, PackageLoader, StrictUndefined
 
     from imgkit_builder.image.sandbox import Templates
@@ -200,13 +206,14 @@ def template_environment(shipped: str, folder: Path | None = None) -> Environmen
 
 
 def _list_definition_steps(layers: Layers) -> Iterator[Step]:
-    """Yield the steps of ``%post`` in a definition file, in the order in which they run.
+    """Yield the steps of the section ``%post`` of a definition file, in the order in which they run.
 
-    A Dockerfile has instructions such as ENV and COPY in between. Here they become shell commands.
+    A Dockerfile also has instructions such as ENV and COPY between the steps. Here they become shell
+    commands.
     """
     if layers.args:
         yield Step(origin=layers.args.origin, command=_export(layers.args.entries))
-    # `%files` keeps the modes of the files on this machine.
+    # The section `%files` copies files with the modes that they have on this machine.
     copied = [INSIDE]
     if layers.ca:
         copied += [file.path for file in layers.ca.files]
@@ -230,7 +237,8 @@ def _list_definition_steps(layers: Layers) -> Iterator[Step]:
     for project in layers.projects:
         (folder,) = project.files
         command = project.command
-        # `%files` puts it below INSIDE, where a project stays that is not editable.
+        # The section `%files` has copied the project to INSIDE. An editable project must be copied to its own
+        # folder.
         if folder.path != f"{INSIDE}/{folder.context_path}":
             command = f"{_copy_command(folder)}\n{command}"
         yield Step(origin=project.origin, command=command)
@@ -245,8 +253,8 @@ def _list_definition_steps(layers: Layers) -> Iterator[Step]:
 def _add_parentheses(step: Step) -> Step:
     """Put the commands of `step` into parentheses if they are joined by ``&&``.
 
-    ``%post`` runs under ``set -e``. In ``a && b``, a failure of ``a`` would not end the build, in
-    ``(a && b)`` it does.
+    The section ``%post`` runs under ``set -e``. Without parentheses, a failure of ``a`` in ``a && b`` would
+    not end the build. In ``(a && b)``, it does.
     """
     if f"{NEXT}&& " not in step.command:
         return step
@@ -254,91 +262,102 @@ def _add_parentheses(step: Step) -> Step:
 
 
 def _imgkit_step(purpose: str, command: str, files: tuple[ContextFile, ...] = ()) -> Step:
+    """Return a step that imgkit adds to the steps of the recipe.
+
+    `purpose` appears in the comment above it.
+    """
     return Step(origin=f"imgkit: {purpose}", command=command, files=files)
 
 
 def _list_copy_steps(copies: Iterable[ContextFile]) -> Iterator[Step]:
-    """Yield a step for each of `copies`, which copies the user's files to their path in the image."""
+    """Yield a step for each of `copies`, which copies the user's files to their folder in the image."""
     for copy in copies:
         yield Step(origin=copy.origin, command=_copy_command(copy))
 
 
 def _list_commands(steps: Iterable[Step], folder: str) -> Iterator[Step]:
-    """Yield the user's `steps`. Each command starts in `folder`, and cannot change that of the next one."""
+    """Yield the user's `steps` such that each command starts in `folder`.
+
+    Each command runs in a subshell, so it cannot change the working directory of the next one.
+    """
     for step in steps:
         yield Step(origin=step.origin, command=f"(cd -- {shlex.quote(folder)} && {step.command})")
 
 
 def _export(variables: Mapping[str, str]) -> str:
+    """Return a shell command that sets and exports `variables`."""
     values = (f"{key}={install.shell_value(key, value)}" for key, value in variables.items())
     return f"export {NEXT.join(values)}"
 
 
 def _copy_command(code: ContextFile) -> str:
-    """Return the shell commands that copy the content of a folder of the context to its path in the image."""
+    """Return shell commands that copy a folder of the build context to its path in the image."""
     target = shlex.quote(code.path)
     return f"mkdir -p -- {target}\ncp -RP -- {INSIDE}/{code.context_path}/. {target}"
 
 
 def docker_quote(value: str) -> str:
-    """Return `value` in double quotes for ENV, LABEL and WORKDIR, with ``$`` escaped."""
+    """Return `value` in double quotes for ENV, LABEL and WORKDIR. A ``$`` is escaped."""
     return '"' + re.sub(r'([\\"$])', r"\\\1", value) + '"'
 
 
 def _docker_value(value: str, key: str) -> str:
     """Return the value of the variable `key`, quoted for ENV.
 
-    Docker expands ``/x:$PATH``, which adds to the base's value. In any other value, ``$`` is escaped.
+    In a value such as ``/x:$PATH``, Docker expands the reference, which adds to the base's value. In any
+    other value, ``$`` is escaped.
     """
-    # Without the outer quotes, since `quote_inherited` puts quotes around the whole value.
+    # `quote_inherited` puts quotes around the whole value, so remove those of `docker_quote`.
     inherited = quote_inherited(key, value, lambda text: docker_quote(text)[1:-1])
     return inherited or docker_quote(value)
 
 
 def _docker_key(value: str) -> str:
-    """Return the name of a label, quoted only where it must be."""
+    """Return the name of a label. It is quoted only if it contains unusual characters."""
     if re.fullmatch(r"[A-Za-z0-9._/-]+", value):
         return value
     return docker_quote(value)
 
 
 def _copy_arguments(paths: Sequence[str]) -> str:
-    """Return the arguments of COPY as JSON.
+    """Return the JSON form of the arguments of COPY.
 
-    Some characters are escaped twice: the builder expands ``$`` and quotes in each path even after it has
-    decoded the JSON.
+    Some characters are escaped twice, because the builder expands ``$`` and quotes even after it has decoded
+    the JSON.
     """
     escaped_paths = [re.sub(r"""([\\"'$])""", r"\\\1", path) for path in paths]
     return json.dumps(escaped_paths, ensure_ascii=False)
 
 
 def _copy_file(file: ContextFile) -> str:
-    """Return the JSON form of COPY for one file, or for the content of a folder."""
+    """Return the JSON form of the arguments of COPY, for a file or for the content of a folder."""
     slash = "/" if file.is_folder else ""
     return _copy_arguments([f"{file.context_path}{slash}", f"{file.path}{slash}"])
 
 
-# Compile the entry points in the image, because a read-only image would compile them at every start. The
-# files must have the same bytes in each build, or all of them would be sent to the cluster again. So they
-# hold the hash of their source and not its time, as those of pip would, and PYTHONHASHSEED fixes the order of
-# sets. no_debug_ranges leaves out the columns for tracebacks, a quarter of the compressed size.
+# Compile the entry points during the build, because a read-only image would compile them at every start. The
+# files must have the same bytes in each build. Otherwise all of them would be sent to the cluster again. So
+# they contain the hash of their source and not its time, as those of pip would, and PYTHONHASHSEED fixes the
+# order of sets. The option no_debug_ranges leaves out the columns for tracebacks, which are a quarter of the
+# compressed size.
 COMPILE = (
     "PYTHONHASHSEED=0 python3 -s -X no_debug_ranges -m compileall -q --invalidation-mode checked-hash"
     f"{NEXT}    \"$(python3 -IBc 'import {wheel.PACKAGE} as it; print(it.__path__[0])')\""
 )
 
 CERTIFICATES = "/usr/local/share/ca-certificates"
-"""The folder of local authorities, which ``update-ca-certificates`` adds to `BUNDLE` (Debian, Ubuntu)."""
+"""The folder with the certificates of local authorities. ``update-ca-certificates`` adds them to `BUNDLE`
+(Debian, Ubuntu)."""
 BUNDLE = "/etc/ssl/certs/ca-certificates.crt"
 TRUST = dict.fromkeys(("CURL_CA_BUNDLE", "PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"), BUNDLE)
-"""Variables that make programs use `BUNDLE`: pip, requests and conda's programs bring their own list of
-certificate authorities."""
+"""Variables that make programs use `BUNDLE`. pip, requests and conda's programs otherwise use their own list
+of certificate authorities."""
 
 
 def build_layers(recipe: Recipe, *, base: str | None, platform: str | None, base_user: str = "") -> Layers:
-    """Return the layers of the image of `recipe`, from which both templates are filled.
+    """Return the layers of the image of `recipe`, which fill the templates.
 
-    Shell commands in them are quoted; the templates quote all other values.
+    Shell commands in the layers are already quoted. The templates quote all other values.
 
     Parameters
     ----------
@@ -346,7 +365,8 @@ def build_layers(recipe: Recipe, *, base: str | None, platform: str | None, base
 
     Raises
     ------
-    UsageError : a value does not fit on one line, or ``constraints.drop`` has no name of a distribution.
+    UsageError : a value contains a line break, or an item of ``constraints.drop`` is not the name of a
+        distribution.
     """
     _refuse_line_ends(recipe)
     image = recipe.image
@@ -394,9 +414,9 @@ def build_layers(recipe: Recipe, *, base: str | None, platform: str | None, base
 
 
 def _refuse_line_ends(recipe: Recipe) -> None:
-    """Raise UsageError for a value with a line end, which would begin a new instruction in a Dockerfile.
+    """Raise UsageError for a value with a line break, which would begin a new instruction in a Dockerfile.
 
-    Commands may have several lines, since they are quoted.
+    Commands may have several lines, because they are quoted.
     """
     for path, value in _list_texts(dataclasses.asdict(recipe.image), ("image",)):
         if path[-1] == "command":
@@ -408,6 +428,7 @@ def _refuse_line_ends(recipe: Recipe) -> None:
 
 
 def _list_apt_steps(recipe: Recipe) -> tuple[Step, ...]:
+    """Return the step that installs Debian packages, or an empty tuple if there are no packages."""
     packages = recipe.lock.apt if recipe.lock else recipe.image.apt
     if not packages:
         return ()
@@ -417,44 +438,50 @@ def _list_apt_steps(recipe: Recipe) -> tuple[Step, ...]:
 def _list_pip_steps(recipe: Recipe) -> tuple[Step, ...]:
     """Return the steps that install packages with pip.
 
-    With a lock, a step for which the lock has no wheel is left out: it would install nothing.
+    If the recipe has a lock, steps without a wheel in the lock are left out, because they would install
+    nothing.
     """
-    numbers = install.pip_step_numbers(recipe)
+    step_indices = install.pip_step_numbers(recipe)
     if recipe.lock:
-        numbers = [number for number in numbers if install.locked_wheels(recipe, number)]
-    return tuple(install.pip_step(recipe, number) for number in numbers)
+        step_indices = [
+            step_index for step_index in step_indices if install.locked_wheels(recipe, step_index)
+        ]
+    return tuple(install.pip_step(recipe, step_index) for step_index in step_indices)
 
 
 def _list_project_steps(recipe: Recipe) -> tuple[Step, ...]:
+    """Return the steps that install the user's own projects."""
     steps = enumerate(recipe.image.pip)
     return tuple(
-        install.project_step(recipe, number, step) for number, step in steps if step.project is not None
+        install.project_step(recipe, index, step) for index, step in steps if step.project is not None
     )
 
 
 def _list_protection_steps(recipe: Recipe) -> tuple[Step, ...]:
     """Return the steps that make pip keep packages of the base, such as torch.
 
-    They write files with the versions to keep. The first is also written if there are only run steps, because
-    these may call pip and use the file.
+    The steps write files with the versions to keep. The first file is also written if the recipe has only run
+    steps, because their commands may call pip with that file.
     """
     image = recipe.image
     uses_pip = image.uv or image.pip
     steps = []
     if uses_pip or image.run:
         steps.append(install.protection_step())
+    # Only this policy changes the base's constraint file. The others need no copy of it.
     if uses_pip and image.constraints.policy == "drop":
         steps.append(install.constraint_step(recipe))
     return tuple(steps)
 
 
 def _install_wheel() -> Step:
-    """Return the step that installs the entry points."""
+    """Return the step that installs imgkit's entry points."""
     name = wheel.wheel_name()
     path = f"{INSIDE}/{name}"
     return _imgkit_step(
         "no index, no dependencies; forced, because a changed wheel can have the same version",
-        # Nothing is constrained here, and pip would stop if the file of the base's PIP_CONSTRAINT is missing.
+        # This step needs no constraints. With the base's PIP_CONSTRAINT, pip would fail if the file it names
+        # is missing.
         f"{install.PIP} PIP_CONSTRAINT=''{NEXT}python3 -m pip install --no-cache-dir --no-compile --no-index"
         f" --no-deps --force-reinstall{NEXT}    {path}{NEXT}&& {COMPILE}",
         files=(ContextFile(context_path=f"imgkit/{name}", path=path),),
@@ -462,28 +489,31 @@ def _install_wheel() -> Step:
 
 
 def _list_copies(recipe: Recipe, after: str) -> tuple[ContextFile, ...]:
-    """Return the user's files to copy behind the step `after`: ``base``, ``apt`` or ``pip``."""
+    """Return the user's files to copy after the step `after`: ``base``, ``apt`` or ``pip``."""
     copies = []
-    for number, step in enumerate(recipe.image.copy):
+    for index, step in enumerate(recipe.image.copy):
         if step.after != after:
             continue
         copy = ContextFile(
-            context_path=copy_folder(number),
+            context_path=copy_folder(index),
             path=posixpath.normpath(step.target),
             is_folder=True,
-            origin=recipe.where("image", "copy", number),
+            origin=recipe.where("image", "copy", index),
         )
         copies.append(copy)
     return tuple(copies)
 
 
 def certificate_file(number: int) -> str:
-    """Return the path of certificate `number` (from 0) in the build context."""
+    """Return the path of a certificate in the build context. `number` is its index in the recipe."""
     return f"imgkit/ca-{number}.crt"
 
 
 def copy_folder(number: int) -> str:
-    """Return the folder of copy step `number` (from 0) in the build context."""
+    """Return the folder of a copy step in the build context.
+
+    `number` is the index of the step in the recipe.
+    """
     return f"copy/{number}"
 
 
@@ -496,12 +526,17 @@ def _list_texts(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
             yield (*path, key), key
             yield from _list_texts(item, (*path, key))
     elif isinstance(value, Sequence):
-        for number, item in enumerate(value):
-            yield from _list_texts(item, (*path, number))
+        for index, item in enumerate(value):
+            yield from _list_texts(item, (*path, index))
 
 
 def _base(recipe: Recipe, override: str | None) -> Text:
+    """Return the base image, with the line of the recipe or the option that selects it.
+
+    If the recipe has a lock, the base is the exact image of the lock, unless `override` names another one.
+    """
     where = recipe.where("image", "base")
+    # The lock identifies the base exactly, so that a moved tag does not change the image.
     if recipe.lock and override in (None, recipe.lock.base.exact):
         return Text(origin=where, text=recipe.lock.base.exact)
     if override is None or override == recipe.image.base:
@@ -512,84 +547,89 @@ def _base(recipe: Recipe, override: str | None) -> Text:
 def _certificates_step(recipe: Recipe) -> Step:
     """Return the step that makes the image trust the recipe's certificates.
 
-    It comes before the first use of the network, which may go through a proxy with such a certificate.
+    It comes before the first access to the network, which may go through a proxy with such a certificate.
     """
-    numbers = range(len(recipe.image.ca))
+    indices = range(len(recipe.image.ca))
     files = []
-    for number in numbers:
-        context_path = certificate_file(number)
+    for index in indices:
+        context_path = certificate_file(index)
         path = f"{CERTIFICATES}/imgkit-{posixpath.basename(context_path)}"
         files.append(ContextFile(context_path=context_path, path=path))
-    # If the base has set PIP_CERT to a file of its own, its certificates are added: imgkit sets the variable,
-    # too, and they must not get lost.
+    # If the base sets PIP_CERT to its own file, the certificates in that file are added. imgkit also sets
+    # PIP_CERT, so they would be lost otherwise.
     lines = (
         f'if [ -f "${{PIP_CERT:-}}" ] && [ "$PIP_CERT" != {BUNDLE} ]; then',
         f'    cp -- "$PIP_CERT" {CERTIFICATES}/imgkit-base.crt; fi;',
         "if command -v update-ca-certificates > /dev/null; then update-ca-certificates;",
         f"else mkdir -p {posixpath.dirname(BUNDLE)} && cat {CERTIFICATES}/*.crt >> {BUNDLE}; fi",
     )
-    return Step(origin=_origins(recipe, "ca", numbers), files=tuple(files), command=NEXT.join(lines))
+    return Step(origin=_origins(recipe, "ca", indices), files=tuple(files), command=NEXT.join(lines))
 
 
 def _list_run_steps(recipe: Recipe, after: str) -> tuple[Step, ...]:
-    """Return the user's commands to run behind the step `after`: ``base``, ``apt``, ``pip`` or ``copy``."""
+    """Return the user's commands that run after the step `after`: ``base``, ``apt``, ``pip`` or ``copy``."""
     commands = enumerate(recipe.image.run)
-    return tuple(_run_step(recipe, number, run) for number, run in commands if run.after == after)
+    return tuple(_run_step(recipe, index, run) for index, run in commands if run.after == after)
 
 
 def _run_step(recipe: Recipe, number: int, command: RunCommand) -> Step:
-    """Return the step of the user's command `number`, quoted for a Dockerfile and for a definition."""
+    """Return the step of a user's command, quoted for a Dockerfile and for a definition file.
+
+    `number` is the index of the command in the recipe.
+    """
     text = command.command.strip()
     has_lines = "\n" in text
     if has_lines:
-        # -e: the first line that fails ends the step. Without it, a shell would go on with the next line.
+        # With -e, the first line that fails ends the step. Without it, the shell would continue with the next
+        # line.
         argv: tuple[str, ...] = ("/bin/sh", "-ec", text)
         shell_command = f"sh -ec {_quote_on_one_line(text)}"
     else:
         argv = ("/bin/sh", "-c", text)
         shell_command = f"sh -c {shlex.quote(text)}"
-    docker = text
+    docker_command = text
     needs_exec_form = has_lines or _is_docker_syntax(text)
     if command.secrets:
         argv = (*install.secret_argv(recipe, command.secrets), *argv)
         shell_command = install.secret_prefix(recipe, command.secrets, "") + shell_command
-        docker = shell_command
+        docker_command = shell_command
         needs_exec_form = has_lines
     if needs_exec_form:
-        # The exec form, a JSON list, keeps the whole text as it is, with its line ends.
-        docker = json.dumps(argv, ensure_ascii=False)
+        # The exec form of RUN, a JSON list, keeps the text unchanged, including its line breaks.
+        docker_command = json.dumps(argv, ensure_ascii=False)
     return Step(
         origin=recipe.where("image", "run", number),
         command=shell_command,
-        docker=docker,
+        docker=docker_command,
         mounts=install.secret_mounts(command.secrets),
     )
 
 
 def _is_docker_syntax(text: str) -> bool:
-    """Return whether Docker would read a command as flags, JSON, a heredoc or a continued line."""
+    """Return whether Docker would read the command `text` as flags, JSON, a heredoc or a continued line."""
     return text.startswith(("--", "[")) or "<<" in text or text.endswith("\\")
 
 
 def _quote_on_one_line(text: str) -> str:
-    """Return `text` as one word of a shell, without line ends.
+    """Return `text` as one shell word without line breaks.
 
-    A section of a definition ends where a line begins with ``%``.
+    In a definition file, a line that begins with ``%`` would end the section.
     """
     escaped = text.replace("\\", "\\\\").replace("\n", "\\n")
     return f'"$(printf %b {shlex.quote(escaped)})"'
 
 
 def _env(recipe: Recipe) -> Block:
-    """Return the variables of the image."""
-    # The host's ~/.local is visible inside a .sif; Python must not import its packages.
+    """Return the variables of the image, with the lines of the recipe that set them."""
+    # The host's ~/.local is visible inside a .sif. This variable keeps Python from importing packages from
+    # there.
     variables = {"PYTHONNOUSERSITE": "1", **recipe.image.env}
     return _block(recipe, "env", variables, "imgkit: ignore packages in the host's ~/.local")
 
 
 def _labels(recipe: Recipe) -> Block:
-    """Return the labels that depend on the recipe alone. The build adds date, revision, base and context."""
-    # Title and version are always set: otherwise the image would inherit those of the base.
+    """Return the labels that depend only on the recipe. The build adds date, revision, base and context."""
+    # Title and version are always set. Otherwise the image would inherit those of its base.
     labels = {
         "org.opencontainers.image.title": recipe.name,
         "org.opencontainers.image.version": __version__,
@@ -609,22 +649,25 @@ def _labels(recipe: Recipe) -> Block:
 
 
 def _block(recipe: Recipe, key: str, entries: Mapping[str, str], default_origin: str = "") -> Block:
-    """Return a block of variables or labels, with the lines of the recipe that state them.
+    """Return a block of variables or labels, with the lines of the recipe that set them.
 
-    `entries` may have more than the values of ``image.KEY``. If the recipe states none, `default_origin`
-    takes the place of the lines.
+    `entries` may contain more than the values of ``image.KEY``. If the recipe sets none of them,
+    `default_origin` is used instead of the lines.
     """
     origin = _origins(recipe, key, getattr(recipe.image, key))
     return Block(origin=origin or default_origin, entries=entries)
 
 
 def _origins(recipe: Recipe, key: str, items: Iterable[str | int]) -> str:
-    """Return the lines that state `items` of ``image.KEY``: ``mn5.yaml:12-14, mn5-llm.yaml:3``."""
+    """Return the lines of the recipe that set `items` of ``image.KEY``.
+
+    For example, ``mn5.yaml:12-14, mn5-llm.yaml:3``.
+    """
     ranges: list[_LineRange] = []
     for item in items:
         file, _, line_text = recipe.where("image", key, item).rpartition(":")
         if not file:
-            return line_text  # the name of the recipe alone: no file states the value
+            return line_text  # no file sets the value, so `where` has returned only the name of the recipe
         line = int(line_text)
         if ranges and ranges[-1].is_continued_by(file, line):
             ranges[-1].last = line
@@ -635,14 +678,14 @@ def _origins(recipe: Recipe, key: str, items: Iterable[str | int]) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class _LineRange:
-    """Lines of a file that follow each other."""
+    """A range of consecutive lines in a file."""
 
     file: str
     first: int
     last: int
 
     def is_continued_by(self, file: str, line: int) -> bool:
-        """Return whether `line` of `file` is the last one of this range, or the one behind it."""
+        """Return whether `line` of `file` is the last line of this range, or the line after it."""
         return file == self.file and line in (self.last, self.last + 1)
 
     def __str__(self) -> str:
@@ -653,5 +696,5 @@ class _LineRange:
 
 
 def refuse_value(value: str, form: str, where: str, hint: str) -> NoReturn:
-    """Raise the error for a value that a rendered form cannot express."""
+    """Raise the error for a value that cannot be written in `form`, such as ``a Dockerfile``."""
     raise UsageError(f"{value} cannot appear in {form}", where=where or None, hint=hint)

@@ -1,4 +1,4 @@
-"""The values of build secrets on this machine: options for the builder, stars for its output."""
+"""Read the values of build secrets on this machine, pass them to a builder, and mask them in its output."""
 
 from __future__ import annotations
 
@@ -13,38 +13,41 @@ from imgkit_entrypoints import files, secret_patterns
 from imgkit_entrypoints.errors import UsageError
 
 MIN_CHARACTERS = 8
-"""Length of the shortest line that imgkit searches for. Shorter ones are in many texts by chance."""
+"""The length of the shortest line that imgkit searches for. Shorter lines occur in many texts by chance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecretValues:
-    """What a build needs of its secrets. The default has none."""
+    """The secrets of a build. By default there are none."""
 
     options: tuple[str, ...] = ()
-    """Options of ``docker buildx build`` and ``podman build``, which name the sources and hold no value."""
+    """Options of ``docker buildx build`` and ``podman build``.
+
+    They name the sources of the secrets, not the values.
+    """
     lines: tuple[str, ...] = field(default=(), repr=False)
 
     def mask(self, text: str) -> str:
-        """Return `text` with stars for these values, and for what else looks like a secret."""
+        """Return `text` with stars in place of these values, and of other texts that look like secrets."""
         for line in self.lines:
             text = text.replace(line, "***")
         return secret_patterns.mask_secrets(text)
 
 
 def read_secrets(recipe: Recipe) -> SecretValues:
-    """Read the secrets that steps of `recipe` use.
+    """Read the secrets that the steps of `recipe` use.
 
     Raises
     ------
-    UsageError : a variable is not set, a file cannot be read, or a value is too short to search for.
+    UsageError : a variable is not set, a file cannot be read, or a value is too short to search for it.
     """
     options = []
     lines = set()
     used_secrets = recipe.image.used_secrets
-    for number, secret in enumerate(recipe.image.secrets):
+    for index, secret in enumerate(recipe.image.secrets):
         if secret.id not in used_secrets:
             continue
-        where = recipe.where("image", "secrets", number)
+        where = recipe.where("image", "secrets", index)
         secret_lines = _searchable_lines(_read_value(secret, where))
         if not secret_lines:
             raise UsageError(
@@ -55,25 +58,26 @@ def read_secrets(recipe: Recipe) -> SecretValues:
         lines.update(secret_lines)
         source = f"env={secret.env}" if secret.env else f"src={secret.file}"
         options += ["--secret", f"id={secret.id},{source}"]
-    # The longest first: a value may be a part of another one.
+    # Sort the longest first, because a value may be part of another one and would then hide it from `mask`.
     return SecretValues(options=tuple(options), lines=tuple(sorted(lines, key=len, reverse=True)))
 
 
 def _searchable_lines(value: str) -> list[str]:
     """Return the lines of a secret that are long enough not to occur in other files by chance."""
     lines = [line for line in value.splitlines() if len(line) >= MIN_CHARACTERS]
-    # The first and last line of a key are the same in all keys.
+    # The first and the last line of a PEM key, "-----BEGIN ...", are the same in all keys.
     return [line for line in lines if not line.startswith("-----")]
 
 
 def _read_value(secret: BuildSecret, where: str) -> str:
-    """Return the value of a secret, from its variable or its file."""
+    """Return the value of a secret from its variable or its file. `where` is the line of the recipe."""
     if secret.env is not None:
         value = os.environ.get(secret.env, "")
         if not value:
             problem = f"the variable {secret.env} of the secret {secret.id} is not set"
             raise UsageError(problem, where=where, hint=f"export {secret.env}=..., then build again")
         return value
+    # The check of the recipe has made sure that a secret has either a variable or a file.
     file = secret.file or Path()
     try:
         return files.read_text(file, errors="surrogateescape")
@@ -85,11 +89,11 @@ def _read_value(secret: BuildSecret, where: str) -> str:
 def refuse_secrets_in(context: BuildContext, values: SecretValues) -> None:
     """Refuse a build context in which a file contains the value of a build secret.
 
-    The file would be in the image, where anybody who pulls it could read the value.
+    Such a file would be copied into the image, where anybody who pulls the image could read the value.
 
     Raises
     ------
-    UsageError : there is such a file.
+    UsageError : a file contains such a value.
     """
     if not values.lines:
         return

@@ -1,14 +1,15 @@
-"""Pack what an image needs of an editable project to install it, without the project's code.
+"""Select the files of an editable project that are needed to install it, without the project's code.
 
 ``pip install --editable`` writes only paths into the image, such as ``/workspace/src``. Each run mounts its
-code there. So the build packs pyproject.toml, the files that it names, and stubs in place of the top-level
-packages. An edit of the code then changes neither the build context nor the image.
+code there. So the build packs only pyproject.toml, the files to which it refers, and stubs in place of the
+top-level packages. An edit of the code then changes neither the build context nor the image.
 
-What build backends look at, seen with setuptools 68 and 84, hatchling 1.33, flit-core 4.2, poetry-core 2.5,
-pdm-backend 2.5 and uv-build 0.13:
+This is what build backends read, as observed with setuptools 68 and 84, hatchling 1.33, flit-core 4.2,
+poetry-core 2.5, pdm-backend 2.5 and uv-build 0.13:
 
-* They look for the project's packages by the names of folders and of ``__init__.py``.
-* setuptools links a flat layout by the names of its top-level packages, one with ``src`` by that folder.
+* They find the project's packages by the names of folders and of ``__init__.py``.
+* setuptools links a flat layout by the names of its top-level packages, and a layout with ``src`` by that
+  folder.
 * A version may be read from a module: ``attr`` of setuptools, ``path`` of hatchling, the module of flit.
 """
 
@@ -31,7 +32,7 @@ from imgkit_entrypoints import files
 from imgkit_entrypoints.system import WORKSPACE
 
 CODE_FOLDER = f"/{WORKSPACE}"
-"""Folder of an image over which a run mounts its code."""
+"""The folder of an image over which each run mounts its code."""
 
 _SETUPTOOLS = "setuptools.build_meta"
 _SETUPTOOLS_BACKENDS = (_SETUPTOOLS, "setuptools.build_meta:__legacy__")
@@ -45,18 +46,19 @@ _BACKENDS = (
     "uv_build",
 )
 _TOOLS = ("setuptools", "flit", "poetry", "pdm")
-"""Tables below ``tool`` in which these backends name files and packages; the tables of hatch and uv also hold
-other settings."""
+"""The tables below ``tool`` in which these backends refer to files and packages. The tables of hatch and uv
+are not listed, because they also contain other settings."""
 _BUILD_PROGRAMS = (
     *("setuptools.ext-modules", "setuptools.cmdclass", "setuptools.data-files", "setuptools-rust"),
     *("hatch.build.hooks", "hatch.build.force-include", "hatch.build.targets.wheel.hooks"),
     *("hatch.build.targets.wheel.force-include", "hatch.build.targets.wheel.shared-data"),
     *("hatch.metadata.hooks.custom", "poetry.build", "pdm.build.custom-hook"),
 )
-"""Keys below ``tool`` by which a backend compiles, runs a program of the project, or installs other files."""
+"""The keys below ``tool`` that make a backend compile code, run a program of the project, or install other
+files."""
 _ROOT_FILES = (PYPROJECT, "setup.py", "setup.cfg")
 _LICENSES = ("LICEN[CS]E*", "COPYING*", "NOTICE*", "AUTHORS*")
-"""Files that setuptools and hatchling add to the metadata if pyproject.toml names none."""
+"""The files that setuptools and hatchling add to the metadata if pyproject.toml names none."""
 _DECLARATIVE_NAMES = frozenset(
     {"setuptools", "setup", "find_packages", "find_namespace_packages", "__name__"}
 )
@@ -64,7 +66,7 @@ _COMPILING_KEYWORDS = frozenset(
     {"ext_modules", "cmdclass", "cffi_modules", "rust_extensions", "data_files", "distclass"}
 )
 _SETUP_CFG_VERSION = re.compile(r"^version\s*=\s*attr:\s*([\w.]+)", re.MULTILINE)
-# Larger files of a project are not read: a hostile one could fill the memory.
+# Larger files of a project are not read, because a hostile one could fill the memory.
 _MOST_BYTES = 1 << 20
 _STUB = b"""\
 raise ImportError(
@@ -75,23 +77,26 @@ raise ImportError(
 
 
 def unfit_reason(project: Path) -> str:
-    """Return why all files of a project must be packed: ``its setup.py is a program``.
+    """Return why all files of a project must be packed, for example ``its setup.py is a program``.
 
-    That is so if the installation compiles modules or runs a program of the project, which may read any file.
-    The result is empty if a skeleton, the project without its code, is enough to install it.
+    This is necessary if the installation compiles modules or runs a program of the project, because the
+    program may read any file. The result is empty if a skeleton (the project without its code) is enough for
+    the installation.
     """
-    content = _read_toml(project)
-    build_system = _table(content, "build-system")
+    pyproject = _read_toml(project)
+    build_system = _table(pyproject, "build-system")
+    # pip uses setuptools for a project that names no backend (PEP 517).
     backend = build_system.get("build-backend", _SETUPTOOLS)
+    # The key "backend-path" means that the backend is part of the project, so it may do anything.
     if backend not in _BACKENDS or "backend-path" in build_system:
         return f"its build backend is {backend}"
     for key in _BUILD_PROGRAMS:
         *parents, name = key.split(".")
-        if _table(content, "tool", *parents).get(name):
+        if _table(pyproject, "tool", *parents).get(name):
             return f"its {PYPROJECT} has tool.{key}"
     if backend == "pdm.backend" and (project / "pdm_build.py").exists():
         return "its pdm_build.py is a program"
-    # setuptools runs a setup.py, which may read any file.
+    # setuptools runs setup.py, and a program may read any file of the project.
     setup_py = _read_text(project / "setup.py")
     if setup_py and not _is_declarative(setup_py):
         return "its setup.py is a program"
@@ -99,10 +104,11 @@ def unfit_reason(project: Path) -> str:
 
 
 def select_skeleton(code: Code, members: Iterable[TarMember]) -> tuple[TarMember, ...]:
-    """Return those of `members`, all files of a project, that pip needs to install it as editable.
+    """Select the files that pip needs to install an editable project.
 
-    They are pyproject.toml and files that it names, and folders in which the build backend looks for
-    packages. The content of top-level modules is replaced by `_STUB`.
+    `members` are all files and folders of the project. The result contains pyproject.toml, the files to which
+    it refers, and the folders in which the build backend looks for packages. The content of top-level modules
+    is replaced by `_STUB`.
     """
     members_by_name = {posixpath.relpath(member.name, code.context_folder): member for member in members}
     project = _Project.read(code.source, members_by_name)
@@ -112,11 +118,12 @@ def select_skeleton(code: Code, members: Iterable[TarMember]) -> tuple[TarMember
             is_needed = project.needs_folder(name)
         else:
             is_needed = project.needs_content(name)
+        # Keep the file or folder unchanged, replace a module by the stub, or leave the file out.
         if is_needed:
             skeleton[name] = member
         elif project.is_module(name):
             skeleton[name] = memory_file(member.name, _STUB)
-    # The folders of these files are needed, too.
+    # Add the folders that contain these files.
     for name in _list_parents(skeleton) & members_by_name.keys():
         skeleton.setdefault(name, members_by_name[name])
     return tuple(skeleton[name] for name in members_by_name if name in skeleton)
@@ -124,48 +131,49 @@ def select_skeleton(code: Code, members: Iterable[TarMember]) -> tuple[TarMember
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Project:
-    """The names in a project's folder, and those that its files for the build backend state."""
+    """The names in a project's folder that its build backend may look for."""
 
     references: frozenset[str]
-    """Paths, packages and patterns that pyproject.toml, setup.cfg and setup.py state."""
+    """Paths, packages and patterns that occur in pyproject.toml, setup.cfg and setup.py."""
     license_patterns: tuple[str, ...]
     version_modules: tuple[str, ...]
-    """Paths without suffix of the modules from which the version is read: ``letters/version``."""
+    """The modules from which the version is read, as paths without a suffix: ``letters/version``."""
     modules: frozenset[str]
-    """Names of modules that may be the whole project: ``letters`` for ``letters.py``."""
+    """The names of modules that may be the whole project, such as ``letters`` for ``letters.py``."""
     python_folders: frozenset[str]
-    """Folders with Python in them or below them."""
+    """Folders that contain Python files, also in subfolders."""
     packages: frozenset[str]
     """Folders with an ``__init__.py``."""
 
     @classmethod
     def read(cls, folder: Path, names: Collection[str]) -> _Project:
-        """Read the files for the build backend in `folder`.
+        """Read the files in `folder` that configure the build backend.
 
-        `names` are the paths of all files and folders in it, relative to `folder`.
+        `names` are the paths of all files and folders of the project, relative to `folder`.
         """
-        content = _read_toml(folder)
+        pyproject = _read_toml(folder)
         setup_cfg = _read_text(folder / "setup.cfg")
-        references = _list_references(content, setup_cfg, _read_text(folder / "setup.py"))
-        module_name = canonical_name(str(_project_table(content).get("name", ""))).replace("-", "_")
+        references = _list_references(pyproject, setup_cfg, _read_text(folder / "setup.py"))
+        module_name = canonical_name(str(_project_table(pyproject).get("name", ""))).replace("-", "_")
         python_files = [name for name in names if name.endswith(".py")]
         python_folders = _list_parents(python_files)
         modules = {module_name, *references}
-        backend = _table(content, "build-system").get("build-backend", _SETUPTOOLS)
+        backend = _table(pyproject, "build-system").get("build-backend", _SETUPTOOLS)
         if backend in _SETUPTOOLS_BACKENDS and not python_folders - {"."}:
-            # Only if there is no package, setuptools looks for modules beside pyproject.toml.
+            # setuptools looks for modules beside pyproject.toml only if the project has no package.
             modules.update(name.removesuffix(".py") for name in python_files)
         return cls(
             references=references,
-            license_patterns=tuple(_license_patterns(content)),
-            version_modules=tuple(_version_modules(content, setup_cfg, module_name)),
+            license_patterns=tuple(_license_patterns(pyproject)),
+            version_modules=tuple(_version_modules(pyproject, setup_cfg, module_name)),
+            # setup.py and conftest.py belong to tools. They are no modules of the project.
             modules=frozenset(modules - {"setup", "conftest"}),
             python_folders=python_folders,
             packages=frozenset(posixpath.dirname(name) for name in python_files if _is_init(name)),
         )
 
     def needs_content(self, name: str) -> bool:
-        """Return whether the build backend reads the file `name`."""
+        """Return whether the build backend reads the content of the file `name`."""
         if name in _ROOT_FILES or name in self.references:
             return True
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.license_patterns):
@@ -173,12 +181,12 @@ class _Project:
         module = name.removesuffix("/__init__.py").removesuffix(".py")
         if module == name:
             return False
-        # The module lies in the project's folder, or in one folder of it such as `src`.
+        # The module may be in the project's folder, or in a subfolder such as `src`.
         _, _, module_in_folder = module.partition("/")
         return module in self.version_modules or module_in_folder in self.version_modules
 
     def is_module(self, name: str) -> bool:
-        """Return whether the file `name` is a top-level package or module, of which a stub is enough."""
+        """Return whether the file `name` is a top-level package or module that a stub can replace."""
         folder, base_name = posixpath.split(name)
         if _is_init(name):
             return self.needs_folder(folder)
@@ -186,7 +194,7 @@ class _Project:
         return folder in ("", "src") and module != base_name and module in self.modules
 
     def needs_folder(self, name: str) -> bool:
-        """Return whether the backend may need the folder `name` to find the packages."""
+        """Return whether the build backend may need the folder `name` to find the packages."""
         if name == ".":
             return True
         if name in self.references or name.replace("/", ".") in self.references:
@@ -194,28 +202,31 @@ class _Project:
         top_folder, _, _ = name.partition("/")
         if name not in self.python_folders or not self._may_hold_packages(top_folder):
             return False
-        # Folders inside of a package are not needed: the editable installation refers to the package only.
+        # Folders inside a package are not needed, because the editable installation refers only to the
+        # package itself.
         return not any(parent in self.packages for parent in _parents(name))
 
     def _may_hold_packages(self, top: str) -> bool:
         """Return whether the build backend may look for packages in the top-level folder `top`.
 
-        If there is a folder ``src``, packages are in it. Others count only if the project's files name them.
+        If there is a folder ``src``, it contains the packages. Another folder counts only if the project's
+        configuration refers to it.
         """
         if top == "src" or "src" not in self.python_folders:
             return True
-        if "." in self.references:  # where = ["."]
+        if "." in self.references:  # setuptools: where = ["."]
             return True
-        # The first part of "my_letters", "my_letters.model", "my_letters/model" or "my_*".
+        # The first part of a reference is a top-level folder: "my_letters", "my_letters.model",
+        # "my_letters/model" or "my_*".
         patterns = {re.split(r"[/.]", text)[0] for text in self.references}
         return any(fnmatch.fnmatchcase(top, pattern) for pattern in patterns)
 
 
 def _list_references(content: Mapping[str, Any], setup_cfg: str, setup_py: str) -> frozenset[str]:
-    """Return all texts in a project's files for the build backend, as paths.
+    """Return all texts in a project's configuration for the build backend, as normalised paths.
 
-    Any of them may name a file or a package that the backend needs. Too many do no harm: they only make the
-    skeleton larger.
+    Any of them may name a file or package that the backend needs. Texts that are no names do no harm, because
+    at worst the skeleton becomes larger.
     """
     texts = {*_list_backend_texts(content), *re.split(r"[\s,=]+", setup_cfg)}
     texts.update(_list_texts_in_python(setup_py))
@@ -228,18 +239,22 @@ def _list_parents(names: Iterable[str]) -> frozenset[str]:
 
 
 def _is_init(name: str) -> bool:
+    """Return whether the file `name` is the ``__init__.py`` of a package."""
     return posixpath.basename(name) == "__init__.py"
 
 
 def _parents(name: str) -> Iterator[str]:
-    """Yield the folders above `name`: ``a/b`` and ``a`` of ``a/b/c``, then the project's folder, ``.``."""
+    """Yield the folders above `name`, and last the project's folder, ``.``.
+
+    ``a/b/c`` gives ``a/b``, ``a``, ``.``.
+    """
     while name not in ("", "."):
         name = posixpath.dirname(name) or "."
         yield name
 
 
 def _read_text(path: Path) -> str:
-    """Return the text of a file of the project. It is empty if there is none, or if it cannot be read."""
+    """Return the text of a file in the project, or "" if the file does not exist or cannot be read."""
     try:
         return files.read_text(path, most_bytes=_MOST_BYTES, errors="replace")
     except (OSError, ValueError):
@@ -249,7 +264,7 @@ def _read_text(path: Path) -> str:
 def _read_toml(project: Path) -> Mapping[str, Any]:
     """Return the content of pyproject.toml.
 
-    It is empty for a damaged one, which a check of the recipe reports.
+    If the file is damaged, the result is empty. A check of the recipe reports that problem.
     """
     try:
         content: Mapping[str, Any] = problems.parse_toml(_read_text(project / PYPROJECT))
@@ -259,7 +274,7 @@ def _read_toml(project: Path) -> Mapping[str, Any]:
 
 
 def _table(content: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
-    """Return the table at `keys` of a TOML file. It is empty if the file has none there."""
+    """Return the table at `keys` of a TOML file, or an empty mapping if the file has no table there."""
     table: Any = content
     for key in keys:
         table = table.get(key)
@@ -269,11 +284,12 @@ def _table(content: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
 
 
 def _project_table(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the metadata of the project. Values in ``project`` override those in Poetry's own table."""
     return {**_table(content, "tool", "poetry"), **_table(content, "project")}
 
 
 def _list_backend_texts(content: Mapping[str, Any]) -> Iterator[str]:
-    """Yield every key and text of the tables that a build backend reads."""
+    """Yield every key and text in the tables that a build backend reads."""
     tools = _table(content, "tool")
     hatch = _table(content, "tool", "hatch")
     tables = [content.get("project")]
@@ -284,7 +300,7 @@ def _list_backend_texts(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _list_texts(value: object) -> Iterator[str]:
-    """Yield every key and text below `value`."""
+    """Yield every key and text in `value`, which may be nested."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -296,7 +312,7 @@ def _list_texts(value: object) -> Iterator[str]:
 
 
 def _license_patterns(content: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the patterns of the project's license files."""
+    """Yield the patterns that match the project's license files."""
     for table in (_table(content, "project"), _table(content, "tool", "setuptools")):
         patterns = table.get("license-files", [])
         if isinstance(patterns, list):
@@ -307,8 +323,8 @@ def _license_patterns(content: Mapping[str, Any]) -> Iterator[str]:
 def _version_modules(content: Mapping[str, Any], setup_cfg: str, module_name: str) -> Iterator[str]:
     """Yield the modules from which the build backend may read the version: ``letters/version``.
 
-    They are paths without suffix, and their content must be in the skeleton. `module_name` is the name of the
-    project as a module.
+    They are paths without a suffix. The skeleton must contain the content of these modules. `module_name` is
+    the name of the project in the form of a module name.
     """
     attributes = _SETUP_CFG_VERSION.findall(setup_cfg)
     version = _table(content, "tool", "setuptools", "dynamic", "version").get("attr")
@@ -317,7 +333,7 @@ def _version_modules(content: Mapping[str, Any], setup_cfg: str, module_name: st
     for attribute in attributes:  # "letters.version.__version__"
         module, _, _ = attribute.rpartition(".")
         yield module.replace(".", "/")
-    # flit reads version and description from the project's only module.
+    # flit reads the version and the description from the main module of the project.
     if _table(content, "build-system").get("build-backend") != _FLIT:
         return
     dynamic = _table(content, "project").get("dynamic", [])
@@ -327,7 +343,7 @@ def _version_modules(content: Mapping[str, Any], setup_cfg: str, module_name: st
 
 
 def _is_declarative(setup_py: str) -> bool:
-    """Return whether a setup.py only calls ``setup`` of setuptools with literal values."""
+    """Return whether a setup.py does nothing but call ``setup`` of setuptools with literal values."""
     try:
         tree = ast.parse(setup_py)
     except (SyntaxError, ValueError):
@@ -336,9 +352,9 @@ def _is_declarative(setup_py: str) -> bool:
 
 
 def _is_declarative_node(node: ast.AST) -> bool:
-    """Return whether a node of a setup.py may occur in a plain call of ``setup``.
+    """Return whether a node in the syntax tree of a setup.py may be part of a plain call of ``setup``.
 
-    Allowed are imports of setuptools, names such as ``find_packages``, and keywords that do not compile.
+    Imports of setuptools, names such as ``find_packages``, and keywords that do not compile code are allowed.
     """
     if isinstance(node, ast.Import):
         return [item.name for item in node.names] == ["setuptools"]
@@ -350,7 +366,7 @@ def _is_declarative_node(node: ast.AST) -> bool:
 
 
 def _list_texts_in_python(text: str) -> Collection[str]:
-    """Return the texts in a declarative setup.py."""
+    """Return the texts in a declarative setup.py, which only calls ``setup``."""
     texts = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):

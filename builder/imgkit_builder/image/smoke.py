@@ -1,6 +1,7 @@
-"""The smoke test: the checks that an image must pass before it travels. Standard library only.
+"""The smoke test: the checks that an image must pass before it is copied elsewhere.
 
-docker and singularity run the same checks: the caller passes a function that runs a command inside the image.
+Standard library only. The same checks are used with docker and with singularity, because the caller passes
+the function that runs a command inside the image.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from imgkit_entrypoints.errors import UsageError
 _REBUILD_HINT = "build the image again: imgkit build RECIPE"
 
 Runner = Callable[[Sequence[str]], Finished]
-"""Runs a command inside the image to its end, with any exit code."""
+"""A function that runs a command inside the image and waits for its end. A failed command is no error."""
 
 
 def check_image(run: Runner, *, arch: str, manifest: Manifest | None) -> tuple[Check, ...]:
@@ -32,8 +33,8 @@ def check_image(run: Runner, *, arch: str, manifest: Manifest | None) -> tuple[C
     Parameters
     ----------
     run : runs a command inside the image.
-    arch : ``amd64`` or ``arm64``; empty where it is unknown.
-    manifest : the provenance that the image must have; None takes the image's own manifest.
+    arch : the expected architecture, ``amd64`` or ``arm64``. Empty if it is unknown.
+    manifest : the provenance that the image must contain. If it is None, the image's own manifest is used.
     """
     finished = run(inside.probe_argv(MANIFEST_JSON, str(system.SYSTEM_JSON)))
     report = inside.parse_probe(finished.output)
@@ -41,8 +42,8 @@ def check_image(run: Runner, *, arch: str, manifest: Manifest | None) -> tuple[C
         problem = _last_line(finished.output, f"exit code {finished.returncode}")
         hint = "the architecture differs, or the image has no Python: imgkit show IMAGE, imgkit doctor"
         return (_make_check("python", problem=f"python3 does not run: {problem}", hint=hint),)
-    baked, manifest_check = _check_manifest(report, manifest)
-    provenance = manifest or baked
+    own_manifest, manifest_check = _check_manifest(report, manifest)
+    provenance = manifest or own_manifest
     probe = Probe(skipped="an image of others has no manifest, and its base is unknown")
     if provenance:
         probe = provenance.base.probe
@@ -59,7 +60,7 @@ def check_image(run: Runner, *, arch: str, manifest: Manifest | None) -> tuple[C
 
 
 def _last_line(text: str, default: str) -> str:
-    """Return the last line of `text`, or `default` where it has none."""
+    """Return the last line of `text`, or `default` if the text is empty."""
     lines = text.strip().splitlines()
     if not lines:
         return default
@@ -67,9 +68,9 @@ def _last_line(text: str, default: str) -> str:
 
 
 def has_passed(image_id: str) -> bool:
-    """Return whether this image has passed the checks on this machine before.
+    """Return whether this image has already passed the checks on this machine.
 
-    It need not be checked again, since the content behind an image id never changes.
+    It does not have to be checked again, because the content of an image id never changes.
     """
     try:
         return not files.foreign_file_reason(_record_path(image_id))
@@ -78,12 +79,13 @@ def has_passed(image_id: str) -> bool:
 
 
 def record_pass(image_id: str) -> None:
-    """Record that this image passed."""
+    """Record that this image has passed the checks."""
     files.write_cache(_record_path(image_id), "")
 
 
 def _record_path(image_id: str) -> Path:
-    # Other versions of imgkit may check more.
+    """Return the path of the file whose existence records that an image has passed."""
+    # The path contains imgkit's version, because another version may check more.
     return files.cache_dir() / "smoke" / __version__ / image_id.replace(":", "-")
 
 
@@ -92,10 +94,10 @@ def _make_check(name: str, fact: str = "", *, problem: str = "", hint: str = "",
 
     Parameters
     ----------
-    fact : what the check has found, such as a version. Empty: the check is skipped.
-    problem : why it fails; empty if it does not.
-    hint : what the user can do about a problem.
-    missing : why the check is skipped: ``the image has no torch``.
+    fact : the result of a successful check, such as a version. If it is empty, the check counts as skipped.
+    problem : why the check fails. Empty if it does not fail.
+    hint : what the user can do about the problem.
+    missing : why the check is skipped, such as ``the image has no torch``.
     """
     if problem:
         return Check(name, "fail", problem, hint)
@@ -103,7 +105,7 @@ def _make_check(name: str, fact: str = "", *, problem: str = "", hint: str = "",
 
 
 def _check_arch(report: ImageReport, arch: str) -> Check:
-    """Check that the image runs on the architecture that it is marked with."""
+    """Check that the architecture of the image is the one that its metadata names."""
     problem = ""
     if arch and report.machine not in kernel_names(arch):
         problem = f"{report.machine}, but the image is marked {arch}"
@@ -112,7 +114,7 @@ def _check_arch(report: ImageReport, arch: str) -> Check:
 
 
 def _check_python(report: ImageReport) -> Check:
-    """Check that the entry points run on the image's Python."""
+    """Check that the image's Python is new enough for the entry points."""
     version = tuple(int(part) for part in report.python.split(".")[:2])
     problem = ""
     if version < FLOOR:
@@ -123,9 +125,9 @@ def _check_python(report: ImageReport) -> Check:
 
 
 def _check_torch(report: ImageReport, probe: Probe) -> Check:
-    """Check that torch can be imported, and that it still is the one of the base.
+    """Check that torch can be imported, and that it is still the torch of the base.
 
-    `probe` has the versions of the base, if they are known.
+    `probe` contains the versions in the base, if they are known.
     """
     if report.torch_error:
         hint = "a pip or apt step broke it; list the steps: imgkit show RECIPE"
@@ -140,12 +142,12 @@ def _check_torch(report: ImageReport, probe: Probe) -> Check:
         problem = _describe_difference(report.torch, probe.torch)
     elif fact:
         fact += " (the base was not probed)"
-    # A base without torch serves tests of imgkit itself.
+    # A base without torch is allowed. imgkit's own tests use such bases.
     return _make_check("torch", fact, problem=problem, hint=hint, missing="the image has no torch")
 
 
 def _check_nccl(report: ImageReport, probe: Probe) -> Check:
-    """Check that the image has the NCCL of its base."""
+    """Check that the image still has the NCCL of its base."""
     hint = "a pip step installed another NCCL (pip list | grep nccl): pin or drop it"
     problem = _describe_difference(report.nccl, probe.nccl)
     missing = "torch has no CUDA" if report.torch else "no torch"
@@ -153,9 +155,9 @@ def _check_nccl(report: ImageReport, probe: Probe) -> Check:
 
 
 def _describe_difference(version: str, base_version: str) -> str:
-    """Return how a version in the image differs from that of the base, or ``""``.
+    """Return how a version in the image differs from the version in the base, or "" if it does not.
 
-    An empty `base_version` is unknown, and no difference.
+    An empty `base_version` means that the version is unknown, so there is no difference.
     """
     if not base_version or version == base_version:
         return ""
@@ -163,9 +165,10 @@ def _describe_difference(version: str, base_version: str) -> str:
 
 
 def _check_pip(report: ImageReport, probe: Probe) -> Check:
-    """Check that ``pip check`` finds no conflicts besides those that the base has already."""
+    """Check that ``pip check`` reports no conflicts, apart from those that the base already has."""
     if report.pip_conflicts is None:
         return _make_check("pip", missing="the image has no pip")
+    # Conflicts of the base itself are not the fault of the recipe.
     new_conflicts = [line for line in report.pip_conflicts if line not in probe.pip_conflicts]
     if new_conflicts:
         hint = "pin these packages in image.pip to versions that fit the base"
@@ -179,27 +182,28 @@ def _check_pip(report: ImageReport, probe: Probe) -> Check:
 def _check_manifest(report: ImageReport, expected: Manifest | None) -> tuple[Manifest | None, Check]:
     """Return the image's own manifest, and the check that compares it with the `expected` one.
 
-    The manifest is None if it cannot be read. If `expected` is None, it only has to be readable.
+    The manifest is None if it cannot be read. If `expected` is None, the check only requires that it can be
+    read.
     """
     text = report.files.get(MANIFEST_JSON)
     if text is None:
         hint = f"imgkit did not build this image; {_REBUILD_HINT}"
         return None, _make_check("manifest", problem=f"no {MANIFEST_JSON}", hint=hint)
     try:
-        baked = manifests.from_json(text)
+        own_manifest = manifests.from_json(text)
     except UsageError as error:
         return None, _make_check("manifest", problem=error.what, hint=error.hint or _REBUILD_HINT)
     problem = ""
     if expected is not None and text != manifests.to_json(expected):
-        problem = f"it names recipe {baked.recipe} {baked.recipe_sha256[:12]}, not this build"
+        problem = f"it names recipe {own_manifest.recipe} {own_manifest.recipe_sha256[:12]}, not this build"
     hint = f"a step of the recipe overwrote {MANIFEST_JSON}, or the cache is stale: --no-cache"
-    return baked, _make_check(
-        "manifest", f"{baked.recipe}, imgkit {baked.imgkit}", problem=problem, hint=hint
+    return own_manifest, _make_check(
+        "manifest", f"{own_manifest.recipe}, imgkit {own_manifest.imgkit}", problem=problem, hint=hint
     )
 
 
 def _check_system(report: ImageReport) -> Check:
-    """Check that the image has the facts about its system, in system.json."""
+    """Check that the image contains a readable system.json, with the facts about its system."""
     path = str(system.SYSTEM_JSON)
     text = report.files.get(path)
     if text is None:
@@ -214,11 +218,12 @@ def _check_system(report: ImageReport) -> Check:
 def _check_dist_env(finished: Finished) -> Check:
     """Check that imgkit's entry points start in the image: ``dist-env --json`` must print a JSON object.
 
-    `finished` has standard error, too, so warnings may come before the object.
+    The output in `finished` includes standard error, so warnings may come before the object.
     """
     try:
         if finished.returncode != 0 or "{" not in finished.output:
             raise ValueError(finished.tail() or f"exit code {finished.returncode}")
+        # Only the syntax matters here, so the object itself is discarded.
         json_text.first_object(finished.output)
     except ValueError as error:
         problem = _last_line(str(error), "no output")

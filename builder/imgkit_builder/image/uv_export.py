@@ -1,9 +1,11 @@
-"""Exports a project's uv.lock with uv, on this machine, for ``inside_uv``, which fits it to the base.
+"""Export a project's uv.lock with uv on this machine, for ``inside_uv``, which selects what fits the base.
 
-``uv export --frozen`` runs offline, and executes nothing of the project. ``uv lock --check`` would: the
-project's build backend, and the Python of its ``.venv``. So what pyproject.toml requires is compared with the
-export here. uv exports the lock twice, with and without what only torch needs: whether a base has a torch is
-known inside that base only.
+``uv export --frozen`` works offline, and runs no code of the project. ``uv lock --check`` is not used,
+because it would run the project's build backend and the Python of its ``.venv``. Instead, this module itself
+compares the requirements in pyproject.toml with the export.
+
+The lock is exported twice, with and without the packages that only torch needs. Only inside the base is it
+known whether the base has a torch.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _EXPORT = (
     *("--no-annotate", "--no-header"),
 )
 _PYTHONS = [f"3.{minor}" for minor in range(10, 17)]
-"""The Pythons that a base may have, among them some that do not exist yet."""
+"""The versions of Python that a base may have, including some that do not exist yet."""
 _HASHES = r"(?: --hash=sha256:[0-9a-f]{64})+"
 # "numpy==2.1.0 ; python_version >= '3.10' --hash=sha256:...", "name @ https://host/name.whl
 # --hash=sha256:..."
@@ -41,22 +43,23 @@ _CREDENTIALS = re.compile(r"://[^/@\s]*@")
 
 
 def export_uv_lock(recipe: Recipe) -> bytes:
-    """Return the packages in the uv.lock of the recipe's project, as the JSON that ``inside_uv`` reads.
+    """Return the packages in the uv.lock of the recipe's project, as JSON for ``inside_uv``.
 
-    ``inside_uv`` runs in the base, and selects what fits it.
+    ``inside_uv`` later runs in the base, and selects the packages that fit it.
 
     Raises
     ------
     ToolMissing : uv is not installed.
-    UsageError : uv cannot use the lock, the lock lacks what pyproject.toml requires, or it has something else
-        than wheels with a sha256.
+    UsageError : uv cannot use the lock, the lock does not meet the requirements in pyproject.toml, or it
+        contains packages that are not wheels with a sha256.
     """
     uv = recipe.image.uv
     assert uv is not None  # noqa: S101 - for the type checker
     where = recipe.where("image", "uv")
     program = _find_uv(where)
     for name in (PYPROJECT, "uv.lock", "uv.toml"):
-        # uv's errors quote these files: a link could make them show any file of this machine.
+        # uv's error messages quote these files. If one is a link, a message could reveal any file of this
+        # machine.
         if not (uv.project / name).resolve().is_relative_to(uv.project.resolve()):
             raise UsageError(f"its {name} is a link out of the project", where=where, hint="copy the file")
     argv = [program, *_EXPORT, *_OFFLINE, "--project", str(uv.project)]
@@ -64,7 +67,8 @@ def export_uv_lock(recipe: Recipe) -> bytes:
     argv += [f"--group={group}" for group in uv.groups]
     try:
         requirements = _read_export(argv, uv.project)
-        # The same without torch and without packages that only torch needs, for a base that has a torch.
+        # Export again without torch and the packages that only torch needs, for a base that already has a
+        # torch.
         beside_torch = _read_export([*argv, "--prune", "torch"], uv.project)
         pyproject = _read_pyproject(uv.project)
         outdated = _find_outdated(pyproject, requirements, uv)
@@ -89,50 +93,59 @@ def export_uv_lock(recipe: Recipe) -> bytes:
         "requirements": requirements,
         "beside_torch": beside_torch,
     }
-    # The image has this file: a repository that a pip step builds may have a password in its URL.
+    # This JSON is copied into the image. The URL of a repository that a pip step builds may contain a
+    # password.
     text = _CREDENTIALS.sub("://", json.dumps(content, indent=1))
     return f"{text}\n".encode()
 
 
 def _uv_settings(pyproject: dict[str, Any]) -> dict[str, Any]:
-    """Return the table ``tool.uv`` of a pyproject.toml."""
+    """Return the table ``tool.uv`` of a pyproject.toml, which is empty if there is none."""
     settings: dict[str, Any] = pyproject.get("tool", {}).get("uv", {})
     return settings
 
 
 def _find_outdated(pyproject: dict[str, Any], lines: list[str], uv: UvProject) -> str:
-    """Return the first requirement of the project that its uv.lock does not meet.
+    """Return the first requirement of the project that uv.lock does not meet, or an empty text.
 
-    `lines` are the exported requirements of uv.lock. Requirements that cannot apply to an image, such as
-    those for Windows, are skipped. The result is ``numpy>=2, and uv.lock has 1.26``, or empty if all are met.
+    For example, ``numpy>=2, and uv.lock has 1.26``. Requirements that cannot apply to an image, such as those
+    for Windows, are skipped.
+
+    Parameters
+    ----------
+    pyproject : the content of pyproject.toml.
+    lines : the requirements that uv has exported from uv.lock.
+    uv : the extras and groups that the recipe selects.
     """
     from packaging.requirements import Requirement
 
     locked_versions = _list_locked_versions(lines)
+    # An override replaces the project's requirement for a package, so that requirement does not apply.
     overrides = _uv_settings(pyproject).get("override-dependencies", [])
-    ignored = {requirement_name(text) for text in overrides}
+    ignored = {requirement_name(requirement_text) for requirement_text in overrides}
     ignored.add(canonical_name(pyproject["project"]["name"]))
     environments = _list_environments(pyproject)
-    for text in _list_requirements(pyproject, uv):
-        requirement = Requirement(text)
+    for requirement_text in _list_requirements(pyproject, uv):
+        requirement = Requirement(requirement_text)
         name = canonical_name(requirement.name)
         if name in ignored:
             continue
         if requirement.marker is not None and not any(map(requirement.marker.evaluate, environments)):
             continue
         if name not in locked_versions:
-            return f"{text}, which uv.lock lacks"
+            return f"{requirement_text}, which uv.lock lacks"
         versions = locked_versions[name]
-        fitting = [*requirement.specifier.filter(versions, prereleases=True)]
-        if versions and not fitting:
-            return f"{text}, and uv.lock has {', '.join(versions)}"
+        # A package from a URL has no version to compare.
+        matching_versions = [*requirement.specifier.filter(versions, prereleases=True)]
+        if versions and not matching_versions:
+            return f"{requirement_text}, and uv.lock has {', '.join(versions)}"
     return ""
 
 
 def _list_locked_versions(lines: list[str]) -> dict[str, list[str]]:
     """Return the versions of each package in exported requirements.
 
-    One package may have several versions, each for other Pythons. One from a URL has none.
+    A package can have several versions, each for other versions of Python. A package from a URL has none.
     """
     versions: dict[str, list[str]] = {}
     for line in lines:
@@ -144,7 +157,7 @@ def _list_locked_versions(lines: list[str]) -> dict[str, list[str]]:
 
 
 def _list_requirements(pyproject: dict[str, Any], uv: UvProject) -> Iterator[str]:
-    """Yield the requirements of the project, and of its extras and groups that the recipe names."""
+    """Yield the requirements of the project, and those of the extras and groups that the recipe selects."""
     project = pyproject["project"]
     yield from project.get("dependencies", [])
     extras = {canonical_name(extra) for extra in uv.extras}
@@ -154,15 +167,15 @@ def _list_requirements(pyproject: dict[str, Any], uv: UvProject) -> Iterator[str
     groups = {canonical_name(group) for group in uv.groups}
     for group, requirements in pyproject.get("dependency-groups", {}).items():
         if canonical_name(group) in groups:
-            # A group that includes another one has a table for it.
+            # An item of a group that includes another group is a table and not a text.
             yield from (item for item in requirements if isinstance(item, str))
 
 
 def _list_environments(pyproject: dict[str, Any]) -> list[dict[str, str]]:
-    """Return the environments that an image may have and the project allows, in the words of markers.
+    """Return the environments that an image may have and that the project allows.
 
-    Each is a Python version and a processor on Linux: markers such as ``python_version < "3.12"`` are
-    evaluated in all of them.
+    Each environment has the variables of PEP 508 markers, for a Python version and a processor on Linux. A
+    marker such as ``python_version < "3.12"`` is evaluated in all of them.
     """
     from packaging.markers import Marker
     from packaging.specifiers import SpecifierSet
@@ -170,6 +183,7 @@ def _list_environments(pyproject: dict[str, Any]) -> list[dict[str, str]]:
     markers = [Marker(text) for text in _uv_settings(pyproject).get("environments", [])]
     requires_python = SpecifierSet(pyproject["project"].get("requires-python", ""))
     environments = []
+    # Evaluate markers for every combination, since the base is not known on this machine.
     for python, machine in itertools.product(_PYTHONS, ("x86_64", "aarch64")):
         version = f"{python}.99"  # newer than any patch release: only the minor version counts
         environment = {
@@ -188,10 +202,10 @@ def _list_environments(pyproject: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def _refuse_unlocked(requirements: list[str], left_to_pip: set[str], where: str) -> None:
-    """Refuse a package of uv.lock that is not a wheel with a sha256, such as a git repository.
+    """Refuse a package in uv.lock that is not a wheel with a sha256, such as a git repository.
 
-    pip installs the lock with hashes only. Packages in `left_to_pip` are allowed: a pip step of the recipe
-    names them, and can build them.
+    pip installs the packages of the lock only with hashes. Packages in `left_to_pip` are allowed, because a
+    pip step of the recipe names them and can build them.
 
     Raises
     ------
@@ -200,6 +214,7 @@ def _refuse_unlocked(requirements: list[str], left_to_pip: set[str], where: str)
     for line in requirements:
         name = requirement_name(line)
         is_wheel = _WHEEL.fullmatch(line)
+        # A protected package such as torch is allowed, because the base usually has its own.
         if not is_wheel and name not in left_to_pip and not re.fullmatch(PROTECTED, name):
             raise UsageError(
                 f"uv.lock has {hide_secrets(line)}, which is not a wheel with a sha256",
@@ -209,11 +224,11 @@ def _refuse_unlocked(requirements: list[str], left_to_pip: set[str], where: str)
 
 
 def _find_uv(where: str) -> str:
-    """Return the program uv: the one beside imgkit's Python, or the one on PATH."""
-    # "pip install uv" puts it next to imgkit's Python, whose folder is not always on PATH.
-    neighbour = Path(sys.executable).with_name("uv")
-    if neighbour.exists():
-        return str(neighbour)
+    """Return the path of uv, from the folder of imgkit's Python or else from PATH."""
+    # "pip install uv" puts it beside imgkit's Python, whose folder is not always on PATH.
+    uv_beside_python = Path(sys.executable).with_name("uv")
+    if uv_beside_python.exists():
+        return str(uv_beside_python)
     program = shutil.which("uv")
     if program is None:
         raise ToolMissing("uv, which reads uv.lock, is not installed", where=where, hint=_INSTALL_UV)
@@ -221,27 +236,34 @@ def _find_uv(where: str) -> str:
 
 
 def _read_export(argv: list[str], project: Path) -> list[str]:
-    """Return the exported requirements, one a line."""
+    """Run uv with `argv`, and return the exported requirements, one per item."""
     output = process.read_answer(process.filter_through(argv, (), cwd=project), "uv").decode()
+    # uv writes each hash to a line of its own, joined by backslashes.
     return re.sub(r" \\\n *", " ", output).splitlines()
 
 
 def _names_in_pip_steps(recipe: Recipe) -> Iterator[str]:
     """Yield the names of the packages that the recipe's pip steps install.
 
-    A pip step can build a package, which the step for uv.lock cannot.
+    A pip step can build a package from source. The step for uv.lock cannot, because it installs only wheels.
     """
     for step in recipe.image.pip:
         lines = list(step.packages)
         if step.requirements is not None:
             lines += read_text(step.requirements, errors="replace").splitlines()
         for line in lines:
-            # The name of a repository is known only where the requirement states it: NAME @ git+URL.
+            # A git URL alone does not contain the name of the package. NAME @ git+URL does.
             if not line.startswith("git+"):
                 yield requirement_name(line)
 
 
 def _read_pyproject(project: Path) -> dict[str, Any]:
+    """Return the content of the project's pyproject.toml.
+
+    Raises
+    ------
+    OSError, ValueError : the file cannot be read, is not TOML, or has no ``project.name``.
+    """
     content = problems.parse_toml(read_text(project / PYPROJECT))
     if not isinstance(content.get("project", {}).get("name"), str):
         raise ValueError(f"{PYPROJECT} has no project.name")
@@ -249,13 +271,14 @@ def _read_pyproject(project: Path) -> dict[str, Any]:
 
 
 def index_options(recipe: Recipe) -> list[str]:
-    """Return options of pip for the indexes in ``tool.uv.index`` of the recipe's uv project.
+    """Return pip options for the package indexes in ``tool.uv.index`` of the recipe's uv project.
 
-    For example, ``["--extra-index-url", "https://host/simple"]``. The result is empty without a uv project.
+    For example, ``["--extra-index-url", "https://host/simple"]``. The result is empty if the recipe has no uv
+    project.
 
     Raises
     ------
-    UsageError : an index is not a plain HTTP URL, such as one with a password.
+    UsageError : an index is not a plain HTTP URL, for example because it contains a password.
     OSError, ValueError : pyproject.toml cannot be read.
     """
     uv = recipe.image.uv
@@ -264,6 +287,7 @@ def index_options(recipe: Recipe) -> list[str]:
     options = []
     for index in _uv_settings(_read_pyproject(uv.project)).get("index", []):
         url = str(index.get("url", ""))
+        # A user or password in the URL comes before an "@".
         if not re.fullmatch(r"https?://[^\s@]+", url) or hide_secrets(url) != url:
             raise UsageError(
                 f"the index {hide_secrets(url)} is no plain HTTP URL; a password would be in the image",
@@ -271,6 +295,7 @@ def index_options(recipe: Recipe) -> list[str]:
                 hint=f"change tool.uv.index in {PYPROJECT}, or name its packages in a pip step with a secret",
             )
         option = "--extra-index-url"
+        # In uv, a default index replaces PyPI, as --index-url does in pip.
         if index.get("default"):
             option = "--index-url"
         options += [option, url]

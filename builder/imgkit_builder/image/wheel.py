@@ -1,8 +1,9 @@
-"""The entry-point wheel, made of the running imgkit, so that host and image always have the same version.
+"""Make the wheel of the entry points from the running imgkit.
 
-The same sources give the same bytes with the same zlib. Another zlib (zlib-ng, as in some newer Pythons)
-gives other bytes: then the last layers, less than a megabyte, are built again. Uncompressed members would
-avoid that, but cost every image their full size twice, in the wheel and installed.
+So host and image always have the same version. Equal sources give equal bytes if zlib is the same. Another
+zlib, such as zlib-ng in some newer Pythons, gives other bytes. The last layers, which are smaller than a
+megabyte, are then built again. Uncompressed members would avoid that, but every image would contain the full
+size twice: in the wheel and installed.
 """
 
 from __future__ import annotations
@@ -42,12 +43,15 @@ Tag: py3-none-any
 
 
 def wheel_name() -> str:
-    """Return the name of the wheel's file, before the wheel exists."""
+    """Return the file name of the wheel. The wheel need not exist yet."""
     return f"{PACKAGE}-{__version__}-py3-none-any.whl"
 
 
 def make_wheel() -> bytes:
-    """Return the wheel of imgkit_entrypoints with its ``dist-*`` commands. Equal sources give equal bytes."""
+    """Return the content of the wheel of imgkit_entrypoints, with its ``dist-*`` commands.
+
+    Equal sources give equal bytes.
+    """
     scripts = f"{PACKAGE}-{__version__}.data/scripts/"
     contents = dict(entrypoints_files())
     for command in COMMANDS:
@@ -60,15 +64,18 @@ def make_wheel() -> bytes:
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:  # noqa: TID251 - a stream
         for name, data in contents.items():
             mode = 0o755 if name.startswith(scripts) else 0o644
-            info = zipfile.ZipInfo(name)  # its time stays 1980-01-01, the earliest in a zip file
-            info.create_system = 3  # Unix, on every host: only then is the mode below read
-            info.external_attr = (stat.S_IFREG | mode) << 16
-            archive.writestr(info, data, zipfile.ZIP_DEFLATED, compresslevel=9)
+            member = zipfile.ZipInfo(name)  # its time stays 1980-01-01, the earliest in a zip file
+            member.create_system = 3  # Unix, on every host: only then is the mode below read
+            member.external_attr = (stat.S_IFREG | mode) << 16
+            archive.writestr(member, data, zipfile.ZIP_DEFLATED, compresslevel=9)
     return buffer.getvalue()
 
 
 def entrypoints_files() -> tuple[tuple[str, bytes], ...]:
-    """Return the files of imgkit_entrypoints, sorted by their names, which begin with `PACKAGE`."""
+    """Return the names and contents of the files of imgkit_entrypoints, sorted by name.
+
+    The names begin with `PACKAGE`.
+    """
     root = Path(imgkit_entrypoints.__file__).parent
     contents = []
     for path in root.rglob("*"):
@@ -79,9 +86,9 @@ def entrypoints_files() -> tuple[tuple[str, bytes], ...]:
 
 
 def _record(contents: Mapping[str, bytes]) -> bytes:
-    """Return the file RECORD: a line ``NAME,sha256=DIGEST,SIZE`` for each member of the wheel.
+    """Return the content of the file RECORD: ``NAME,sha256=DIGEST,SIZE`` for each member of the wheel.
 
-    Its own line has no digest, as PEP 427 requires.
+    The line of RECORD itself has no digest, as PEP 427 requires.
     """
     lines = []
     for name, data in contents.items():

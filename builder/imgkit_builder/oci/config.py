@@ -1,4 +1,4 @@
-"""Image configurations: the JSON document of an OCI image whose digest is the image id."""
+"""Parse image configurations. A configuration is the JSON document whose digest is the image id (OCI)."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ class ImageConfig:
     """The fields of an image configuration that imgkit uses."""
 
     image_id: str
-    """``sha256:...``, by default the digest of `raw`."""
+    """``sha256:...``. By default it is the digest of `raw`."""
     raw: bytes
-    """The bytes of the JSON document, from which the digest was made."""
+    """The bytes of the JSON document, from which the digest is computed."""
     os: str
     """``linux``. Empty if the configuration does not name the operating system."""
     arch: str
-    """The architecture in the words of OCI, for example ``amd64``."""
+    """The architecture under its name in OCI, for example ``amd64``."""
     diff_ids: tuple[str, ...]
-    """The digests of the uncompressed layers, the lowest layer first, each ``sha256:...``."""
+    """The digests of the uncompressed layers, ``sha256:...``, with the lowest layer first."""
     labels: Mapping[str, str]
     created: str
-    """The time of the build in RFC 3339. Empty if the configuration does not state it."""
+    """The time of the build in RFC 3339. Empty if the configuration has none."""
     env: tuple[tuple[str, str | None], ...] = ()
-    """The names and values of ENV in their order. The value is None where the text has no ``=``."""
+    """The names and values of ENV, in their order. The value is None if the text contains no ``=``."""
     entrypoint: tuple[str, ...] = ()
     cmd: tuple[str, ...] = ()
     workdir: str = ""
 
     @property
     def search_path(self) -> str:
-        """The value of the image's variable PATH. Empty if the image does not set it."""
+        """The value of the variable PATH in the image. Empty if the image does not set it."""
         return dict(self.env).get("PATH") or ""
 
 
@@ -50,8 +50,8 @@ def parse_config(raw: bytes, *, where: str, image_id: str | None = None) -> Imag
 
     Parameters
     ----------
-    where : the file or image that the error names.
-    image_id : the image id if it is known from elsewhere. By default it is the digest of `raw`.
+    where : the file or image, for the error message.
+    image_id : the image id, if the caller knows it. By default it is the digest of `raw`.
 
     Raises
     ------
@@ -94,7 +94,7 @@ def parse_config(raw: bytes, *, where: str, image_id: str | None = None) -> Imag
 
 
 def _split_variable(text: str) -> tuple[str, str | None]:
-    """Return the name and the value of ``NAME=VALUE``. The value of a text without ``=`` is None."""
+    """Split ``NAME=VALUE`` into its name and value. If the text has no ``=``, the value is None."""
     name, equals, value = text.partition("=")
     if not equals:
         return name, None
@@ -102,14 +102,14 @@ def _split_variable(text: str) -> tuple[str, str | None]:
 
 
 def _texts(values: list[str] | None) -> tuple[str, ...]:
-    """Return the items of a JSON list as text, and nothing for a key that is missing or null."""
+    """Return the items of a JSON list as text. For a key that is missing or null, return an empty tuple."""
     return tuple(str(value) for value in values or ())
 
 
 def creation_time_s(created: str) -> int:
-    """Return the time `created` of an image in seconds since 1970.
+    """Return the creation time `created` of an image in seconds since 1970.
 
-    For example, ``1970-01-02T00:00:00Z`` gives 86400. Return 0 if `created` is empty or is not a time.
+    For example, ``1970-01-02T00:00:00Z`` gives 86400. If `created` is empty or is not a time, return 0.
     """
     match = re.match(r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)", created)
     if match is None:
@@ -118,5 +118,5 @@ def creation_time_s(created: str) -> int:
         when = datetime.datetime(*map(int, match.groups()), tzinfo=datetime.timezone.utc)  # type: ignore[misc,arg-type]
     except ValueError:
         return 0
-    # Squashfs stores a time in 32 bits without a sign.
+    # Squashfs stores times as unsigned integers of 32 bits.
     return min(max(int(when.timestamp()), 0), (1 << 32) - 1)

@@ -1,6 +1,6 @@
-"""The manifest: where an image comes from, stored in it as ``/opt/imgkit/manifest.json``.
+"""The manifest: the provenance of an image, stored in the image as ``/opt/imgkit/manifest.json``.
 
-This module imports the standard library only, apart from the entry points.
+Apart from the entry points, this module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -16,55 +16,58 @@ from typing import Any
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
 
-# Version of the JSON form. `from_json` refuses every other one.
+# Version of the JSON form. `from_json` refuses any other version.
 SCHEMA = 1
 MANIFEST_JSON = "/opt/imgkit/manifest.json"
 LOCK_TOML = "/opt/imgkit/lock.toml"
-"""The file in an image that holds the lock from which it was built."""
-# A base with this label has no NVIDIA software. Images on it are for tests only.
+"""The file in an image with the lock from which the image was built."""
+# A base with this label (a stand-in) has no NVIDIA software. It is used in tests only.
 STANDIN_LABEL = "imgkit.standin"
 # The digest of the build context.
 CONTEXT_LABEL = "imgkit.context.sha256"
-# The digest of the lock. Empty in an image that was built without a lock.
+# The digest of the lock. Empty if the image was built without a lock.
 LOCK_LABEL = "imgkit.lock.sha256"
 CREATED_LABEL = "org.opencontainers.image.created"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """The versions of programs in the base image, which imgkit runs once to find them out."""
+    """The versions of programs in the base image. imgkit runs the base once to determine them."""
 
     python: str = ""
     torch: str = ""
-    """The text of ``torch.__version__``. Empty if the base has no torch."""
+    """The value of ``torch.__version__``. Empty if the base has no torch."""
     cuda: str = ""
     nccl: str = ""
-    """The version of NCCL, ``2.20.5``. Empty without CUDA."""
+    """The version of NCCL, such as ``2.20.5``. Empty without CUDA."""
     pip_conflicts: tuple[str, ...] = ()
-    """The lines that ``pip check`` prints in the base. The recipe did not cause these conflicts."""
+    """The lines that ``pip check`` prints in the base itself. The recipe has not caused these conflicts."""
     skipped: str = ""
-    """The reason why the base could not run. Empty if it has run."""
+    """The reason why the base could not run. Empty if it ran."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseImage:
-    """The base image of a build, as the engine or the file that holds it describes it."""
+    """The base image of a build, as described by the engine or by the file that contains it."""
 
     name: str
     id: str = ""
     """The image id of the base, ``sha256:...``, which is the digest of its configuration."""
     digest: str = ""
-    """The base in a registry, ``repo@sha256:...``. Empty if it was never in one; then `id` identifies it."""
+    """The digest of the base in a registry, ``repo@sha256:...``.
+
+    If it was never in one, this is empty and `id` identifies the base.
+    """
     platform: str = ""
     standin: bool = False
-    """Whether the base has the label ``imgkit.standin``.
+    """Whether the base is a stand-in, which has the label ``imgkit.standin``.
 
-    Such a base has no NVIDIA software, and is for tests.
+    A stand-in has no NVIDIA software. It is used in tests only.
     """
     env: Mapping[str, str] = field(default_factory=dict)
-    """The base's variables. Empty if they are unknown: every image has at least PATH."""
+    """The variables of the base. Empty means unknown, because every image sets at least PATH."""
     user: str = ""
-    """The user as whom containers of the base start. Empty means root."""
+    """The user that runs containers of the base. Empty means root."""
     probe: Probe = Probe()
 
 
@@ -73,19 +76,19 @@ class InstalledProject:
     """A Python project of the user that is installed in an image."""
 
     name: str
-    """The name as PyPI normalizes it: ``my-project`` for ``My_Project``."""
+    """The name as normalised by PyPI: ``my-project`` for ``My_Project``."""
     folder: str = ""
-    """The folder in the image to which an editable installation leads.
+    """The folder in the image to which an editable installation refers.
 
     Empty if pip has copied the project.
     """
     step: int | None = None
-    """The number of the recipe's pip step that installs it, from 0. None if another command has done that."""
+    """The index of the pip step in the recipe that installs it. None if another command has installed it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The provenance that is stored in an image. The same inputs give the same bytes."""
+    """The provenance that is stored in an image. Equal inputs give equal bytes."""
 
     imgkit: str
     """The version of imgkit that built the image."""
@@ -94,29 +97,29 @@ class Manifest:
     base: BaseImage
     platform: str
     wheel_sha256: str
-    """The digest of the wheel of ``imgkit_entrypoints`` that is installed in the image."""
+    """The digest of the wheel of ``imgkit_entrypoints`` in the image."""
     revision: str = ""
-    """The git commit of the recipe's folder, followed by ``-dirty`` if the folder has changes.
+    """The git commit of the recipe's folder. If the folder has changes, ``-dirty`` is appended.
 
-    Empty outside git, and if the image has no files of that folder.
+    Empty outside of git, and if the image contains no files from that folder.
     """
     projects: tuple[InstalledProject, ...] = ()
     """The user's own projects that the recipe's pip steps install."""
     workdir: str = ""
     """The folder in which jobs start. Empty if the recipe does not set it."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """The variables of the recipe's ``image.env``, without values that extend those of the base.
+    """The variables in ``image.env`` of the recipe, without values that extend those of the base.
 
-    From these and from the base's variables a launch knows which variables come from the image.
+    With these and the variables of the base, a launch can tell which variables come from the image.
     """
 
 
 def labels(manifest: Manifest, *, context_sha256: str, created: str, locked: bool) -> dict[str, str]:
-    """Return the labels whose values only a build knows, sorted by name.
+    """Return the labels whose values are known only during a build, sorted by name.
 
-    The recipe's own labels are in the rendered Dockerfile or definition. A label without a value is set to
-    the empty string: otherwise the image would inherit the revision of NVIDIA's image, or the lock's digest
-    of a base that was built from a lock.
+    The recipe's own labels are already in the rendered Dockerfile or definition file. A label without a value
+    is set to an empty text. Otherwise the image would inherit the value of its base, such as the revision of
+    NVIDIA's image, or the digest of the lock from which the base was built.
     """
     base = manifest.base
     result = {
@@ -132,15 +135,15 @@ def labels(manifest: Manifest, *, context_sha256: str, created: str, locked: boo
 
 
 def time_of_build() -> str:
-    """Return the time of a build that begins now, in RFC 3339: ``2024-05-01T12:00:00Z``.
+    """Return the current time for a build that begins now, in RFC 3339: ``2024-05-01T12:00:00Z``.
 
-    If the variable ``SOURCE_DATE_EPOCH`` is set, it gives the time instead of the clock.
+    If the variable ``SOURCE_DATE_EPOCH`` is set, its value is used instead.
     """
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now_s()))
 
 
 def now_s() -> int:
-    """Return the time of now in seconds since 1970, or the value of ``SOURCE_DATE_EPOCH`` if that is set."""
+    """Return the current time in seconds since 1970, or the value of ``SOURCE_DATE_EPOCH`` if it is set."""
     epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
     if epoch.isdigit():
         return int(epoch)
@@ -153,11 +156,11 @@ def to_json(manifest: Manifest) -> str:
 
 
 def from_json(text: str) -> Manifest:
-    """Return the manifest in `text`, which `to_json` has written.
+    """Parse the JSON text of a manifest, as written by `to_json`.
 
     Raises
     ------
-    UsageError : `text` is not a manifest, or it has another schema.
+    UsageError : `text` is not a manifest, or it has another schema version.
     """
     try:
         data: dict[str, Any] = json_text.parse(text)

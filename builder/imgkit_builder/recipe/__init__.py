@@ -1,1 +1,1 @@
-"""Recipes: ``load.load`` turns YAML into the checked, frozen values of ``model``."""
+"""Recipes: ``load.load`` converts YAML to the checked and immutable values of ``model``."""

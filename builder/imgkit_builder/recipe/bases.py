@@ -1,6 +1,7 @@
-"""What is known of base images: a table of NVIDIA's PyTorch images, and the warnings that follow from it.
+"""Facts about base images, and the warnings that follow from them.
 
-Each cell has its source. One that no source states is unknown, and causes no warning.
+The facts are a table of NVIDIA's PyTorch images. Each cell has its source. A value without a public source is
+left out, and then causes no warning.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ if TYPE_CHECKING:
     from imgkit_builder.recipe.model import Image, Recipe
 
 CURRENT = "current"
-"""``--base current`` selects ``image.current_base``. No image has this name, since a reference has a tag."""
+"""The value of ``--base`` that selects ``image.current_base``. No image can have this name, because an image
+reference has a tag."""
 FLOOR = (3, 10)
-"""The oldest Python that the entry points run on."""
+"""The oldest version of Python that the entry points support."""
 NONE = "none"
-"""The table's value for a part that an image lacks."""
+"""The value in the table for a component that an image does not contain."""
 REPOSITORY = "nvcr.io/nvidia/pytorch"
 TABLE = FOLDER / "bases.toml"
 
@@ -38,14 +40,14 @@ _NGC_REPOSITORY = re.compile(r"(?:.*/)?nvidia/pytorch")
 # "24.03-py3"
 _NGC_TAG = re.compile(r"([0-9]{2}\.[0-9]{2})-py3")
 _PYTHON_REPOSITORIES = ("python", "library/python")
-"""Docker Hub's image of Python, whose tag begins with the version."""
+"""The repositories of Docker Hub's Python image. Its tags begin with the version of Python."""
 _NCCL_PLUGIN = re.compile(r"ofi-nccl|libnccl-net")
-"""Occurs in the text of a step that installs NCCL's plug-in for libfabric."""
+"""Matches the text of a step that installs NCCL's plug-in for libfabric."""
 # "rocm/pytorch:latest"
 _ROCM_NAME = re.compile(r"(?:^|[/:._-])rocm")
 _ROCM_VARIABLE = re.compile(r"(?:ROCM|HIP)_|PYTORCH_ROCM_ARCH$")
 _BEFORE_TURING = re.compile(r"\b(?:V100S?|TITAN V|P100|P40|P4|K80|M40)\b")
-"""GPUs that CUDA 13 does not run on: its release notes dropped Maxwell, Pascal and Volta."""
+"""Matches GPUs that CUDA 13 does not support. Its release notes dropped Maxwell, Pascal and Volta."""
 # "GH200", "GB200"
 _ARM_GPU = re.compile(r"\bG[BH][0-9]{3}|Grace")
 # Finds the 550 of "550.54.15".
@@ -55,7 +57,7 @@ _AMD_MODEL = re.compile(r"\b(?:AMD|Instinct|Radeon|MI[0-9]{2,3}[AX]?)\b", re.IGN
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A value and the public source that states it."""
+    """A value and its public source."""
 
     value: str
     source: str
@@ -63,7 +65,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """One image of NVIDIA's PyTorch. A cell is None if no public source states the value."""
+    """An image of NVIDIA's PyTorch. A cell is None if no public source has the value."""
 
     tag: str
     python: Cell | None = None
@@ -75,27 +77,27 @@ class Base:
     aws_ofi_nccl: Cell | None = None
     """NCCL's plug-in for libfabric: a version, ``present`` or `NONE`."""
     variables: Cell | None = None
-    """Variables that the image sets and that decide on NCCL's network."""
+    """Variables that the image sets and that determine which network NCCL uses."""
 
     @property
     def reference(self) -> str:
-        """Return the image's name."""
+        """The reference of the image, with registry and tag."""
         return f"{REPOSITORY}:{self.tag}-py3"
 
     @property
     def driver(self) -> int | None:
-        """Return the first driver branch that runs the image's CUDA without its cuda-compat package.
+        """The oldest driver branch that runs the image's CUDA without its cuda-compat package.
 
-        With that package, data-centre GPUs also run it on some older branches.
+        With that package, data-centre GPUs also run it with some older branches.
         """
         if self.cuda is None:
             return None
         return cuda_drivers.first_driver(self.cuda.value)
 
     def cells(self) -> Iterator[tuple[str, Cell | None]]:
-        """Yield the name and cell of each column in the order of the table.
+        """Yield the name and cell of each column, in the order of the table.
 
-        The driver follows the CUDA that it is computed from.
+        The driver comes after CUDA, because it is derived from the version of CUDA.
         """
         for column in fields(self):
             if column.name == "tag":
@@ -114,7 +116,7 @@ def load_table() -> tuple[Base, ...]:
 
     Raises
     ------
-    ImgkitError : the file of the table is damaged, or a cell has no source.
+    ImgkitError : the file with the table is damaged, or a cell has no source.
     """
     bases = []
     try:
@@ -131,23 +133,28 @@ def load_table() -> tuple[Base, ...]:
 
 
 def ngc_image(reference: str) -> Base | None:
-    """Return what the table knows about an image of NVIDIA's PyTorch, from NGC or from a mirror of it.
+    """Return what the table knows about an image of NVIDIA's PyTorch, from NGC or a mirror.
 
-    The result is None for other images, and for a release that the table does not have.
+    For any other image, and for a release that is not in the table, return None.
     """
     image = _parse_or_none(reference)
     if image is None or not _NGC_REPOSITORY.fullmatch(image.repository):
         return None
-    match = _NGC_TAG.fullmatch(image.tag)
-    if match is None:
+    tag_match = _NGC_TAG.fullmatch(image.tag)
+    if tag_match is None:
         return None
     for base in load_table():
-        if base.tag == match[1]:
+        # The table has the release without the suffix of the tag: "24.03" for "24.03-py3".
+        if base.tag == tag_match[1]:
             return base
     return None
 
 
 def _parse_or_none(reference: str) -> ImageReference | None:
+    """Return the parts of an image reference, or None if it is not valid.
+
+    A check of the recipe reports that.
+    """
     try:
         return parse_reference(reference)
     except Unfit:
@@ -155,11 +162,11 @@ def _parse_or_none(reference: str) -> ImageReference | None:
 
 
 def select_base(base: str | None, recipe: Recipe) -> str | None:
-    """Return the image that the value `base` of the option ``--base`` selects.
+    """Return the image that the option ``--base`` selects. `base` is the value of the option.
 
     Raises
     ------
-    UsageError : it is `CURRENT`, and `recipe` names no current base.
+    UsageError : the value is `CURRENT`, but `recipe` has no current base.
     """
     if base != CURRENT:
         return base
@@ -173,13 +180,14 @@ def select_base(base: str | None, recipe: Recipe) -> str | None:
 
 
 def newest_base(system: SystemFacts) -> Base | None:
-    """Return the newest image of NVIDIA's PyTorch that the driver and the GPUs of `system` can run.
+    """Return the newest image of NVIDIA's PyTorch that the driver and the GPUs of `system` support.
 
-    Return None if the system does not state its driver, or if no image of the table runs on it.
+    Return None if the driver of `system` is unknown, or if no image in the table supports it.
     """
     branch = _driver_branch(system)
     if branch is None:
         return None
+    # CUDA 13 dropped GPUs before Turing, so these need an image with an older CUDA.
     has_old_gpus = _BEFORE_TURING.search(system.node.gpu_model)
     for base in reversed(_bases_for_driver(branch)):
         if base.cuda is None:
@@ -191,7 +199,7 @@ def newest_base(system: SystemFacts) -> Base | None:
 
 
 def _driver_branch(system: SystemFacts) -> int | None:
-    """Return the 550 of the driver 550.54.15, or None if the system does not state its driver."""
+    """Return the branch of the nodes' driver, such as 550 for 550.54.15. If it is unknown, return None."""
     match = _DRIVER_BRANCH.match(system.node.driver)
     if match is None:
         return None
@@ -199,9 +207,9 @@ def _driver_branch(system: SystemFacts) -> int | None:
 
 
 def node_platform(system: SystemFacts) -> str:
-    """Return the platform of the nodes of `system`.
+    """Return the platform of the nodes of `system`, which is derived from the model of their GPUs.
 
-    It follows from their GPUs: those with Grace are arm64.
+    Nodes with NVIDIA's Grace processors are arm64. All others are amd64.
     """
     if _ARM_GPU.search(system.node.gpu_model):
         return "linux/arm64"
@@ -209,12 +217,12 @@ def node_platform(system: SystemFacts) -> str:
 
 
 def _bases_for_driver(branch: int) -> list[Base]:
-    """Return the images whose CUDA a driver of `branch` runs, oldest first."""
+    """Return the images whose CUDA runs with a driver of the given `branch`, oldest first."""
     return [base for base in load_table() if base.driver and base.driver <= branch]
 
 
 def find_doubts(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, Fault]]:
-    """Yield reasons why `image` may not run well on `system`, each with the key of the recipe to blame."""
+    """Yield reasons why `image` may not work well on `system`, each with the key of the recipe to change."""
     for key in ("base", "current_base"):
         reference = getattr(image, key)
         if not reference:
@@ -228,7 +236,7 @@ def find_doubts(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, Fa
 
 
 def _check_base(reference: str, image: Image, system: SystemFacts) -> Iterator[Fault]:
-    """Yield warnings about the base `reference` of `image`."""
+    """Yield warnings about `reference`, one of the base images of `image`."""
     yield from _check_python(reference)
     yield from _check_driver(reference, system)
     yield from _check_nccl_plugin(reference, image, system)
@@ -238,54 +246,57 @@ def _check_base(reference: str, image: Image, system: SystemFacts) -> Iterator[F
 
 
 def _known_issues(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, Fault]]:
-    """Yield warnings from the list of known issues: bugs of versions of CUDA, NCCL and others.
+    """Yield warnings about known issues, which are bugs in versions of CUDA, NCCL and other software.
 
-    They are looked up for the versions in the bases and the variables of `system`. An issue that both bases
-    have is yielded once.
+    An issue applies if its conditions match the versions in a base and the values of `system`. If both bases
+    have an issue, it is yielded once.
     """
     reported = set()
     for key in ("base", "current_base"):
         lookup = _make_lookup(getattr(image, key) or "", system)
         for issue in known_issues.load_issues(system.known_issues, {}):
+            # The effect "set" changes variables of a job, so it is no reason for a warning here.
             if issue.effect not in ("warn", "refuse") or issue.id in reported:
                 continue
-            result = known_issues.evaluate_issue(issue, lookup)
-            if result.state == "match":
+            evaluation = known_issues.evaluate_issue(issue, lookup)
+            if evaluation.state == "match":
+                # If a value in the condition is unknown, the state is not "match", and nothing is reported.
                 reported.add(issue.id)
-                yield ("image", key), (result.message, issue.hint)
+                yield ("image", key), (evaluation.message, issue.hint)
 
 
 def _make_lookup(reference: str, system: SystemFacts) -> known_issues.Lookup:
-    """Return a function that looks up a fact or a variable which the condition of a known issue names.
+    """Return a function that looks up a fact or variable from the condition of a known issue.
 
-    The facts are those of the base image `reference` and of the nodes. No job has started yet, so a variable
-    that neither the base nor `system` sets is unknown: a node may set it.
+    The facts come from the base image `reference` and from the nodes of `system`. No job has started yet, so
+    a variable that neither the base nor `system` sets is unknown: a node may set it.
     """
-    values = {}
+    facts = {}
     base = ngc_image(reference)
     if base is not None:
-        values = {name: cell.value for name, cell in base.cells() if cell}
-    # The table states one variable at most, such as "NCCL_NET_PLUGIN=ofi".
-    base_variable, _, base_value = values.get("variables", "").partition("=")
+        facts = {name: cell.value for name, cell in base.cells() if cell}
+    # The table contains at most one variable per image, such as "NCCL_NET_PLUGIN=ofi".
+    base_variable, _, base_value = facts.get("variables", "").partition("=")
     env = {base_variable: base_value, **system.env}
     machines = {"linux/amd64": "x86_64", "linux/arm64": "aarch64"}
-    values |= {
+    facts |= {
         "arch": machines[node_platform(system)],
         "driver": system.node.driver,
         "fabric": system.fabric.kind,
         "gpu": system.node.gpu_model,
         "gpus": str(system.node.gpus),
-        "nodes": "2",  # most jobs on a cluster have several
+        "nodes": "2",  # unknown before a job starts, but most jobs on a cluster have several nodes
     }
 
     def lookup(name: str) -> Value:
         """Return the value of a fact such as ``driver``, or of a variable such as ``$NCCL_DEBUG``."""
         if name in known_issues.FACTS:
-            text = values.get(name, "")
+            text = facts.get(name, "")
             return Value(text, f"{known_issues.FACTS[name]} {text or 'unknown'}")
         variable = name.removeprefix("$")
         text = env.get(variable, "")
-        # `is_requested` stays open, since a node leaves out variables that its network does not need.
+        # `is_requested` is None, which means unknown: a node leaves out variables that its network does not
+        # need.
         return Value(text, f"{variable}={text}", is_requested=None, is_known=variable in env)
 
     return lookup
@@ -294,11 +305,11 @@ def _make_lookup(reference: str, system: SystemFacts) -> known_issues.Lookup:
 def amd_image_evidence(reference: str, env: Iterable[str] = ()) -> str:
     """Return a sentence that says why an image seems to be for AMD GPUs, or ``""`` if it does not.
 
-    Its name `reference` or the name of a variable in `env` can tell.
+    The evidence is the name of the image, `reference`, or the name of a variable in `env`.
     """
     if _ROCM_NAME.search(reference):
         return f"{reference} is an image for AMD GPUs (ROCm)"
-    # Sorted: the message must not depend on the order of a set.
+    # Sort the names, so that the message does not depend on the order of a set.
     for name in sorted(env):
         if _ROCM_VARIABLE.match(name):
             return f"{reference}, which sets {name}, is an image for AMD GPUs"
@@ -306,7 +317,7 @@ def amd_image_evidence(reference: str, env: Iterable[str] = ()) -> str:
 
 
 def amd_node_evidence(system: SystemFacts) -> str:
-    """Return evidence that the GPUs of `system` are AMD's, or an empty text."""
+    """Return a sentence that says why the GPUs of `system` seem to be AMD's, or ``""`` if they do not."""
     if system.node.gpus and _AMD_MODEL.search(system.node.gpu_model):
         return f"{system.node.gpu_model} is a GPU of AMD"
     if "--rocm" in system.runtime.options:
@@ -315,19 +326,20 @@ def amd_node_evidence(system: SystemFacts) -> str:
 
 
 def amd_warning(evidence: str) -> Fault:
-    """Return the warning about an image or nodes for AMD GPUs, with the `evidence` for that."""
+    """Return the warning that an image or a system is for AMD GPUs. `evidence` is the reason to think so."""
     return f"{evidence}: imgkit supports only work on CPUs with it", CPU_WORK
 
 
 CPU_WORK = (
     "for CPUs: imgkit run --gpus 0, or --device cpu of dist-*; for GPUs: an image and nodes for NVIDIA's"
 )
-"""What works with AMD's images and on its nodes."""
+"""What works with AMD's images and nodes, as a hint."""
 
 
 def _check_python(reference: str) -> Iterator[Fault]:
-    """Yield a warning if the Python of a base is older than `FLOOR`."""
-    # A version, or a tag such as 3.12-slim that begins with one; `latest` says nothing.
+    """Yield a warning if the base's Python is older than `FLOOR`."""
+    # The text is a version, or a tag that begins with one, such as "3.12-slim". A tag such as "latest" does
+    # not match.
     match = re.match(r"([0-9]{1,3})\.([0-9]{1,3})(?![0-9])", _python_version(reference))
     if match and (int(match[1]), int(match[2])) < FLOOR:
         least = ".".join(map(str, FLOOR))
@@ -340,11 +352,11 @@ def _check_python(reference: str) -> Iterator[Fault]:
 def _python_version(reference: str) -> str:
     """Return the Python version of a base, or an empty text if it is unknown.
 
-    The table states that of NVIDIA's images, and the tag that of Docker Hub's: ``python:3.12-slim``. The
-    result may have such an ending.
+    For NVIDIA's images, the table has the version. For Docker Hub's Python images, the result is the tag,
+    such as ``3.12-slim``.
     """
     image = _parse_or_none(reference)
-    # Another registry may have an image of this name with any content.
+    # In another registry, an image with this name may have any content.
     if image and image.repository in _PYTHON_REPOSITORIES and image.registry in ("", "docker.io"):
         return image.tag
     base = ngc_image(reference)
@@ -354,10 +366,10 @@ def _python_version(reference: str) -> str:
 
 
 def _check_driver(reference: str, system: SystemFacts) -> Iterator[Fault]:
-    """Yield a warning if the driver of the nodes is too old for the CUDA of a base.
+    """Yield a warning if the driver of the nodes is too old for the base's CUDA.
 
-    Data-centre GPUs need none: on them, the base's cuda-compat package runs a newer CUDA on an older driver.
-    Nothing is yielded if the driver or the CUDA is unknown.
+    Data-centre GPUs cause no warning, because the base's cuda-compat package runs a newer CUDA with an older
+    driver there. If the driver or CUDA is unknown, there is no warning, either.
     """
     base = ngc_image(reference)
     branch = _driver_branch(system)
@@ -381,16 +393,16 @@ def _check_driver(reference: str, system: SystemFacts) -> Iterator[Fault]:
 
 
 def _check_nccl_plugin(reference: str, image: Image, system: SystemFacts) -> Iterator[Fault]:
-    """Yield a warning if NCCL would use TCP on Slingshot, which is slow.
+    """Yield a warning if NCCL would use TCP on a Slingshot network, which is slow.
 
-    On a Slingshot network, NCCL needs a plug-in for libfabric (aws-ofi-nccl). It may be in the base, on the
-    nodes, or added by the recipe.
+    To use Slingshot, NCCL needs a plug-in for libfabric (aws-ofi-nccl). It may be in the base, on the nodes,
+    or added by the recipe.
     """
     has_host_libs = system.runtime.host_libs or system.fabric.host_libs == "auto"
     if system.fabric.kind != "slingshot" or has_host_libs or _brings_nccl_plugin(image, system):
         return
     base = ngc_image(reference)
-    # An unknown cell of the table is None, and gives no warning.
+    # A cell is None if the value is unknown. Only the value "none" means that the base lacks the plug-in.
     if base is not None and base.aws_ofi_nccl is not None and base.aws_ofi_nccl.value == NONE:
         yield (
             f"{reference} has no aws-ofi-nccl: on Slingshot NCCL would use TCP",
@@ -400,7 +412,10 @@ def _check_nccl_plugin(reference: str, image: Image, system: SystemFacts) -> Ite
 
 
 def _brings_nccl_plugin(image: Image, system: SystemFacts) -> bool:
-    """Return whether the recipe seems to add NCCL's plug-in for libfabric by a mount, a command or a file."""
+    """Return whether the recipe seems to add NCCL's plug-in for libfabric.
+
+    The search covers its mounts, the commands of its run steps, and the folders that it copies.
+    """
     texts = list(system.runtime.binds)
     texts += [step.command for step in image.run]
     texts += [str(step.source) for step in image.copy]

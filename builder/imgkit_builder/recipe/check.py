@@ -1,7 +1,8 @@
-"""Makes the values of a recipe from its tree, and reports everything that is wrong with them at once.
+"""Convert the tree of a recipe to its values, and report everything that is wrong with them at once.
 
-Rules about one value belong to its field in `model`, and pydantic applies them. Here are the words for its
-mistakes, rules about several values, and warnings. `named_files` looks at the files that a recipe names.
+A rule about a single value belongs to its field in `model`, and pydantic applies it. This module has the
+messages for mistakes that pydantic finds, the rules about several values, and the warnings. `named_files`
+checks the files that a recipe names.
 """
 
 from __future__ import annotations
@@ -19,18 +20,23 @@ from imgkit_entrypoints.system import SystemFacts
 
 
 def check(tree: Table, problems: Collector, *, is_complete: bool) -> Document | None:
-    """Return the values of a recipe, or None if pydantic cannot make them of `tree`.
+    """Return the values of a recipe, or None if pydantic cannot make them from `tree`.
 
-    What is wrong with the recipe is reported to `problems`. `is_complete` is False if a recipe that it
-    extends could not be read: missing keys are no problem then, since they may stand there.
+    Parameters
+    ----------
+    tree : the recipe, merged with the recipes that it extends.
+    problems : receives everything that is wrong with the recipe.
+    is_complete : False if a parent recipe could not be read. A missing key is then no problem, because the
+        parent may set it.
     """
-    # Keys of values with a problem. Later rules skip them, so that one mistake gives one message.
+    # The keys of values with a problem. Later rules skip them, so that one mistake causes only one message.
     faulty = _report_empty_values(tree, problems)
     document, mistakes = validate(Document, to_data(tree))
     for mistake in mistakes:
         may_be_inherited = mistake.kind == "missing" and not is_complete
         if mistake.path not in faulty and not may_be_inherited:
             _report(mistake, tree, problems)
+        # A mistake can be about a missing key. Only a wrong value is marked, or the nearest one above it.
         if mistake.is_value:
             _, path = tree.deepest(mistake.path)
             faulty.add(path)
@@ -44,7 +50,10 @@ def check(tree: Table, problems: Collector, *, is_complete: bool) -> Document | 
 
 
 def _report_empty_values(tree: Table, problems: Collector) -> set[KeyPath]:
-    """Report keys without a value, or with YAML's ``null`` or ``~``, and return their paths."""
+    """Report keys without a value, or with ``null`` or ``~``, which YAML reads as no value.
+
+    Return their paths.
+    """
     paths = set()
     for path, node in tree.walk():
         if not isinstance(node, Scalar) or node.type != "nothing":
@@ -59,7 +68,7 @@ def _report_empty_values(tree: Table, problems: Collector) -> set[KeyPath]:
     return paths
 
 
-# ---- the words for mistakes
+# ---- messages about the mistakes that pydantic finds
 
 _ALIASES = {
     "apptainer": "singularity",
@@ -71,7 +80,7 @@ _ALIASES = {
     "cxi": "slingshot",
     "ethernet": "tcp",
 }
-"""Other names for allowed values."""
+"""Common names for a value -> the name that a recipe must use."""
 _KEEPS_ENTRYPOINT = (
     "an image keeps the start program of its base; a job names its command: imgkit run RECIPE -- COMMAND"
 )
@@ -89,13 +98,13 @@ _DOCKERFILE_KEYS: Mapping[str, tuple[str, str]] = {
     "expose": ("jobs use the node's own network: no port needs to be opened", "remove it"),
     "volumes": ("folders are mounted when a job starts", "system.runtime.binds, or --bind of the job"),
 }
-"""Keys of `image` for what a Dockerfile can do and a recipe cannot: the reason, and the way that works."""
+"""Key of `image` for a Dockerfile feature that recipes lack -> the reason, and what to do instead."""
 _UNSUPPORTED_RUNTIMES: Mapping[str, str] = {
     "shifter": "it has not been tried with one",
     "edf": "it does not write the file of srun --environment",
     "sarus": "it does not write the file of srun --edf",
 }
-"""Container runtimes of clusters that no recipe can name, and why."""
+"""Container runtime that a recipe cannot use -> the reason."""
 _RUNTIME_HINT = (
     "singularity, pyxis, or docker with command: podman, where the site has them; or a job without a "
     "container: imgkit run --runtime host"
@@ -107,19 +116,20 @@ _FORMS: Mapping[str, tuple[str, str]] = {
     "names": ("a mapping", "write NAME: VALUE lines below it"),
     "a mapping": ("a mapping", "write `key: value` lines below it"),
 }
-"""Form that a key expects (`Mistake.expected`) -> its name in YAML, and how to write it."""
+"""Form that a key expects (`Mistake.expected`) -> its name for messages, and how to write it in YAML."""
 
 
 def _report(mistake: Mistake, tree: Table, problems: Collector) -> None:
-    """Report a mistake that pydantic found, at its line and in words for the author of the file.
+    """Report a mistake that pydantic found, at its line and in words for the author of the recipe.
 
-    pydantic knows only the data. The message also needs the text and what YAML made of it: ``24.10`` without
-    quotes is the number 24.1.
+    pydantic sees only the data. The message also needs the original text and how YAML reads it. For example,
+    the unquoted ``24.10`` is the number 24.1.
     """
     node, path = tree.deepest(mistake.path)
     if mistake.kind == "missing":
         hint = f"add `{mistake.path[-1]}: ...`"
         if len(mistake.path) < 3:
+            # The key is near the top: a whole section such as `image` is missing, or its base.
             hint = "a recipe needs at least `image: {base: NAME:TAG}`"
         problems.error(node.position, mistake.path, mistake.message, hint)
     elif mistake.is_key:
@@ -132,9 +142,10 @@ def _report(mistake: Mistake, tree: Table, problems: Collector) -> None:
 
 
 def _report_key(mistake: Mistake, tree: Table, problems: Collector) -> None:
-    """Report a key that is unknown, or that breaks a rule for names."""
+    """Report a key that is unknown, or whose name breaks a rule."""
     *parents, name = mistake.path
     table, _ = tree.deepest(tuple(parents))
+    # Use the position of the key itself if its parent is a mapping in the file.
     position = table.position
     if isinstance(table, Table):
         position = table.keys[str(name)]
@@ -145,22 +156,24 @@ def _report_key(mistake: Mistake, tree: Table, problems: Collector) -> None:
 
 
 def _describe_unknown_key(path: KeyPath) -> tuple[str, str]:
-    """Return the message and the hint for an unknown key, whose place in the recipe is `path`.
+    """Return the message and the hint for the unknown key at `path`.
 
-    The hint lists the allowed keys, and the one that was probably meant.
+    The hint lists the allowed keys, and suggests the one that was probably meant.
     """
     name = str(path[-1])
     parents = path[:-1]
-    # Such as "entrypoint": somebody who knows Dockerfiles needs the reason, not the nearest key.
+    # A user who knows Dockerfiles may write `entrypoint`, for example. The reason helps more than a similar
+    # key.
     if parents == ("image",) and name.lower() in _DOCKERFILE_KEYS:
         return _DOCKERFILE_KEYS[name.lower()]
     allowed = allowed_keys(path, Document)
-    # `extends` is allowed here, too. It is resolved before the check, so the model has no field for it.
+    # `extends` is allowed in these two sections, too. The model has no field for it, because it is resolved
+    # before the check.
     if parents in ((), ("system",)):
         allowed.append("extends")
     hint = allowed_hint(name, allowed)
-    # If no allowed key resembles it, look for a key of this name elsewhere: `pip` was written beside `image`
-    # instead of below it.
+    # If no allowed key is similar, look for a key of this name elsewhere in the model. For example, `pip` may
+    # have been written beside `image` instead of below it.
     if not nearest_name(name, allowed):
         for keys in key_paths(Document):
             if keys[-1] == name:
@@ -169,9 +182,10 @@ def _describe_unknown_key(path: KeyPath) -> tuple[str, str]:
 
 
 def _describe_wrong_value(node: YamlNode, mistake: Mistake) -> tuple[str, str]:
-    """Return the message and the hint for a value of a wrong type, or one that is not allowed.
+    """Return the message and the hint for a value that has a wrong type or is not allowed.
 
-    Often YAML has read a text as something else, ``24.10`` as the number 24.1. Then the hint shows quotes.
+    Often YAML has read text as another type. For example, ``24.10`` becomes the number 24.1. The hint then
+    shows the text in quotes.
     """
     is_choice = mistake.kind == "choice"
     if isinstance(node, Scalar) and node.type == "text" and is_choice:
@@ -191,6 +205,10 @@ def _describe_wrong_value(node: YamlNode, mistake: Mistake) -> tuple[str, str]:
 
 
 def _describe_wrong_choice(node: Scalar, mistake: Mistake) -> tuple[str, str]:
+    """Return the message and the hint for a text that is not one of the allowed values.
+
+    For a container runtime that imgkit does not support, the message gives the reason.
+    """
     name = node.text.lower()
     if mistake.path[-1] == "kind" and name in _UNSUPPORTED_RUNTIMES:
         reason = _UNSUPPORTED_RUNTIMES[name]
@@ -199,9 +217,9 @@ def _describe_wrong_choice(node: Scalar, mistake: Mistake) -> tuple[str, str]:
 
 
 def _describe_reading(node: Scalar) -> str:
-    """Return what YAML makes of the text of `node`: ``24.10`` -> ``the number 24.1``.
+    """Return how YAML reads the text of `node`: ``24.10`` -> ``the number 24.1``.
 
-    If the value looks like the text, return only its type: ``24.1`` -> ``a number``.
+    If the value has the same text, return only its type: ``24.1`` -> ``a number``.
     """
     import yaml
 
@@ -217,19 +235,20 @@ def _describe_reading(node: Scalar) -> str:
     return f"the {node.type} {text}"
 
 
-# ---- texts that are allowed and deserve a look
+# ---- warnings about texts
 
 _PUBLIC_HINT = "anybody who can pull the image can read it; pass it when the job starts"
 
 
 def _check_text(path: KeyPath, node: Scalar, problems: Collector) -> None:
-    """Check a text of the recipe for secrets, and the value of a variable for ``$``.
+    """Check a text in a recipe: warn if it looks like a secret, and check the use of ``$`` in a variable.
 
-    In ``PATH: /x:$PATH``, the base's value is inserted. Another use of ``$`` has no meaning, and is an error
-    or gives a warning. So do secrets, because anybody who can pull the image can read them.
+    Anybody who can pull the image can read its texts, hence the warning about secrets. In ``PATH: /x:$PATH``,
+    the reference is replaced by the value that the base sets. Other references are not expanded, so they
+    cause an error or a warning.
     """
     *parents, name = path
-    # ("image", "args", "VERSION"), ("image", "env", "PATH"), ("image", "pip", 0, "env", "CC")
+    # For example: ("image", "args", "VERSION"), ("image", "env", "PATH"), ("image", "pip", 0, "env", "CC")
     is_argument = parents == ["image", "args"]
     is_variable = is_argument or (parents[:1] == ["image"] and parents[-1] == "env")
     if not is_variable:
@@ -242,16 +261,17 @@ def _check_text(path: KeyPath, node: Scalar, problems: Collector) -> None:
         problems.error(node.position, path, *fault)
         return
     _warn_of_secret(path, node, problems, has_own_name=True)
-    # Any other `$NAME` than that of the variable itself would stay in the value as it is.
+    # Only a reference to the variable itself is expanded. Any other `$NAME` stays in the value as text.
     has_reference = re.search(r"\$\{?[A-Za-z_]", node.text)
     if has_reference and rules.split_inherited(variable, node.text) is None:
         problems.warn(node.position, path, "variables are not expanded: the $ stays", "write the whole value")
 
 
 def _warn_of_secret(path: KeyPath, node: Scalar, problems: Collector, *, has_own_name: bool) -> None:
-    """Warn if a value looks like a secret, or if its name does, as ``API_TOKEN``.
+    """Warn if a value looks like a secret, or if its key does, such as ``API_TOKEN``.
 
-    `has_own_name` says that the author chose the last key of `path`: the name of a variable or label.
+    The key is checked only if `has_own_name` is true: the author has chosen the last key of `path`, as the
+    name of a variable or label.
     """
     secret = secret_patterns.find_secret(node.text)
     if secret:
@@ -267,9 +287,9 @@ def _warn_of_secret(path: KeyPath, node: Scalar, problems: Collector, *, has_own
 
 
 def _select_tables(tree: Table, *pattern: str) -> Iterator[tuple[KeyPath, Table]]:
-    """Yield path and node of each mapping that fits `pattern`, in which `ANY` is any key or index.
+    """Yield the path and node of each mapping that matches `pattern`, as in `YamlNode.select`.
 
-    A value that should be a mapping and is not has been reported already, and is skipped.
+    A value that should be a mapping but is not is skipped, because it has been reported already.
     """
     for path, node in tree.select(*pattern):
         if isinstance(node, Table):
@@ -277,15 +297,15 @@ def _select_tables(tree: Table, *pattern: str) -> Iterator[tuple[KeyPath, Table]
 
 
 def _check_secrets(tree: Table, problems: Collector) -> None:
-    """Check that declared secrets and the steps that use them fit together.
+    """Check that the declared secrets match the secrets that the steps use.
 
-    Report a step that uses a secret which is not declared, and a declared secret that no step uses.
+    A step that uses an undeclared secret is an error. A secret that no step uses causes a warning.
     """
     declared = _check_declared_secrets(tree, problems)
     used = set()
     # `tree` is merged, so a step of a parent recipe may use a secret that the child declares.
-    for key in ("pip", "run"):
-        for path, node in tree.select_texts("image", key, ANY, "secrets", ANY):
+    for section in ("pip", "run"):
+        for path, node in tree.select_texts("image", section, ANY, "secrets", ANY):
             used.add(node.text)
             if node.text not in declared:
                 hint = "declare it below image.secrets"
@@ -299,25 +319,26 @@ def _check_secrets(tree: Table, problems: Collector) -> None:
 
 
 def _check_declared_secrets(tree: Table, problems: Collector) -> dict[str, tuple[Scalar, KeyPath]]:
-    """Report secrets that are declared twice, or that have both or none of the sources ``env`` and ``file``.
+    """Report secrets that are declared twice, or that do not have exactly one of ``env`` and ``file``.
 
     Returns
     -------
-    For each name of a secret, the node that states the name, and the path of the declaration.
+    A mapping from the name of each secret to the node of that name and the path of the declaration.
     """
     declared: dict[str, tuple[Scalar, KeyPath]] = {}
     for path, secret in _select_tables(tree, "image", "secrets", ANY):
-        name = secret.entries.get("id")
-        if isinstance(name, Scalar):
-            if name.text in declared:
-                message = f"{name.text} is declared twice"
-                problems.error(name.position, (*path, "id"), message, "keep one of them")
-            declared.setdefault(name.text, (name, path))
+        name_node = secret.entries.get("id")
+        if isinstance(name_node, Scalar):
+            if name_node.text in declared:
+                message = f"{name_node.text} is declared twice"
+                problems.error(name_node.position, (*path, "id"), message, "keep one of them")
+            declared.setdefault(name_node.text, (name_node, path))
+        # Equal means that both keys are set, or neither.
         if ("env" in secret.entries) == ("file" in secret.entries):
-            present = "both"
+            given_keys = "both"
             if "env" not in secret.entries:
-                present = "neither"
-            message = f"needs exactly one of env, file; it has {present}"
+                given_keys = "neither"
+            message = f"needs exactly one of env, file; it has {given_keys}"
             hint = "env: NAME is a variable of this machine, file: PATH a file"
             problems.error(secret.position, path, message, hint)
     return declared
@@ -328,11 +349,14 @@ _PROJECT_KEYS = {
     "editable": "other packages have no folder of their own",
     "ignore": "nothing else of this step is a folder",
 }
-"""Keys of a pip step that need a project, and the reason."""
+"""Key of a pip step that is allowed only with ``project`` -> the reason."""
 
 
 def _check_pip_steps(tree: Table, problems: Collector) -> None:
-    """Report wrong pip steps, and lists of options whose first item is not an option, such as ``numpy``."""
+    """Report faulty pip steps, and lists of pip options whose first item is not an option.
+
+    Such an item is often a package, for example ``numpy``.
+    """
     for path, step in _select_tables(tree, "image", "pip", ANY):
         _check_pip_step(path, step, problems)
     for path, option in tree.select("image", "pip", ANY, "options", ANY):
@@ -347,46 +371,51 @@ def _check_pip_steps(tree: Table, problems: Collector) -> None:
 def _check_pip_step(path: KeyPath, step: Table, problems: Collector) -> None:
     """Report a pip step that does not have exactly one of ``packages``, ``requirements`` and ``project``.
 
-    Also report keys that make sense for a project only, in a step without one.
+    Also report an empty list of packages, and keys that are allowed only in a step with a project.
     """
     sources = [key for key in _PIP_SOURCES if key in step.entries]
     if len(sources) != 1:
-        present = "none of them"
+        given_sources = "none of them"
         hint = "add packages: [NAME]"
         if sources:
-            present = " and ".join(sources)
+            given_sources = " and ".join(sources)
             hint = "write a step for each"
-        message = f"needs exactly one of {', '.join(_PIP_SOURCES)}; it has {present}"
+        message = f"needs exactly one of {', '.join(_PIP_SOURCES)}; it has {given_sources}"
         problems.error(step.position, path, message, hint)
     for key, reason in _PROJECT_KEYS.items():
         if key in step.entries and "project" not in step.entries:
             message = f"is for a project: {reason}"
             problems.error(step.keys[key], (*path, key), message, "add project: FOLDER, or remove it")
     packages = step.entries.get("packages")
+    # An empty list passes the check above, because the key is set.
     if isinstance(packages, Items) and not packages.items:
         problems.error(packages.position, (*path, "packages"), "is empty", "remove the step")
 
 
 def _check_platforms(tree: Table, problems: Collector) -> None:
-    """Report an empty list of platforms, and a platform that is listed twice: ``[arm64, linux/arm64]``."""
+    """Report an empty list of platforms, and a platform that is listed twice.
+
+    ``[arm64, linux/arm64]`` has one platform twice, because both names mean the same.
+    """
     for path, node in tree.select("image", "platform"):
         if isinstance(node, Items) and not node.items:
             problems.error(node.position, path, "is empty", "allowed: amd64, arm64")
-        names = set()
+        listed_names = set()
         for index, item in node.children():
             if not isinstance(item, Scalar):
                 continue
-            name = item.text.removeprefix("linux/")
-            if name and name in names:
-                message = f"linux/{name} is listed twice"
+            # `arm64` and `linux/arm64` are the same platform.
+            short_name = item.text.removeprefix("linux/")
+            if short_name and short_name in listed_names:
+                message = f"linux/{short_name} is listed twice"
                 problems.error(item.position, (*path, index), message, "keep one of them")
-            names.add(name)
+            listed_names.add(short_name)
 
 
 def _check_runtime(tree: Table, problems: Collector) -> None:
     """Report ``kind: docker`` or ``kind: kubernetes`` without a ``command``.
 
-    The default of ``command`` is singularity, which is a runtime of another kind.
+    The default of ``command`` is singularity, which does not fit these kinds.
     """
     command_examples = {"docker": "docker", "kubernetes": "runai"}
     for path, runtime in _select_tables(tree, "system", "runtime"):
@@ -400,7 +429,7 @@ def _check_runtime(tree: Table, problems: Collector) -> None:
 
 
 def _check_scheduler(tree: Table, problems: Collector) -> None:
-    """Report a scheduler that is neither shipped nor a plug-in's."""
+    """Report a scheduler that neither imgkit nor a plug-in provides."""
     for path, node in tree.select_texts("system", "scheduler"):
         fault = systems.scheduler_fault(node.text)
         if fault is not None:
@@ -408,11 +437,12 @@ def _check_scheduler(tree: Table, problems: Collector) -> None:
 
 
 def check_system(facts: SystemFacts, tree: Table, problems: Collector) -> None:
-    """Check the recipe's system with the rules of its scheduler, which may come from a plug-in.
+    """Check the system of a recipe with the rules of its scheduler, which may come from a plug-in.
 
-    Values that the scheduler cannot work with are errors. A runtime that it cannot start is only a warning,
-    since the image can still be built.
+    A value that the scheduler cannot use is an error. A container runtime that it cannot start is only a
+    warning, because the image can still be built.
     """
+    # The caller has checked that the scheduler exists, so the lookup cannot fail with a KeyError.
     registration = systems.find_registration(facts.scheduler)
     runtime = facts.runtime
     if runtime.kind not in registration.runtimes:

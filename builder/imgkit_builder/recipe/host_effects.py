@@ -1,7 +1,8 @@
-"""What a recipe does on the machine that builds it or starts its jobs.
+"""Find what a recipe does outside of its container, on the machine that builds it or starts its jobs.
 
-A recipe of unknown origin is a program. Its commands and packages run in the build container, and what is
-listed here takes effect outside of it. Shipped recipes are a part of imgkit and are not listed.
+A recipe of unknown origin must be treated like a program. Its commands and packages run inside the build
+container. Everything that takes effect outside of the container is listed here. Shipped recipes are part of
+imgkit, so they are not listed.
 """
 
 from __future__ import annotations
@@ -14,51 +15,53 @@ from imgkit_recipes import FOLDER
 
 PROGRAMS = ("singularity", "apptainer", "docker", "podman", "kubectl", "runai")
 _HARMLESS_OPTIONS = ("--nv", "--rocm", "--cleanenv", "--contain", "--containall", "--no-home", "--gpus=all")
-"""Options that give the container nothing of the machine but its GPUs."""
+"""Options that give the container no access to the machine, apart from its GPUs."""
 _EXECUTING_VARIABLES = (
     *("PATH", "LD_PRELOAD", "LD_AUDIT", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP"),
     *("BASH_ENV", "ENV", "IFS", "PROMPT_COMMAND", "PERL5OPT", "PERL5LIB"),
 )
-"""Variables that choose what other programs execute."""
+"""Variables that determine what other programs execute."""
 _HINT = "read it, and use the recipe only if you trust its author"
 
 Effects = Iterator[tuple[KeyPath, str]]
 
 
 def find_host_effects(recipe: Recipe) -> tuple[Problem, ...]:
-    """Return a warning for each value with which `recipe` reaches beyond the image."""
+    """Return a warning for each value of `recipe` that takes effect outside of the image."""
     problems = []
     for rule in (_runtime_effects, _option_effects, _variable_effects, _secret_effects):
         for path, message in rule(recipe):
             position = nearest_position(recipe.positions, path)
+            # A default has no position. A value in a shipped recipe is part of imgkit.
             if position is not None and not position.file.is_relative_to(FOLDER):
                 problems.append(Problem(position=position, key=key_text(path), what=message, hint=_HINT))
     return tuple(problems)
 
 
 def _runtime_effects(recipe: Recipe) -> Effects:
-    """Yield programs that a start of the runtime runs, and folders of the machine that a job sees."""
+    """Yield programs that run when a job starts, and folders of the machine that the job can access."""
     runtime = recipe.system.runtime
     path = ("system", "runtime")
     if runtime.command not in PROGRAMS:
+        # Any other command may be a program that the author of the recipe provides.
         yield (*path, "command"), f"runs the program {runtime.command} on the machine that starts a job"
     for key, modules in (("modules", runtime.modules), ("host_modules", runtime.host_modules)):
-        for number, module in enumerate(modules):
+        for index, module in enumerate(modules):
             if module.startswith(("/", ".", "~")):
-                yield (*path, key, number), f"loads the module file {module}, which is a program"
-    for number, folder in enumerate(runtime.host_libs):
-        yield (*path, "host_libs", number), f"the job's programs load libraries from {folder}"
+                yield (*path, key, index), f"loads the module file {module}, which is a program"
+    for index, folder in enumerate(runtime.host_libs):
+        yield (*path, "host_libs", index), f"the job's programs load libraries from {folder}"
     if recipe.system.fabric.host_libs == "auto":
         message = "programs of the image see /usr and /opt of the machine, and may load its network libraries"
         yield ("system", "fabric", "host_libs"), message
-    for number, bind in enumerate(runtime.binds):
-        yield (*path, "binds", number), f"programs of the image see {bind} of the machine"
+    for index, bind in enumerate(runtime.binds):
+        yield (*path, "binds", index), f"programs of the image see {bind} of the machine"
 
 
 def _option_effects(recipe: Recipe) -> Effects:
-    """Yield options of a runtime, of mpirun or of a scheduler.
+    """Yield the options that are passed to the container runtime, to the scheduler or mpirun, or to srun.
 
-    They can name programs and folders of the machine.
+    Such an option can name a program or a folder of the machine.
     """
     queue = recipe.system.queue
     for path, options in (
@@ -66,20 +69,20 @@ def _option_effects(recipe: Recipe) -> Effects:
         (("queue", "options"), queue.options),
         (("queue", "srun"), queue.srun),
     ):
-        for number, option in enumerate(options):
+        for index, option in enumerate(options):
             if option not in _HARMLESS_OPTIONS:
-                yield ("system", *path, number), f"passes the option {option} to a program here"
+                yield ("system", *path, index), f"passes the option {option} to a program here"
 
 
 def _variable_effects(recipe: Recipe) -> Effects:
-    """Yield variables of the jobs that choose what other programs execute."""
+    """Yield the variables of jobs that determine what other programs execute."""
     for name in recipe.system.env:
         if name in _EXECUTING_VARIABLES:
             yield ("system", "env", name), f"sets {name}, which decides what programs of a job execute"
 
 
 def _secret_effects(recipe: Recipe) -> Effects:
-    """Yield variables and files of the machine that steps of the build can read."""
-    for number, secret in enumerate(recipe.image.secrets):
+    """Yield the variables and files of this machine that build steps can read."""
+    for index, secret in enumerate(recipe.image.secrets):
         source = f"the variable {secret.env}" if secret.env else f"the file {secret.file}"
-        yield ("image", "secrets", number), f"gives {source} of this machine to steps of the build"
+        yield ("image", "secrets", index), f"gives {source} of this machine to steps of the build"

@@ -1,4 +1,4 @@
-"""Loads a recipe by name or file, with what it extends; reports all problems at once."""
+"""Load a recipe, merge it with the recipes that it extends, and report all problems at once."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ APPENDED: frozenset[KeyPath] = frozenset(
     {("image", key) for key in ("ca", "secrets", "apt", "pip", "copy", "run")}
     | {("system", "runtime", key) for key in ("modules", "options", "binds", "host_libs", "host_modules")}
 )
-"""Lists to which a recipe appends; every other list replaces the inherited one."""
+"""Lists that a recipe appends to the inherited list. Any other list replaces the inherited one."""
 ATOMIC: frozenset[KeyPath] = frozenset({("image", "constraints"), ("image", "uv")})
-"""Mappings that replace the inherited one as a whole. Other mappings are merged key by key."""
+"""Mappings that replace the inherited mapping as a whole. Any other mapping is merged key by key."""
 
 
 def load(ref: str | Path, *, build_args: Sequence[str] = ()) -> Recipe:
@@ -46,24 +46,24 @@ def load(ref: str | Path, *, build_args: Sequence[str] = ()) -> Recipe:
 
     Parameters
     ----------
-    ref : the name of a shipped recipe, or the path of a file. A path has a ``/``, or ends in ``.yaml`` or
-        ``.yml``.
+    ref : the name of a shipped recipe, or the path of a file. A text is a path if it contains a ``/``, or
+        ends in ``.yaml`` or ``.yml``.
     build_args : texts ``NAME=VALUE`` that replace values of ``image.args``.
 
     Raises
     ------
-    RecipeErrors : the recipe or one that it extends has problems; lists all of them.
+    RecipeErrors : the recipe or one of its parents has problems. The error lists all of them.
     UsageError : there is no such recipe.
     """
-    # A Path always means a file; a text without a slash or suffix is a shipped recipe.
+    # A Path always means a file. A text without a slash or a suffix is the name of a shipped recipe.
     if isinstance(ref, Path):
         ref = str(ref.absolute())
     file = locate_recipe(ref, Path.cwd())
-    # A recipe of unknown origin can extend any file of this machine. Messages quote only files in these
+    # A recipe of unknown origin can extend any file on this machine. Messages quote only files in these
     # folders, so that they cannot reveal a secret.
     folders = (file.parent, FOLDER, system_files.site_folder())
     problems = Collector(shows=tuple(folder.resolve() for folder in folders))
-    # The recipe's name is that of its file and no key in it, so the checks of the keys do not cover it.
+    # The recipe is named after its file. The name is not a key, so the check of the keys does not cover it.
     for message, hint in rules.recipe_name(file.stem):
         problems.error(Position(file=file, line=1, column=1), (), message, hint)
     merged = _read_with_parents(file, problems)
@@ -91,41 +91,44 @@ def load(ref: str | Path, *, build_args: Sequence[str] = ()) -> Recipe:
 
 
 def _make_document(tree: Table, problems: Collector, file: Path, *, is_complete: bool) -> Document:
-    """Check `tree`, a recipe merged with those that it extends, and return its values.
+    """Check `tree`, a recipe that is already merged with its parents, and return its values.
 
     Parameters
     ----------
-    problems : has the problems found so far, and receives further ones.
-    file : the recipe that the user named; its problems are listed first.
-    is_complete : False if a file that it extends could not be read. Missing keys are no problem then.
+    problems : contains the problems found so far. New problems are added to it.
+    file : the recipe that the user named. Its problems are listed first.
+    is_complete : False if a parent recipe could not be read. A missing key is then no problem, because the
+        parent may set it.
 
     Raises
     ------
-    RecipeErrors : there are problems.
+    RecipeErrors : the recipe has problems, found here or earlier.
     """
     document = check(tree, problems, is_complete=is_complete)
     if document is not None:
-        # A plug-in is loaded only for a recipe that names it, and its rules see complete values.
+        # A plug-in is loaded only if the recipe names it. Its rules need complete values, so they run after
+        # `check`.
         if systems.is_scheduler(document.system.scheduler):
             check_system(document.system, tree, problems)
-        for number, issue in enumerate(document.system.known_issues):
+        for index, issue in enumerate(document.system.known_issues):
             for key, (message, hint) in issue.faults():
-                path: KeyPath = ("system", "known_issues", number, key)
+                path: KeyPath = ("system", "known_issues", index, key)
                 problems.error(tree.position_of(path), path, message, hint)
+        # A doubt, such as a driver that may be too old, does not make the recipe unusable. It is a warning.
         for path, (message, hint) in bases.find_doubts(document.image, document.system):
             problems.warn(tree.position_of(path), path, message, hint)
     if document is None or problems.errors:
-        # Problems of the requested file first; those of each file from top to bottom.
+        # The requested file comes first. Within each file, problems are sorted from top to bottom.
         errors = sorted(problems.errors, key=lambda error: (error.position.file != file, error.position))
         raise RecipeErrors(errors)
     return document
 
 
 def _positions(tree: Table) -> Mapping[KeyPath, Position]:
-    """Return file, line and column of every value.
+    """Return the file, line and column of every value in `tree`.
 
-    Some values have a short form: ``platform: arm64`` stands for the list ``[arm64]``. Messages ask for the
-    item of the list, so it gets the position of the short form.
+    A value can have a short form. For example, ``platform: arm64`` stands for the list ``[arm64]``. Later
+    messages refer to the item of that list, so the item gets the position of the short form.
     """
     positions = {path: node.position for path, node in tree.walk()}
     platform: KeyPath = ("image", "platform")
@@ -152,16 +155,18 @@ def load_system(name: str) -> KnownSystem:
 
     Raises
     ------
-    RecipeErrors : its file has problems; lists all of them.
-    UsageError : there is no such system, or others than its owner can write its file.
+    RecipeErrors : the file of the system has problems. The error lists all of them.
+    UsageError : there is no such system, or users other than the owner can write its file.
     """
+    # The second argument is the file that names the system. There is no such file, so an invented path in the
+    # working directory takes its place.
     file = system_files.locate_system(name, Path.cwd() / "recipe")
     problems = Collector(shows=(FOLDER.resolve(), file.parent.resolve()))
     system = _read_system(file, (), problems)
     values = system.values
     if values is None:
         raise RecipeErrors(problems.errors)
-    # The checks are those of a recipe, which must have an image. Nobody builds this one.
+    # The checks expect a recipe, and a recipe needs an image. This placeholder image is never built.
     base = Scalar(position=values.position, text="scratch:none")
     recipe = _set_node(_empty_table(values.position), ("system",), values)
     recipe = _set_node(recipe, ("image", "base"), base)
@@ -174,26 +179,27 @@ def _empty_table(position: Position) -> Table:
 
 
 def _set_node(table: Table, path: tuple[str, ...], node: YamlNode) -> Table:
-    """Return `table` with `node` at `path`. Mappings on the way that do not exist are added."""
+    """Return a copy of `table` in which `path` leads to `node`. Missing mappings on the way are created."""
     key, *rest = path
     if rest:
         child = table.entries.get(key)
         if not isinstance(child, Table):
             child = _empty_table(node.position)
         node = _set_node(child, tuple(rest), node)
+    # An existing key keeps its position, because `table.keys` comes last.
     keys = {key: node.position, **table.keys}
     return Table(position=table.position, entries={**table.entries, key: node}, keys=keys)
 
 
 def _replace_args(tree: Table, build_args: Sequence[str]) -> Table:
-    """Return `tree` with the values of ``--build-arg`` in place of those in ``image.args``.
+    """Return `tree` with the values of the option ``--build-arg`` in ``image.args``.
 
-    `build_args` are texts ``NAME=VALUE``. They replace values before the checks, so that these cover them. A
-    message about one names the line of the replaced value.
+    Each item of `build_args` is a text ``NAME=VALUE``. The values are replaced before the checks, so the
+    checks cover them. A message about such a value names the line of the value that it replaces.
 
     Raises
     ------
-    UsageError : a text has no ``=``, or the recipe has no such argument.
+    UsageError : an item has no ``=``, or the recipe does not declare the argument.
     """
     declared: Mapping[str, YamlNode] = {}
     for _, args in tree.select("image", "args"):
@@ -208,19 +214,26 @@ def _replace_args(tree: Table, build_args: Sequence[str]) -> Table:
             if declared:
                 hint = allowed_hint(name, declared)
             raise UsageError(f"the recipe has no argument {name!r}", where="--build-arg", hint=hint)
-        scalar = Scalar(position=declared[name].position, text=value)
-        tree = _set_node(tree, ("image", "args", name), scalar)
+        new_value = Scalar(position=declared[name].position, text=value)
+        tree = _set_node(tree, ("image", "args", name), new_value)
     return tree
 
 
 def _make_absolute(value: Any, path: KeyPath, positions: Mapping[KeyPath, Position]) -> Any:
-    """Return the value of a recipe at the key `path`, with all file paths in it made absolute.
+    """Return a value of a recipe with all file paths in it made absolute.
 
-    A relative file path starts at the folder of the file that states it, since a recipe may extend one in
-    another folder. `positions` tells that file. Lists and dataclasses are changed with all that they contain.
+    A relative path starts at the folder of the file that contains it. This may be the file of a parent recipe
+    in another folder, so `positions` is used to look it up. Lists and dataclasses are converted with
+    everything in them.
+
+    Parameters
+    ----------
+    value : a value from the checked recipe.
+    path : the key of `value` in the recipe.
+    positions : the position of every value that a file sets.
     """
     if isinstance(value, Path):
-        # An absolute path, or one with "~", stays what it is: joining it with a folder drops the folder.
+        # If the path is absolute, also after "~" is expanded, `/` drops the folder on its left.
         return positions[path].file.parent / value.expanduser()
     if isinstance(value, tuple):
         return tuple(_make_absolute(item, (*path, index), positions) for index, item in enumerate(value))
@@ -233,10 +246,10 @@ def _make_absolute(value: Any, path: KeyPath, positions: Mapping[KeyPath, Positi
 
 
 def _list_counted_files(image: Image) -> list[Path]:
-    """Return the files whose content counts for the sha256 of a recipe.
+    """Return the files whose content is part of the sha256 of a recipe.
 
-    They are certificates, requirements, and the lock of a uv project. The code of projects does not count
-    here: the digest of the build context covers it.
+    These are certificates, requirements files, and the lock of a uv project. The code of projects is not part
+    of it, because the digest of the build context covers that code.
     """
     counted_files = list(image.ca)
     counted_files += [step.requirements for step in image.pip if step.requirements is not None]
@@ -254,14 +267,17 @@ def _list_project_files(image: Image) -> list[Path]:
 
 
 def _hash_content(name: str, document: Document, file_digests: Sequence[str]) -> str:
-    """Return the sha256 of a recipe: of its name and values, and of the content of files that it names.
+    """Return the sha256 of a recipe's name, its values, and the content of the files that it names.
 
-    `document` has the paths of files as they are written, so that the result does not depend on where the
-    recipe lies.
+    Parameters
+    ----------
+    document : the values of the recipe, with file paths as the author wrote them. Absolute paths would make
+        the digest depend on the folder of the recipe.
+    file_digests : the sha256 of each file whose content counts, in a fixed order.
     """
     content = {"name": name, **dataclasses.asdict(document)}
-    # Only a build with --base current uses this key, and then the base itself is recorded. Any other build
-    # is the same whatever the key says.
+    # Only a build with --base current uses this key, and such a build records the base itself. For any other
+    # build the key makes no difference.
     del content["image"]["current_base"]
     # Sorted, so that the order of keys in a file makes no difference.
     digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode())
@@ -271,7 +287,9 @@ def _hash_content(name: str, document: Document, file_digests: Sequence[str]) ->
 
 
 def locate_recipe(ref: str, folder: Path) -> Path:
-    """Return the absolute path of recipe `ref`, a shipped name or a path. A relative path starts at `folder`.
+    """Return the absolute path of the recipe `ref`, which is the name of a shipped recipe or a path.
+
+    A relative path starts at `folder`.
 
     Raises
     ------
@@ -295,13 +313,17 @@ def locate_recipe(ref: str, folder: Path) -> Path:
 
 
 def _missing_file_error(ref: str, file: Path) -> UsageError:
-    """Return the error for a recipe's path that does not exist.
+    """Return the error for the path of a recipe that does not exist.
 
-    `ref` is the path as the user wrote it, and `file` the absolute one. The hint names a file in the same
-    folder, or a shipped recipe, that was probably meant.
+    The hint suggests a file in the same folder, or a shipped recipe, with a similar name.
+
+    Parameters
+    ----------
+    ref : the path as the user wrote it.
+    file : the absolute path.
     """
     siblings = {path.stem: path.name for path in file.parent.glob("*.y*ml")}
-    # A file in the same folder is meant more probably than a shipped recipe.
+    # Prefer a file in the same folder, since the user wrote a path and not the name of a shipped recipe.
     sibling = siblings.get(nearest_name(file.stem, siblings), "")
     nearest = sibling or nearest_name(file.stem, recipe_names())
     hint = "to see the shipped recipes: imgkit list"
@@ -311,13 +333,13 @@ def _missing_file_error(ref: str, file: Path) -> UsageError:
 
 
 def _locate_shipped(name: str) -> Path:
-    """Return the file of the shipped recipe `name`, or of the known system of that name.
+    """Return the file of the shipped recipe `name`, or of the known system with that name.
 
-    A system without a recipe of its own stands for one with the newest base that its nodes run.
+    A system without a recipe can be used like a recipe. Its base is the newest image that its nodes can run.
 
     Raises
     ------
-    UsageError : there is neither.
+    UsageError : there is neither a recipe nor a system with that name.
     """
     if name in recipe_names():
         return recipe_path(name)
@@ -335,26 +357,30 @@ def _locate_shipped(name: str) -> Path:
 
 
 class _MergedRecipe(NamedTuple):
-    """A recipe with the values of those that it extends."""
+    """A recipe merged with the recipes that it extends."""
 
     tree: Table | None
     """None if the recipe's own file cannot be read."""
     is_complete: bool
-    """Whether every file could be read. Otherwise, keys may be missing."""
+    """Whether every file could be read. If not, keys may be missing."""
 
 
 def _read_with_parents(file: Path, problems: Collector, children: Sequence[Path] = ()) -> _MergedRecipe:
     """Read the recipe `file` and the recipes that it extends, and merge them.
 
+    A recipe extends another one (its parent) by the key ``extends``. A value of the child replaces or extends
+    the value of the parent, as described in `merge`.
+
     Parameters
     ----------
-    problems : receives what is wrong with the files.
-    children : the resolved files that extend `file`, to find a circle.
+    problems : receives the problems of all files.
+    children : the resolved paths of the recipes that extend `file`. They are needed to detect a circle.
     """
     tree = read_yaml(file, problems)
     if tree is None:
         return _MergedRecipe(None, is_complete=False)
-    # The name of a known system stands for a recipe with the newest base that its nodes run.
+    # If `file` describes a known system, make a recipe of it. The recipe gets the newest base that the nodes
+    # can run.
     if not {"image", "system"} & set(tree.entries) and file in system_files.find_systems().values():
         return _MergedRecipe(_make_recipe_of_system(file, problems), is_complete=True)
     _refuse_system_file(tree, problems)
@@ -379,7 +405,8 @@ def _read_with_parents(file: Path, problems: Collector, children: Sequence[Path]
     if parent is None:
         return _MergedRecipe(child, is_complete=False)
     if named_system is not None:
-        # Keys of the parent's system would mix two machines, so a named system replaces all of it.
+        # The named system replaces the parent's system as a whole. Merging the two would mix the values of
+        # two machines.
         parent = parent.without("system")
     return _MergedRecipe(merge_tables(parent, child, ()), is_complete and is_parent_complete)
 
@@ -387,11 +414,13 @@ def _read_with_parents(file: Path, problems: Collector, children: Sequence[Path]
 def _make_recipe_of_system(file: Path, problems: Collector) -> Table:
     """Return a recipe for the system in `file`, which has no recipe of its own.
 
-    Its base is the newest of NVIDIA's images that the driver of the system's nodes runs. A warning says so.
+    The base is the newest image of NVIDIA's PyTorch that runs with the driver of the system's nodes. A
+    warning tells the user which image was chosen.
 
     Raises
     ------
-    UsageError : the file does not state the driver. The hint shows the recipe to write.
+    UsageError : the file does not name the driver, so no base can be chosen. The hint shows the recipe to
+        write.
     """
     name = file.stem
     facts = load_system(name).facts
@@ -412,7 +441,7 @@ def _make_recipe_of_system(file: Path, problems: Collector) -> Table:
 
 
 def _unknown_driver_error(name: str) -> UsageError:
-    """Return the error for a system without a recipe whose driver is unknown."""
+    """Return the error for a system that has no recipe and whose driver is unknown."""
     newest = [base for base in bases.load_table() if base.driver][-1]
     hint = (
         f"write {name}.yaml with two lines, `image: {{base: {newest.reference}}}` and `system: {name}`, "
@@ -425,9 +454,11 @@ def _unknown_driver_error(name: str) -> UsageError:
 def _refuse_system_file(tree: Table, problems: Collector) -> None:
     """Raise RecipeErrors if `tree`, which should be a recipe, describes a system.
 
-    A system has keys such as ``scheduler`` at the top, and a recipe has them below ``system``. Without this
-    check, every such key would be reported as unknown.
+    In a system's file, keys such as ``scheduler`` are at the top level. In a recipe, they are below
+    ``system``. Without this check, every such key would be reported as unknown.
     """
+    # `env` does not identify a system. In a recipe, it may be a key of `image` that was written at the wrong
+    # level.
     system_keys = {field.name for field in dataclasses.fields(SystemFacts)} - {"env"}
     keys = set(tree.entries)
     if not keys & {"image", "system"} and keys & system_keys:
@@ -437,15 +468,17 @@ def _refuse_system_file(tree: Table, problems: Collector) -> None:
 
 
 def _find_named_system(tree: Table) -> tuple[YamlNode, Table] | None:
-    """Return the name of the system that a recipe names, and the keys that change some of its values.
+    """Return the name of the system that a recipe refers to, and the keys that change some of its values.
 
-    A recipe has ``system: NAME``, or ``system: {extends: NAME}`` with these keys. Any other gives None.
+    A recipe refers to a system by ``system: NAME``, or by ``system: {extends: NAME}`` with keys that change
+    its values. If the recipe does neither, return None.
     """
     system = tree.entries.get("system")
     if isinstance(system, Table):
         if "extends" not in system.entries:
             return None
         return system.entries["extends"], system.without("extends")
+    # `system:` without a value is reported by the check of empty values.
     if system is None or (isinstance(system, Scalar) and system.type == "nothing"):
         return None
     return system, _empty_table(system.position)
@@ -454,9 +487,10 @@ def _find_named_system(tree: Table) -> tuple[YamlNode, Table] | None:
 def _read_named_system(
     name: YamlNode, changes: Table, path: KeyPath, chain: Sequence[Path], problems: Collector
 ) -> Table | None:
-    """Return the values of the system `name`, with `changes`. After a problem, report it and return None.
+    """Return the values of the system `name`, changed by `changes`.
 
-    `path`, `chain` and `problems` are those of `_locate_named`.
+    After a problem, report it and return None. The parameters `path`, `chain` and `problems` are those of
+    `_locate_named`.
     """
     file = _locate_named(name, path, chain, problems, "system")
     if file is None:
@@ -467,7 +501,7 @@ def _read_named_system(
     return merge_tables(values, changes, ("system",))
 
 
-# Far below Python's limit of recursion.
+# The longest chain of files that extend each other. It is far below Python's recursion limit.
 _MOST_PARENTS = 50
 _NAME_HINTS = {
     "recipe": "the parent can extend a further recipe",
@@ -478,15 +512,19 @@ _NAME_HINTS = {
 def _locate_named(
     ref: YamlNode, path: KeyPath, chain: Sequence[Path], problems: Collector, noun: str
 ) -> Path | None:
-    """Return the file that a key such as ``extends: NAME`` names. After a problem, report it and return None.
+    """Return the file that a key such as ``extends: NAME`` refers to.
+
+    After a problem, report it and return None.
 
     Parameters
     ----------
-    ref : the value of the key: a name, or a path that starts at the folder of the file with the key.
+    ref : the value of the key. It is a name, or a path relative to the folder of the file that contains the
+        key.
     path : the key, for messages.
-    chain : the resolved files that extend each other up to here. The new file must not be one of them.
+    chain : the resolved paths of the files that extend each other so far. The new file must not be one of
+        them.
     problems : receives the problem.
-    noun : what `ref` names, ``recipe`` or ``system``.
+    noun : the kind of file that `ref` refers to, ``recipe`` or ``system``.
     """
     if not isinstance(ref, Scalar) or ref.type != "text":
         message = f"must be the name or path of one {noun}, not {describe_kind(ref)}"
@@ -504,15 +542,16 @@ def _locate_named(
             message = f"{error.where}: {message}"
         hint = error.hint or ""
         if is_path(ref.text) and not problems.may_show(source.parent / ref.text):
-            # The hint lists files of that folder, and a recipe of unknown origin must not make us do that.
+            # The hint lists the files of that folder. A recipe of unknown origin must not be able to reveal
+            # their names.
             hint = ""
         problems.error(ref.position, path, message, hint)
         return None
-    # Links are resolved, since a link back to a file of the chain is a circle, too.
+    # Symbolic links are resolved, because a link to a file of the chain also closes a circle.
     resolved = file.resolve()
     if resolved in chain:
-        circle = (*chain[chain.index(resolved) :], resolved)
-        names = " -> ".join(member.name for member in circle)
+        cycle = (*chain[chain.index(resolved) :], resolved)
+        names = " -> ".join(member.name for member in cycle)
         problems.error(ref.position, path, f"is circular: {names}", "remove one `extends`")
         return None
     if len(chain) > _MOST_PARENTS:
@@ -525,19 +564,25 @@ class _SystemFile(NamedTuple):
     """The content of a file that describes a system."""
 
     values: Table | None
-    """None after a problem."""
+    """None if there was a problem."""
     proof: Proof = Proof()
 
 
 def _read_system(file: Path, children: Sequence[Path], problems: Collector) -> _SystemFile:
-    """Read the system in `file`. A value that it does not state comes from the system that it extends.
+    """Read the file of a system, and merge it with the system that it extends.
 
-    A problem is reported. `children` are the resolved files that extend `file`, to find circles.
+    A value that `file` does not set comes from the system named by its key ``extends``. Problems are
+    reported.
+
+    Parameters
+    ----------
+    children : the resolved paths of the files that extend `file`. They are needed to detect a circle.
     """
     tree = read_yaml(file, problems)
     if tree is None:
         return _SystemFile(None)
-    # A system has no image: packages in it would change the image of each recipe that names the system.
+    # A system cannot have an image. Packages in it would change the image of every recipe that uses the
+    # system.
     for key in ("image", "system"):
         if key in tree.entries:
             hint = "write its keys without `system:` above them"
@@ -555,9 +600,9 @@ def _read_system(file: Path, children: Sequence[Path], problems: Collector) -> _
 
 
 def _read_proof(node: YamlNode, problems: Collector) -> Proof:
-    """Return the value of the key ``proof``, which says how the values of a system were tested.
+    """Return the value of the key ``proof``, which describes how the values of a system were tested.
 
-    An unusable value is reported, and an empty `Proof` returned.
+    If the value cannot be used, report it and return an empty `Proof`.
     """
     proof, _ = validate(Proof, to_data(node))
     if proof is None:
@@ -569,10 +614,10 @@ def _read_proof(node: YamlNode, problems: Collector) -> Proof:
 
 
 def merge(parent: YamlNode, child: YamlNode, path: KeyPath) -> YamlNode:
-    """Return the value at the key `path` of a recipe `child` that extends a recipe `parent`.
+    """Return the merged value of the key `path`, which both a recipe and its parent set.
 
-    Mappings are merged, lists in `APPENDED` are appended to the parent's, and any other value of the child
-    replaces the parent's.
+    Mappings are merged key by key, except those in `ATOMIC`. The lists in `APPENDED` are appended to the
+    parent's list. Any other value of `child` replaces the value of `parent`.
     """
     if isinstance(parent, Table) and isinstance(child, Table) and path not in ATOMIC:
         return merge_tables(parent, child, path)
@@ -582,7 +627,10 @@ def merge(parent: YamlNode, child: YamlNode, path: KeyPath) -> YamlNode:
 
 
 def merge_tables(parent: Table, child: Table, path: KeyPath) -> Table:
-    """Return the keys of both mappings, which are at the key `path`. For a key in both, see `merge`."""
+    """Merge the mappings of a parent recipe and its child at the key `path`.
+
+    A key that both have is merged by `merge`.
+    """
     entries = dict(parent.entries)
     for key, node in child.entries.items():
         if key in entries:

@@ -1,6 +1,8 @@
-"""A recipe's lock: TOML text with one short line per value, so that a diff shows what an upgrade changed.
+"""Read and write the lock of a recipe, and check that it still fits the recipe.
 
-`attach_lock` attaches the lock next to a recipe to it, if that is the lock of this recipe, base and platform.
+A lock is a TOML file with one short line per value, so that a diff shows what an upgrade has changed.
+`attach_lock` adds the lock file beside a recipe to the loaded recipe. It refuses a lock that was made for
+another recipe, base or platform.
 """
 
 from __future__ import annotations
@@ -45,14 +47,14 @@ SUFFIX = ".lock"
 KEPT_SUFFIX = ".files"
 """``mine.lock.files`` is the folder in which ``imgkit lock --keep-files`` stores the packages of a lock."""
 _HEADER = "# Made by imgkit lock, which also changes it. Keep it beside its recipe, under version control.\n"
-# One package takes some hundred bytes: no lock is larger.
+# A package takes a few hundred bytes, so no real lock is larger.
 _MOST_BYTES = 16 << 20
 
 
 def lock_path(recipe: Recipe) -> Path:
-    """Return the path of the lock of `recipe`: ``mine.lock`` next to ``mine.yaml``.
+    """Return the path of the lock of `recipe`, for example ``mine.lock`` beside ``mine.yaml``.
 
-    A shipped recipe lies in a folder of imgkit, so its lock is in the working folder.
+    The file of a shipped recipe is inside the installed package, so its lock is in the working directory.
     """
     if recipe.file.parent == FOLDER:
         return Path.cwd() / f"{recipe.name}{SUFFIX}"
@@ -60,15 +62,20 @@ def lock_path(recipe: Recipe) -> Path:
 
 
 def render_lock(lock: Lock) -> str:
-    """Return the content of the file. The same lock gives the same bytes."""
+    """Return the content of the lock file. Equal locks give equal text."""
     return _HEADER + _render_table(lock, "")
 
 
 def _render_table(table: Any, path: str) -> str:
-    """Return the TOML text of a dataclass: first its plain values, then the tables below it.
+    """Return the TOML text of a dataclass: first its plain values, then the tables in it.
 
-    TOML requires that order. `path` is the dotted key of the table, such as ``platforms.base``, and empty for
-    the lock itself. Values that equal their default are left out.
+    TOML requires that order, because a value after a table heading would belong to that table. Values that
+    are equal to their default are left out.
+
+    Parameters
+    ----------
+    table : the dataclass, such as a `Lock`.
+    path : the dotted key of the table, such as ``platforms.base``. It is empty for the lock itself.
     """
     values = ""
     tables = ""
@@ -77,11 +84,11 @@ def _render_table(table: Any, path: str) -> str:
         key = f"{path}.{field.name}".removeprefix(".")
         if dataclasses.is_dataclass(value):
             content = _render_table(value, key)
-            if content:  # a table without values would say nothing
+            if content:  # a table without values would add nothing
                 tables += _render_heading(f"[{key}]", content)
         elif isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
             for item in value:
-                # An item without values must stay: the number of items counts.
+                # Write an item even if all its values are defaults, since the number of items matters.
                 tables += _render_heading(f"[[{key}]]", _render_table(item, key))
         elif field.name == "schema" or value != field.default:
             values += f"{field.name} = {_render_value(value)}\n"
@@ -89,27 +96,30 @@ def _render_table(table: Any, path: str) -> str:
 
 
 def _render_heading(heading: str, content: str) -> str:
-    """Return a table of TOML: its heading and its content, which may begin with another table."""
+    """Return a TOML table: its `heading` and its `content`.
+
+    If the table has no plain values, `content` begins with the heading of another table, after an empty line.
+    """
     if content.startswith("\n"):
         return f"\n{heading}{content}"
     return f"\n{heading}\n{content}"
 
 
 def _render_value(value: str | bool | int | tuple[str, ...]) -> str:
-    """Return `value` as TOML. A list of several items has each on its own line."""
+    """Return `value` as TOML. A list of several items has one item per line."""
     if isinstance(value, tuple):
         items = [_render_value(item) for item in value]
         if len(items) < 2:
             return f"[{', '.join(items)}]"
         return "[\n    " + ",\n    ".join(items) + ",\n]"
     if isinstance(value, str):
-        # A text of TOML is one of JSON, except that DEL must be escaped.
+        # A TOML string is written like a JSON string, except that TOML also requires DEL to be escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(value).lower()
 
 
 def read_lock(file: Path) -> Lock:
-    """Return the lock in `file`.
+    """Read the lock file `file`.
 
     Raises
     ------
@@ -124,16 +134,16 @@ def read_lock(file: Path) -> Lock:
 
 
 def parse_lock(content: str, file: Path) -> Lock:
-    """Return the lock that `content`, the text of `file`, states.
+    """Parse a lock file. `content` is its text. `file` is its path, for error messages.
 
     Raises
     ------
     UsageError : as in `read_lock`.
     """
-    # The lock beside a recipe of unknown origin may be a link to any file of this machine, such as a private
-    # key. Messages quote only files in the lock's own folder.
+    # The lock beside a recipe of unknown origin may be a symbolic link to a private file, such as an SSH key.
+    # So messages quote only files in the folder of the lock.
     problems = Collector(shows=(file.parent.resolve(),))
-    # An editor of Windows may have changed the line ends.
+    # Editors on Windows may have changed the line endings.
     values = parse_toml_file(content.replace("\r\n", "\n"), file, problems, LOCK_HINT)
     lock, mistakes = _validate(values)
     for mistake in mistakes:
@@ -149,11 +159,12 @@ _IGNORE_HINT = "to ignore the lock: --no-lock"
 
 
 def _validate(values: dict[str, Any]) -> tuple[Lock | None, Sequence[Mistake]]:
-    """Return the lock that the parsed `values` state, and what is wrong with them.
+    """Convert the parsed `values` of a lock file to a `Lock`, and return what is wrong with them.
 
     The lock may be None if something is wrong.
     """
-    # The schema first: a later one may have other keys, and each of them would be reported as unknown.
+    # Check the schema first. A lock with a later schema may have other keys, and each would be reported as
+    # unknown.
     schema = values.get("schema", LOCK_SCHEMA)
     if isinstance(schema, int) and schema > LOCK_SCHEMA:
         hint = "use that imgkit, or make the lock again: imgkit lock RECIPE"
@@ -173,9 +184,10 @@ def _make_mistake(*path: str | int, message: str, hint: str = "") -> Mistake:
 
 
 def _describe_package(path: KeyPath, values: Any) -> str:
-    """Return `` (package zsh)`` if the key `path` lies in the table of that package, else an empty text.
+    """Return the package that the key `path` belongs to, as text for a message: `` (package zsh)``.
 
-    A path such as ``platforms[0].apt[17].sha256`` does not tell the user which package is meant.
+    A path such as ``platforms[0].apt[17].sha256`` does not tell the user which package is meant. If the key
+    does not belong to a package or a platform with a name, return an empty text.
     """
     name = ""
     table = values
@@ -184,7 +196,7 @@ def _describe_package(path: KeyPath, values: Any) -> str:
             table = table[key]
         except (KeyError, IndexError, TypeError):
             break
-        # An item of a list of tables: a platform or a package. The innermost counts.
+        # An item in a list of tables is a platform or a package. The innermost item determines the name.
         if isinstance(key, int) and isinstance(table, dict):
             name = str(table.get("name", ""))[:60]
     if not name:
@@ -193,13 +205,14 @@ def _describe_package(path: KeyPath, values: Any) -> str:
 
 
 def _find_contradictions(lock: Lock) -> Iterator[Mistake]:
-    """Yield contradictions between values of a lock, each with the key of the value to change.
+    """Yield the values of a lock that contradict each other.
 
-    For example, a wheel must belong to a pip step that the lock's request has.
+    Each mistake has the key of the value that is probably wrong. For example, a wheel must belong to a pip
+    step that existed when the lock was made.
     """
     platforms = set()
-    for number, locked in enumerate(lock.platforms):
-        path = ("platforms", number)
+    for platform_index, locked in enumerate(lock.platforms):
+        path = ("platforms", platform_index)
         if locked.platform in platforms:
             yield _make_mistake(*path, "platform", message=f"{locked.platform} occurs twice")
         platforms.add(locked.platform)
@@ -209,39 +222,41 @@ def _find_contradictions(lock: Lock) -> Iterator[Mistake]:
             yield _make_mistake(*path, "base", "name", message=message)
         if not (base.digest or base.id):
             yield _make_mistake(*path, "base", message="must have a digest or an id")
+        # Wheels refer to pip steps by index. The step for a uv project has a special number.
         steps = set(range(len(locked.request.pip)))
         if locked.request.uv:
             steps.add(UV_STEP)
-        for index, wheel in enumerate(locked.pip):
+        for wheel_index, wheel in enumerate(locked.pip):
             if wheel.step not in steps:
                 message = f"there is no pip step {wheel.step} in the request"
-                yield _make_mistake(*path, "pip", index, "step", message=message)
+                yield _make_mistake(*path, "pip", wheel_index, "step", message=message)
             if not (wheel.url or wheel.kept):
                 message = "is missing, and the wheel is not a kept one"
-                yield _make_mistake(*path, "pip", index, "url", message=message)
+                yield _make_mistake(*path, "pip", wheel_index, "url", message=message)
 
 
 def attach_lock(recipe: Recipe, *, platform: str, base: str | None = None, required: bool = False) -> Recipe:
-    """Return `recipe` with the lock that lies next to it, so that a build installs the locked packages.
+    """Return `recipe` with the lock file beside it, so that a build installs the locked packages.
 
     Parameters
     ----------
-    platform : the platform of the image, such as ``linux/arm64``. A lock has packages for each.
-    base : the base image, if it is not that of the recipe.
-    required : whether a missing lock is an error. Otherwise the recipe is returned without a lock.
+    platform : the platform of the image, such as ``linux/arm64``. A lock lists packages for each platform.
+    base : the base image, if it differs from the base in the recipe.
+    required : whether a missing lock is an error. If False, a recipe without a lock is returned as it is.
 
     Raises
     ------
-    UsageError : the lock cannot be read, belongs to another recipe, or lacks the platform or a stored
-        package. It may also be stale, which means that the recipe has changed since; the error then names the
-        line of the recipe that the lock does not know.
+    UsageError : the lock cannot be read, belongs to another recipe, has no packages for `platform`, or refers
+        to a stored package that is missing. A stale lock is refused, too: the recipe has changed since the
+        lock was made, and the error names the changed line of the recipe.
     """
     file = lock_path(recipe)
     if not file.exists():
         if required:
             hint = f"make it: {lock_command(recipe)}"
             raise UsageError(f"{recipe.name} has no lock", where=str(shorten_path(file)), hint=hint)
-        # "" notes that there was no lock. A lock that appears later changes the image.
+        # The empty digest records that there was no lock. If a lock is added later, the digest differs, and
+        # the image is built again.
         return dataclasses.replace(recipe, sources={**recipe.sources, file: ""})
     lock = read_lock(file)
     locked = _select_platform(lock, recipe, platform, file)
@@ -256,17 +271,17 @@ def attach_lock(recipe: Recipe, *, platform: str, base: str | None = None, requi
                 hint=f"copy that folder to this machine too, or: {lock_command(recipe)} --keep-files",
             )
     sources = {**recipe.sources, file: hashlib.sha256(files.read_bytes(file)).hexdigest()}
-    # The image stores what the lock has for its own platform only.
+    # The image stores only the part of the lock for its own platform.
     lock_text = render_lock(dataclasses.replace(lock, platforms=(locked,)))
     return dataclasses.replace(recipe, lock=locked, lock_text=lock_text, kept=kept_files, sources=sources)
 
 
 def _select_platform(lock: Lock, recipe: Recipe, platform: str, file: Path) -> LockedPlatform:
-    """Return what `lock` has for `platform`. `file` is the path of the lock, for messages.
+    """Return the part of `lock` that is for `platform`. `file` is the path of the lock, for messages.
 
     Raises
     ------
-    UsageError : the lock is not for this platform, or belongs to another recipe.
+    UsageError : the lock has no part for this platform, or belongs to another recipe.
     """
     where = str(shorten_path(file))
     if lock.recipe != recipe.name:
@@ -283,15 +298,16 @@ def _select_platform(lock: Lock, recipe: Recipe, platform: str, file: Path) -> L
 
 
 def _refuse_stale(recipe: Recipe, locked: LockRequest, file: Path, base: str | None) -> None:
-    """Refuse a stale lock: the recipe now asks for other packages, options or another base.
+    """Refuse a lock that no longer matches the recipe.
 
-    Without this, a build would install what the recipe asked for when the lock was made.
+    A lock is stale if the recipe now requires other packages, options or another base than when the lock was
+    made. A build with a stale lock would silently install the old packages.
 
     Parameters
     ----------
-    locked : what the recipe asked for when the lock was made.
+    locked : what the recipe required when the lock was made.
     file : the path of the lock, for messages.
-    base : the base image, if it is not that of the recipe.
+    base : the base image, if it differs from the base in the recipe.
 
     Raises
     ------
@@ -308,6 +324,7 @@ def _refuse_stale(recipe: Recipe, locked: LockRequest, file: Path, base: str | N
     if difference is None:
         return
     where = recipe.where(*difference.path)
+    # The option --base has changed the base, not a line of the recipe.
     if base and difference.path == ("image", "base"):
         where = "--base"
     raise UsageError(f"the lock {file.name} is stale: {difference.change}", where=where, hint=hint)
@@ -330,21 +347,22 @@ _STEP_FIELDS = {
     "options": ("options", "options"),
     "env": ("env", "variables"),
 }
-"""Fields of a `LockedStep` -> their key in a recipe, and the noun for messages."""
+"""Field of a `LockedStep` -> the key in a recipe, and the noun for messages."""
 
 
 class Difference(NamedTuple):
-    """How a recipe differs from what it was when it was locked."""
+    """A change in a recipe since its lock was made."""
 
     path: KeyPath
-    """The changed value, or the list that lacks one."""
+    """The key of the changed value, or of the list from which a value was removed."""
     change: str
 
 
 def make_request(recipe: Recipe, *, base: str | None = None) -> LockRequest:
-    """Return what `recipe` asks for: its base, packages and options. A lock stores it to notice a change.
+    """Return what `recipe` requires: its base, packages and options.
 
-    `base` replaces the recipe's base.
+    A lock stores the result, so that a later change of the recipe is noticed. `base` replaces the base of the
+    recipe.
 
     Raises
     ------
@@ -365,16 +383,21 @@ def make_request(recipe: Recipe, *, base: str | None = None) -> LockRequest:
 
 
 def _hash_uv_project(uv: UvProject) -> str:
-    """Return the digest of what a lock takes from a uv project: its uv.lock, extras and groups."""
+    """Return the digest of the parts of a uv project that determine its packages.
+
+    These are the file uv.lock and the selected extras and groups.
+    """
+    # A NUL byte cannot occur in a name, so different selections never give the same text.
     selection = "\0".join(("extras", *sorted(uv.extras), "groups", *sorted(uv.groups)))
     lock = files.read_bytes(uv.project / requirements.UV_LOCK)
     return hashlib.sha256(lock + selection.encode()).hexdigest()
 
 
 def collect_pip_options(step: PipStep) -> tuple[str, ...]:
-    """Return the options of a pip step, and those in its requirements file: ``("--index-url", "https://...")``.
+    """Return all options of a pip step, for example ``("--index-url", "https://...")``.
 
-    URLs among them may hold credentials.
+    They come from the key ``options`` and from the requirements file of the step. URLs among them may contain
+    credentials.
 
     Raises
     ------
@@ -389,9 +412,9 @@ def collect_pip_options(step: PipStep) -> tuple[str, ...]:
 
 
 def _lock_step(step: PipStep) -> LockedStep:
-    """Return what a pip step asks for, as a lock states it: requirements, options and variables.
+    """Return the requirements, options and variables of a pip step, as the lock stores them.
 
-    Credentials are removed, because a lock is meant for version control.
+    Credentials are removed, because a lock is meant to be kept under version control.
     """
     packages = list(step.packages)
     if step.requirements:
@@ -408,17 +431,20 @@ def _lock_step(step: PipStep) -> LockedStep:
 
 
 def hide_secrets(text: str) -> str:
-    """Return `text` without credentials in URLs, and with stars in place of other secrets.
+    """Return `text` with credentials removed from URLs, and with stars in place of other secrets.
 
-    ``https://me:token@host/simple`` -> ``https://host/simple``.
+    For example, ``https://me:token@host/simple`` becomes ``https://host/simple``.
     """
     return secret_patterns.mask_secrets(re.sub(r"://[^/@\s]*@", "://", text))
 
 
 def first_difference(new: LockRequest, locked: LockRequest) -> Difference | None:
-    """Return the first change of a recipe since it was locked, or None if there is none.
+    """Return the first change of a recipe since its lock was made, or None if nothing has changed.
 
-    `new` is what the recipe asks for now, and `locked` what it asked for when the lock was made.
+    Parameters
+    ----------
+    new : what the recipe requires now.
+    locked : what the recipe required when the lock was made.
     """
     if new.base != locked.base:
         return Difference(("image", "base"), f"the base is {new.base}, and was {locked.base}")
@@ -436,16 +462,17 @@ def first_difference(new: LockRequest, locked: LockRequest) -> Difference | None
 
 
 def _step_difference(new: Sequence[LockedStep], locked: Sequence[LockedStep]) -> Difference | None:
-    """Return the first change in the pip steps of a recipe, see `first_difference`."""
-    # Compare the steps that both lists have.
-    for number, (step, locked_step) in enumerate(zip(new, locked, strict=False)):
+    """Return the first change in the pip steps of a recipe, as in `first_difference`."""
+    # Compare the steps that exist in both lists. The lists may differ in length, hence `strict=False`.
+    for index, (step, locked_step) in enumerate(zip(new, locked, strict=False)):
         for field, (key, noun) in _STEP_FIELDS.items():
             values = getattr(step, field)
             locked_values = getattr(locked_step, field)
             if values != locked_values:
-                path = ("image", "pip", number, key)
+                path = ("image", "pip", index, key)
                 return _list_difference(path, f"the {noun} of this pip step", values, locked_values)
-    # Only now compare their number: for an inserted step, the changed steps behind it say more.
+    # Compare the number of steps last. If a step was inserted, the loop above reports the step that now
+    # differs, which tells the user more than the number.
     change = f"there are {len(new)} pip steps, and were {len(locked)}"
     if len(new) > len(locked):
         first_new = len(locked)
@@ -456,9 +483,10 @@ def _step_difference(new: Sequence[LockedStep], locked: Sequence[LockedStep]) ->
 
 
 def _list_difference(path: KeyPath, noun: str, values: Sequence[str], locked: Sequence[str]) -> Difference:
-    """Return the first change in a list of a recipe at the key `path`, which differs from the `locked` one.
+    """Return the first change in a list of the recipe at the key `path`.
 
-    For example, ``the apt packages have 'zsh', which the lock does not know``. `noun` is the list's name.
+    `values` and `locked` must differ. `noun` is the name of the list in the message, for example ``the apt
+    packages have 'zsh', which the lock does not know``.
     """
     for index, value in enumerate(values):
         if value not in locked:
@@ -466,4 +494,5 @@ def _list_difference(path: KeyPath, noun: str, values: Sequence[str], locked: Se
     for value in locked:
         if value not in values:
             return Difference(path, f"{noun} no longer have {value!r}")
+    # The lists differ but have the same items.
     return Difference(path, f"{noun} have another order")

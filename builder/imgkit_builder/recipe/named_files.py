@@ -1,4 +1,7 @@
-"""Checks the files that a recipe names: they exist below its folder, and hold what an image can use."""
+"""Check the files that a recipe names.
+
+Each file must be in the recipe's folder, and have content that an image can use.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +27,19 @@ class NamedFile:
     path: KeyPath
     problems: Collector
     ngc_base: str
-    """The recipe's base if it is an image of NVIDIA's PyTorch; else empty."""
+    """The recipe's base if it is an image of NVIDIA's PyTorch. Otherwise empty."""
     has_no_dependencies: bool
-    """Whether pip installs nothing that the named project depends on."""
+    """Whether pip installs the named project without its dependencies."""
 
     def error(self, message: str, hint: str = "") -> None:
-        """Report a problem at the value."""
+        """Report a problem at the position of this value."""
         self.problems.error(self.node.position, self.path, message, hint)
 
 
 def check(tree: Table, problems: Collector, faulty: Collection[KeyPath]) -> None:
-    """Report every file that a recipe names and that is missing, outside of its folder, or not usable.
+    """Report each file in a recipe that is missing, outside of the recipe's folder, or has unusable content.
 
-    `faulty` are keys of values that have been reported already. They are skipped.
+    `faulty` contains the keys of values that have been reported already. They are skipped.
     """
     ngc_base = _ngc_base(tree)
     for path, node in tree.select_texts("image", "pip", ANY, "packages", ANY):
@@ -50,30 +53,31 @@ def check(tree: Table, problems: Collector, faulty: Collection[KeyPath]) -> None
         for path, node in tree.select_texts(*pattern):
             if path in faulty:
                 continue
-            named = NamedFile(
+            named_file = NamedFile(
                 node=node,
                 path=path,
                 problems=problems,
                 ngc_base=ngc_base,
                 has_no_dependencies=path[:-1] in steps_without_dependencies,
             )
-            # A file outside of the folder is never opened: its content could end in a message.
-            file = _find_file(named, folder_allowed=pattern[-1] in ("source", "project"))
+            # A file outside of the recipe's folder is never opened, because a message could reveal its
+            # content.
+            file = _find_file(named_file, folder_allowed=pattern[-1] in ("source", "project"))
             if file is not None:
-                check_content(file, named)
+                check_content(file, named_file)
 
 
 def _find_file(named: NamedFile, *, folder_allowed: bool) -> Path | None:
-    """Return the file that a value of the recipe names. If it cannot be used, report that and return None.
+    """Return the path of a file that a recipe names. If it cannot be used, report the reason and return None.
 
-    It must exist, and lie in the folder of the recipe. `folder_allowed` says that it may be a folder.
+    The file must exist in the folder of the recipe. It may be a folder only if `folder_allowed` is true.
     """
     text = named.node.text
     folder = named.node.position.file.resolve().parent
     try:
         fault = _find_fault(text, folder, folder_allowed=folder_allowed)
     except (OSError, ValueError, RuntimeError) as error:
-        # RuntimeError: a circle of links, before Python 3.13
+        # RuntimeError: symbolic links that form a circle, before Python 3.13
         fault = f"{text!r} cannot be checked: {error}", "name a file in the recipe's folder"
     if fault is not None:
         named.error(*fault)
@@ -82,9 +86,9 @@ def _find_file(named: NamedFile, *, folder_allowed: bool) -> Path | None:
 
 
 def _find_fault(text: str, folder: Path, *, folder_allowed: bool) -> Fault | None:
-    """Return why a recipe in `folder` cannot name the file `text`, or None if it can.
+    """Return why a recipe in `folder` cannot use the file `text`, or None if it can.
 
-    The file must exist and lie below `folder`, also if it is a link.
+    The file must exist below `folder`. If it is a symbolic link, so must its target.
     """
     file = folder / text
     target = file.resolve()
@@ -92,16 +96,17 @@ def _find_fault(text: str, folder: Path, *, folder_allowed: bool) -> Fault | Non
         return "is empty", "name a file"
     if Path(text).is_absolute() or text.startswith("~"):
         return f"{text} is not relative", f"paths start at the recipe's folder, {folder}"
+    # The path leaves the folder either by its parts ("../x") or through a link.
     if not target.is_relative_to(folder):
-        way = " through a symbolic link"
+        route = " through a symbolic link"
         if ".." in Path(text).parts:
-            way = ""
-        return f"{text} leaves the recipe's folder{way}", f"put it below {folder}"
+            route = ""
+        return f"{text} leaves the recipe's folder{route}", f"put it below {folder}"
     if not target.exists():
-        nearest = nearest_name(file.name, [sibling.name for sibling in file.parent.glob("*")])
+        similar_name = nearest_name(file.name, [sibling.name for sibling in file.parent.glob("*")])
         hint = "create it"
-        if nearest:
-            hint = f"did you mean {nearest}?"
+        if similar_name:
+            hint = f"did you mean {similar_name}?"
         return f"there is no {text} in {folder}", hint
     if target.is_dir() and not folder_allowed:
         return f"{text} is a folder", "name a file"
@@ -111,11 +116,15 @@ def _find_fault(text: str, folder: Path, *, folder_allowed: bool) -> Fault | Non
 
 
 def _ngc_base(tree: Table) -> str:
-    """Return the recipe's base if it is an image of NVIDIA's PyTorch, from any registry, or else ""."""
+    """Return the recipe's base if it is an image of NVIDIA's PyTorch, from any registry.
+
+    Otherwise return "".
+    """
     for _, node in tree.select_texts("image", "base"):
         with contextlib.suppress(Unfit):
             repository = parse_reference(node.text).repository
-            # A mirror may have folders before the name.
+            # A mirror may have folders before the name, so only the end of the repository is compared. The
+            # slash in front keeps another word that ends in "nvidia" from matching.
             if f"/{repository}".endswith("/nvidia/pytorch"):
                 return node.text
     return ""
@@ -124,13 +133,13 @@ def _ngc_base(tree: Table) -> str:
 def _check_torch(text: str, base: str, position: Position, path: KeyPath, problems: Collector) -> None:
     """Report a requirement such as ``torch==2.3.0`` if the base is an image of NVIDIA's PyTorch.
 
-    The torch of such an image is NVIDIA's own build, ``2.3.0a0+40ec155e58.nv24.03``. It equals no version of
-    an index, so pip would replace it.
+    Such an image contains NVIDIA's own build of torch, such as ``2.3.0a0+40ec155e58.nv24.03``. This version
+    is in no package index, so pip would replace it to meet the requirement.
 
     Parameters
     ----------
     text : the requirement.
-    base : the reference of the image; empty for any other base.
+    base : the reference of the base image. It is empty for any other base.
     position, path : the line and the key to report.
     """
     if not base:
@@ -143,9 +152,10 @@ def _check_torch(text: str, base: str, position: Position, path: KeyPath, proble
 
 
 def _check_requirements(file: Path, named: NamedFile) -> None:
-    """Report the lines of a requirements file that a build cannot use, and lines with secrets.
+    """Report the lines of a requirements file that a build cannot use, and warn about lines with secrets.
 
-    A line such as ``-r other.txt`` names another file, and only the requirements file goes into the image.
+    For example, ``-r other.txt`` names another file, but only the requirements file itself is copied into the
+    image.
     """
     problems = named.problems
     try:
@@ -153,13 +163,13 @@ def _check_requirements(file: Path, named: NamedFile) -> None:
     except (OSError, UnicodeDecodeError) as error:
         problems.error(Position(file=file, line=1, column=1), named.path, f"cannot be read: {error}")
         return
-    # So that a problem can quote the lines of this file.
+    # Problems quote the lines of this file.
     problems.lines[file] = lines
-    for number, line in enumerate(lines, start=1):
+    for line_number, line in enumerate(lines, start=1):
         text = line.strip()
-        line_start = Position(file=file, line=number, column=1)
+        line_start = Position(file=file, line=line_number, column=1)
         if requirements.names_other_file(line):
-            text_start = Position(file=file, line=number, column=line.index(text) + 1)
+            text_start = Position(file=file, line=line_number, column=line.index(text) + 1)
             message = f"{text!r} names a file that is not in the image"
             problems.error(text_start, named.path, message, "write its lines here")
         _check_torch(text, named.ngc_base, line_start, named.path, problems)
@@ -169,13 +179,13 @@ def _check_requirements(file: Path, named: NamedFile) -> None:
 
 
 def _check_certificate(file: Path, named: NamedFile) -> None:
-    """Report a file that is not a certificate as PEM text, or that holds a private key."""
+    """Report a file that is not a certificate in PEM form, or that contains a private key."""
     try:
         data = files.read_bytes(file)
     except OSError as error:
         named.error(f"{file.name} cannot be read: {error.strerror}")
         return
-    # A .pem often holds both, and the image must not have the key.
+    # A .pem file often contains both a certificate and its key. The key must not get into the image.
     if b"PRIVATE KEY-----" in data:
         hint = f"keep only the certificate: openssl x509 -in {file.name} -out certificate.crt"
         named.error(f"{file.name} holds a private key, which would be in the image", hint)
@@ -185,9 +195,10 @@ def _check_certificate(file: Path, named: NamedFile) -> None:
 
 
 def _check_project(folder: Path, named: NamedFile) -> None:
-    """Report a project without a usable pyproject.toml, or with dependencies that pip cannot install.
+    """Report a project without a usable pyproject.toml, or with a dependency that pip cannot install.
 
-    Such a dependency is a path, which is not in the image, or a torch other than the base's.
+    pip cannot install a dependency on a path, because the path does not exist in the image. A torch other
+    than the base's is reported, too, because imgkit never replaces the base's torch.
     """
     if not (folder / requirements.PYPROJECT).is_file():
         named.error(f"{folder.name} has no {requirements.PYPROJECT}", _pyproject_hint(folder))
@@ -200,7 +211,7 @@ def _check_project(folder: Path, named: NamedFile) -> None:
     if named.has_no_dependencies:
         return
     for dependency in dependencies:
-        # PEP 508 spells a path "NAME @ file:...".
+        # In PEP 508, a dependency on a path has the form "NAME @ file:...".
         _, _, source = dependency.rpartition("@")
         if requirements.names_other_file(source):
             message = f"depends on {dependency!r}, a path that is not in the image"
@@ -209,7 +220,7 @@ def _check_project(folder: Path, named: NamedFile) -> None:
 
 
 def _pyproject_hint(folder: Path) -> str:
-    """Return what to do about `folder`, which has no pyproject.toml."""
+    """Return a hint for a project in `folder` that has no pyproject.toml."""
     if (folder / "setup.py").is_file():
         return 'add one next to setup.py: [build-system] with requires = ["setuptools"]'
     if folder.is_dir():
@@ -229,7 +240,7 @@ IN_HISTORY = (
     "it stays in the image's history; write ${NAME} instead, in a requirements file or a command, and "
     "declare the variable: secrets: [{id: mine, env: NAME}], with secrets: [mine] in the step"
 )
-"""The hint for a secret in a step of the build."""
+"""The hint for a secret in a build step."""
 
 _CONTENT_CHECKS: dict[tuple[str, ...], Callable[[Path, NamedFile], None]] = {
     ("image", "ca", ANY): _check_certificate,
@@ -238,4 +249,4 @@ _CONTENT_CHECKS: dict[tuple[str, ...], Callable[[Path, NamedFile], None]] = {
     ("image", "pip", ANY, "project"): _check_project,
     ("image", "copy", ANY, "source"): lambda file, named: None,  # code is only copied
 }
-"""Keys that name a file in the recipe's folder, and the check of its content."""
+"""Key that names a file in the recipe's folder -> the function that checks the content of the file."""

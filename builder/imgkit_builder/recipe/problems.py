@@ -1,4 +1,4 @@
-"""Problems of files that a person wrote, with their positions; the words for keys and choices; TOML."""
+"""Problems in files that a person wrote, the text of messages about them, and a TOML parser."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from imgkit_entrypoints.errors import UsageError, shorten_message
 KeyPath = tuple[str | int, ...]
 """Path of a resolved value, for example ``("image", "pip", 0, "packages", 2)``."""
 ANY = "*"
-"""Any key or index in a pattern of paths."""
+"""Matches any key or index in a pattern of a key path."""
 
 SYSTEMS = "systems"
-"""Folder of files that describe systems, in imgkit and at a site."""
+"""The name of the folder with files that describe systems, in imgkit and at a site."""
 _CONTEXT_CHARACTERS = 75
-"""How many characters of the recipe's line a problem shows before its column. It shows up to twice as many
-in all."""
+"""How many characters of a long line a message shows before the column of the problem. In all, it shows up to
+twice as many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Position:
     """The file, line and column of a value.
 
-    Lines and columns count from 1. The line 0 means the file as a whole.
+    Lines and columns count from 1. Line 0 means the file as a whole.
     """
 
     file: Path
@@ -49,19 +49,19 @@ class Problem:
 
     position: Position
     key: str
-    """Dotted, for example ``image.pip[0].packages[2]``; empty for the file as a whole."""
+    """The dotted key, such as ``image.pip[0].packages[2]``. Empty for the file as a whole."""
     what: str
     hint: str = ""
-    """The allowed values, and the one that was probably meant."""
+    """What to do about it, often the allowed values and the one that was probably meant."""
     source: str = ""
-    """The line at `position`."""
+    """The text of the line at `position`."""
 
     def __str__(self) -> str:
         parts = [part for part in (str(self.position), self.key, self.what) if part]
         text = ": ".join(parts)
         if self.hint:
             text += f"; {self.hint}"
-        # A recipe can hold control characters and texts of any length.
+        # A recipe can contain control characters, and texts of any length.
         text = shorten_message(terminal.escape_controls(text))
         if self.source.strip():
             text += _quote_line(self.source, self.position.column)
@@ -69,23 +69,23 @@ class Problem:
 
 
 def _quote_line(line: str, column: int) -> str:
-    """Return two further lines of a message: `line`, of which a long one is cut, and ``^`` below `column`."""
-    index = column - 1
+    """Return two lines for the end of a message: `line`, and a ``^`` below `column`.
+
+    A long line is cut before and after the column.
+    """
+    marker_index = column - 1
     start = 0
     if len(line) > 2 * _CONTEXT_CHARACTERS:
-        start = max(0, index - _CONTEXT_CHARACTERS)
+        start = max(0, marker_index - _CONTEXT_CHARACTERS)
     end = start + 2 * _CONTEXT_CHARACTERS
-    before = terminal.escape_controls(line[start:index])
-    after = terminal.escape_controls(line[index:end])
+    before = terminal.escape_controls(line[start:marker_index])
+    after = terminal.escape_controls(line[marker_index:end])
     marker = " " * len(before) + "^"
     return f"\n    {before}{after}\n    {marker}"
 
 
 def warning_lines(problems: Iterable[Problem]) -> tuple[str, ...]:
-    """Return the lines to print for `problems`.
-
-    Each problem begins with ``warning:`` and its place in a file.
-    """
+    """Return the lines to print for `problems`. Each problem begins with ``warning:`` and its position."""
     lines: list[str] = []
     for problem in problems:
         lines += f"warning: {problem}".split("\n")
@@ -93,9 +93,9 @@ def warning_lines(problems: Iterable[Problem]) -> tuple[str, ...]:
 
 
 class RecipeErrors(UsageError):
-    """The error of an unusable recipe, or of another file, which `of` names.
+    """The error for a recipe that cannot be used. It lists all `problems` of the recipe.
 
-    It lists all `problems` of it.
+    For another kind of file, `of` is the text that names the file in the message.
     """
 
     def __init__(self, problems: Iterable[Problem], *, of: str = "the recipe") -> None:
@@ -113,18 +113,18 @@ class RecipeErrors(UsageError):
 
 @dataclass(slots=True, kw_only=True)
 class Collector:
-    """Collects problems while a recipe is read, so that one run reports all of them."""
+    """Collects problems while a recipe is read, so that a single run reports all of them."""
 
     errors: list[Problem] = field(default_factory=list)
     warnings: list[Problem] = field(default_factory=list)
     lines: dict[Path, list[str]] = field(default_factory=dict)
-    """Source lines of the files read so far."""
+    """The lines of the files read so far."""
     digests: dict[Path, str] = field(default_factory=dict)
     """The sha256 of each file read so far."""
     shows: tuple[Path, ...] | None = None
-    """Resolved folders whose files a message may quote; None: all files.
+    """Resolved folders whose files a message may quote. None allows all files.
 
-    A recipe of unknown origin can name any file of this machine, and a message must not reveal a secret.
+    A recipe of unknown origin can name any file on this machine, and a message must not reveal a secret.
     """
 
     def error(self, position: Position, path: KeyPath, message: str, hint: str = "") -> None:
@@ -136,21 +136,22 @@ class Collector:
         self._add(self.warnings, "it has warnings", self._problem(position, path, message, hint))
 
     def may_show(self, file: Path) -> bool:
-        """Return whether a message may quote lines of `file`, see `shows`."""
+        """Return whether a message may quote lines of `file`, as described at `shows`."""
         try:
             return self.shows is None or any(file.resolve().is_relative_to(folder) for folder in self.shows)
-        except (OSError, ValueError, RuntimeError):  # a NUL byte, or a circle of links
+        except (OSError, ValueError, RuntimeError):  # a NUL byte, or links that form a circle
             return False
 
     def _add(self, problems: list[Problem], summary: str, problem: Problem) -> None:
-        """Add `problem` to the list `problems`.
+        """Add `problem` to the list `problems`, without details if its file must not be shown.
 
-        If nothing of its file may be shown, add the `summary` instead, such as ``it cannot be used``.
+        In that case, a placeholder with the text `summary`, such as ``it cannot be used``, takes its place.
         """
         if self.shows is None or self.may_show(problem.position.file):
             problems.append(problem)
             return
-        # One problem in place of all of them, so that not even their number says something about the file.
+        # A single placeholder stands for all problems of the file, since even their number would reveal
+        # something.
         file_start = Position(file=problem.position.file, line=1, column=1)
         message = f"{summary}; nothing of a file outside {shorten_path(self.shows[0])} is shown"
         placeholder = Problem(position=file_start, key="", what=message, hint="look at the file itself")
@@ -158,17 +159,17 @@ class Collector:
             problems.append(placeholder)
 
     def _problem(self, position: Position, path: KeyPath, message: str, hint: str) -> Problem:
-        """Return a problem that quotes the line at `position`, if the file has been read."""
+        """Return a problem. If the file has been read, the problem quotes the line at `position`."""
         source = ""
         lines = self.lines.get(position.file, [])
         if 0 < position.line <= len(lines):
-            # Messages end up in logs of CI, so a token in the quoted line is masked.
+            # Messages end up in CI logs, so secrets in the quoted line are masked.
             source = secret_patterns.mask_secrets(lines[position.line - 1])
         return Problem(position=position, key=key_text(path), what=message, hint=hint, source=source)
 
 
 def shorten_path(file: Path) -> Path:
-    """Return `file` relative to the working directory if it is below it, else unchanged."""
+    """Return `file` relative to the working directory. A path outside of it is returned unchanged."""
     try:
         return file.relative_to(Path.cwd())
     except (ValueError, OSError):
@@ -176,26 +177,31 @@ def shorten_path(file: Path) -> Path:
 
 
 def nearest_position(positions: Mapping[KeyPath, Position], path: KeyPath) -> Position | None:
-    """Return the position of the nearest stated value at or above `path`."""
+    """Return the position of `path`, or of the nearest key above it that a file sets."""
     while path and path not in positions:
         path = path[:-1]
     return positions.get(path)
 
 
 def stated_at(positions: Mapping[KeyPath, Position], path: KeyPath, file: Path) -> str:
-    """Return ``file.yaml:12`` for the nearest stated value at or above `path`, else the name of `file`."""
+    """Return ``file.yaml:12``, the position of `path` or of the nearest key above it, without the column.
+
+    If no file sets such a key, return the name of `file`.
+    """
     position = nearest_position(positions, path)
     text = file.name
     if position:
         text = f"{file_label(position.file)}:{position.line}"
-    # A name may have a line break, and this is a comment in files that imgkit renders.
+    # The result is also written into comments of rendered files. A line break in a file's name would end the
+    # comment.
     return terminal.escape_controls(text)
 
 
 def file_label(file: Path) -> str:
-    """Return the name of `file` for comments and tables: ``mine.yaml``, or ``systems/mn5.yaml`` for a system.
+    """Return the name of `file` for comments and tables: ``mine.yaml``.
 
-    A system and a recipe may have the same name.
+    For a system, the name includes the folder, as in ``systems/mn5.yaml``, because a recipe may have the same
+    name.
     """
     if file.parent.name != SYSTEMS:
         return file.name
@@ -203,7 +209,7 @@ def file_label(file: Path) -> str:
 
 
 def key_text(path: KeyPath) -> str:
-    """Return the dotted form: ``image.pip[0].packages[2]``."""
+    """Return a key path in dotted form, such as ``image.pip[0].packages[2]``."""
     text = ""
     for key in path:
         if isinstance(key, int):
@@ -214,8 +220,8 @@ def key_text(path: KeyPath) -> str:
 
 
 def nearest_name(name: str, allowed: Iterable[str]) -> str:
-    """Return the one of `allowed` that was probably meant, or an empty string."""
-    # Keys and names are lower-case; a person may write Apt or MN5.
+    """Return the name in `allowed` that was probably meant by `name`, or an empty text."""
+    # Compare in lower case, because a person may write Apt or MN5.
     by_lower = {choice.lower(): choice for choice in allowed}
     for match in difflib.get_close_matches(name.lower(), by_lower, n=1):
         return by_lower[match]
@@ -223,27 +229,28 @@ def nearest_name(name: str, allowed: Iterable[str]) -> str:
 
 
 def allowed_hint(name: str, allowed: Iterable[str]) -> str:
-    """Return ``allowed: b, a, c; did you mean b?``, sorted with the nearest to `name` first."""
+    """Return a hint such as ``allowed: b, a, c; did you mean b?``.
+
+    The allowed names are sorted, with the one most similar to `name` first.
+    """
     names = sorted(allowed)
     nearest = nearest_name(name, names)
     if not nearest:
         return f"allowed: {', '.join(names)}"
-    names.sort(key=lambda choice: choice != nearest)  # a stable sort: the others keep their order
+    names.sort(key=lambda choice: choice != nearest)  # the sort is stable: all other names keep their order
     return f"allowed: {', '.join(names)}; did you mean {nearest}?"
 
 
 def error_reason(error: Exception) -> str:
-    """Return why a file cannot be used, without its path, which may be long."""
+    """Return why a file cannot be used, without the path of the file, which may be long."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error)
 
 
 DEEPEST = 32
-"""Limit for tables and lists within each other, and for the parts of a dotted key.
-
-The time that tomllib takes grows with the square of both.
-"""
+"""The limit for the nesting of tables and lists, and for the parts of a dotted key. The time that tomllib
+needs grows with the square of both."""
 _LONG_KEY = re.compile(
     rf"""(?<![\w"'-])(?:(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){{{DEEPEST}}}"""
 )
@@ -251,7 +258,7 @@ _TOML_POSITION = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)
 
 
 class NotToml(UsageError, ValueError):
-    """A text is not TOML, or beyond its limits. `line` and `column` count from 1."""
+    """A text is not TOML, or exceeds a limit. `line` and `column` count from 1."""
 
     def __init__(self, reason: str, *, line: int, column: int) -> None:
         super().__init__(f"it is not TOML: {reason}")
@@ -260,7 +267,7 @@ class NotToml(UsageError, ValueError):
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Return the values in the TOML `text`. A hostile text cannot take hours or fill the memory.
+    """Parse a TOML text safely: a hostile text can neither take hours nor fill the memory.
 
     Raises
     ------
@@ -270,7 +277,7 @@ def parse_toml(text: str) -> dict[str, Any]:
         import tomllib
     else:
         import tomli as tomllib
-    # Checked first: tomllib could take hours to read a key with very many parts.
+    # Check this first, because tomllib could take hours to read a key with very many parts.
     long_key = _LONG_KEY.search(text)
     if long_key is not None:
         line = text.count("\n", 0, long_key.start()) + 1
@@ -287,10 +294,10 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def _syntax_error(message: str, last_line: int) -> NotToml:
-    """Return the error for a `message` of tomllib: ``Invalid value (at line 3, column 7)``.
+    """Return the error for a `message` of tomllib, such as ``Invalid value (at line 3, column 7)``.
 
-    The position is taken out of the message, since only Python 3.14 has attributes for it. `last_line` is
-    used if the message states none.
+    The position is parsed from the message, because only Python 3.14 has attributes for it. `last_line` is
+    used if the message contains no line.
     """
     reason = _TOML_POSITION.sub("", message)
     match = _TOML_POSITION.search(message)
@@ -300,7 +307,7 @@ def _syntax_error(message: str, last_line: int) -> NotToml:
 
 
 def parse_toml_file(text: str, file: Path, problems: Collector, hint: str) -> dict[str, Any]:
-    """Return the values in `text`, the content of the TOML file `file`.
+    """Parse `text`, the content of the TOML file `file`.
 
     `problems` receives the lines of the file, so that later messages can quote them.
 
@@ -317,19 +324,21 @@ def parse_toml_file(text: str, file: Path, problems: Collector, hint: str) -> di
 
 
 def _check_limits(value: Any, depth: int = 0) -> None:
-    """Refuse values that Python's TOML reader accepts and other programs do not.
+    """Raise an error for values that Python's TOML parser accepts although other programs do not.
 
     `depth` is the number of tables and lists around `value`.
 
     Raises
     ------
     ValueError : an integer has more than 64 bits, the limit of TOML.
-    RecursionError : more than `DEEPEST` tables and lists lie within each other.
+    RecursionError : tables and lists are nested more than `DEEPEST` levels deep.
     """
+    # The caller converts this error in the same way as that of a parser that reaches its limit of recursion.
     if depth == DEEPEST:
         raise RecursionError
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         raise ValueError("an integer has more than 64 bits")
+    # Only tables and lists contain further values.
     children: Iterable[Any] = ()
     if isinstance(value, dict):
         children = value.values()

@@ -1,4 +1,4 @@
-"""What a recipe's requirements are: the lines of its files, and the dependencies of its projects."""
+"""Read the Python requirements of a recipe: lines of requirements files, and dependencies of projects."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ from imgkit_entrypoints import files
 
 PYPROJECT = "pyproject.toml"
 UV_LOCK = "uv.lock"
-# A larger pyproject.toml is not read: a hostile one could fill the memory.
+# A larger pyproject.toml is not read, because a hostile one could fill the memory.
 _MOST_BYTES = 1 << 20
 
-# A pip step must never replace these distributions of the base; their names are the same in every release.
+# A pip step must never replace these distributions of the base image. Their names are the same in every
+# release.
 PROTECTED = r"torch|torchvision|torchaudio|triton|pytorch[-_.]triton|nvidia[-_.]nccl[-_.]cu[0-9]+"
 
 # "-r other.txt", "--constraint=c.txt", "./package", "/package", "file:///package"
 _OTHER_FILE = re.compile(r"-[rce]\b|--(?:requirement|constraint|editable)\b|\.{0,2}/|file:")
-# Neither a pre-release nor a local version.
+# Matches "2.3.0", but no pre-release such as "2.3.0a0" and no local version such as "2.3.0+cu121".
 _RELEASED_VERSION = re.compile(r"[0-9]+(?:\.[0-9]+)*")
 
 
 def released_pin(line: str) -> str:
-    """Return the package of `PROTECTED` that `line` pins to a released version, else an empty text.
+    """Return the package of `PROTECTED` that `line` pins to a released version, or an empty text.
 
-    ``torch==2.3.0  # as on mn5`` -> ``torch``; ``torch==2.3.0a0`` and ``numpy==1.26`` -> an empty text.
+    For example, ``torch==2.3.0 # as on mn5`` gives ``torch``. The result for ``torch==2.3.0a0`` and for
+    ``numpy==1.26`` is empty.
     """
     from packaging.requirements import InvalidRequirement, Requirement
 
     try:
-        # A requirements file may have options and a comment behind the requirement.
+        # In a requirements file, options and a comment may follow the requirement.
         requirement = Requirement(re.sub(r"\s(?:--|#).*", "", line.strip()))
     except InvalidRequirement:
         return ""
@@ -43,21 +45,22 @@ def released_pin(line: str) -> str:
 
 
 def names_other_file(line: str) -> bool:
-    """Return whether a line of a requirements file reads another file, which the image would not have.
+    """Return whether a line of a requirements file refers to another file.
 
-    The image gets only this file, and the recipe's sha256 covers only its bytes.
+    That file would be missing, because only the requirements file itself is copied into the image. The
+    recipe's sha256 does not cover it, either.
     """
     return bool(_OTHER_FILE.match(line.strip()))
 
 
 def read_requirements(file: Path) -> tuple[str, ...]:
-    """Return the requirements and options that `file` states, one per line, without comments.
+    """Return the requirements and options in a requirements file, without comments.
 
-    A line that ends in a backslash continues on the next one, as pip reads it.
+    As in pip, a line that ends in a backslash continues on the next line.
 
     Raises
     ------
-    OSError : it cannot be read.
+    OSError : the file cannot be read.
     """
     text = re.sub(r"\\\r?\n", "", files.read_text(file, errors="replace"))
     lines = []
@@ -69,14 +72,14 @@ def read_requirements(file: Path) -> tuple[str, ...]:
 
 
 def read_dependencies(folder: Path) -> tuple[str, ...]:
-    """Return the dependencies that the pyproject.toml in `folder` states.
+    """Return the dependencies that the pyproject.toml in `folder` lists.
 
     The result is empty if the build backend computes them (``dynamic``).
 
     Raises
     ------
-    OSError : there is no pyproject.toml, or it cannot be read.
-    ValueError : it is not TOML, or its dependencies are not a list of strings.
+    OSError : the folder has no pyproject.toml, or the file cannot be read.
+    ValueError : the file is not TOML, or its dependencies are not a list of strings.
     """
     text = files.read_text(folder / PYPROJECT, most_bytes=_MOST_BYTES)
     content = problems.parse_toml(text)
@@ -90,17 +93,18 @@ def read_dependencies(folder: Path) -> tuple[str, ...]:
 
 
 def _is_line(value: object) -> bool:
+    """Return whether `value` is a text of one line. A line break would add a line to a requirements file."""
     return isinstance(value, str) and "\n" not in value
 
 
 def project_name(file: Path) -> str:
-    """Return the canonical name of the project in a pyproject.toml.
+    """Return the canonical name of the project in a pyproject.toml, or an empty text if it has none.
 
-    It is empty where the file states none.
+    The result is also empty if the file cannot be read.
     """
     try:
         content = problems.parse_toml(files.read_text(file, most_bytes=_MOST_BYTES))
-        # Poetry before version 2 has a table of its own.
+        # Poetry before version 2 writes the name to its own table.
         table = {**content.get("tool", {}).get("poetry", {}), **content.get("project", {})}
         return canonical_name(table["name"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
@@ -108,9 +112,9 @@ def project_name(file: Path) -> str:
 
 
 def requirement_name(requirement: str) -> str:
-    """Return ``flash-attn`` of ``Flash_Attn[extra]>=2``, or an empty text if no name begins it.
+    """Return the name at the beginning of a requirement: ``flash-attn`` of ``Flash_Attn[extra]>=2``.
 
-    Names of Debian's packages may contain ``+``.
+    If the text does not begin with a name, the result is empty. Names of Debian packages may contain ``+``.
     """
     match = re.match(r"\s*([A-Za-z0-9](?:[A-Za-z0-9.+_-]*[A-Za-z0-9+])?)", requirement)
     if match is None:
@@ -119,5 +123,5 @@ def requirement_name(requirement: str) -> str:
 
 
 def canonical_name(name: str) -> str:
-    """Return the name of a distribution as PyPA's specification normalises it."""
+    """Return the name of a distribution as PyPA's specification normalises it: ``flash-attn``."""
     return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,6 +1,7 @@
-"""Rules for the text of a recipe's values, and the parts of an image reference.
+"""Rules for the texts in a recipe, and a parser for image references.
 
-A rule yields what is wrong with a value, each fault with a hint. `model` names the rules of each key.
+A rule is a generator that yields what is wrong with a value, each fault with a hint. `model` lists the rules
+of each key.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ from imgkit_entrypoints.rules import IMAGE_PATH, Fault, Unfit, bind_mount, print
 __all__ = ["Fault", "bind_mount", "printable_text"]
 
 PLATFORMS = {"amd64": "linux/amd64", "arm64": "linux/arm64"}
-"""What imgkit builds for: the name that a recipe may write, and the whole one."""
+"""The platforms that imgkit builds for: the short name that a recipe may use -> the full name."""
 _PLATFORM_ALIASES = {
     **dict.fromkeys(("x86_64", "x86-64", "x64"), "amd64"),
     **dict.fromkeys(("aarch64", "arm64/v8"), "arm64"),
 }
 TUNING = ("NCCL_", "FI_", "GLOO_", "UCX_", "OMP_")
-"""Beginnings of variables that a user must be able to change per run."""
+"""Prefixes of variables that tune a run. A user must be able to change these for each run."""
 _IMGKIT_LABELS = ("title", "version", "created", "revision", "base.name", "base.digest")
-"""What imgkit writes below ``org.opencontainers.image.``."""
+"""Labels below ``org.opencontainers.image.`` that imgkit writes itself."""
 
 # "git", "libc6:arm64", "git=1:2.39.2-1", "git/bookworm-backports"
 _APT_PACKAGE = re.compile(r"[a-z0-9][a-z0-9+.-]+(?::[a-z0-9-]+)?(?:=[A-Za-z0-9.+:~-]+|/[a-z0-9.-]+)?")
 _BY_NAME_HINT = "name the package, and its index in `options`: [--index-url, URL]; or use `requirements`"
-# "git+https://host/group/project@COMMIT", with "name @" before it or not
+# "git+https://host/group/project@COMMIT" or "name @ git+https://host/group/project@COMMIT"
 _GIT_SOURCE = re.compile(
     r"(?:[A-Za-z0-9][A-Za-z0-9._-]*(?:\[[A-Za-z0-9._, -]*\])?\s*@\s*)?git\+(?P<url>.*)", re.DOTALL
 )
@@ -36,21 +37,21 @@ _PIP_FILE_OPTIONS = ("-r", "--requirement", "-c", "--constraint", "-e", "--edita
 
 
 def recipe_name(text: str) -> Iterator[Fault]:
-    """Accept a recipe's name, which images and .sif files get too."""
+    """Accept a recipe's name. Images and .sif files are named after it, hence the restrictions."""
     if not re.fullmatch(r"[a-z0-9]+(?:[._-][a-z0-9]+)*", text):
         better = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "recipe"
         yield f"the name {text!r} cannot become an image's name", f"rename the file to {better}.yaml"
 
 
 def description(text: str) -> Iterator[Fault]:
-    """Accept one line, which may end in a line break, as YAML's blocks do."""
+    """Accept one line of text. It may end in a line break, as a block of YAML does."""
     yield from printable_text(text.rstrip("\n"))
 
 
 def image_reference(text: str, *, needs_tag: bool = True) -> Iterator[Fault]:
     """Accept an image reference such as ``nvcr.io/nvidia/pytorch:24.03-py3``.
 
-    With `needs_tag`, it must have a tag or a digest: without one, it would name another image tomorrow.
+    By default it must have a tag or a digest, because a name alone may refer to another image tomorrow.
 
     Raises
     ------
@@ -63,7 +64,7 @@ def image_reference(text: str, *, needs_tag: bool = True) -> Iterator[Fault]:
 
 
 def platform(text: str) -> Iterator[Fault]:
-    """Accept an architecture that imgkit builds for."""
+    """Accept an architecture for which imgkit can build, such as ``arm64`` or ``linux/arm64``."""
     if text in PLATFORMS.values():
         return
     short_name = text.removeprefix("linux/")
@@ -75,7 +76,7 @@ def platform(text: str) -> Iterator[Fault]:
 
 
 def apt_package(text: str) -> Iterator[Fault]:
-    """Accept the name of a Debian package, optionally with a version."""
+    """Accept the name of a Debian package, which may include a version."""
     if _APT_PACKAGE.fullmatch(text):
         return
     hint = "write NAME or NAME=VERSION, one package per item"
@@ -87,7 +88,7 @@ def apt_package(text: str) -> Iterator[Fault]:
 
 
 def pip_package(text: str) -> Iterator[Fault]:
-    """Accept a PEP 508 requirement by name, or a commit of a git repository."""
+    """Accept a PEP 508 requirement with a name, or a commit of a git repository."""
     if text.startswith("-"):
         yield f"{text!r} is an option", "move it to `options` of this step, one word per item"
         return
@@ -95,7 +96,7 @@ def pip_package(text: str) -> Iterator[Fault]:
     if git_source is not None:
         yield from _check_git_commit(git_source["url"])
         return
-    # pip takes these words too; PEP 508's parser would call them invalid without saying why.
+    # pip accepts URLs and paths, but the parser of PEP 508 would call them invalid without saying why.
     if re.match(r"(?:[a-z+]+://|git\+|\.{0,2}/)", text) or re.search(r"\.(?:whl|zip|tar\.gz)$", text):
         yield f"{text!r} is a URL or a path", _BY_NAME_HINT
         return
@@ -111,9 +112,9 @@ def pip_package(text: str) -> Iterator[Fault]:
 
 
 def _check_git_commit(url: str) -> Iterator[Fault]:
-    """Accept ``https://HOST/PATH@COMMIT``, a commit of a git repository without a user or token.
+    """Accept ``https://HOST/PATH@COMMIT``, the URL of a commit without a user or token in it.
 
-    A branch or tag is refused, because it can name other code tomorrow.
+    A branch or tag is refused, because it may refer to other code tomorrow.
     """
     address, _, fragment = url.partition("#")
     host, _, path = address.removeprefix("https://").partition("/")
@@ -135,6 +136,7 @@ def _check_git_commit(url: str) -> Iterator[Fault]:
 
 
 def _incomplete_commit(address: str, clone_url: str, problem: str) -> Fault:
+    """Return the fault for a git URL without a full commit. `clone_url` is the URL without the ref."""
     return (
         f"git+{address}: {problem}: a branch or tag can name other code tomorrow",
         f"write git+{clone_url}@COMMIT with all 40 digits; git ls-remote {clone_url} prints them",
@@ -144,9 +146,9 @@ def _incomplete_commit(address: str, clone_url: str, problem: str) -> Fault:
 def pip_option(text: str) -> Iterator[Fault]:
     """Accept one word of a pip command line: an option, or the value of the option before it.
 
-    Options that name a file are refused, because the file would not be in the image.
+    Options that refer to a file are refused, because the file would be missing in the image.
     """
-    # pip reads a short option together with its value: -rfile is -r file.
+    # pip also accepts a short option joined with its value: -rfile means -r file.
     option, _, _ = text.partition("=")
     if option in _PIP_FILE_OPTIONS or re.match(r"-[rce].", text):
         key = "`requirements`"
@@ -160,15 +162,15 @@ def pip_option(text: str) -> Iterator[Fault]:
 
 
 def pip_name(text: str) -> Iterator[Fault]:
-    """Accept a bare package name."""
+    """Accept the name of a Python package without a version."""
     if not re.fullmatch(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?", text):
         yield f"{text!r} is not a package name", "write the name alone, without a version"
 
 
 def image_env_name(text: str) -> Iterator[Fault]:
-    """Refuse names of variables that must not be stored in an image, such as ``NCCL_DEBUG``.
+    """Refuse the names of variables that must not be set in an image, such as ``NCCL_DEBUG``.
 
-    They tune a run, and under Apptainer a variable of the image overrides the user's.
+    These variables tune a run. With Apptainer, a variable of the image overrides the user's variable.
     """
     if text.startswith(TUNING):
         yield (
@@ -179,19 +181,22 @@ def image_env_name(text: str) -> Iterator[Fault]:
 
 
 def pip_env_name(text: str) -> Iterator[Fault]:
-    """Refuse ``PIP_CONSTRAINT``, which would replace imgkit's own constraints. They keep the base's torch."""
+    """Refuse ``PIP_CONSTRAINT``, because it would replace the constraints that protect the base's torch."""
     if text == "PIP_CONSTRAINT":
         yield "would remove the protection of the base's torch", "use image.constraints"
 
 
 def secret_file(text: str) -> Iterator[Fault]:
-    """Accept a path that fits into the options of all builders."""
+    """Accept a path that can be passed to every builder as an option.
+
+    Builders separate the parts of such an option by commas.
+    """
     if not text.strip() or "," in text:
         yield f"{text!r} is not a path that a builder takes", "choose a path without a comma"
 
 
 def label_name(text: str) -> Iterator[Fault]:
-    """Accept the name of a label that imgkit does not write itself."""
+    """Accept the name of a label, unless imgkit writes that label itself."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/-]*", text):
         yield f"{text!r} is not a label name", "allowed: letters, digits and . _ - /"
     elif text.startswith("imgkit."):
@@ -201,7 +206,7 @@ def label_name(text: str) -> Iterator[Fault]:
 
 
 def image_path(text: str) -> Iterator[Fault]:
-    """Accept an absolute folder in the image."""
+    """Accept the absolute path of a folder in the image."""
     invisible_characters = list(printable_text(text))
     if invisible_characters:
         yield from invisible_characters
@@ -214,17 +219,17 @@ def image_path(text: str) -> Iterator[Fault]:
 
 
 def copy_target(text: str) -> Iterator[Fault]:
-    """Accept an absolute folder in the image to which a recipe may copy files."""
+    """Accept the absolute path of a folder in the image to which a recipe may copy files."""
     yield from image_path(text)
-    # In these folders, a copy would be hidden by a mount, or would replace imgkit's own files.
+    # In these folders, a mount would hide the copy, or the copy would replace imgkit's own files.
     if re.match(r"/+(?:(?:proc|sys|dev|opt/imgkit)(?:/|$)|$)", text):
         yield f"{text} belongs to the system or to imgkit", "the default is /workspace"
 
 
 def shell_command(text: str) -> Iterator[Fault]:
-    """Accept a shell command of one or several lines that every builder can run as ``RUN COMMAND``.
+    """Accept a shell command of one or more lines that every builder can run as ``RUN COMMAND``.
 
-    The classic builder of Docker knows no options of RUN.
+    Docker's classic builder does not support options of RUN.
     """
     yield from printable_text(text.rstrip("\n"), several_lines=True)
     if not text.strip():
@@ -236,10 +241,11 @@ def shell_command(text: str) -> Iterator[Fault]:
 
 
 def variable_fault(name: str, value: str, *, has_earlier_value: bool) -> Fault | None:
-    """Return what is wrong with a variable's `value` that refers to the variable, or None if it is right.
+    """Return what is wrong with a variable's `value` that refers to the variable itself, or None.
 
-    ``PATH: /x:$PATH`` adds to the base's value. Other uses of ``$PATH`` in it could not be expanded, such as
-    ``/x$PATH``. Without `has_earlier_value`, there is no value to add to, and every use is wrong.
+    For example, ``PATH: /x:$PATH`` adds to the value that the base image sets. A reference that is only part
+    of a list element, such as ``/x$PATH``, cannot be expanded. If `has_earlier_value` is false, there is no
+    value to add to, so any reference is a fault.
     """
     try:
         parts = split_inherited(name, value)
@@ -254,23 +260,25 @@ def variable_fault(name: str, value: str, *, has_earlier_value: bool) -> Fault |
 
 
 def split_inherited(name: str, value: str) -> tuple[str, str] | None:
-    """Split the `value` of the variable `name` where it refers to the base's value of that variable.
+    """Split the `value` of the variable `name` at its reference to the value that the base image sets.
 
-    ``/x/bin:$PATH`` gives ``/x/bin`` and an empty text. The result is None if the value does not refer to the
-    variable.
+    For ``/x/bin:$PATH``, return ``/x/bin`` and an empty text: the parts before and after the reference. If
+    the value does not refer to the variable, return None.
 
     Raises
     ------
-    ValueError : the value refers to it, but not as one whole element of a list with colons.
+    ValueError : the value refers to the variable, but not as exactly one element of a list separated by
+        colons.
     """
-    # Only a whole element: "/x$PATH" would join two folders.
+    # The reference must be a whole element of the list, because "/x$PATH" would join two folders.
     elements = value.split(":")
     references = (f"${name}", f"${{{name}}}")
-    positions = [number for number, element in enumerate(elements) if element in references]
+    positions = [index for index, element in enumerate(elements) if element in references]
     if len(positions) == 1 and len(elements) > 1:
         (position,) = positions
         before = elements[:position]
         after = elements[position + 1 :]
+        # All other elements must be free of the reference, too.
         if name not in site_variables(*before, *after):
             return ":".join(before), ":".join(after)
     if name in site_variables(value):
@@ -281,9 +289,13 @@ def split_inherited(name: str, value: str) -> tuple[str, str] | None:
 def quote_inherited(name: str, value: str, quote: Callable[[str], str]) -> str | None:
     """Quote a value that refers to its own variable, for a shell or a Dockerfile.
 
-    ``/x:$PATH`` -> ``"/x${PATH:+:$PATH}"``. The form ``:+`` adds the colon only if the base sets the
-    variable: an empty element of PATH would mean the current folder. `quote` escapes a text for double
-    quotes. The result is None if the value does not refer to the variable `name`.
+    For example, ``/x:$PATH`` becomes ``"/x${PATH:+:$PATH}"``. The form ``:+`` adds the colon only if the base
+    image sets the variable. Otherwise an empty element would remain, which means the current folder in PATH.
+    If the value does not refer to the variable, return None.
+
+    Parameters
+    ----------
+    quote : a function that escapes a text for double quotes.
     """
     parts = split_inherited(name, value)
     if parts is None:
@@ -297,9 +309,9 @@ def quote_inherited(name: str, value: str, quote: Callable[[str], str]) -> str |
 
 
 MAX_NAME = 255
-"""Characters of registry and repository together."""
+"""The largest number of characters in the registry and the repository together."""
 
-# The grammar of github.com/distribution/reference.
+# These patterns follow the grammar of github.com/distribution/reference.
 _COMPONENT = re.compile(r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*")
 _LABEL = r"(?:[A-Za-z0-9]|[A-Za-z0-9][A-Za-z0-9-]*[A-Za-z0-9])"
 _DOMAIN = re.compile(rf"(?:{_LABEL}(?:\.{_LABEL})*|\[[A-Fa-f0-9:]+\])(?::[0-9]+)?")
@@ -312,7 +324,7 @@ _TRANSPORT = re.compile(r"(?:https?|docker|oci|oras|library|docker-archive|docke
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageReference:
-    """``registry/repository:tag@digest``. Missing parts are empty."""
+    """The parts of ``registry/repository:tag@digest``. Missing parts are empty."""
 
     registry: str
     repository: str
@@ -321,17 +333,19 @@ class ImageReference:
 
 
 def parse_reference(text: str) -> ImageReference:
-    """Split an image reference into its parts: ``nvcr.io/nvidia/pytorch:24.03-py3`` has a registry and a tag.
+    """Split an image reference into its parts.
+
+    For example, ``nvcr.io/nvidia/pytorch:24.03-py3`` consists of a registry, a repository and a tag.
 
     Raises
     ------
-    Unfit : the text is not an image reference. The error names the first problem.
+    Unfit : the text is not an image reference. The error describes the first problem.
     """
     _refuse_foreign_syntax(text)
     name_and_tag, _, digest = text.partition("@")
     if "@" in text:
         _check_digest(digest)
-    # A colon after the last slash begins the tag; an earlier colon begins a registry's port.
+    # A colon after the last slash begins the tag. An earlier colon begins the port of the registry.
     folder, slash, base_name_and_tag = name_and_tag.rpartition("/")
     base_name, colon, tag = base_name_and_tag.partition(":")
     if colon and not tag:
@@ -343,16 +357,18 @@ def parse_reference(text: str) -> ImageReference:
 
 
 def _split_registry(name: str) -> tuple[str, str]:
-    """Return the registry and the repository of an image's name without tag.
+    """Split the name of an image, without its tag, into the registry and the repository.
 
-    ``nvcr.io/nvidia/pytorch`` -> ``nvcr.io``, ``nvidia/pytorch``. The registry of ``nvidia/cuda`` is empty.
+    For example, ``nvcr.io/nvidia/pytorch`` is split into ``nvcr.io`` and ``nvidia/pytorch``. The registry of
+    ``nvidia/cuda`` is empty, which means Docker Hub.
 
     Raises
     ------
-    Unfit : one of them is not valid, or the name is too long.
+    Unfit : the registry or the repository is not valid, or the name is too long.
     """
     registry, _, repository = name.partition("/")
-    # As Docker decides: a first part with a dot or colon is a host, and so is localhost.
+    # Like Docker, treat the first part as a registry if it contains a dot, a colon or a capital letter, or is
+    # "localhost". Otherwise it belongs to the repository.
     if not repository or not (registry == "localhost" or re.search(r"[.:A-Z]", registry)):
         registry = ""
         repository = name
@@ -366,9 +382,9 @@ def _split_registry(name: str) -> tuple[str, str]:
 
 
 def _refuse_foreign_syntax(text: str) -> None:
-    """Raise Unfit for forms that other programs accept, and that are no part of an image reference.
+    """Raise Unfit for syntax that other programs accept, but that an image reference does not have.
 
-    These are variables, blanks and transports, such as the ``docker://`` of skopeo.
+    Examples are variables, white space and transports such as the ``docker://`` of skopeo.
     """
     if not text:
         raise Unfit("the image reference is empty", "write NAME:TAG")
@@ -377,13 +393,13 @@ def _refuse_foreign_syntax(text: str) -> None:
     if "$" in text:
         raise Unfit(f"{text} contains a variable", "recipes have no variables: write the whole name")
     match = _TRANSPORT.match(text)
-    # In docker:5000/x, docker is a registry.
+    # A colon alone is not enough: in docker:5000/x, docker is a registry.
     if match and ("//" in match[0] or text.startswith(("docker-", "oci:"))):
         raise Unfit(f"{match[0]} is not part of an image reference", f"write {text[match.end() :]}")
 
 
 def _check_component(component: str, repository: str) -> None:
-    """Raise Unfit if `component`, a part of `repository` between slashes, is not valid."""
+    """Raise Unfit if `component` is not valid. It is a part of `repository` between two slashes."""
     if _COMPONENT.fullmatch(component):
         return
     if not component:
@@ -397,6 +413,7 @@ def _check_component(component: str, repository: str) -> None:
 
 
 def _check_digest(digest: str) -> None:
+    """Raise Unfit if `digest` is not valid, such as a sha256 with too few digits."""
     algorithm, _, hexadecimal = digest.partition(":")
     expected = _HEX_DIGITS.get(algorithm)
     if expected and len(hexadecimal) != expected:

@@ -1,4 +1,4 @@
-"""The keys of a recipe as the JSON Schema for editors."""
+"""Describe the keys of a recipe as a JSON Schema, for editors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from imgkit_builder.recipe.validation import adapter
 
 
 def schema_json() -> str:
-    """Return the JSON Schema of recipe files, draft 2020-12."""
+    """Return the JSON Schema (draft 2020-12) with which editors check and complete recipe files."""
     schema = _simplify(adapter(Document).json_schema())
+    # Add the keys that are resolved before the check of the model, so the model has no field for them.
     definitions = schema["$defs"]
     schema["properties"]["extends"] = {
         "type": "string",
@@ -29,27 +30,28 @@ def schema_json() -> str:
         "description": "The system to start from: a name of `imgkit list --systems`, or a path.",
     }
     facts["scheduler"]["enum"] = list(systems.scheduler_names())
-    # The recipe that this one extends may state the missing keys.
+    # Required keys may come from the parent recipe, so they are required only in a recipe without `extends`.
     del definitions["Image"]["required"], schema["required"]
     schema["anyOf"] = [
         {"required": ["extends"]},
         {"required": ["image"], "properties": {"image": {"required": ["base"]}}},
     ]
-    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "imgkit recipe"}
-    return json.dumps({**head, **schema}, indent=2)
+    header = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "imgkit recipe"}
+    return json.dumps({**header, **schema}, indent=2)
 
 
 def _simplify(node: Any) -> Any:
-    """Return a part of pydantic's schema without what is of no use for a YAML file.
+    """Return a part of pydantic's schema without the entries that are useless for a YAML file.
 
-    Left out are pydantic's titles, which repeat the keys, and null, which a recipe cannot state.
+    pydantic's titles only repeat the keys. The type null is left out, because a recipe cannot contain it.
     """
     if isinstance(node, list):
         return [_simplify(item) for item in node]
     if not isinstance(node, dict):
         return node
     simplified = {key: _simplify(value) for key, value in node.items()}
-    # Only texts: `title` and `description` may also be keys of a recipe, and their values are schemas then.
+    # Remove only titles that are text. If a recipe has a key called `title` or `description`, its value here
+    # is a schema.
     if isinstance(simplified.get("title"), str):
         del simplified["title"]
     if isinstance(simplified.get("description"), str):

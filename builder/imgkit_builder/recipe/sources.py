@@ -1,9 +1,11 @@
-"""The files of a folder that go into an image: what git ignores and what imgkit or a cache wrote stays out.
+"""Select the files of a folder that go into an image.
 
-Several lists of patterns decide, each about the folders below it. The last one that knows a path wins:
-outputs of imgkit, ``.gitignore`` from the repository's root downwards or the list of git itself,
-``.dockerignore``, then `ignore`.
-Files that usually hold secrets stay out unless `ignore` brings them back by name.
+Files that git ignores and files that imgkit or a cache has written stay out. Several lists of patterns
+decide, and each applies to the paths below its folder. If several lists match a path, the last one wins.
+Their order is: outputs of imgkit, ``.gitignore`` files from the root of the repository downwards (or the list
+of files from git itself), ``.dockerignore``, and `ignore` of the recipe.
+
+Files that usually contain secrets stay out, unless `ignore` brings them back by name.
 """
 
 from __future__ import annotations
@@ -26,48 +28,52 @@ if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
 
 NEVER = frozenset({".git", "__pycache__"})
-"""Names that stay out, whatever a pattern says; so do those that begin with `TEMPORARY`."""
+"""Names that always stay out, whatever a pattern says. Names that begin with `TEMPORARY` stay out, too."""
 OUTPUTS = ("*.sif", "*.sqsh")
-"""What imgkit writes, besides archives."""
+"""Patterns of the files that imgkit writes, besides archives."""
 GIT_PATHS = (
     *(".", f":(exclude,glob)**/{TEMPORARY}*", f":(exclude,glob)**/{TEMPORARY}*/**"),
     *(f":(exclude,glob)**/{pattern}" for pattern in OUTPUTS),
 )
-"""Paths for ``git status``: what imgkit leaves in a folder is no change of its code."""
+"""Paths for ``git status``. Files that imgkit leaves in a folder do not count as changes of its code."""
 _KEY_BYTES = 1 << 16
-"""How much of a file imgkit reads to find a private key; a chain of certificates is shorter."""
-# The largest .gitignore or .dockerignore that is read.
+"""How many bytes of a file are read to detect a private key. Keys and chains of certificates are shorter."""
+# The largest size of a .gitignore or .dockerignore that is read.
 _MOST_BYTES = 1 << 20
 _MOST_STARS = 4
-"""Most stars in a pattern. With 4, a name of 240 characters takes a second to match, with 5 it takes 40."""
+"""The largest number of stars in a pattern. With 4 stars, a name of 240 characters takes a second to match.
+With 5 stars, it takes 40 seconds."""
 MARKERS = ("CACHEDIR.TAG", "pyvenv.cfg")
-"""A folder with such a file is a cache (bford.info/cachedir) or a virtual environment of this machine."""
+"""Files that mark a folder as a cache (bford.info/cachedir) or as a virtual environment of this machine."""
 _RUN_FOLDER_NAMES = {"code.json", WORKSPACE}
-"""A folder with both is that of a run, with a copy of the code. If run folders went into an image, each run's
-copy would contain the copies of all earlier runs."""
+"""A folder that contains both names is the folder of a run, with a copy of the code. If run folders were
+copied into an image, the copy of each run would contain the copies of all earlier runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceEntry:
-    """A file, folder or link below a source, the folder that is copied into an image."""
+    """A file, folder or link below the source, which is the folder that is copied into an image."""
 
     name: str
-    """Its path below the source, with ``/``."""
+    """The path relative to the source, with ``/`` as the separator."""
     entry: os.DirEntry[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Patterns:
-    """Patterns of one list, which apply to the paths below its folder."""
+    """The patterns of one list. They apply to the paths below the folder of that list."""
 
     spec: GitIgnoreSpec
     above: str = ""
-    """For patterns of a folder above the source: the source's path below that folder, such as ``src/``."""
+    """If the list is in a folder above the source: the path from there to the source, such as ``src/``."""
     below: str = ""
-    """For patterns of a folder below the source: its path, such as ``docs/``. Otherwise empty."""
+    """If the list is in a folder below the source: the path of that folder, such as ``docs/``."""
 
     def excludes(self, path: str) -> bool | None:
-        """Return whether the patterns leave out `path`, a path below the source. None: no pattern matches."""
+        """Return whether the patterns exclude `path`, or None if no pattern matches it.
+
+        `path` is relative to the source, so it is converted to the folder of the list first.
+        """
         if not path.startswith(self.below):
             return None
         return self.spec.check_file(self.above + path.removeprefix(self.below)).include
@@ -75,31 +81,31 @@ class _Patterns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GitList:
-    """The files that git tracks or would track, and the folders above them with a final slash."""
+    """The files that git tracks or would track, and the folders above them. Folders have a final slash."""
 
     names: frozenset[str]
 
     def excludes(self, path: str) -> bool | None:
-        """Return True if git does not list `path`. Return None if it does: then other rules decide."""
+        """Return True if git does not list `path`, and None otherwise, so that other rules decide."""
         if path in self.names:
             return None
         return True
 
 
 _Rules = tuple[_Patterns | _GitList, ...]
-"""Lists of patterns. The last list that has a pattern for a path decides whether it stays out."""
+"""Lists of patterns. The last list with a pattern that matches a path decides whether the path stays out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceListing:
-    """What is below a source. A folder among the omitted names has a final slash."""
+    """The content of a source. The names that stay out have a final slash if they are folders."""
 
     entries: tuple[SourceEntry, ...]
-    """The files and folders that go into the image, a folder before its content."""
+    """The files and folders that go into the image. A folder comes before its content."""
     left_out: tuple[str, ...]
-    """Names that stay out although the patterns of the recipe do not list them."""
+    """Names that stay out although the recipe's patterns do not exclude them."""
     secret: tuple[str, ...]
-    """Names that stay out because they usually hold secrets."""
+    """Names that stay out because such files usually contain secrets."""
 
 
 def list_source(
@@ -113,13 +119,13 @@ def list_source(
 
     Parameters
     ----------
-    ignore : patterns of the recipe. ``!NAME`` brings back what another list leaves out.
-    listed : the paths of files that git lists below `source`. With them, ``.gitignore`` files are not read.
-    hidden : resolved paths that must not be in an image. They are in no list of the result.
+    ignore : patterns from the recipe. ``!NAME`` brings back a name that another list excludes.
+    listed : the paths below `source` that git lists. If they are given, ``.gitignore`` files are not read.
+    hidden : resolved paths that must not be in an image. The result does not mention them at all.
 
     Raises
     ------
-    OSError : a folder or a list of patterns cannot be read; its `filename` is set.
+    OSError : a folder or a list of patterns cannot be read. The attribute `filename` of the error is set.
     UsageError : a pattern is invalid, or has more than four stars.
     """
     patterns = tuple(ignore)
@@ -134,7 +140,7 @@ def list_source(
     if listed is None:
         git_rules: _Rules = _read_parent_gitignores(source)
     else:
-        # git has applied its patterns already.
+        # git has already applied the patterns of the .gitignore files to this list.
         git_rules = (_GitList(names=_with_folders(listed)),)
     walker.add_folder(source, "", git_rules)
     return SourceListing(
@@ -143,25 +149,26 @@ def list_source(
 
 
 def _list_exceptions(patterns: Iterable[str]) -> tuple[str, ...]:
-    """Return the names that `patterns` bring back even if they hold secrets: ``!keys/a.key`` -> ``a.key``.
+    """Return the names that `patterns` bring back even if they look like secrets.
 
-    ``!data/`` and ``!*`` bring back other files only: a secret that happens to lie there stays out.
+    For example, ``!keys/a.key`` brings back ``a.key``. A pattern must contain the name itself: ``!data/`` and
+    ``!*`` do not bring back a secret that happens to be in the folder.
     """
-    names = []
+    exception_names = []
     for pattern in patterns:
         _, _, last_part = pattern.rstrip("/").rpartition("/")
         name = last_part.removeprefix("!")
         if pattern.startswith("!") and name.strip("*?"):
-            names.append(name)
-    return tuple(names)
+            exception_names.append(name)
+    return tuple(exception_names)
 
 
 class _Decision(enum.Enum):
-    """What becomes of a file or folder below a source."""
+    """Whether a file or folder below the source goes into the image."""
 
     INCLUDE = enum.auto()
     HIDE = enum.auto()
-    """It stays out, and nobody needs to know."""
+    """It stays out, and the user is not told."""
     LEAVE_OUT = enum.auto()
     """It stays out, and the user is told its name."""
     REFUSE_SECRET = enum.auto()
@@ -169,28 +176,29 @@ class _Decision(enum.Enum):
 
 @dataclass(slots=True, kw_only=True)
 class _Walker:
-    """Walks a source, and decides for each entry whether it stays out."""
+    """Walks through the source, and decides for each file and folder whether it goes into the image."""
 
     recipe_patterns: _Patterns
     override_rules: _Rules
-    """Patterns of ``.dockerignore`` and of the recipe, which win over those of ``.gitignore``."""
+    """The patterns of ``.dockerignore`` and of the recipe. They override the patterns of ``.gitignore``."""
     reads_gitignore: bool
     hidden: frozenset[Path]
     exceptions: tuple[str, ...]
-    """Names that are packed even if they look like secrets."""
+    """Names that go into the image even if they look like secrets."""
     entries: list[SourceEntry] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     secret: list[str] = field(default_factory=list)
 
     def add_folder(self, folder: Path, prefix: str, git_rules: _Rules) -> None:
-        """Add all that is below `folder` to the lists of this object.
+        """Add the content of `folder` to the lists of this object.
 
         Parameters
         ----------
-        prefix : the path of `folder` below the source, with a final slash; empty for the source itself.
-        git_rules : the rules of git for the folders above. They have the least weight.
+        prefix : the path of `folder` relative to the source, with a final slash. Empty for the source itself.
+        git_rules : git's rules from the folders above. All other rules override them.
         """
         with os.scandir(folder) as scan:
+            # Sort by bytes. The order of texts would depend on how a name outside UTF-8 was decoded.
             entries = sorted(scan, key=lambda entry: os.fsencode(entry.name))
         siblings = {entry.name for entry in entries}
         if self.reads_gitignore and ".gitignore" in siblings:
@@ -200,7 +208,8 @@ class _Walker:
             name = prefix + entry.name
             is_folder = entry.is_dir(follow_symlinks=False)
             if is_folder:
-                # With the slash, it matches patterns such as "data/". As in git, all below it stays out then.
+                # The final slash makes patterns such as "data/" match. As in git, an excluded folder is not
+                # searched, so all its content stays out.
                 name += "/"
             decision = self._decide(entry, name, siblings, rules)
             if decision is _Decision.LEAVE_OUT:
@@ -217,9 +226,9 @@ class _Walker:
 
         Parameters
         ----------
-        name : the path of `entry` below the source, with a final slash if it is a folder.
-        siblings : the names in its folder.
-        rules : all rules for its folder.
+        name : the path of `entry` relative to the source, with a final slash if it is a folder.
+        siblings : the names in the same folder.
+        rules : all rules that apply to the folder.
         """
         if entry.name in NEVER or entry.name.startswith(TEMPORARY) or self._is_hidden(entry):
             return _Decision.HIDE
@@ -228,7 +237,8 @@ class _Walker:
             return _Decision.HIDE
         if excluded_by_recipe is None and _stays_out(entry, name, siblings, rules):
             return _Decision.LEAVE_OUT
-        # Only a pattern of the recipe with its name, such as "!keys/a.key", brings back a secret.
+        # A file that looks like a secret goes into the image only if a pattern of the recipe names it, such
+        # as "!keys/a.key".
         has_exception = any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in self.exceptions)
         is_brought_back = excluded_by_recipe is False and has_exception
         if not is_brought_back and _is_secret(entry, name):
@@ -236,11 +246,13 @@ class _Walker:
         return _Decision.INCLUDE
 
     def _is_hidden(self, entry: os.DirEntry[str]) -> bool:
+        """Return whether `entry` is one of the `hidden` paths."""
+        # Compare the name first, because `resolve` needs several system calls.
         return any(entry.name == path.name and Path(entry.path).resolve() == path for path in self.hidden)
 
 
 def describe_left_out(names: Sequence[str]) -> str:
-    """Return names that `list_source` leaves out as text: ``a, b (git, Docker or imgkit ignores it)``."""
+    """Return the names that `list_source` leaves out as text: ``a, b (git, Docker or imgkit ignores it)``."""
     text = ", ".join(names[:5])
     if len(names) > 5:
         text += f" and {len(names) - 5} more"
@@ -248,7 +260,7 @@ def describe_left_out(names: Sequence[str]) -> str:
 
 
 def _with_folders(paths: Iterable[str]) -> frozenset[str]:
-    """Return `paths` and the folders above them: ``a/b/c.py`` -> ``a/``, ``a/b/``, ``a/b/c.py``."""
+    """Return `paths` and all folders above them: ``a/b/c.py`` -> ``a/``, ``a/b/``, ``a/b/c.py``."""
     names = set()
     for path in paths:
         names.add(path)
@@ -260,9 +272,9 @@ def _with_folders(paths: Iterable[str]) -> frozenset[str]:
 
 
 def _last_decision(rules: _Rules, path: str) -> bool | None:
-    """Return whether `path` stays out, as the last of `rules` with a pattern for it decides.
+    """Return whether `path` stays out, or None if no rule has a pattern that matches it.
 
-    Return None if no rule has one.
+    The last of `rules` with a matching pattern decides.
     """
     for rule in reversed(rules):
         decision = rule.excludes(path)
@@ -272,10 +284,10 @@ def _last_decision(rules: _Rules, path: str) -> bool | None:
 
 
 def _stays_out(entry: os.DirEntry[str], name: str, siblings: set[str], rules: _Rules) -> bool:
-    """Return whether `entry` stays out, because of a pattern or because a program made it.
+    """Return whether `entry` stays out, either because of a pattern or because a program generated it.
 
-    Patterns win: only if no pattern matches, it counts whether `entry` is a cache or an output of imgkit. The
-    parameters are those of `_Walker._decide`.
+    A pattern has priority. Only if no pattern matches, `entry` stays out if it is a cache or an output of
+    imgkit. The parameters are those of `_Walker._decide`.
     """
     decision = _last_decision(rules, name)
     if decision is not None:
@@ -286,10 +298,15 @@ def _stays_out(entry: os.DirEntry[str], name: str, siblings: set[str], rules: _R
 
 
 def _is_generated(folder: os.DirEntry[str], prefix: str, rules: _Rules) -> bool:
-    """Return whether a program, not a person, made all that is in `folder`.
+    """Return whether everything in `folder` was made by a program, not by a person.
 
-    The folder is a cache, a virtual environment or the folder of a run, or contains only outputs of imgkit.
-    `prefix` is its path below the source, with a final slash.
+    This is the case for a cache, a virtual environment, the folder of a run, and a folder with nothing but
+    outputs of imgkit.
+
+    Parameters
+    ----------
+    prefix : the path of `folder` relative to the source, with a final slash.
+    rules : all rules that apply to the folder.
     """
     with os.scandir(folder) as scan:
         entries = list(scan)
@@ -300,7 +317,7 @@ def _is_generated(folder: os.DirEntry[str], prefix: str, rules: _Rules) -> bool:
         if entry.name.startswith(TEMPORARY):
             continue
         if _last_decision(rules, prefix + entry.name) is not None:
-            return False  # somebody wrote a pattern for this file
+            return False  # a pattern mentions this file, so a person cares about it
         if entry.is_dir(follow_symlinks=False):
             is_output = all(Path(entry.path, name).exists() for name in _RUN_FOLDER_NAMES)
         else:
@@ -311,17 +328,17 @@ def _is_generated(folder: os.DirEntry[str], prefix: str, rules: _Rules) -> bool:
 
 
 def _is_secret(entry: os.DirEntry[str], name: str) -> bool:
-    """Return whether a file usually holds a secret, such as ``.netrc``, or is a private key.
+    """Return whether a file is a private key, or has the name of a file with secrets, such as ``.netrc``.
 
-    Of a file that ends in ``.pem`` or ``.key``, the content decides, because certificates have the same
-    suffixes and are public. So it does of a small file without a suffix, such as ``id_deploy``.
+    The content decides for a file whose name ends in ``.pem`` or ``.key``, because public certificates have
+    the same suffixes. It also decides for a small file without a suffix, such as ``id_deploy``.
     """
     has_secret_name = secret_patterns.is_secret_file(name)
     if not entry.is_file(follow_symlinks=False):
         return has_secret_name
     has_key_suffix = name.lower().endswith((".pem", ".key"))
     if not has_key_suffix:
-        # Only small files are read, since keys are small.
+        # Read small files only, because keys are small.
         may_be_key = "." not in entry.name and entry.stat().st_size <= _KEY_BYTES
         if has_secret_name or not may_be_key:
             return has_secret_name
@@ -329,13 +346,13 @@ def _is_secret(entry: os.DirEntry[str], name: str) -> bool:
         start = file.read(_KEY_BYTES)
     if secret_patterns.is_private_key(start):
         return True
-    # A certificate is public. What is not PEM text may be a key in a binary form.
+    # A certificate in PEM form is public. A file in another form may be a binary key.
     return has_key_suffix and not start.startswith(b"-----BEGIN ")
 
 
 def _is_output(name: str, siblings: set[str]) -> bool:
-    """Return whether `name` is that of a file that imgkit writes. `siblings` are the names in its folder."""
-    # A .tar may be a data set. It is an archive of imgkit only if its manifest file lies next to it.
+    """Return whether imgkit writes files with this `name`. `siblings` are the names in the same folder."""
+    # A .tar may be a data set. It is an archive of imgkit only if a manifest file is in the same folder.
     archive = name.removesuffix(".manifest.json").removesuffix(".sha256")
     if ".tar" in archive and archive in siblings and f"{archive}.manifest.json" in siblings:
         return True
@@ -343,11 +360,13 @@ def _is_output(name: str, siblings: set[str]) -> bool:
 
 
 def _compile(lines: Sequence[str], where: str) -> GitIgnoreSpec:
-    """Return a matcher for patterns in the form of gitignore. `where` is their file or key, for messages.
+    """Return a matcher for patterns in the syntax of .gitignore.
+
+    `where` is the file or key that contains the patterns, for messages.
 
     Raises
     ------
-    UsageError : a pattern is invalid, or has so many stars that matching it would take hours.
+    UsageError : a pattern is invalid, or has so many stars that matching it could take hours.
     """
     import pathspec
 
@@ -365,10 +384,13 @@ def _compile(lines: Sequence[str], where: str) -> GitIgnoreSpec:
 
 
 def _count_stars(pattern: str) -> int:
-    """Return the number of stars in `pattern`. pathspec's time to match it multiplies with each."""
+    """Return the number of stars in `pattern`.
+
+    Each star multiplies the time that pathspec needs for a match.
+    """
     count = 0
     for part in pattern.split("/"):
-        if part == "**":  # any folders: this takes the time of one star
+        if part == "**":  # matches any number of folders, and takes the time of one star
             count += 1
         else:
             count += part.count("*")
@@ -376,10 +398,10 @@ def _count_stars(pattern: str) -> int:
 
 
 def _read_parent_gitignores(source: Path) -> tuple[_Patterns, ...]:
-    """Return the patterns of the ``.gitignore`` files in the folders above `source`, the outermost first.
+    """Return the patterns of the ``.gitignore`` files in the folders above `source`, outermost first.
 
-    The search ends at the root of the repository. If the patterns exclude `source` as a whole, the result is
-    empty: the recipe names that folder on purpose.
+    The search ends at the root of the git repository. If the patterns exclude `source` as a whole, return no
+    patterns, because the recipe names that folder on purpose.
     """
     source = source.resolve()
     patterns: tuple[_Patterns, ...] = ()
@@ -392,21 +414,21 @@ def _read_parent_gitignores(source: Path) -> tuple[_Patterns, ...]:
             if _last_decision(patterns, ""):
                 return ()
             return patterns
-    return ()  # not in a repository: a .gitignore in the home folder does not concern this folder
+    return ()  # outside of a repository, a .gitignore in the home folder, for example, does not apply
 
 
 def _read_dockerignore(source: Path) -> _Patterns:
-    """Return the patterns of the source's ``.dockerignore``, converted to the form of gitignore.
+    """Return the patterns of the source's ``.dockerignore``, converted to the syntax of .gitignore.
 
-    In Docker's form, a pattern matches only from the folder of the file on, so a slash is added: ``*.bin`` ->
-    ``/*.bin``, ``!a/b`` -> ``!/a/b``.
+    In .dockerignore, a pattern matches only paths that start in the folder of the file. So a slash is added:
+    ``*.bin`` -> ``/*.bin``, ``!a/b`` -> ``!/a/b``.
 
     Raises
     ------
-    UsageError : the file is a link out of its folder, or a pattern is invalid.
+    UsageError : the file is a link to a file outside of its folder, or a pattern is invalid.
     """
     file = source / ".dockerignore"
-    # A message may quote the patterns, and a link in a source of unknown origin may lead to a secret.
+    # A message may quote the patterns. In a source of unknown origin, the file may be a link to a secret.
     if file.is_symlink() and not file.resolve().is_relative_to(source.resolve()):
         raise UsageError("it is a link out of its folder", where=str(file), hint="put the list itself there")
     anchored_patterns = []
@@ -423,12 +445,13 @@ def _read_dockerignore(source: Path) -> _Patterns:
 
 
 def _read_patterns(file: Path, *, above: str = "", below: str = "") -> _Patterns:
-    """Return the patterns of a ``.gitignore``. Without such a file, they are empty, and match nothing."""
+    """Return the patterns of a ``.gitignore``. If there is no such file, the result matches nothing."""
     return _Patterns(spec=_compile(_read_lines(file), str(file)), above=above, below=below)
 
 
 def _read_lines(file: Path) -> list[str]:
-    # Like git, do not read a .gitignore that is a link.
+    """Return the lines of a list of patterns, or no lines if there is no such file."""
+    # Like git, ignore a .gitignore that is a symbolic link.
     if not file.is_file() or (file.name == ".gitignore" and file.is_symlink()):
         return []
     return files.read_text(file, most_bytes=_MOST_BYTES, errors="surrogateescape").splitlines()

@@ -1,7 +1,7 @@
-"""Files that describe a system, apart from images: those of imgkit, those of a site, and a user's own.
+"""Find the files that describe a system without an image.
 
-A site's folder is that of ``$IMGKIT_SYSTEMS``, or ``/etc/imgkit/systems``. Only their owners may be able to
-write its files.
+They are shipped with imgkit, provided by a site, or written by a user. The site's folder is
+``$IMGKIT_SYSTEMS``, or ``/etc/imgkit/systems`` by default. Files in it must be writable by their owner only.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Proof:
     @property
     def strongest(self) -> str:
         """Return the strongest kind of test, as `imgkit list --systems` prints it."""
+        # The strongest kind of test comes first.
         if self.run:
             return "ran there"
         if self.simulated:
@@ -53,11 +54,11 @@ class Proof:
 
 
 def site_folder() -> Path:
-    """Return the site's folder, whether it exists or not.
+    """Return the folder of the site's systems. It may not exist.
 
     Raises
     ------
-    UsageError : the variable does not hold an absolute path.
+    UsageError : the variable IMGKIT_SYSTEMS is set to a relative path.
     """
     value = os.environ.get(VARIABLE, "")
     if not value:
@@ -70,19 +71,19 @@ def site_folder() -> Path:
 
 
 def is_site(file: Path) -> bool:
-    """Return whether `file` lies in the site's folder of systems. Links are followed, too."""
+    """Return whether `file`, or the target of a link `file`, is in the site's folder of systems."""
     folder = site_folder()
     return file.is_relative_to(folder) or file.resolve().is_relative_to(folder.resolve())
 
 
 def find_systems() -> Mapping[str, Path]:
-    """Return the file of every system that a recipe can name: first imgkit's, then the site's.
+    """Return every system that a recipe can name, with its file. imgkit's own systems come first.
 
     Raises
     ------
-    UsageError : the site's folder cannot be read, or has a system with the name of one that imgkit ships.
+    UsageError : the site's folder cannot be read, or one of its systems has the name of a shipped one.
     """
-    # Sorted without the suffix: "mn5-gpu.yaml" comes before "mn5.yaml", but the name "mn5" comes first.
+    # Sort by name without the suffix. As paths, "mn5-gpu.yaml" would come before "mn5.yaml".
     shipped_files = sorted(SYSTEMS.glob(f"*{SUFFIX}"), key=lambda path: path.stem)
     systems = {path.stem: path for path in shipped_files}
     for path in _list_site_files():
@@ -100,7 +101,8 @@ def find_systems() -> Mapping[str, Path]:
 def _list_site_files() -> list[Path]:
     """Return the files of the site's systems, sorted by path.
 
-    A missing folder means that the site has no systems, unless `VARIABLE` names it.
+    A missing default folder means that the site has no systems. A missing folder that `VARIABLE` names is an
+    error.
 
     Raises
     ------
@@ -120,27 +122,30 @@ def _list_site_files() -> list[Path]:
 
 
 def is_path(ref: str) -> bool:
-    """Return whether `ref` names a file rather than a shipped recipe or a known system."""
+    """Return whether `ref` is a path, rather than the name of a shipped recipe or a known system."""
     return "/" in ref or ref.endswith((SUFFIX, ".yml"))
 
 
 def locate_system(ref: str, source: Path) -> Path:
-    """Return the absolute path of the file of the system `ref`.
+    """Return the absolute path of the file that describes the system `ref`.
 
     Parameters
     ----------
-    ref : the name of a system, or a path that starts at the folder of `source`.
+    ref : the name of a system, or a path relative to the folder of `source`.
     source : the file that names the system.
 
     Raises
     ------
-    UsageError : there is no such system, or it is a file of the site that others than its owner can write.
+    UsageError : there is no such system, or it is a file of the site that users other than its owner can
+        write.
     """
     try:
         if not is_path(ref):
             file = _find_by_name(ref, source)
             refuse_writable(file)
             return file
+        # A system in the site's folder must not extend a file outside of it, whose permissions are not
+        # checked.
         if is_site(source):
             hint = "a system of a site's folder extends another by its name"
             raise UsageError(f"{ref} is a path", hint=hint)
@@ -159,7 +164,7 @@ def locate_system(ref: str, source: Path) -> Path:
 
 
 def _find_by_name(name: str, source: Path) -> Path:
-    """Return the file of the system `name`. `source` is the file that names it, for the hint."""
+    """Return the file of the system `name`. `source` is the file that refers to the system, for the hint."""
     systems = find_systems()
     if name in systems:
         return systems[name]
@@ -171,18 +176,20 @@ def _find_by_name(name: str, source: Path) -> Path:
 
 
 def refuse_writable(file: Path) -> None:
-    """Refuse a file of the site's folder that others than its owner can write.
+    """Refuse a file in the site's folder that users other than its owner can write.
 
-    The jobs of all users run commands of that file, so anybody who can write it could run programs as them.
+    The jobs of all users run commands from that file. Anybody who can write it could run programs as those
+    users.
 
     Raises
     ------
-    UsageError : the group or all users can write the file or its folder. The hint is the chmod that ends it.
+    UsageError : the group or all users can write the file or its folder. The hint is the chmod command that
+        fixes it.
     """
     if not is_site(file):
         return
-    # The folders count, too: whoever can write a folder can replace the files in it. If the file is a link,
-    # so does the folder of its target.
+    # Check the folders, too, because whoever can write a folder can replace the files in it. If the file is a
+    # link, this includes the folder of its target.
     for path in dict.fromkeys((site_folder(), file.parent, file.resolve().parent, file)):
         try:
             mode = path.stat().st_mode

@@ -1,8 +1,11 @@
-"""What ``system.scheduler`` can be: shipped schedulers as data, and plug-ins, which register the same data.
+"""The schedulers that ``system.scheduler`` can name: those shipped with imgkit, and those of plug-ins.
 
-A recipe is checked by a scheduler's `Registration` alone: aliases, runtimes, rules. Writing jobs for it is
-another package's work, which nothing here imports. A plug-in is an entry point of the group `GROUP`; its name
-is the word. Nothing looks for plug-ins unless a recipe's word is not a shipped one.
+To check a recipe, imgkit needs only the `Registration` of its scheduler: aliases, container runtimes and
+rules. Shipped schedulers are listed here, and plug-ins register the same data. The code that writes jobs is
+in another package, which this module does not import.
+
+A plug-in is an entry point of the group `GROUP`. The name of the entry point is the value of
+``system.scheduler``. imgkit looks for plug-ins only if a recipe names a scheduler that is not shipped.
 """
 
 from __future__ import annotations
@@ -28,10 +31,10 @@ GROUP = "imgkit.systems"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemFault:
-    """Something in a recipe's system section that the scheduler cannot work with."""
+    """A value in the system section of a recipe that the scheduler cannot use."""
 
     path: tuple[str, ...]
-    """Keys below ``system``, for example ``("queue", "account")``."""
+    """The keys below ``system``, for example ``("queue", "account")``."""
     what: str
     hint: str = ""
 
@@ -41,13 +44,14 @@ def _no_faults(facts: SystemFacts) -> Iterable[SystemFault]:
 
 
 _SET_BY_JOBS = ("--container-image", "--container-mounts", "--container-workdir")
-"""Options of pyxis that every job of imgkit sets."""
+"""Options of pyxis that imgkit sets in every job."""
 
 
 def _check_pyxis_options(facts: SystemFacts) -> Iterator[SystemFault]:
     """Yield options of the container runtime pyxis that a recipe must not set.
 
-    These are options that pyxis does not know, and those that every job of imgkit sets itself.
+    These are options that pyxis does not have, options that imgkit sets in every job, and
+    ``--container-name``.
     """
     if facts.runtime.kind != "pyxis":
         return
@@ -61,33 +65,37 @@ def _check_pyxis_options(facts: SystemFacts) -> Iterator[SystemFault]:
             hint = "remove it; mounts are system.runtime.binds"
             yield SystemFault(path=path, what=f"{name} is set by each job", hint=hint)
         elif name == "--container-name":
+            # With --container-name, pyxis keeps the container for later jobs.
             message = "a container with this name is started again, and the image of a later job is not"
             yield SystemFault(path=path, what=message, hint="remove --container-name")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """What reading a recipe needs to know about a scheduler."""
+    """What imgkit must know about a scheduler to check a recipe."""
 
     aliases: tuple[str, ...] = ()
-    """Other words that people use for it, in lower case. A recipe with one of them gets a hint."""
+    """Other common names for the scheduler, in lower case. A recipe that uses such a name gets a hint."""
     runtimes: tuple[str, ...] = ("singularity", "host")
-    """What can start the program on a node with the node's variables. A job with another is refused."""
-    by_podman: bool = False
-    """Whether docker among `runtimes` means Podman alone.
+    """The kinds of runtime that can start the program on a node with the variables of that node.
 
-    Its containers are processes of the job, which the scheduler ends. Those of Docker belong to a service of
-    the node.
+    A job with any other kind is refused.
+    """
+    by_podman: bool = False
+    """Whether the kind docker in `runtimes` means Podman only.
+
+    Podman's containers are processes of the job, so the scheduler can end them. Docker's containers belong to
+    a service of the node.
     """
     check: Callable[[SystemFacts], Iterable[SystemFault]] = _no_faults
-    """Yields everything in a recipe's system section that the scheduler cannot work with."""
+    """A function that yields every value in a recipe's system section that the scheduler cannot use."""
     keys: tuple[str, ...] = ()
-    """Those of `SPECIAL` that the scheduler obeys."""
+    """The keys in `SPECIAL` that the scheduler uses."""
 
     def faults(self, facts: SystemFacts) -> Iterator[SystemFault]:
-        """Yield everything in a recipe's system section that this scheduler cannot work with.
+        """Yield every value in a recipe's system section that this scheduler cannot use.
 
-        Also yield keys that only another scheduler obeys, such as ``queue.node_pools`` of RunAI.
+        This includes keys that only another scheduler uses, such as ``queue.node_pools`` of RunAI.
         """
         defaults = SystemFacts()
         for key, scheduler in SPECIAL.items():
@@ -105,7 +113,7 @@ _SLURM_KEYS = (
 )
 _RUNAI_KEYS = ("queue.node_pools",)
 SPECIAL: Mapping[str, str] = {**dict.fromkeys(_SLURM_KEYS, "Slurm"), **dict.fromkeys(_RUNAI_KEYS, "RunAI")}
-"""Keys below ``system`` that are for one scheduler only -> that scheduler."""
+"""Key below ``system`` that only one scheduler uses -> that scheduler."""
 
 
 SHIPPED: Mapping[str, Registration] = {
@@ -120,52 +128,56 @@ SHIPPED: Mapping[str, Registration] = {
     "mpi": Registration(aliases=("openmpi", "mpirun"), runtimes=("docker", "singularity", "host")),
     "standalone": Registration(runtimes=("docker", "singularity", "host")),
 }
-"""Values of ``system.scheduler`` that need no plug-in."""
+"""The schedulers that need no plug-in, by the value of ``system.scheduler``."""
 
 
 def is_podman(command: str) -> bool:
-    """Return whether the program of a runtime of the kind docker is Podman: ``podman`` or ``podman-hpc``."""
+    """Return whether `command`, the program of a runtime of kind docker, is ``podman`` or ``podman-hpc``."""
     return PurePath(command).name.startswith("podman")
 
 
 RESERVED = ("kubeflow",)
-"""Names that no recipe and no plug-in can have: another scheduler hands jobs to them."""
+"""Names that neither a recipe nor a plug-in can use, because another scheduler passes jobs on to these
+systems."""
 
 
 def is_scheduler(name: str) -> bool:
-    """Return whether a shipped scheduler or a plug-in has this name."""
+    """Return whether `name` is the name of a shipped scheduler or a plug-in."""
     return name in SHIPPED or name in _plugins()
 
 
 def scheduler_fault(name: str) -> Fault | None:
-    """Return what is wrong with a value of ``system.scheduler``, or None if a scheduler has this name."""
+    """Return what is wrong with a value of ``system.scheduler``, or None if it names a scheduler."""
     if is_scheduler(name):
         return None
     return f"{name!r} is not known", allowed_hint(_resolve_alias(name), scheduler_names())
 
 
 def scheduler_names() -> tuple[str, ...]:
-    """Return the values that ``system.scheduler`` can have: shipped schedulers, then those of plug-ins."""
+    """Return the values that ``system.scheduler`` can have.
+
+    Shipped schedulers come before those of plug-ins.
+    """
     return (*SHIPPED, *plugin_names())
 
 
 def _resolve_alias(alias: str) -> str:
-    """Return the scheduler of which `alias` is another name: ``torque`` -> ``pbs``.
+    """Return the scheduler with the alias `alias`: ``torque`` -> ``pbs``.
 
-    If it is no alias, return it unchanged.
+    If no scheduler has this alias, return it unchanged.
     """
     for name in scheduler_names():
         try:
             aliases = find_registration(name).aliases
         except ToolFailed:
-            continue  # a plug-in that cannot be loaded says nothing about this alias
+            continue  # a broken plug-in must not replace the message about the unknown scheduler
         if alias.lower() in aliases:
             return name
     return alias
 
 
 def find_registration(name: str) -> Registration:
-    """Return what reading a recipe needs to know about the scheduler `name`, shipped or of a plug-in.
+    """Return the registration of the scheduler `name`, which may be shipped or come from a plug-in.
 
     Raises
     ------
@@ -183,9 +195,10 @@ def load_plugin(name: str) -> Any:
     Raises
     ------
     KeyError : no plug-in has that name.
-    ToolFailed : several plug-ins have it, or the plug-in cannot be loaded. The error names its distribution.
+    ToolFailed : several plug-ins have that name, or the plug-in cannot be loaded. The error names the
+        distribution.
     """
-    # With two plug-ins of one name, the order of folders on sys.path would decide.
+    # If two plug-ins had the same name, the order of folders on sys.path would decide between them.
     entry, *duplicates = _plugins()[name]
     if duplicates:
         raise ToolFailed(
@@ -195,7 +208,7 @@ def load_plugin(name: str) -> Any:
         )
     try:
         system = entry.load()
-    except (Exception, SystemExit) as error:  # a plug-in's own code: anything can come out of it
+    except (Exception, SystemExit) as error:  # the code of a plug-in may raise anything
         first_line = str(error).partition("\n")[0]
         raise plugin_error(entry, f"cannot be loaded: {type(error).__name__}: {first_line}") from error
     if not isinstance(getattr(system, "registration", None), Registration):
@@ -210,7 +223,7 @@ def plugin_names() -> tuple[str, ...]:
 
 
 def refused_plugins() -> Iterator[ImgkitError]:
-    """Yield an error for each plug-in whose name is taken by imgkit. Such a plug-in is never loaded."""
+    """Yield an error for each plug-in whose name imgkit itself uses. Such a plug-in is never loaded."""
     for entry in _entries():
         if entry.name in SHIPPED or entry.name in RESERVED:
             problem = "is ignored: imgkit ships a system of that name"
@@ -225,7 +238,7 @@ def entry_point_of(name: str) -> EntryPoint:
 def plugin_error(entry: EntryPoint, problem: str, *, hint: str = "") -> ToolFailed:
     """Return the error for a plug-in that cannot be used.
 
-    It names the distribution that can be uninstalled.
+    The error names the distribution, so that the user can uninstall it.
     """
     name = distribution_name(entry)
     return ToolFailed(
@@ -236,25 +249,30 @@ def plugin_error(entry: EntryPoint, problem: str, *, hint: str = "") -> ToolFail
 
 
 def distribution_and_version(entry: EntryPoint) -> str:
-    """Return ``DISTRIBUTION VERSION``, which brought the entry point."""
+    """Return the name and version of the distribution that contains the entry point."""
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
 
 
 def distribution_name(entry: EntryPoint) -> str:
-    """Return the name of the distribution that brought the entry point."""
+    """Return the name of the distribution that contains the entry point."""
     return entry.dist.name if entry.dist else entry.value
 
 
 @functools.cache
 def _entries() -> tuple[EntryPoint, ...]:
-    from importlib import metadata  # reads the metadata of every installed distribution: only when needed
+    """Return all entry points of the group `GROUP`."""
+    # Imported and called only when needed, because it reads the metadata of every installed distribution.
+    from importlib import metadata
 
     return tuple(metadata.entry_points(group=GROUP))
 
 
 @functools.cache
 def _plugins() -> Mapping[str, tuple[EntryPoint, ...]]:
-    """Return the entry points of plug-ins by name. A name has several if two distributions use it."""
+    """Return the entry points of plug-ins by name.
+
+    If two distributions use a name, it has several entry points.
+    """
     plugins: dict[str, tuple[EntryPoint, ...]] = {}
     for entry in _entries():
         if entry.name not in SHIPPED and entry.name not in RESERVED:

@@ -1,4 +1,4 @@
-"""The parts of a recipe that its machine needs, and all its values as text and JSON."""
+"""The values of a recipe that its machine needs, and all values of a recipe as text and JSON."""
 
 from __future__ import annotations
 
@@ -26,44 +26,47 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The parts of a recipe that matter on its machine."""
+    """The values of a recipe that matter on the machine where its jobs run."""
 
     name: str
     system: SystemFacts
     platforms: tuple[str, ...]
-    """``linux/amd64``; the first is the default."""
+    """The platforms of the image, such as ``linux/amd64``. The first is the default."""
     file: Path
-    """Where the values come from."""
+    """The file that the values come from."""
     positions: Mapping[KeyPath, Position] = dataclasses.field(default_factory=dict)
-    """Position of every value that a recipe's file states."""
+    """The position of every value that a file of the recipe sets."""
     projects: tuple[InstalledProject, ...] = ()
-    """What its image has installed of the user's own, as far as that is known here."""
+    """The user's own projects that are installed in the image, as far as they are known on this machine."""
     workdir: str = ""
-    """``image.workdir``, where the recipe states it: jobs start there."""
+    """``image.workdir``, the folder in which jobs start. Empty if the recipe does not set it."""
     copies: tuple[str, ...] = ()
-    """Folders of the image into which the recipe copies code, in its order (``image.copy``)."""
+    """The folders of the image into which the recipe copies code (``image.copy``), in the recipe's order."""
     base: str = ""
-    """The base of its image."""
+    """The base of the image."""
     base_env: tuple[str, ...] = ()
-    """Names of the base's variables, where the image is known."""
+    """The names of the base's variables. Empty if the image is not known."""
 
     @property
     def title(self) -> str:
-        """Return the name of its system for people."""
+        """The name of the system, as shown to users."""
         return self.system.title or self.name
 
     @property
     def module_line(self) -> str:
-        """Return ``module load ...`` for its runtime. It is empty where the recipe names no module."""
+        """The command ``module load ...`` for the container runtime. Empty if the recipe names no module."""
         return module_line(self.system)
 
     def where(self, *path: str | int) -> str:
-        """Return ``file.yaml:12`` for the nearest stated value at or above `path`, for messages."""
+        """Return ``file.yaml:12`` for a message: the position of `path`, or of the nearest key above it."""
         return problems.stated_at(self.positions, path, self.file)
 
 
 def module_line(system: SystemFacts) -> str:
-    """Return ``module load ...`` for the runtime of `system`. The line is empty where it needs no module."""
+    """Return the command ``module load ...`` for the container runtime of `system`.
+
+    The result is empty if the runtime needs no module.
+    """
     modules = " ".join(system.runtime.modules)
     if not modules:
         return ""
@@ -71,7 +74,9 @@ def module_line(system: SystemFacts) -> str:
 
 
 def load_target(ref: str | Path) -> Target:
-    """Load the recipe `ref`, a shipped name or a recipe's file, and return what its machine needs.
+    """Load a recipe, and return the values that its machine needs.
+
+    `ref` is the name of a shipped recipe, or the path of a recipe's file.
 
     Raises
     ------
@@ -92,42 +97,43 @@ def load_target(ref: str | Path) -> Target:
 
 
 def stated_workdir(recipe: Recipe) -> str:
-    """Return ``image.workdir``. It is empty where neither the recipe nor one that it extends states it."""
+    """Return ``image.workdir``, or an empty text if neither the recipe nor a parent recipe sets it."""
     if ("image", "workdir") not in recipe.positions:
         return ""
     return recipe.image.workdir
 
 
 def list_projects(steps: Iterable[PipStep]) -> tuple[InstalledProject, ...]:
-    """Return the projects that the pip steps of a recipe install."""
+    """Return the user's projects that the pip steps of a recipe install."""
     projects = []
-    for number, step in enumerate(steps):
+    for step_index, step in enumerate(steps):
         if step.project is None:
             continue
-        # The image has the name that pip records, whatever the folder is called.
+        # pip records the name in pyproject.toml, whatever the folder is called.
         name = project_name(step.project / PYPROJECT)
         folder = ""
         if step.editable:
             folder = posixpath.normpath(step.editable)
-        projects.append(InstalledProject(name=name, folder=folder, step=number))
+        projects.append(InstalledProject(name=name, folder=folder, step=step_index))
     return tuple(projects)
 
 
 def validate_target(target: Target) -> Target:
-    """Check `target` with the rules for a recipe's file, and return it.
+    """Check the values of `target` as if they were in a recipe's file, and return `target`.
 
-    Its values come from an archive of unknown origin and end in a job script, so a value that breaks a rule
-    could run commands.
+    The values come from an archive of unknown origin, and are later written to a job script. A value that
+    breaks a rule could run commands there.
 
     Raises
     ------
-    UsageError : values break a rule; lists all of them.
+    UsageError : some values break a rule. The error lists all of them.
     """
     collector = Collector()
+    # The values have no lines. Line 0 means the file as a whole.
     position = Position(file=target.file, line=0, column=0)
     for message, hint in rules.recipe_name(target.name):
         collector.error(position, ("name",), message, hint)
-    # The rules demand a base. It is not used: the image has been built already.
+    # The rules require a base. This placeholder is never used, because the image has already been built.
     image: dict[str, Any] = {"base": "scratch:none", "platform": target.platforms}
     if target.workdir:
         image["workdir"] = target.workdir
@@ -142,9 +148,9 @@ def validate_target(target: Target) -> Target:
 
 
 def _check_scheduler(system: SystemFacts, position: Position, collector: Collector) -> None:
-    """Report an unknown scheduler to `collector`, or else values that the scheduler cannot work with.
+    """Report an unknown scheduler, or values that the scheduler cannot use, to `collector`.
 
-    The rules of a scheduler see valid values only, so they are skipped after other errors.
+    The rules of a scheduler expect valid values. They are skipped if other errors have been found.
     """
     unknown = systems.scheduler_fault(system.scheduler)
     if unknown is not None:
@@ -155,23 +161,28 @@ def _check_scheduler(system: SystemFacts, position: Position, collector: Collect
 
 
 def _without_none(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a mapping without the keys that have no value, as a recipe leaves them out."""
+    """Return a mapping without the keys whose value is None. A recipe leaves such keys out, too."""
     return {key: value for key, value in pairs if value is not None}
 
 
 SHOW_SCHEMA = 1
 
 _SHORT_PATHS: Mapping[KeyPath, KeyPath] = {("image", "constraints", "policy"): ("image", "constraints")}
-"""Fields whose name YAML omits: ``constraints: keep`` means the policy."""
+"""Fields whose name may be left out in YAML. For example, ``constraints: keep`` sets the policy."""
 
 
 def _list_values(
     path: KeyPath, value: Any, positions: Mapping[KeyPath, Position]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row of the table for each value of a recipe at the key `path` and below it.
+    """Yield a row of the table of values for each value at and below the key `path`.
 
-    `positions` has the line of each value that a file states. Other values are defaults.
+    Parameters
+    ----------
+    path : the key of `value` in the recipe.
+    value : a value of the recipe, which may contain others.
+    positions : the position of each value that a file sets. All other values are defaults.
     """
+    # A command that the author wrote as plain text is shown as plain text.
     if isinstance(value, RunCommand) and value.short is not None:
         value = value.short
     children = _list_children(value)
@@ -181,7 +192,7 @@ def _list_values(
     if not children:
         yield _make_row(path, None, positions)
         return
-    # Of a step, which has an index in a list, and of the constraints, only the keys that are set.
+    # For a step (an item of a list) and for the constraints, only the keys that are set are listed.
     is_step = isinstance(path[-1], int)
     for key, child in children:
         is_unset = child in ((), None, {})
@@ -191,9 +202,9 @@ def _list_values(
 
 
 def _make_row(path: KeyPath, value: Any, positions: Mapping[KeyPath, Position]) -> dict[str, Any]:
-    """Return the row for a value: its key, the value, and the file, line and column that state it.
+    """Return a row of the table: the key, its value, and the file, line and column that set it.
 
-    For a default, the position is None.
+    For a default, file, line and column are None.
     """
     position = positions.get(path)
     return {
@@ -207,9 +218,10 @@ def _make_row(path: KeyPath, value: Any, positions: Mapping[KeyPath, Position]) 
 
 
 def _list_children(value: Any) -> list[tuple[str | int, Any]] | None:
-    """Return the keys and values in a dataclass, a mapping or a list, or None for any other value.
+    """Return the keys and values in a dataclass, a mapping or a list. For any other value, return None.
 
-    Keys are those of YAML: ``platform`` for the field ``platforms``. Those of a list are its indices.
+    The keys are those of YAML, such as ``platform`` for the field ``platforms``. The keys of a list are its
+    indices.
     """
     if isinstance(value, Mapping):
         return list(value.items())
@@ -219,18 +231,19 @@ def _list_children(value: Any) -> list[tuple[str | int, Any]] | None:
         return None
     children: list[tuple[str | int, Any]] = []
     for field in dataclasses.fields(value):
-        # The key in YAML: `platform` for platforms.
+        # The key in YAML may differ from the name of the field: `platform` for `platforms`.
         key = field.metadata.get("alias", field.name)
         children.append((key, getattr(value, field.name)))
     return children
 
 
 _WIDEST_VALUE = 60
-"""Most characters that the column of values is wide. Behind a longer value, the source moves to the right."""
+"""The largest width of the column of values, in characters. A longer value moves the source of its line to
+the right."""
 
 
 def format_table(text: str) -> list[str]:
-    """Return the lines of a table of all values of a recipe: key, value, and ``file:line`` or ``default``.
+    """Return a table of a recipe's values, one per line: key, value, and ``file:line`` or ``default``.
 
     `text` is the result of `describe_as_json`.
     """
@@ -239,30 +252,34 @@ def format_table(text: str) -> list[str]:
     if recipe["description"]:
         title += f": {recipe['description']}"
     rows = recipe["values"]
-    values = []
+    value_texts = []
+    # A text from a recipe may contain control characters, which must not reach the terminal.
     for row in rows:
         value = "-"
         if row["value"] not in (None, ""):
             value = terminal.escape_controls(str(row["value"]))
-        values.append(value)
+        value_texts.append(value)
+    # A few very long values must not widen the whole table.
     key_width = max(len(row["key"]) for row in rows)
-    value_width = min(max(map(len, values)), _WIDEST_VALUE)
+    value_width = min(max(map(len, value_texts)), _WIDEST_VALUE)
     lines = [title, f"file    {recipe['file']}", f"sha256  {recipe['sha256']}", ""]
-    for row, value in zip(rows, values, strict=True):
+    for row, value in zip(rows, value_texts, strict=True):
         lines.append(f"{row['key']:{key_width}}  {value:{value_width}}  {_describe_source(row)}")
     return lines
 
 
 def _describe_source(row: Mapping[str, Any]) -> str:
+    """Return ``mine.yaml:12``, the line that sets the value of `row`, or ``default``."""
     if row["default"]:
         return "default"
     return f"{problems.file_label(Path(row['file']))}:{row['line']}"
 
 
 def describe_as_json(recipe: Recipe) -> str:
-    """Return the recipe as JSON for ``imgkit show --json``: its parts, and ``values``, a list of all values.
+    """Return the recipe as JSON, for ``imgkit show --json``.
 
-    Each item of ``values`` has the key, the value, and the file, line and column that state it.
+    The object contains the sections of the recipe, and ``values``, a list of all values. Each item of
+    ``values`` has a key, its value, and the file, line and column that set it.
     """
     image = dataclasses.asdict(recipe.image)
     image["run"] = [command.short or dataclasses.asdict(command) for command in recipe.image.run]

@@ -1,6 +1,6 @@
-"""Validates parsed data that a person wrote, with pydantic: every mistake at once, with the path of its key.
+"""Validate data from YAML or TOML with pydantic, and report every mistake with the path of its key.
 
-pydantic is imported when there is data to validate, so that commands which read no recipe start without it.
+pydantic is imported only when there is data to validate, so commands that read no recipe start faster.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _EXPECTED = {
     "dict_type": "names",
     "dataclass_type": "a mapping",
 }
-"""pydantic's errors about types -> the form that it expected. ``names`` is a mapping whose keys the user
-chooses, such as ``env``."""
+"""pydantic's name for an error about a type -> the form that was expected. ``names`` is a mapping whose keys
+the user chooses, such as ``env``."""
 
 
 def rule_of(
@@ -45,11 +45,12 @@ def rule_of(
 
     Parameters
     ----------
-    required : check an empty value, too. Otherwise it stands for "not set", and passes.
-    core : see `Rule`.
+    required : whether to check an empty value, too. By default an empty value means "not set", and passes.
+    core : as in `Rule`.
     """
 
     def rule(value: Any) -> Iterator[Fault]:
+        # An empty value means "not set".
         if not value and not required:
             return
         try:
@@ -62,29 +63,29 @@ def rule_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mistake:
-    """A value that does not fit its field."""
+    """A value that its field does not allow."""
 
     path: KeyPath
     kind: Literal["missing", "unknown", "rule", "choice", "type"]
     message: str
     hint: str = ""
     expected: str = ""
-    """The form that a ``type`` should have."""
+    """The form that the value should have. Set for the kind ``type``."""
     choices: tuple[str, ...] = ()
-    """What a ``choice`` can be."""
+    """The allowed values. Set for the kind ``choice``."""
     is_key: bool = False
     """Whether the last key of `path` is wrong, rather than its value."""
 
     @property
     def is_value(self) -> bool:
-        """Whether there is a value at `path`, and it is wrong."""
+        """Whether `path` has a value, and that value is wrong."""
         return not self.is_key and self.kind != "missing"
 
 
 def validate(model: Callable[..., Model], data: Any) -> tuple[Model | None, tuple[Mistake, ...]]:
-    """Make a value of the dataclass `model` from `data`, as it was read from YAML or TOML.
+    """Make an instance of the dataclass `model` from `data`, which was read from YAML or TOML.
 
-    Return the value and no mistakes, or None and every mistake in `data`.
+    Return the instance and no mistakes, or None and every mistake in `data`.
     """
     from pydantic import ValidationError
 
@@ -97,18 +98,18 @@ def validate(model: Callable[..., Model], data: Any) -> tuple[Model | None, tupl
 
 @functools.cache
 def adapter(model: Any) -> TypeAdapter[Any]:
-    """Return pydantic's validator of `model`, which takes some time to make."""
+    """Return pydantic's validator for `model`. It is cached, because it takes some time to create."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(model)
 
 
 def _to_mistake(details: ErrorDetails, model: Any) -> Mistake:
-    """Convert one of pydantic's errors about a value of the class `model` to our form."""
+    """Convert one of pydantic's errors about an instance of `model` to a `Mistake`."""
     kind = details["type"]
     path = details["loc"]
     context = details.get("ctx", {})
-    # pydantic ends the path with "[key]" if the key of a mapping is wrong, and not its value.
+    # If the key of a mapping is wrong, and not its value, pydantic adds "[key]" to the path.
     is_key = path[-1:] == ("[key]",)
     if is_key:
         path = path[:-1]
@@ -128,26 +129,27 @@ def _to_mistake(details: ErrorDetails, model: Any) -> Mistake:
 
 
 def key_paths(model: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield every key of the dataclass `model` and of those in it: ``("image", "pip", "packages")``.
+    """Yield the path of every key of the dataclass `model`, such as ``("image", "pip", "packages")``.
 
-    The paths have no indices of lists. `ANY` stands for a key that the user chooses, as below ``env``.
+    Keys of nested dataclasses are included. The paths contain no indices of lists. `ANY` stands for a key
+    that the user chooses, as below ``env``.
     """
-    hints = typing.get_type_hints(model)  # noqa: TID251 - lists the keys of a recipe
+    annotations = typing.get_type_hints(model)  # noqa: TID251 - lists the keys of a recipe
     for field in dataclasses.fields(model):
         key_path = (*path, field.metadata.get("alias", field.name))
         yield key_path
-        hint = hints[field.name]
+        annotation = annotations[field.name]
         child_path = key_path
         # A mapping whose keys the user chooses, such as `env`.
-        if typing.get_origin(hint) is collections.abc.Mapping:
+        if typing.get_origin(annotation) is collections.abc.Mapping:
             child_path = (*key_path, ANY)
-        for candidate in (hint, *typing.get_args(hint)):
-            if dataclasses.is_dataclass(candidate):
-                yield from key_paths(candidate, child_path)
+        for nested_type in (annotation, *typing.get_args(annotation)):
+            if dataclasses.is_dataclass(nested_type):
+                yield from key_paths(nested_type, child_path)
 
 
 def allowed_keys(path: KeyPath, model: Any) -> list[str]:
-    """Return the keys that `model` allows beside the last key of `path`."""
+    """Return the keys that `model` allows in place of the last key of `path`."""
     parents = [key for key in path[:-1] if isinstance(key, str)]  # without indices of lists
     names = []
     for *pattern, name in key_paths(model):
@@ -157,4 +159,5 @@ def allowed_keys(path: KeyPath, model: Any) -> list[str]:
 
 
 def _is_key(key: str, pattern: str) -> bool:
+    """Return whether `key` matches `pattern`, a key from `key_paths`."""
     return pattern in (key, ANY)

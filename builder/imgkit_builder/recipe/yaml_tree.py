@@ -1,10 +1,11 @@
-"""Reads YAML as a tree in which every key and every value has its file, line and column.
+"""Read YAML as a tree in which every key and every value has its file, line and column.
 
-Only PyYAML's composer runs, never its constructor. No object is built from a tag, so a recipe cannot run
-code, and a scalar keeps its text: a constructor would turn ``24.10`` into the number 24.1.
+Only PyYAML's composer is used, never its constructor. A YAML tag can therefore never create an object, so a
+recipe cannot run code. Scalars also keep their text, whereas the constructor would turn ``24.10`` into the
+number 24.1.
 
-PyYAML has compiled parts, so functions import it: ``imgkit sif`` and ``verify`` load this module and must run
-from one environment on nodes of several architectures.
+PyYAML has compiled parts, so it is imported inside functions. ``imgkit sif`` and ``imgkit verify`` load this
+module, and they must run from one environment on nodes of several architectures.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 10_000
-"""Most values in a file. Each use of an alias counts: nine lines of nested aliases can mean billions."""
+"""The largest number of values in a file. Each use of an alias counts, because nine lines of nested aliases
+can expand to billions of values."""
 
 ScalarType = Literal["text", "integer", "number", "boolean", "nothing", "date"]
 
@@ -41,7 +43,7 @@ _TYPES: Mapping[str, ScalarType] = {
 _COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 _MERGE = "tag:yaml.org,2002:merge"
 
-# A part of PyYAML's message, and what the author of the file probably has to do.
+# A part of PyYAML's error message -> what the author of the file probably has to do.
 _SYNTAX_HINTS = (
     ("cannot start any token", "quote text that begins with this character"),
     ("mapping values are not allowed here", 'quote text that contains ": "'),
@@ -57,16 +59,19 @@ _SYNTAX_HINTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YamlNode:
-    """A value with its position. A list or mapping has others below it."""
+    """A value with its position. Lists and mappings have child nodes."""
 
     position: Position
 
     def children(self) -> Iterable[tuple[str | int, YamlNode]]:
-        """Return the parts of a list or mapping with their keys. A scalar has none."""
+        """Return the keys or indices of a list or mapping with their nodes. A scalar has none."""
         return ()
 
     def deepest(self, path: KeyPath) -> tuple[YamlNode, KeyPath]:
-        """Return the node at `path`, or the last existing one above it, and the path of that node."""
+        """Return the node at `path`, and its path.
+
+        If there is no such node, return its nearest existing ancestor.
+        """
         node = self
         for depth, key in enumerate(path):
             children = dict(node.children())
@@ -76,12 +81,15 @@ class YamlNode:
         return node, path
 
     def position_of(self, path: KeyPath) -> Position:
-        """Return the position of the node at `path`, or of the last existing one above it."""
+        """Return the position of the node at `path`, or of its nearest existing ancestor."""
         node, _ = self.deepest(path)
         return node.position
 
     def select(self, *pattern: str) -> Iterator[tuple[KeyPath, YamlNode]]:
-        """Yield the path and node of each value that fits `pattern`, in which `ANY` is any key or index."""
+        """Yield the path and node of each value that matches `pattern`.
+
+        `ANY` in it matches any key or index.
+        """
         if not pattern:
             yield (), self
             return
@@ -91,16 +99,16 @@ class YamlNode:
                     yield (key, *path), node
 
     def select_texts(self, *pattern: str) -> Iterator[tuple[KeyPath, Scalar]]:
-        """Yield path and node of each text that fits `pattern`, see `select`.
+        """Yield the path and node of each text that matches `pattern`, as in `select`.
 
-        A value that should be a text and is not is skipped. The checks of types report it.
+        A value that should be text but is not is skipped. The check of the types reports it.
         """
         for path, node in self.select(*pattern):
             if isinstance(node, Scalar) and node.type == "text":
                 yield path, node
 
     def walk(self, path: KeyPath = ()) -> Iterator[tuple[KeyPath, YamlNode]]:
-        """Yield every node below this one with its path."""
+        """Yield every node below this one, with its path. `path` is the path of this node."""
         for key, child in self.children():
             yield (*path, key), child
             yield from child.walk((*path, key))
@@ -108,7 +116,7 @@ class YamlNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scalar(YamlNode):
-    """One value. `text` is as written, without quotes."""
+    """A single value. `text` is the value as written in the file, without quotes."""
 
     text: str
     type: ScalarType = "text"
@@ -128,7 +136,7 @@ class Items(YamlNode):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table(YamlNode):
-    """A mapping, in the order of the file."""
+    """A mapping, in the order of the file. `keys` has the position of each key."""
 
     entries: Mapping[str, YamlNode]
     keys: Mapping[str, Position]
@@ -138,19 +146,20 @@ class Table(YamlNode):
         return self.entries.items()
 
     def without(self, *names: str) -> Table:
-        """Return this mapping without some keys."""
+        """Return a copy of this mapping without the keys `names`."""
         entries = {key: node for key, node in self.entries.items() if key not in names}
         return Table(position=self.position, entries=entries, keys=self.keys)
 
 
 _NO_ALLOWED_TYPE = 0.5
-"""No key of a recipe takes a float, so pydantic refuses this value, and the message can quote the text."""
+"""A float, which no key of a recipe accepts. pydantic therefore refuses it, and the message can quote the
+text that the author wrote."""
 
 
 def to_data(node: YamlNode) -> Any:
-    """Return the plain data of `node`, for pydantic: dicts, lists, texts, integers, booleans and None.
+    """Convert `node` to plain data for pydantic: dicts, lists, texts, integers, booleans and None.
 
-    Other scalars, such as dates or ``0644``, become `_NO_ALLOWED_TYPE`, which pydantic refuses.
+    Any other scalar, such as a date or ``0644``, becomes `_NO_ALLOWED_TYPE`, which pydantic refuses.
     """
     if isinstance(node, Table):
         return {key: to_data(child) for key, child in node.children()}
@@ -164,15 +173,15 @@ def to_data(node: YamlNode) -> Any:
         return None
     if node.type == "boolean":
         return node.text.lower() in ("true", "yes", "on")
-    # Only plain decimal digits: YAML also reads 0644 as 420, 1_000 as 1000 and 3:00:00 as 10800, which the
-    # author probably did not mean.
+    # Accept plain decimal digits only. YAML also reads 0644 as 420, 1_000 as 1000 and 3:00:00 as 10800, which
+    # the author probably did not mean. At most 18 digits, so that every number fits into 64 bits.
     if node.type == "integer" and re.fullmatch(r"-?(?:0|[1-9][0-9]{0,17})", node.text):
         return int(node.text)
     return _NO_ALLOWED_TYPE
 
 
 def describe_kind(node: YamlNode) -> str:
-    """Return the kind of `node` for messages: ``an integer``, ``a date``, ``a list``."""
+    """Return the kind of `node` for a message: ``an integer``, ``a date`` or ``a list``, for example."""
     if isinstance(node, Scalar):
         return _describe_type(node.type)
     if isinstance(node, Items):
@@ -186,40 +195,41 @@ def _describe_type(scalar_type: ScalarType) -> str:
 
 
 class _TooManyError(Exception):
-    """The expanded tree exceeds its limit."""
+    """The file has more values than `MAX_NODES` after its aliases are expanded."""
 
 
 def read_yaml(file: Path, problems: Collector) -> Table | None:
-    """Return the mapping that the YAML file `file` holds.
+    """Read the YAML file `file`, and return the mapping at its top level.
 
-    If the file is unusable, report why to `problems`, and return None. Its lines go to `problems`, too, so
-    that messages can quote them.
+    If the file cannot be used, report the reason to `problems`, and return None. `problems` also receives the
+    lines of the file, so that messages can quote them.
     """
     import yaml
 
-    # The position of problems that have no line of their own.
+    # A problem that concerns the whole file is reported at its first line.
     start = Position(file=file, line=1, column=1)
     text = _read_text(file, start, problems)
     if text is None:
         return None
-    # YAML's own line breaks: str.splitlines splits at further characters, which would shift the numbers.
+    # Split at the line breaks of YAML only. `str.splitlines` also splits at other characters, so the line
+    # numbers would differ from those of PyYAML.
     problems.lines[file] = re.split("\r\n|[\n\r\x85\u2028\u2029]", text)
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if root is None:
             problems.error(start, (), "the recipe is empty", "it needs at least `image: {base: NAME:TAG}`")
             return None
-        # `compose` makes nodes and no objects, so a tag of the file cannot run code.
+        # `compose` creates nodes, not objects, so a tag in the file cannot run code.
         tree = _Converter(file, problems).convert(root, (), frozenset())
     except yaml.MarkedYAMLError as error:
         _report_syntax(error, file, problems)
         return None
     except yaml.reader.ReaderError as error:
-        code = error.character
-        if isinstance(code, str):  # PyYAML names a number or a character
-            code = ord(code)
+        code_point = error.character
+        if isinstance(code_point, str):  # PyYAML gives either the code point or the character
+            code_point = ord(code_point)
         position = _end_position(file, text[: error.position])
-        problems.error(position, (), f"the character U+{code:04X} is not allowed in YAML", "delete it")
+        problems.error(position, (), f"the character U+{code_point:04X} is not allowed in YAML", "delete it")
         return None
     except _TooManyError:
         message = f"more than {MAX_NODES} values after its anchors are expanded"
@@ -236,15 +246,17 @@ def read_yaml(file: Path, problems: Collector) -> Table | None:
 
 
 def _end_position(file: Path, text: str) -> Position:
-    """Return the position behind `text`, with which `file` begins."""
+    """Return the position in `file` directly after `text`, which is the beginning of its content."""
     return Position(file=file, line=text.count("\n") + 1, column=len(text) - text.rfind("\n"))
 
 
 def _read_text(file: Path, start: Position, problems: Collector) -> str | None:
-    """Return the text of `file`, or report why it cannot be read and return None.
+    """Return the text of `file`. If it cannot be read, report the reason and return None.
 
-    `start` is the first position in the file, for a problem without a line. `problems` also receives the
-    digest of the file.
+    Parameters
+    ----------
+    start : the first position in the file, for a problem that concerns the whole file.
+    problems : receives the problem, and the digest of the file.
     """
     try:
         data = files.read_bytes(file, most_bytes=MAX_BYTES)
@@ -253,7 +265,7 @@ def _read_text(file: Path, start: Position, problems: Collector) -> str | None:
         return None
     problems.digests[file] = hashlib.sha256(data).hexdigest()
     try:
-        return data.decode("utf-8-sig")  # editors of Windows write a mark at the beginning
+        return data.decode("utf-8-sig")  # some editors on Windows begin a file with a byte order mark
     except UnicodeDecodeError as error:
         position = _end_position(file, data[: error.start].decode("utf-8", "replace"))
         problems.lines[file] = data.decode("utf-8", "replace").split("\n")
@@ -262,15 +274,17 @@ def _read_text(file: Path, start: Position, problems: Collector) -> str | None:
 
 
 def _report_syntax(error: yaml.MarkedYAMLError, file: Path, problems: Collector) -> None:
-    """Report a syntax error of PyYAML at its position.
+    """Report a syntax error that PyYAML found.
 
-    There is a hint for common mistakes, such as a text that must be quoted.
+    The problem has the position in the file. For a common mistake, such as a text that must be quoted, it
+    also has a hint.
     """
     message = " ".join(text for text in (error.context, error.problem) if text)
-    # The position of the problem, or where its construct begins.
+    # PyYAML gives the position of the problem, the beginning of the enclosing construct (the context), or
+    # both.
     mark = error.problem_mark or error.context_mark
     if "end" in message and "stream" in message:
-        # Something is not closed: its beginning says more than the end of the file.
+        # A quote or bracket is not closed. Its beginning helps the author more than the end of the file.
         mark = error.context_mark or error.problem_mark
     position = Position(file=file, line=1, column=1)
     if mark is not None:
@@ -288,18 +302,24 @@ def _report_syntax(error: yaml.MarkedYAMLError, file: Path, problems: Collector)
 
 
 def _report_tabs(position: Position, file: Path, problems: Collector) -> None:
-    """Report a tab in the indentation at `position`, where PyYAML stops, and those of all later lines."""
+    """Report the tab at `position`, where PyYAML stops.
+
+    Also report the tabs in the indentation of all later lines.
+    """
     message = "a tab: YAML is indented with spaces only"
     hint = "replace it with spaces"
     problems.error(position, (), message, hint)
-    for number, line in enumerate(problems.lines[file], start=1):
+    for line_number, line in enumerate(problems.lines[file], start=1):
         tab = re.match("[ ]*\t", line)
-        if tab and number > position.line:
-            problems.error(Position(file=file, line=number, column=tab.end()), (), message, hint)
+        if tab and line_number > position.line:
+            problems.error(Position(file=file, line=line_number, column=tab.end()), (), message, hint)
 
 
 class _Converter:
-    """Converts PyYAML's nodes to ours: expands anchors, and reports unusable keys and tags."""
+    """Converts PyYAML's nodes to `YamlNode`.
+
+    It expands anchors, and reports keys and tags that are not allowed.
+    """
 
     def __init__(self, file: Path, problems: Collector) -> None:
         self._file = file
@@ -307,10 +327,15 @@ class _Converter:
         self._count = 0
 
     def convert(self, node: yaml.Node, path: KeyPath, ancestors: frozenset[int]) -> YamlNode | None:
-        """Return our node for PyYAML's `node`, whose key in the recipe is `path`.
+        """Convert PyYAML's `node`, and return None after a problem, which is reported.
 
-        After a problem, report it and return None. An alias (``*NAME``) is replaced by a copy of its anchor.
-        `ancestors` are the ids of the lists and mappings that contain `node`.
+        An alias (``*NAME``) is replaced by a copy of the value with the anchor ``&NAME``.
+
+        Parameters
+        ----------
+        path : the key of `node` in the recipe.
+        ancestors : the ids of the lists and mappings that contain `node`. They are needed to detect an anchor
+            that contains itself.
 
         Raises
         ------
@@ -318,7 +343,8 @@ class _Converter:
         """
         import yaml
 
-        # An alias is PyYAML's node of its anchor, so the same node may come here often. Each time counts.
+        # For an alias, PyYAML returns the node of the anchor again. So one node can be converted many times,
+        # and each time counts.
         self._count += 1
         if self._count > MAX_NODES:
             raise _TooManyError
@@ -340,9 +366,9 @@ class _Converter:
         return Items(position=position, items=tuple(item for item in items if item is not None))
 
     def _convert_mapping(self, node: yaml.MappingNode, path: KeyPath, ancestors: frozenset[int]) -> Table:
-        """Return our mapping for PyYAML's `node`.
+        """Convert PyYAML's mapping `node`.
 
-        Keys and values with a problem are reported and left out.
+        Keys and values with a problem are reported and left out. The parameters are those of `convert`.
         """
         entries = {}
         keys: dict[str, Position] = {}
@@ -360,7 +386,8 @@ class _Converter:
             keys[name] = position
             child = self.convert(value, (*path, name), ancestors)
             if isinstance(child, Scalar) and child.type == "nothing" and not child.text:
-                # `key:` without a value: PyYAML gives it the position of the next token, perhaps lines later.
+                # For `key:` without a value, PyYAML gives the position of the next token, which may be lines
+                # later.
                 child = Scalar(position=position, text="", type="nothing")
             if child is not None:
                 entries[name] = child
@@ -372,9 +399,9 @@ class _Converter:
 
 
 def _find_key_fault(key: yaml.Node) -> Fault | None:
-    """Return why a key of a mapping cannot be used, or None if it is text.
+    """Return why `key` cannot be the key of a mapping, or None if it is text.
 
-    YAML reads an unquoted key such as ``on`` or ``3.10`` as a boolean or a number.
+    For example, YAML reads the unquoted keys ``on`` and ``3.10`` as a boolean and a number.
     """
     import yaml
 
@@ -385,6 +412,7 @@ def _find_key_fault(key: yaml.Node) -> Fault | None:
         return "a key must be text", "write `key: value`"
     if key_type == "text":
         return None
+    # A line such as ": value" has an empty key.
     if not key.value:
         return "a key is missing", ""
     return f"YAML reads the key {key.value} as {_describe_type(key_type)}", f'quote it: "{key.value}"'
