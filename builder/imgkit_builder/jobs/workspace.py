@@ -1,9 +1,9 @@
-"""Bring today's code into a run's copy of its code when the run is resumed.
+"""Bring the user's current code into a run's copy of the code when the run is resumed.
 
-Files that the run has changed or made stay as they are.
-Three versions of each file are compared: the one that was sent, today's, and that in the copy. A file of the
-copy is as it was sent if it has the size and the time of the file in the store, because the times of code
-follow from its content (`code_tree`).
+Files that the run has changed or created stay as they are. For that, three versions of each file are
+compared: the version that was sent, the user's current version ("today"), and the version in the run's copy.
+A file of the copy is unchanged if it has the size and the time of the file in the store. The time is reliable
+because it follows from the content of the file (`code_tree`).
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ class Update:
 
 
 def parse_listing(output: bytes) -> Listing:
-    """Return the three lists of files that the script `LIST` has printed, in `output`.
+    """Parse the output of the script `LIST`, which prints three lists of files.
 
-    The output consists of texts that end with a null byte. A list begins with its title and an empty text,
-    and each of its files has two texts: the path, and the kind, size and time.
+    The output consists of texts that end with a null byte. Each list begins with its title and an empty text.
+    Each file in a list has two texts: the path, and the fields such as kind, size and time.
 
     Raises
     ------
@@ -110,39 +110,45 @@ def parse_listing(output: bytes) -> Listing:
     texts = [os.fsdecode(text) for text in output.split(b"\0")]
     if texts[-3:] != ["end", "", ""]:
         raise ToolFailed("the list of the run's files is cut short", hint="run the command again")
+    # Drop the end marker: "end", an empty text, and the rest after the last null byte.
     texts = texts[:-3]
-    folders: dict[str, dict[str, Version]] = {"sent": {}, "today": {}, "current": {}}
-    title = ""
-    # Each file has two texts. The title of a list has an empty second one.
+    lists: dict[str, dict[str, Version]] = {"sent": {}, "today": {}, "current": {}}
+    list_name = ""
+    # The texts come in pairs. A pair whose second text is empty begins a new list.
     for path, fields in zip(texts[::2], texts[1::2], strict=True):
         if fields:
-            folders[title][path.removeprefix("./")] = _parse_version(fields)
+            lists[list_name][path.removeprefix("./")] = _parse_version(fields)
         else:
-            title = path
-    return Listing(has_copy=title != "", **folders)
+            list_name = path
+    return Listing(has_copy=list_name != "", **lists)
 
 
 def _parse_version(fields: str) -> Version:
-    """Return the version of a file from the second text of `_FIELDS`.
+    """Return the values by which two versions of a file are compared.
 
     ``f 1024 1700000000.5 755 `` -> ``("f", "1024", "1700000000.5", "True")``.
+
+    Parameters
+    ----------
+    fields : the second text that `LIST` prints for a file: its kind, size, time, mode and link target.
     """
     kind, size, time, mode, target = fields.split(" ", 4)
     if kind == "l":
         return (kind, target)
     if kind == "d":
         return (kind,)
-    # The store has files that nobody may write. So of the mode, only this counts: may the owner execute it?
+    # Files in the store are read-only, and files in the copy are not. So only the executable bit of the owner
+    # is compared, and not the whole mode.
     is_executable = bool(int(mode, 8) & 0o100)
     return (kind, size, time, str(is_executable))
 
 
 def plan_update(listing: Listing) -> Update:
-    """Return the changes that bring today's code into the run's copy of its code.
+    """Return the changes that bring the user's current code into the run's copy.
 
-    Each file has three versions: as it was sent, as it is in today's code, and as it is in the copy. A file
-    is copied or removed only if the user has changed it since it was sent. If the run has changed the file
-    too, it is a conflict; but if today's code no longer has it, the run's version stays.
+    A file is copied or removed only if the user has changed it since it was sent. If the run has changed the
+    same file too, the file is a conflict. There is one exception: if the user has removed a file that the run
+    has changed, the run's version stays and there is no conflict.
     """
     copied = []
     removed = []
@@ -152,7 +158,7 @@ def plan_update(listing: Listing) -> Update:
         sent = listing.sent.get(name)
         today = listing.today.get(name)
         current = listing.current.get(name)
-        if today in (sent, current):  # the user has not changed the file, or the copy has the change already
+        if today in (sent, current):  # the user has not changed the file, or the copy already has the change
             continue
         is_changed_by_run = current != sent
         if today is None and not is_changed_by_run:
@@ -165,20 +171,21 @@ def plan_update(listing: Listing) -> Update:
 
 
 def update_workspace(resumed: ResumedRun, store: Path, today: CodeRecord, run_script: RunScript) -> None:
-    """Bring today's code into the run's copy. Files that the run has changed or made stay.
+    """Bring the user's current code into the run's copy. Files that the run has changed or created stay.
 
-    Nothing is done if the run has no copy yet. The job's script then makes it from today's code.
+    If the run has no copy yet, nothing is done, because the job's script then creates the copy from the
+    current code.
 
     Parameters
     ----------
-    store : the folder with all code, on the machine that has the run folder.
-    today : today's code, which `store` has already.
+    store : the folder with all versions of the code, on the machine that has the run folder.
+    today : the user's current code, which `store` already contains.
     run_script : runs the scripts `LIST` and `_UPDATE` on that machine.
 
     Raises
     ------
-    UsageError : the run has changed a file of which today's code has another version.
-    CheckFailed : the store no longer has the code that was sent, so nobody knows what the run has changed.
+    UsageError : both the run and the user have changed a file.
+    CheckFailed : the store no longer has the code that was sent, so the changes of the run are unknown.
     ToolFailed : the files cannot be listed or written.
     """
     run_folder = str(resumed.folder)
@@ -202,14 +209,15 @@ def update_workspace(resumed: ResumedRun, store: Path, today: CodeRecord, run_sc
             where=str(resumed.folder / WORKSPACE),
             hint=hint,
         )
-    copied = _null_separated(update.copied)
-    args = (run_folder, str(store / today.sha256), str(len(copied)), today.text)
-    run_script(_UPDATE, args, (copied, _null_separated(update.removed)))
+    copied_names = _null_separated(update.copied)
+    # The script reads both lists from one input, so it needs the length of the first list.
+    args = (run_folder, str(store / today.sha256), str(len(copied_names)), today.text)
+    run_script(_UPDATE, args, (copied_names, _null_separated(update.removed)))
 
 
 def _null_separated(names: Iterable[str]) -> bytes:
-    """Return a list of files for tar and xargs: ``["a.py", "b.py"]`` -> ``./a.py``, null byte, and so on.
+    """Return a list of files in the form that tar and xargs read: ``["a.py"]`` -> ``b"./a.py\\0"``.
 
-    ``./`` keeps a name that begins with "-" from being read as an option.
+    The prefix ``./`` keeps a name that begins with "-" from being read as an option.
     """
     return b"".join(os.fsencode(f"./{name}\0") for name in names)
