@@ -253,7 +253,7 @@ def _points_of_data(data_spec: DataSpec) -> Iterator[CodeFile]:
 
 
 def _folders_down_to(path: PurePosixPath) -> Iterator[CodeFile]:
-    """Yield a folder of the code after its parents: ``data/letters`` -> ``data``, ``data/letters``."""
+    """Yield each parent of a folder, and then the folder: ``data/letters`` -> ``data``, ``data/letters``."""
     *parents, _ = path.parents  # leave out the last parent, which is "."
     for ancestor in (*reversed(parents), path):
         yield CodeFile(name=str(ancestor), kind="dir", source=Path(ancestor))
