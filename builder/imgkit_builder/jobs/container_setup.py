@@ -72,9 +72,9 @@ def with_mounts_and_variables(job: Job, *, passes_names: bool) -> Job:
 
 
 def _secret_and_folder_settings(job: Job, secret_file: str) -> dict[str, str]:
-    """Return the variables that tell the node agent, imgkit's process on each node, two facts.
+    """Return the variables that pass the run's secret and the job's folder to the node agent.
 
-    They are the secret by which the nodes of the run recognize each other, and the job's folder.
+    The node agent is imgkit's process on each node. The nodes of a run recognize each other by the secret.
     """
     settings = {}
     if secret_file:
