@@ -498,9 +498,9 @@ def table_rows(run: ScalingRun) -> list[list[str]]:
 
 
 def _figure_columns(run: ScalingRun) -> dict[str, Column]:
-    """Return the column of each figure in the table: ``{"mfu": Column("MFU", ".1%")}``.
+    """Return the columns of the table of results, by the names of the measured values.
 
-    The figures of the collectives of dist-bench come last.
+    For example: ``{"mfu": Column("MFU", ".1%")}``. The columns for the collectives of dist-bench come last.
     """
     names: list[str] = []
     for size in run.sizes:
