@@ -41,7 +41,7 @@ class DataMount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MountedEntryPoints:
-    """imgkit's entry points for an image without them, and where they are mounted in it."""
+    """imgkit's entry points (``dist-run`` and others), as they are mounted into an image without them."""
 
     version: str
     """Version of imgkit."""

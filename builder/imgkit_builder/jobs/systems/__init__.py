@@ -114,7 +114,7 @@ class System(abc.ABC):
     uses: tuple[str, ...] = ()
     """The flags in `OPTIONAL` that have an effect on this system. The others cause a warning."""
     registration: Registration = Registration()
-    """What recipes need to know about the system: its aliases, its runtimes and the checks of its section."""
+    """What recipes need to know about the system, such as its aliases and its runtimes."""
     placement: str = ""
     """How each of several nodes finds out its rank, as a value of ``dist-run --scheduler``.
 

@@ -183,13 +183,13 @@ class Pbs(System):
         return JobStatus(state=state, text=_shown_attributes(output), code=code, wait=wait)
 
     def log_source(self, record: QueuedJob) -> Argv:
-        """Return the command that follows the output in the file ``NAME.oSEQUENCE`` in the job's folder.
+        """Return the command that follows the job's output file, ``NAME.oSEQUENCE`` in the job's folder.
 
         Most systems copy the file there only when the job ends. ``tail -F`` waits until the file exists.
 
         Raises
         ------
-        UsageError : the job is an array. Each task writes another file.
+        UsageError : the job is an array, in which each task writes to another file.
         """
         sequence = record.id.partition(".")[0]  # without the name of the server
         refuse_whole_array(record, sequence.replace("[]", "[0]"))

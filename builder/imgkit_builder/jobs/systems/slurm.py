@@ -182,7 +182,7 @@ class Slurm(System):
     def status_commands(self, record: QueuedJob) -> tuple[Argv, ...]:
         """Return the commands that ask the queue, the accounting and Slurm's controller.
 
-        The controller remembers a job for some minutes after its end.
+        The controller still knows a job for some minutes after its end.
         """
         cluster = _cluster_options(record.cluster)
         # %S is the start of a running job, and the expected start of a waiting one. On a site with several
