@@ -1,8 +1,8 @@
-"""Start an interactive job of a remote in this terminal. Over ssh, salloc or qsub -I gets a terminal there.
+"""Start an interactive job of a remote in this terminal. ssh gives salloc or qsub -I a terminal there.
 
-The script of the job may have values of variables. It cannot go through the input of that ssh, which is the
-terminal, nor through its arguments, which other users of the login node can see. So imgkit first writes it to
-a private file on the remote.
+The script of the job may contain values of variables. It cannot be sent through the standard input of that
+ssh, which is the terminal. It cannot be sent in arguments, which other users of the login node can see. So
+imgkit first writes it to a private file on the remote.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ case $image in images/*) ln -- "$image" "$link" 2> /dev/null && trap 'rm -f -- "
 
 
 def interactive_argv(connection: Connection, job: Job, script: Script) -> Argv:
-    """Write `script` to a file on the remote, and return the argv that runs it there in this terminal.
+    """Write `script` to a file on the remote, and return the argv that runs the file in this terminal.
 
     Raises
     ------
@@ -57,8 +57,8 @@ def interactive_argv(connection: Connection, job: Job, script: Script) -> Argv:
 def _script_text(job: Job, script: Script) -> str:
     """Return the text of the file for `script`.
 
-    The first lines check that the image and the code still exist, and export the values of the user's
-    variables.
+    The first lines check that the image and the code still exist. Then the values of the user's variables are
+    exported.
     """
     folder = str(job.directory)
     image = job.container.image.removeprefix(f"{folder}/")

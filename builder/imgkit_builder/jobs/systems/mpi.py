@@ -205,7 +205,7 @@ def _mpirun_script(job: Job) -> Script:
 
 
 def _mpirun_argv(job: Job) -> Argv:
-    """Return the ``mpirun`` command. It starts a node agent on each host, or each rank."""
+    """Return the ``mpirun`` command. It starts a node agent on each host, or each rank (``--mpi-start``)."""
     nodes = job.allocation.nodes
     forward = _forwarded_variables(job)
     options = _mpirun_options(job)
@@ -222,7 +222,7 @@ def _mpirun_argv(job: Job) -> Argv:
 
 
 def _mpirun_options(job: Job) -> Argv:
-    """Return the options of mpirun: the hosts, the user's variables, and what the recipe and the user add."""
+    """Return the options of mpirun: the hosts, variables, and the options of the recipe and the user."""
     hosts = list(_hosts(job))
     if job.flags(MpiFlags).mpi_start == "ranks":
         # "node1:4,node2:4": mpirun fills the slots of a host before it starts ranks on the next one.
@@ -253,7 +253,10 @@ def _forwarded_variables(job: Job) -> Mapping[str, str]:
 
 
 def _processes_per_node(job: Job) -> int:
-    """Return the number of processes on each node, from ``--nproc``. The default is one per GPU, or 1."""
+    """Return the number of processes on each node.
+
+    It is the value of ``--nproc``, or otherwise one process for each GPU, or 1 without GPUs.
+    """
     return job.request.launch.nproc or job.allocation.gpus or 1
 
 
