@@ -400,9 +400,8 @@ def _launch_figures(run_folder: Path, nodes: int) -> dict[str, float]:
         start_s = plan_file.stat().st_mtime
     except OSError:
         return figures
-    nproc = re.search(
-        r"^nproc +([0-9]+) ", plan, re.MULTILINE
-    )  # the line "nproc   4  ..." is the number of processes per node
+    # The line "nproc   4  ..." is the number of processes per node.
+    nproc = re.search(r"^nproc +([0-9]+) ", plan, re.MULTILINE)
     if nproc:
         figures["ranks"] = int(nproc[1]) * nodes
     with contextlib.suppress(OSError):
@@ -507,9 +506,8 @@ def _figure_columns(run: ScalingRun) -> dict[str, Column]:
         names += size.figures
     columns = {name: column for name, column in COLUMNS.items() if name in names}
     if not run.compared_by:
-        columns.pop(
-            "wall_s", None
-        )  # dist-bench itself chooses how long it runs, so its wall time says nothing
+        # Dist-bench itself chooses how long it runs, so its wall time says nothing.
+        columns.pop("wall_s", None)
     for name in names:
         collective, _, figure = name.partition(" ")  # "all_reduce busbw_GBps"
         if figure in _BANDWIDTH_COLUMNS:

@@ -323,10 +323,10 @@ def _check_volume(answer: Answer, remote: Remote) -> Check:
 
 
 def _format_quota(row: str) -> str:
-    """Return a short form of a row of ``quota`` or ``lfs quota``: ``"/home 3G 5G 6G ..." -> "3G used, ..."``.
+    """Return a short form of a line of ``quota`` or ``lfs quota``.
 
-    The columns are the file system, the used space, the soft limit and the hard limit. A limit of 0 means
-    that there is no limit.
+    For example: ``"/home 3G 5G 6G ..." -> "3G used, ..."``. The columns are the file system, the used space,
+    the soft limit and the hard limit. A limit of 0 means no limit.
     """
     columns = row.split()
     if len(columns) < 4:

@@ -36,8 +36,8 @@ def main(config_json: str, _host: str, *args: str) -> int:
     script = f"{config['prelude']}\nset -- {shlex.join(server_argv)}\n{config['script']}".encode()
     ssh_argv = [*config["ssh"], config["line"].format(count=len(script))]
     code = _run_ssh(ssh_argv, script, config["token"].encode() + b"\n")
-    # "r+b" opens only a file that exists. This process may outlive imgkit, which then has removed the
-    # temporary folder or is about to do so. A new file would make the removal fail.
+    # "r+b" opens only a file that exists. This process may outlive imgkit, which removes its temporary folder
+    # at its end. A new file in that folder would make the removal fail.
     with contextlib.suppress(FileNotFoundError), Path(config["status"]).open("r+b") as stream:
         stream.write(str(code).encode())
     return code

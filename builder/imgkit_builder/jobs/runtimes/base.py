@@ -479,7 +479,7 @@ if [ "$({command})" != "{expected_output}" ]; then
 fi"""
 
     def _digest_command(self, job: Job, digest: str) -> tuple[str, str]:
-        """Return the shell command that prints the digest of ``$image``, and what it prints for `digest`."""
+        """Return the shell command that prints the digest of ``$image``, and the output that is expected."""
         return record.digest_command("$image"), f"{digest}  -"
 
     # The mounts

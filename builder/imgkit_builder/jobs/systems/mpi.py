@@ -137,9 +137,8 @@ def _check_hosts(job: Job) -> None:
     flags = job.flags(MpiFlags)
     nodes = job.allocation.nodes
     by_ssh = flags.mpi_start == "ssh"
-    needs_hosts = (
-        bool(flags.names) or nodes > 1 or by_ssh
-    )  # without hosts, mpirun starts one node on this machine
+    # Without hosts, mpirun starts one node on this machine.
+    needs_hosts = bool(flags.names) or nodes > 1 or by_ssh
     if needs_hosts and len(flags.names) != nodes:
         raise _host_count_error(flags.names, nodes)
     for host in flags.names:

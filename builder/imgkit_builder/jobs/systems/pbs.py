@@ -233,9 +233,8 @@ def _shown_attributes(output: str) -> str:
     """Return the lines in the output of ``qstat -f`` that a status shows."""
     lines = []
     for line in output.splitlines():
-        attribute = re.split(r" = |: ", line.strip())[
-            0
-        ]  # from a line such as "Job Id: 4711.server" or "job_state = R"
+        # From a line such as "Job Id: 4711.server" or "job_state = R".
+        attribute = re.split(r" = |: ", line.strip())[0]
         if attribute in _SHOWN_ATTRIBUTES:
             lines.append(f"{line}\n")
     return "".join(lines)

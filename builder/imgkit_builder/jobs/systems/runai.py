@@ -202,10 +202,8 @@ def _node_pool_options(job: Job, *, is_v1: bool) -> Argv:
     """Return the options with the node pools, in the order in which RunAI tries them."""
     node_pools = job.recipe.system.queue.node_pools
     if is_v1 and node_pools:
-        return (
-            "--node-pools",
-            ",".join(node_pools),
-        )  # a single text; the later client takes the option several times
+        # A single text; the later client takes the option several times.
+        return ("--node-pools", ",".join(node_pools))
     return repeat_option("--node-pools", node_pools)
 
 
