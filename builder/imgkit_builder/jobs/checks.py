@@ -40,7 +40,7 @@ def check_environment(job: Job) -> None:
     ------
     UsageError : a variable is not set or contains a line break, or other users can read the file.
     """
-    # Pods get their variables from Kubernetes, not from this machine.
+    # Pods get these variables from Kubernetes and not from this machine.
     if not runtime_of(job).is_isolated:
         for name in job.container.names:
             _check_variable(name)

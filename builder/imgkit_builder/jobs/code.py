@@ -44,15 +44,15 @@ from imgkit_entrypoints.system import WORKSPACE
 # contains data by mistake.
 LARGE_BYTES = 100 * 10**6
 MANY_FILES = 10_000
-# 1 MB. A larger file or folder that stays out of the code is probably data that the program reads.
+# 1 MB. A larger file or folder that is not sent is probably data that the program reads.
 _DATA_BYTES = 10**6
-# A part of the code with at most so many files is not what makes the code large.
+# A folder with at most this many files is not the reason why the code is large.
 _FEW_FILES = 100
-# Number of files and folders that one message names, so that it stays readable.
+# The largest number of files and folders in one message, so that it stays readable.
 _MAX_NAMES = 3
-# Number of files that look secret which one error names.
+# The largest number of file names in an error about files that look secret.
 _MAX_SECRET_FILES = 5
-# Suffixes of files that imgkit writes: images, descriptions and digests. None of them is data of the program.
+# Suffixes of files that imgkit writes: images, descriptions and digests. They are not data of the program.
 _NO_DATA = (".sif", ".sqsh", ".manifest.json", ".sha256")
 # Variable that keeps ``__pycache__`` out of the run's copy of the code.
 _NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"

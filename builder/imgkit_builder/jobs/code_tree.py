@@ -20,7 +20,7 @@ from imgkit_builder.base.progress import Reporter
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.system import WORKSPACE
 
-# Modification times of the code are spread over 2^29 seconds, which is 17 years. See `CodeTree._mtime_s`.
+# The modification times of code are spread over 2^29 seconds, which is 17 years. See `CodeTree._mtime_s`.
 _MTIME_RANGE_S = 1 << 29
 
 

@@ -32,26 +32,26 @@ from imgkit_entrypoints import __version__, json_text, system
 from imgkit_entrypoints.errors import ToolMissing, UsageError
 from imgkit_entrypoints.launch.run_code import CODE_VARIABLE
 
-# Folder of a job's folder with one folder of entry points for each version of their content.
+# Name of a folder in the job's folder. It has one subfolder for each version of the entry points.
 FOLDER = "imgkit-entrypoints"
 
-# Hints for an image in which imgkit found no Python, and for one whose Python cannot be used.
+# Hints for two cases: imgkit found no Python in an image, or the Python that it found cannot be used.
 _CHOOSE_PYTHON_HINT = "choose one: --python PATH of the image, or --activate 'COMMAND' that puts one on PATH"
 _CHOOSE_OTHER_HINT = _CHOOSE_PYTHON_HINT.replace("one", "another", 1)
 
-# Shell text that prints its arguments, one a line, except for paths that do not exist.
+# Shell text that prints those of its arguments that are existing paths, one on each line.
 _PRINT_EXISTING = 'for path; do if [ -e "$path" ]; then printf "%s\\n" "$path"; fi; done'
 
-# What `Runtime.image_digest` returns for an image that is a folder. Nothing short stands for the content of
-# a folder, so the probe of such an image is not cached.
+# `Runtime.image_digest` returns this text for an image that is a folder. The content of a folder has no short
+# digest, so the result of the probe is not cached for such an image.
 _NO_DIGEST = "folder"
 
-# Start of the message of a probe that ran in the image and found no Python there. Without this message, the
-# container or the command of --activate has failed before the probe ran.
+# Start of the probe's message that it has found no Python in the image. Without this message, the container
+# or the command of --activate has failed before the probe ran.
 _PROBE_MESSAGE = "no program "
 
-# Starts of lines that do not explain a failure. The first is imgkit's own message after a failed command of
-# --activate, and the second is what the modules of some sites print when they are loaded.
+# Starts of lines that do not explain a failure. The first is imgkit's own message about a failed command of
+# --activate. The second is printed by the modules of some sites when they are loaded.
 _IRRELEVANT_LINES = ("imgkit: the command of --activate", "module load ")
 
 

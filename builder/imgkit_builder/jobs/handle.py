@@ -24,11 +24,11 @@ from imgkit_builder.jobs.submitted import JobState, SubmittedJob
 from imgkit_builder.jobs.transport import Ssh, Transport, VolumeStore
 from imgkit_entrypoints.errors import UsageError
 
-# The most that `JobHandle.logs` returns. It is 1 KiB less than the most that imgkit keeps of a program's
-# output, so that the line about what is left out has room.
+# The largest number of bytes that `JobHandle.logs` returns. imgkit keeps 1 KiB more of a program's output,
+# which leaves space for the line about the missing part.
 _MAX_LOG_BYTES = process.MOST_BYTES - 1024
-# Print the end of a file, after a line about its size if that is only a part of the file. The arguments are
-# the largest number of bytes and the path.
+# Print the end of a file. If a part of the file is left out, print a line about its size first. The arguments
+# are the largest number of bytes and the path of the file.
 _PRINT_END = """\
 bytes=$(wc -c < "$2") || exit
 if [ "$bytes" -gt "$1" ]; then
@@ -42,14 +42,14 @@ exec tail -c "$1" -- "$2"
 class JobHandle:
     """A submitted job.
 
-    `run` returns the handle of a new job, and `find_job` that of a job that was submitted earlier.
+    `run` returns the handle of a new job. `find_job` returns the handle of a job that was submitted earlier.
     """
 
     record: SubmittedJob
 
     @property
     def id(self) -> str:
-        """The scheduler's id of the job, with ``@REMOTE`` for a job on a remote: ``4711``, ``4711@mn5``."""
+        """The scheduler's id of the job: ``4711``, or ``4711@mn5`` for a job on the remote ``mn5``."""
         return self.record.job.handle
 
     def status(self) -> JobState:
@@ -208,14 +208,15 @@ def prepare_resume(
     same_code: bool,
     may_ask: bool = False,
 ) -> PreparedJob:
-    """Return the job that goes on in the run folder of the job of `record`. Nothing is sent or submitted.
+    """Return a new job that goes on in the run folder of an earlier job. Nothing is sent or submitted.
 
     The earlier jobs of the run must have ended. Their final states are saved in their records.
 
     Parameters
     ----------
-    changes : a request with the values to change.
-    read_code : reads the code of a request. It is not called with `same_code`.
+    record : the record of the earlier job.
+    changes : a request that contains the values to change.
+    read_code : reads the code of a request. It is not called if `same_code` is true.
     same_code : whether the run goes on with its copy of the code as it is.
     may_ask : whether ssh may ask a person for a password or a second factor.
 
@@ -257,7 +258,7 @@ def submit_conversion(prepared: PreparedJob, *, report: Reporter | None = None) 
 
     Raises
     ------
-    UsageError : this machine lacks the job's folder, or what it makes the image from.
+    UsageError : this machine does not have the job's folder, or the files from which the image is created.
     ToolMissing, ToolFailed : this machine has no such scheduler, or the scheduler refused the job.
     """
     return _handle_of_new_job(conversion.submit_conversion(prepared, report or Silent()))

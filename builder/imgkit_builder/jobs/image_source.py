@@ -225,7 +225,7 @@ def archive_target(archive: Path) -> Target | None:
     imgkit writes them to a file beside the archive, ``X.tar.manifest.json``. The result is None for an OCI
     folder, and for an archive without this file.
     """
-    # Only an archive of `imgkit save` has files beside it. An OCI folder has none.
+    # Only an archive that `imgkit save` has written has a file beside it. An OCI folder has none.
     if archive.is_dir():
         return None
     description = sidecar.read_sidecar(archive)

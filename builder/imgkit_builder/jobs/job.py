@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 # A command with its arguments, or a part of such a command.
 Argv = tuple[str, ...]
-# A function that runs a command on one machine, and returns when the command has ended. A command that fails
-# does not raise.
+# A function that runs a command on one machine, and waits for its end. A command that fails does not raise an
+# exception.
 Runner = Callable[[Sequence[str]], Finished]
-# A function that runs a script of sh on one machine, and returns the output. The parameters are the script,
+# A function that runs a script of sh on one machine, and returns its output. The parameters are the script,
 # its arguments, and the chunks of its standard input.
 RunScript = Callable[[str, Iterable[str], Iterable[bytes]], bytes]
-# Names of the runtimes. With "no-container", the command is imgkit itself, which makes an image file.
+# Names of the runtimes. With "no-container", imgkit itself is the command, which creates an image file.
 RuntimeKind = Literal["singularity", "docker", "pyxis", "host", "kubernetes", "no-container"]
 
 

@@ -328,19 +328,20 @@ def command_failed(record: SubmittedJob, argv: Sequence[str], answer: Finished) 
     return ToolFailed(message, where=record.job.handle, hint=hint or None)
 
 
-# The error of torch's init_process_group in a program that no launcher has started:
+# The error of torch's init_process_group in a program that was not started by a launcher such as torchrun:
 # "environment variable RANK expected, but not set".
 _NO_RANK = re.compile(r"environment variable \w+ expected, but not set")
-# What schedulers print about a job that exceeded its memory: its state, or a message in its output.
+# What schedulers report about a job that has exceeded its memory: its state, or a message in its output.
 _OUT_OF_MEMORY = re.compile(
     r"OUT_OF_MEMORY"
     r"|\boom_kill event|\bexceeded memory limit"  # a step of Slurm, with and without cgroups
     r"|job killed: mem \S+ exceeded limit"  # PBS
     r"|\bOOMKilled"  # Kubernetes
 )
-# Exit code of a program that SIGKILL (signal 9) has ended: 128 + 9. The kernel sends it when memory runs out.
+# The exit code of a program that was ended by SIGKILL, which is signal 9: 128 + 9. The kernel sends it when
+# memory runs out.
 _KILLED_CODE = 137
-# `failure_hints` looks for these texts in the last 64 KiB of the job's output.
+# `failure_hints` searches the last 64 KiB of the job's output for these texts.
 _TAIL_BYTES = 64 << 10
 
 
@@ -492,7 +493,7 @@ class WaitLog:
         return wait.reason != self._logged.reason or is_first_estimate
 
 
-# Seconds between two questions about a job. The last value repeats: to ask more often would load the
+# Seconds between two questions about a job. The last value repeats. More frequent questions would load the
 # scheduler.
 POLL_S = (1.0, 1.0, 2.0, 3.0, 5.0, 10.0, 10.0, 30.0)
 

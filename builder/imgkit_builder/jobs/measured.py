@@ -22,9 +22,9 @@ METRICS = "metrics.jsonl"
 BENCH = "bench.json"
 # Only the last 64 KiB of ``metrics.jsonl`` are read, because ``imgkit runs`` reads the files of many runs.
 _TAIL_BYTES = 64 << 10
-# A longer line than 64 KiB is no line of metrics, and is skipped.
+# A line of more than 64 KiB is not a line of metrics, and is skipped.
 _MAX_LINE_BYTES = 64 << 10
-# A larger number in the field "step" cannot be a number of steps, and such a line is skipped.
+# A larger number in the field "step" cannot be a number of steps. Such a line is skipped.
 _MAX_STEP = 1 << 62
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from imgkit_entrypoints.errors import UsageError
 
 _SIZE = re.compile(r"([1-9][0-9]{0,6})([MGT])i?B?", re.IGNORECASE)  # "110G", "440GB", "512M", "1TiB"
-# Units are powers of 1024, with and without an "i", because Slurm, PBS and Docker count so: 1 GB is 1024 MiB.
+# Units are powers of 1024, with and without an "i": 1 GB is 1024 MiB. Slurm, PBS and Docker use them in this
+# way.
 _MIB_OF_UNIT = {"M": 1, "G": 1024, "T": 1024**2}
 
 

@@ -27,13 +27,13 @@ class ValuePattern(NamedTuple):
 _WORD = ValuePattern(
     pattern=r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,127}", allowed="letters, digits and . _ @ + -, no blanks"
 )
-# A path may have blanks, because a directive has it in double quotes. The excluded characters would end or
-# change the quoted text, and a colon or comma would end the path in a mount option.
+# A path may contain blanks, because it is in double quotes in a directive. The excluded characters would end
+# or change the quoted text. A colon or comma would end the path in a mount option.
 _PATH = ValuePattern(
     pattern=r"/[^\x00-\x1f\x7f\"'\\%`$:,]*", allowed="an absolute path without quotes and \\ % $ ` : ,"
 )
 
-# The patterns of the values that a job script contains unquoted, by the flags that set them.
+# The patterns of values that are not quoted for a shell in a job script, by the flags that set them.
 FLAG_PATTERNS = {
     "--name": ValuePattern(
         pattern=r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", allowed="up to 63 letters, digits and . _ -"
@@ -72,12 +72,12 @@ def export_library_path(libraries: Sequence[str]) -> str:
     return f'export LD_LIBRARY_PATH="{":".join(libraries)}{INHERITED}"'
 
 
-# Shell text for the end of a new LD_LIBRARY_PATH. The shell replaces it by a colon and the old value, or by
-# nothing if the variable is not set or empty.
+# Shell text for the end of a new LD_LIBRARY_PATH. The shell replaces it by a colon and the old value. If the
+# variable is empty or not set, the shell replaces it by nothing.
 INHERITED = "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 
-# One word of a scheduler's option, such as "--exclusive" or "select=1:ncpus=4". It has no blanks and quotes,
-# which could start a second option, and none of the characters $ ` \ # ; < > ? { }.
+# One word of a scheduler's option, such as "--exclusive" or "select=1:ncpus=4". Blanks and quotes are
+# excluded because they could begin a second option. The characters $ ` \ # ; < > ? { } are excluded as well.
 _OPTION = re.compile(r"[A-Za-z0-9._@+:=,/^*()\[\]|&!~%-]+")
 
 
@@ -191,7 +191,7 @@ def format_time_limit(seconds: int) -> str:
     return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 
-# Number of characters at which `command_line` breaks a line. A single argument can be longer.
+# Number of characters after which `command_line` breaks a line. A single argument can be longer.
 WIDTH = 100
 
 

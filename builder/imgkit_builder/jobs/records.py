@@ -20,11 +20,11 @@ from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 SCHEMA = 1  # version of the format of a record, for other programs that read the file
-# Names of the fields that stand beside those of `SubmittedJob` in the file. See `save_record`.
+# Names of the fields of `QueuedJob`. In a file, they are at the same level as those of `SubmittedJob`.
 _QUEUED_JOB_FIELDS = tuple(field.name for field in dataclasses.fields(QueuedJob))
-# Exceptions of `_read_record` and `_record_path` for a record that does not exist or is damaged.
+# Errors that `_read_record` and `_record_path` raise if a record does not exist or is damaged.
 _READ_ERRORS = (OSError, ValueError, TypeError, KeyError, AttributeError, UsageError)
-# The error about an unknown id lists the ids of the last five jobs, the latest at the end.
+# The error about an unknown id lists the ids of the last five jobs. The latest job comes last.
 _MAX_LISTED_JOBS = 5
 
 

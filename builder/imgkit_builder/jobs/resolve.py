@@ -175,7 +175,7 @@ def _with_positions(recipe: Target, new_keys: Mapping[KeyPath, KeyPath]) -> Targ
     return dataclasses.replace(recipe, positions=positions)
 
 
-# The smallest number that each field of a request may have. With 0 GPUs, a job runs on CPUs.
+# The smallest number that is allowed in each field of a request. A job with 0 GPUs runs on CPUs.
 _SMALLEST_NUMBERS = {"nproc": 1, "cpus": 1, "gpus": 0, "max_failures": 0, "stop_before_s": 0}
 
 
@@ -206,7 +206,7 @@ def _select_partition(recipe: Target, name: str) -> Target:
         *parent_key, field = key
         if tuple(parent_key) == partition_key:  # "system.partitions.NAME.gpus" -> "system.node.gpus"
             new_keys[key] = ("system", "node", field)
-    # The options of the partition are the last ones of the queue.
+    # The options of the partition are the last options of the queue.
     first_index = len(system.queue.options) - len(partition.options)
     for index in range(len(partition.options)):
         old_key = (*partition_key, "options", index)
@@ -278,7 +278,7 @@ def _refuse_missing_fields(recipe: Target, allocation: Allocation, project: Proj
     """
     missing_keys = []
     for field in recipe.system.queue.required:
-        # The field system.queue.name of a recipe is the queue of a request.
+        # The queue is the field "name" of system.queue in a recipe, and the field "queue" in a request.
         key = "queue" if field == "name" else field
         if not getattr(allocation, key):
             missing_keys.append(key)
@@ -405,8 +405,8 @@ def _select_runtime(recipe: Target, requested: RuntimeName | None, system: Syste
     runtime = runtimes.get_runtime(requested or recipe.system.runtime.kind)
     program = runtime.program(recipe)
     if system.registration.by_podman and runtime.kind == Docker.kind and not is_podman(program):
-        # A Docker container is a child of Docker's daemon: the scheduler would neither count its CPUs and
-        # memory nor end it with the job. Podman's containers are processes of the job.
+        # A Docker container is a child process of Docker's daemon. So the scheduler would neither account for
+        # its CPUs and memory nor end it with the job. The containers of Podman are processes of the job.
         raise _runtime_error(
             recipe,
             f"{runtime.kind} cannot be used on {recipe.title}: containers of {program} belong to its service "
@@ -572,10 +572,11 @@ def _library_settings(job: Job) -> dict[str, str]:
     return settings
 
 
-# How long before the time limit a program is asked to save, unless "--stop-before" is given. This is twice
-# the node agent's grace period of a minute: Slurm's signal can come up to a minute early.
+# Seconds before the time limit at which a program is asked to save its state, unless --stop-before is given.
+# This is twice the minute that the node agent gives the program to save, because Slurm's signal may come up
+# to a minute early.
 STOP_BEFORE_S = 120
-# Jobs of less than 10 minutes are not asked to save before their end unless "--stop-before" is given.
+# Shorter jobs, of less than 10 minutes, are not asked to save before their end unless --stop-before is given.
 SHORT_JOB_S = 600
 
 
@@ -749,9 +750,9 @@ def _default_memory(node: Node, gpus: int) -> Memory | None:
 
 
 def _states_memory(recipe: Target, requested: AllocationRequest) -> bool:
-    """Return whether an option for the scheduler requests memory.
+    """Return whether an option for the scheduler, in the recipe or from the user, requests memory.
 
-    Such options are ``--mem-per-cpu=8G`` of Slurm and ``mem=64gb`` of PBS.
+    For example, ``--mem-per-cpu=8G`` of Slurm and ``mem=64gb`` of PBS do so.
     """
     queue = recipe.system.queue
     for option in (*queue.options, *queue.chunk, *requested.options):
@@ -799,9 +800,9 @@ def _time_limit(recipe: Target, requested: QueueRequest) -> str:
 
 
 def _refuse_long_job(recipe: Target, name: str, time_s: int) -> None:
-    """Raise UsageError if a job of `time_s` seconds is longer than the limit of the queue or QoS `name`.
+    """Raise UsageError if a job of `time_s` seconds exceeds the time limit of the queue or QoS `name`.
 
-    The hint lists the queues and QoS with other limits.
+    The hint lists the limits of other queues and QoS.
     """
     limits = recipe.system.queue.limits
     where = recipe.where("system", "queue", "limits", name)

@@ -24,7 +24,8 @@ from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import stop_protocol
 
-# What the clients of Kubernetes and RunAI print about a name that no job has: "NotFound", "does not exist".
+# The clients of Kubernetes and RunAI print this about a job that does not exist: "NotFound", "does not
+# exist".
 _NO_SUCH_JOB = re.compile(r"not ?found|does not exist", re.IGNORECASE)
 
 
@@ -76,7 +77,7 @@ def _absolute(path: Path | None) -> Path | None:
 
 
 def load_request(record: SubmittedJob) -> RecordedRequest:
-    """Return the arguments with which a job was submitted, from its record.
+    """Return the arguments with which a job was submitted. They are read from the job's record.
 
     Raises
     ------

@@ -46,11 +46,12 @@ from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
 from imgkit_entrypoints.launch.run_files import PLAN_FILE
 from imgkit_entrypoints.launch.stop_protocol import RESULT
 
-# Files in the folder of a report: what was measured, for imgkit, and the page for people.
+# Files in the folder of a report. imgkit reads the first one, which contains the measured values. People read
+# the second one.
 DATA_FILE, PAGE_FILE = "scaling.json", "scaling.md"
-# Smallest parallel efficiency with which CSC grants larger jobs.
+# The smallest parallel efficiency for which CSC grants larger jobs.
 NEEDED_EFFICIENCY = 0.75
-# Smallest number of sizes that CSC asks for.
+# The smallest number of sizes (numbers of nodes) that CSC asks for.
 NEEDED_SIZES = 3
 
 
@@ -61,7 +62,8 @@ class Column(NamedTuple):
     number_format: str
 
 
-# The columns of the figures that a size may have. "wall_s" does not contain the time in the queue.
+# The columns of the table, by the names of the measured values. "wall_s" does not include the time in the
+# queue.
 COLUMNS = {
     "ranks": Column("ranks", ".0f"),
     "samples_per_s": Column("samples/s", ".4g"),
@@ -72,7 +74,8 @@ COLUMNS = {
     "gpu_percent": Column("GPU use (%)", ".0f"),
     "mfu": Column("MFU", ".1%"),
 }
-# The same for the figures of each collective of dist-bench, such as "all_reduce busbw_GBps".
+# The columns for each collective of dist-bench. In the names of measured values, the collective comes first:
+# "all_reduce busbw_GBps".
 _BANDWIDTH_COLUMNS = {
     "busbw_GBps": Column("busbw (GB/s)", ".4g"),
     "algbw_GBps": Column("algbw (GB/s)", ".4g"),
@@ -516,7 +519,7 @@ def _figure_columns(run: ScalingRun) -> dict[str, Column]:
     return columns
 
 
-# How a sentence of the page names each value of `ScalingRun.compared_by`.
+# How a sentence of the report expresses each value of `ScalingRun.compared_by`.
 _COMPARED_BY_TEXTS = {
     "samples_per_s": "samples/s",
     "wall_s": "wall time: right if every size does the same work",

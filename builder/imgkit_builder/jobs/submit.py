@@ -47,9 +47,9 @@ from imgkit_entrypoints.errors import ToolFailed, UsageError
 from imgkit_entrypoints.launch import stop_protocol
 from imgkit_entrypoints.system import WORKSPACE
 
-# Shell script that makes a link to a folder of data in a run's copy of its code. The link replaces the empty
-# folder that the code has there, or the link to older data. The arguments are the path of the data and the
-# path of the link.
+# This shell script creates a link to a data folder in a run's copy of its code. The link replaces the empty
+# folder that the code has at this path, or a link to older data. The arguments are the path of the data and
+# the path of the link.
 _LINK_DATA = """\
 cd -- "$(dirname -- "$2")" 2> /dev/null || exit 0 # the job has not started: its script makes the link
 if [ -d "$2" ] && [ ! -L "$2" ]; then rmdir -- "$2"; fi

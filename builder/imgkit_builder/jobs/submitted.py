@@ -8,8 +8,8 @@ from typing import Literal
 
 from imgkit_builder.jobs.request import CodeRecord
 
-# State of a submitted job. It is empty until imgkit asks the scheduler. "ended" means that the job has ended
-# with an unknown outcome.
+# The state of a submitted job. It is empty until imgkit has asked the scheduler. "ended" means that the
+# outcome of the job is unknown.
 JobState = Literal["", "waiting", "running", "succeeded", "failed", "cancelled", "ended"]
 # States of a job that has ended.
 FINAL_STATES: tuple[JobState, ...] = ("succeeded", "failed", "cancelled", "ended")

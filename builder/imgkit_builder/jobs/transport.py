@@ -36,9 +36,9 @@ from imgkit_builder.sif import image
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.system import WORKSPACE
 
-# Folder in imgkit's folder on a remote with the data of all projects.
+# Name of the folder with the data of all projects, in imgkit's folder on a remote.
 DATA_FOLDER = "data"
-# Number of folders of earlier code on a remote in which rsync looks for equal files (--link-dest).
+# Number of folders with earlier code in which rsync looks for equal files on the remote (--link-dest).
 _MAX_SIMILAR_FOLDERS = 3
 
 
@@ -270,7 +270,8 @@ class Ssh(Transport):
         checks.check_environment(prepared.job)
         self.login()
         report.stage(f"look at {self.name}")
-        # The program that submits, such as sbatch or qsub. A remote without it is refused before a transfer.
+        # The first word is the program that submits, such as sbatch or qsub. A remote without it is refused
+        # before anything is sent.
         contents = self.open_store(prepared.script.submit[0], prepared.code)
         image_path = source.remote_image
         sent_image = None
@@ -278,7 +279,7 @@ class Ssh(Transport):
         if not image_path:
             sent_image = Delivery(source=source, connection=self.connection, report=report).bring(contents)
             image_path = sent_image.path
-            # The job's record names the image by its id only if imgkit built it.
+            # The job's record contains the id of the image only if imgkit built it.
             if not source.is_foreign:
                 image_id = sent_image.image_id
         _report_left_out(prepared.code, source.sif, sent_image, report)

@@ -27,9 +27,9 @@ from imgkit_entrypoints.errors import UsageError
 # Text that stands for the user's ids on a remote until imgkit has connected to the remote.
 UNKNOWN_IDS = "UID:GID"
 
-# Make the run folder of a job. It must exist before the pods start, because Kubernetes would make it as root.
-# The note in the folder "jobs" is for `imgkit remote gc`, which keeps what the note names, because nobody on
-# the remote knows whether the pods still run.
+# This script creates the run folder of a job. The folder must exist before the pods start, because Kubernetes
+# would create it as root. The note in the folder "jobs" lists what the job uses, so that `imgkit remote gc`
+# keeps it. gc cannot find out on the remote whether the pods are still running.
 _MAKE_RUN_FOLDER = """\
 umask 077
 cd -- "$folder" && printf '%s\\n' "$note" > "jobs/$id" || exit 1

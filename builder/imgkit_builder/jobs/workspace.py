@@ -1,9 +1,9 @@
-"""Bring the user's current code into a run's copy of the code when the run is resumed.
+"""Bring today's code into a run's copy of the code when the run is resumed.
 
-Files that the run has changed or created stay as they are. For that, three versions of each file are
-compared: the version that was sent, the user's current version ("today"), and the version in the run's copy.
-A file of the copy is unchanged if it has the size and the time of the file in the store. The time is reliable
-because it follows from the content of the file (`code_tree`).
+Today's code is the user's code as it is now. Files that the run has changed or created stay as they are. For
+that, three versions of each file are compared: the version that was sent, today's version, and the version in
+the run's copy. A file of the copy is unchanged if it has the size and the time of the file in the store. The
+time is reliable because it follows from the content of the file (`code_tree`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from imgkit_entrypoints.system import WORKSPACE
 
 # Number of changed files that an error names, so that it stays readable.
 _MAX_NAMES = 5
-# The format of find's -printf. It prints two texts for each file: the path, and then the kind, size, time,
-# mode and a link's target. For example: "./train.py" and "f 1024 1700000000.0000000000 644 ".
+# The format of find's -printf. For each file, it prints two texts: the path, and then the kind, size, time,
+# mode and link target. For example: "./train.py" and "f 1024 1700000000.0000000000 644 ".
 _FIELDS = "%p\\0%y %s %T@ %m %l\\0"
 
-# Print the files of the code that was sent, of today's code and of the run's copy, each list after its title.
-# The arguments are the run folder, the folder of all code in the store, and the digest of today's code, which
-# may be empty. The file code.json names the code of which the copy was made. Of folders, only empty ones are
-# listed, on which data is mounted. In the copy, only files that the code has are looked at, because a run can
-# write any number of others.
+# This script prints three lists of files, each after its title: the code that was sent, today's code, and the
+# run's copy. Its arguments are the run folder, the folder with all versions of the code, and the digest of
+# today's code, which may be empty. The file code.json names the version of which the copy was made. Folders
+# are listed only if they are empty, because data may be mounted there. From the copy, only files that are
+# also in the code are listed, because a run can create any number of other files.
 LIST = f"""\
 cd -- "$1/workspace" 2> /dev/null || {{ printf 'end\\0\\0'; exit 0; }}
 sent=$(sed -n 's/.*"sha256": "\\([0-9a-f]\\{{64\\}}\\)".*/\\1/p' ../code.json 2> /dev/null)
@@ -47,10 +47,11 @@ for digest in "$sent" $3; do (list_names "$2/$digest"); done |
     xargs -0 -r sh -c 'find "$@" -maxdepth 0 -printf "{_FIELDS}"' sh 2> /dev/null
 printf 'end\\0\\0'
 """
-# Copy files of today's code into the run's copy, and remove others from it. The arguments are the run folder,
-# the folder of today's code, the size of the list of files to copy, and the new text of code.json. The list
-# of files to copy is on standard input, followed by that of the files to remove. tar writes a new file for
-# each, so that it has no inode in common with the store. An archive that is cut short stops the script.
+# This script copies files of today's code into the run's copy, and removes other files from the copy. Its
+# arguments are the run folder, the folder of today's code, the size of the list of files to copy, and the new
+# text of code.json. Its standard input is the list of files to copy, followed by the list of files to remove.
+# tar creates a new file for each copied file, so that no file shares an inode with the store. If the archive
+# is cut short, the script stops.
 _UPDATE = """\
 set -e
 archive=$1/.imgkit-update.tar
@@ -66,33 +67,39 @@ xargs -0 -r sh -c '
 printf '%s\\n' "$4" > ../code.json
 """
 
-# The values by which versions of a file are compared, as `_parse_version` returns them: ("f", SIZE, TIME,
-# EXECUTABLE) for a file, ("l", TARGET) for a link, and ("d",) for an empty folder.
+# The values by which two versions of a file are compared, as `_parse_version` returns them. For a file, they
+# are ("f", SIZE, TIME, EXECUTABLE), for a link ("l", TARGET), and for an empty folder ("d",).
 Version = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """The files of a run's copy and of the code in the store, each with its version, by their paths."""
+    """The files of the code and of a run's copy, by path.
+
+    Each file has the values by which it is compared.
+    """
 
     has_copy: bool
-    """Whether the run has a copy. It has none if its job has not started."""
+    """Whether the run has a copy of the code. If its job has not started, it has none."""
     sent: Mapping[str, Version]
-    """The files of which the copy was made. It is empty if the store no longer has them."""
+    """The files that were sent and of which the copy was made.
+
+    It is empty if the store no longer has them.
+    """
     today: Mapping[str, Version]
     """The files of today's code."""
     current: Mapping[str, Version]
-    """The files of the copy, except those that neither `sent` nor `today` has."""
+    """The files of the run's copy, except for those that are neither in `sent` nor in `today`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """The changes that bring today's code into a run's copy and keep what the run has changed."""
+    """The changes that bring today's code into a run's copy, and that keep what the run has changed."""
 
     copied: tuple[str, ...]
-    """Files of today's code that are new or edited."""
+    """Files of today's code that the user has created or edited since the code was sent."""
     removed: tuple[str, ...]
-    """Files that were sent and that today's code no longer has."""
+    """Files that were sent, but that today's code no longer contains."""
     conflicts: tuple[str, ...]
     """Files that both the run and the user have changed, so that no update is possible."""
 
@@ -144,7 +151,7 @@ def _parse_version(fields: str) -> Version:
 
 
 def plan_update(listing: Listing) -> Update:
-    """Return the changes that bring the user's current code into the run's copy.
+    """Return the changes that bring today's code into the run's copy.
 
     A file is copied or removed only if the user has changed it since it was sent. If the run has changed the
     same file too, the file is a conflict. There is one exception: if the user has removed a file that the run
@@ -171,7 +178,7 @@ def plan_update(listing: Listing) -> Update:
 
 
 def update_workspace(resumed: ResumedRun, store: Path, today: CodeRecord, run_script: RunScript) -> None:
-    """Bring the user's current code into the run's copy. Files that the run has changed or created stay.
+    """Bring today's code into the run's copy. Files that the run has changed or created stay.
 
     If the run has no copy yet, nothing is done, because the job's script then creates the copy from the
     current code.
@@ -179,7 +186,7 @@ def update_workspace(resumed: ResumedRun, store: Path, today: CodeRecord, run_sc
     Parameters
     ----------
     store : the folder with all versions of the code, on the machine that has the run folder.
-    today : the user's current code, which `store` already contains.
+    today : today's code, which `store` already contains.
     run_script : runs the scripts `LIST` and `_UPDATE` on that machine.
 
     Raises

@@ -42,8 +42,8 @@ _MAX_BYTES = 1 << 20
 # Singularity splits bind options at ":" and ",", and Slurm replaces "%" in the name of the output file.
 _NOT_IN_FOLDER = r"\x00-\x1f\x7f\"'\\%`$:,"
 _FOLDER = re.compile(f"[^{_NOT_IN_FOLDER}~-][^{_NOT_IN_FOLDER}]*")
-# "USER@HOST:DIR". Only the brackets tell the colons of an IPv6 address from the one before DIR:
-# "me@[2001:db8::1]:/scratch/me".
+# "USER@HOST:DIR". An IPv6 address is in brackets, because its colons could not be told from the one before
+# DIR: "me@[2001:db8::1]:/scratch/me".
 _ADDRESS = re.compile(
     r"(?P<user>[^@\[\]:]*@)?(\[(?P<ipv6>[^\]]*)\]|(?P<host>[^:\[\]]*))(:(?P<folder>.*))?", re.DOTALL
 )
@@ -331,11 +331,11 @@ def _write_file(text: str) -> None:
 
 
 def _parse_file(text: str) -> dict[str, Remote]:
-    """Return the remotes that `text`, the content of ``remotes.toml``, describes: ``{"mn5": Remote(...)}``.
+    """Parse `text`, the content of ``remotes.toml``: the remotes by name, ``{"mn5": Remote(...)}``.
 
     Raises
     ------
-    UsageError : `text` is not TOML, or one of its values is wrong.
+    UsageError : `text` is not TOML, or contains a wrong value.
     """
     if not text.strip():  # most users have no remotes, and need no parser
         return {}

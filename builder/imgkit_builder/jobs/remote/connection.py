@@ -27,17 +27,16 @@ _MAX_SOCKET_BYTES = 103
 """The longest path of a socket on macOS. On Linux, the path can be four bytes longer."""
 _SOCKET_NAME_BYTES = 1 + 40 + 17
 """The slash, the digest for ``%C``, and a random suffix that ssh appends while it creates the socket."""
-# Bytes before the line with the token after which the output counts as that of a login shell without a
-# command.
+# If more bytes come before the line with the token, the login shell has not run imgkit's script.
 _MAX_BANNER_BYTES = 1 << 20
-# How much of a banner and of a script's errors a message shows.
+# How much of a banner, and how many lines of a script's errors, a message shows.
 _SHOWN_BANNER_BYTES = 200
 _SHOWN_LINES = 5
 _NO_VALUES: Mapping[str, str] = {}
 
-# A shell that reads the script from its standard input may read ahead, into the data that follows it. dd
-# reads the script's bytes and no more. Exit code 255 means that ssh failed, but sbatch can also exit with it,
-# so the script's 255 becomes 254.
+# A shell that reads a script from its standard input may read too far, into the data that follows the script.
+# dd reads exactly the bytes of the script. Exit code 255 would mean that ssh failed. sbatch can also exit
+# with 255, so the code 255 of the script is replaced by 254.
 LOGIN_SHELL_LINE = (
     "exec /bin/sh -c "
     """'(eval "$(dd bs=1 count={count} 2>/dev/null)"); code=$?; [ $code = 255 ] && code=254; exit $code'"""
@@ -181,7 +180,10 @@ class Connection:
         return (*self._options(), "--", host)
 
     def interactive(self, argv: Sequence[str]) -> tuple[str, ...]:
-        """Return the argv that runs a program on the remote in this terminal, started by a login bash."""
+        """Return the argv that runs a program on the remote in this terminal.
+
+        A login bash starts the program, so that it gets the variables of a login shell.
+        """
         # The login shell of the account, which may be csh, runs this line, which starts bash.
         line = shlex.join(("exec", "bash", "-lc", f"exec {shlex.join(argv)}"))
         return (*self._options("-tt"), "--", self.remote.address, line)
@@ -295,7 +297,7 @@ class Connection:
 
 
 def _startup_hint(host: str) -> str:
-    """Return the hint for a `host` whose start-up files print text or do not let imgkit's script run."""
+    """Return the hint for a `host` whose start-up files print text or keep imgkit's script from running."""
     return f"look at the start-up files of that account: ssh {shlex.quote(host)} echo works"
 
 

@@ -21,7 +21,7 @@ from imgkit_builder.jobs.remote.store import IMAGE_NAME, SIF, RemoteImage, UsedP
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 DAY_S = 86400
-# The name of an image, of a folder of data (which has the same form) or of a folder of code.
+# The name of a folder with an image, data or code. Folders with images and data have names of the same form.
 _NAME = rf"(?:{IMAGE_NAME.pattern}|[0-9a-f]{{64}})"
 _PATH = re.compile(rf"(images|code|data)/(\.incoming/)?({_NAME}|\.{_NAME}\.gone)")
 """The paths that imgkit uses for folders in a store.
@@ -30,8 +30,9 @@ _PATH = re.compile(rf"(images|code|data)/(\.incoming/)?({_NAME}|\.{_NAME}\.gone)
 that ``_REMOVE`` is about to remove.
 """
 
-# The lines of the answer of `_LIST`, such as "folder 1764400000 805306368 1 images/NAME", "run 1764400000.5
-# NAME" and "note jobs/4711:slurm". The file jobs/4711 has a line "note" for each of its lines.
+# The lines that the script `_LIST` prints, such as "folder 1764400000 805306368 1 images/NAME", "run
+# 1764400000.5 NAME" and "note jobs/4711:slurm". For the file jobs/4711, it prints one line "note" for each
+# line of the file.
 _CLOCK = re.compile(r"clock (?P<time_s>\d{1,12})")
 _FOLDER = re.compile(r"folder (?P<time_s>\d{1,12}) (?P<size_bytes>\d{1,18}) (?P<links>\d{1,9}) (?P<path>.+)")
 _CHANGE = re.compile(r"(?P<kind>run|job) (?P<time_s>\d{1,12})(?:\.\d*)? (?P<name>.+)")
@@ -41,9 +42,9 @@ _CHECKPOINT = re.compile(r"checkpoint runs/(?P<run>.+)/checkpoints/step-\d+")
 _NOTE_LINE = re.compile(r"note jobs/(?P<id>[^:]+):(?P<text>.*)")
 
 
-# The script that lists the store. The time of a folder is the newer one of the folder and its .sif, because a
-# submission renews only that of the .sif. The size is that on disk, and `links` counts the hard links of the
-# .sif.
+# The script that lists the store. The time of a folder is the newer one of two times: that of the folder and
+# that of its .sif, because a submission renews only the time of the .sif. The size is the size on disk, and
+# `links` is the number of hard links to the .sif.
 _LIST = f"""\
 cd -- "$folder" 2> /dev/null || {{ echo "clock $(date +%s)"; echo end; exit 0; }}
 echo "clock $(date +%s)"
@@ -72,10 +73,11 @@ if [ -d jobs ]; then
 fi
 echo end
 """
-# The script that removes the folders in its standard input and the notes in its arguments. A folder is
-# renamed before it is removed. A submission that chooses the folder at the same time either renews its time
-# before the rename, and then the folder gets its name back, or finds no folder and fails with an error. In
-# both cases, no job is queued whose files are gone.
+# The script that removes the folders in its standard input and the notes in its arguments. It renames a
+# folder before it removes it, because a submission may choose the folder at the same time. If the submission
+# has renewed the time of the folder before the rename, the folder gets its name back. Otherwise the
+# submission does not find the folder, and fails with an error. In both cases, no job is in the queue whose
+# files are gone.
 _REMOVE = f"""\
 cd -- "$folder" || exit 1
 while IFS= read -r path; do
@@ -253,7 +255,7 @@ def remove_unused(connection: Connection, unused: Unused) -> tuple[str, ...]:
     if not unused.folders and not unused.ended_jobs:
         return ()
     values = {"folder": connection.remote.folder, "before": str(int(unused.before_s))}
-    # The script reads the paths of the folders from its standard input; its arguments are the job ids.
+    # The script reads the paths of the folders from its standard input, and the job ids from its arguments.
     paths = [f"{folder.path}\n".encode() for folder in unused.folders]
     stream = connection.stream(_REMOVE, values, args=unused.ended_jobs, data=paths)
     output = connection.answer(stream).decode(errors="replace")

@@ -13,17 +13,18 @@ import shlex
 from imgkit_builder.jobs.job import Argv, Job, Script
 from imgkit_builder.jobs.remote.connection import Connection
 
-# Write the standard input to a new file, and print its name. mktemp makes the file private. A file that is an
-# hour old was never started, because its ssh could not connect.
+# Write the standard input to a new file, and print the name of the file. mktemp makes the file private. A
+# file that is an hour old is removed: its job was never started, because ssh could not connect.
 _WRITE = """\
 cd -- "$folder" || exit 1
 find . -maxdepth 1 -name '.interactive.*' -mmin +60 -exec rm -f {} +
 file=$(mktemp .interactive.XXXXXXXXXX) && cat > "$file" && echo "$file"
 """
-# The first lines of the job's script. They remove the script's own file, and renew the times of the image and
-# the code, so that `gc` keeps them. The job has no id yet, and so no note by which `gc.find_superseded` would
-# keep its image. A second hard link to the .sif does that until the script ends. On a file system without
-# hard links, two later images of the project replace it.
+# The first lines of the job's script. They remove the file of the script itself, and renew the times of the
+# image and the code, so that `gc` keeps both. The job has no id yet, so it has no note by which
+# `gc.find_superseded` would keep its image. Instead, a second hard link to the .sif keeps the image until the
+# script ends. On a file system without hard links, the image is removed after two later images of the
+# project.
 _START = """\
 rm -f -- "$0"
 cd -- {folder} || exit 1

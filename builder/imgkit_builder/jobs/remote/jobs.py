@@ -21,14 +21,14 @@ from imgkit_entrypoints.errors import ToolFailed
 ATTEMPTS = 5
 """The number of connections in a row that may be lost without new output before `follow_output` gives up."""
 
-# The first character of the mark in `_FOLLOW`, "record separator", which text rarely has. Output from this
+# The first character of the mark in `_FOLLOW`: "record separator", which is rare in text. Output from this
 # character on is held back until the next bytes show whether it is a mark.
 _MARK_START = "\x1e"
 
 # The script that submits a job. Its arguments are the first line of the note jobs/ID, the other lines of the
-# note, the paths of the job's .sif, code and data (one per line), and then the submit command. The script
-# keeps these values in arguments, and not in variables, until it has submitted the job: the environment of
-# the submission has the user's variables, which may have any name.
+# note, the paths of the job's .sif, code and data (one on each line), and then the submit command. Until the
+# job is submitted, the script keeps these values in arguments and not in variables. The environment of the
+# submission contains the user's variables, which may have any name and could overwrite them.
 _SUBMIT = (
     FIND_PROGRAM
     + """\
@@ -53,7 +53,8 @@ esac 2> /dev/null
 exit 0
 """
 )
-# The script that runs a command of the scheduler. A zero byte and the content of $file follow its output.
+# The script that runs a command of the scheduler. After the output of the command, it prints a zero byte and
+# the content of $file.
 _RUN = (
     FIND_PROGRAM
     + """\
@@ -107,8 +108,8 @@ wait "$tail" 2> /dev/null
 exit 0
 """
 )
-# The script that prints the output which tail missed at the job's end. `tail -F` looks only once a second for
-# a file that does not exist yet, and then also reads it only once a second.
+# The script that prints the end of the job's output, which tail may have missed. As long as the file does not
+# exist, `tail -F` looks for it only once a second. Afterwards, it also reads the file only once a second.
 _REST = 'if [ -e "$log" ]; then exec tail -c "+$from" -- "$log"; fi\n'
 
 

@@ -20,7 +20,8 @@ from imgkit_builder.packages import add, record
 from imgkit_builder.packages.add import AddRequest, ImageMachine
 from imgkit_builder.packages.record import PackagesRecord
 
-# Write the standard input into a new file, whose path is the argument. It gets its name when it is complete.
+# Write the standard input to a new file, whose path is the argument. The file gets its name when it is
+# complete.
 _WRITE = 'umask 077; cat > "$1.part" && mv -f -- "$1.part" "$1"\n'
 
 

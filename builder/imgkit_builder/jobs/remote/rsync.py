@@ -50,7 +50,7 @@ rsync uses them for errors in the socket (10) and the protocol (12), and for two
 last code is that of ssh.
 """
 _OPTIONS = (f"--partial-dir={PARTIAL}", "--timeout=60", "--progress", "--stats")
-# The script that starts rsync's server in the folder. Its arguments are those with which rsync calls the
+# The script that starts rsync's server in the folder. Its arguments are the command by which rsync calls the
 # server.
 _SERVER = FIND_PROGRAM + f'umask 077\ncd -- "$folder" || exit {NO_FOLDER}\nexec "$@"\n'
 _POSITION = re.compile(rb"\r\s*(?P<bytes>[\d,.']+)\s+(?P<percent>\d+)%")

@@ -79,9 +79,10 @@ echo "ids $(id -u):$(id -g)"
 Pods need the root to find the files on the volume, and the ids to be allowed to read them.
 """
 
-# The code and the output of a run may be private, so the umask keeps other users out of all new folders. The
-# script renews the time of the code's folder, by which `imgkit remote gc` knows that it is in use. For code
-# that is missing, it makes the folder into which it will be sent, which saves a round trip after each edit.
+# The script that lists the store. The code and the output of a run may be private, so the umask keeps other
+# users out of all new folders. The script renews the time of the code's folder, which tells `imgkit remote
+# gc` that the folder is in use. If the code is missing, the script creates the folder that will receive it,
+# which saves a round trip after each edit of the code.
 _LIST_STORE = (
     FIND_PROGRAM
     + """\

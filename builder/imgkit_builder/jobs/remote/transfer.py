@@ -52,10 +52,11 @@ All runs read the same data files, and a later version of the data has hard link
 change the files.
 """
 
-# When a connection is lost, rsync on the remote moves its temporary file .image.sif.XXXXXX into the folder
-# for partial files, at once or at its time limit. If it was killed, the temporary file stays beside that
-# folder, and the script moves it. The file `joined` has two numbers: the size of the partial image before
-# `_JOIN` appended the basis, and the size after that.
+# This script prepares the folder that receives the files. After a lost connection, rsync on the remote moves
+# its temporary file .image.sif.XXXXXX to the folder for partial files, either at once or at its time limit.
+# If rsync was killed, the temporary file stays beside that folder, and the script moves it. The file `joined`
+# contains two numbers: the size of the partial image before `_JOIN` appended the basis, and its size
+# afterwards.
 _PREPARE = f"""\
 umask 077
 cd -- "$home" || exit 1
@@ -92,10 +93,10 @@ if [ "$before" != "$after" ]; then
     cat -- "$basis_file" >> {SIF} && echo "$before $((before + added))" > joined
 fi
 """
-# Check the digest of the root partition, and rename the folder. Another transfer of the same content may do
-# so at any moment; then mv fails, and the folder that already has the name is as good. The disk is written
-# while the digest is computed. The sha256sum of many systems does not use the processor's instructions for
-# SHA-256, and takes four times the processor time of openssl.
+# This script checks the digest of the root partition, and renames the folder. Another transfer of the same
+# content may do so at any moment. Then mv fails, and the folder that already has the name is used. The disk
+# is written while the digest is computed. openssl is preferred: on many systems, sha256sum does not use the
+# processor's instructions for SHA-256 and takes four times the processor time.
 _PUBLISH = f"""\
 cd -- "$home/$folder" || exit 1
 if [ -d ".incoming/$name" ]; then

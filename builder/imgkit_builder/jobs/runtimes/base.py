@@ -31,8 +31,8 @@ from imgkit_entrypoints.system import HOST, HOST_FOLDERS, JOB_FOLDER, SYSTEM_JSO
 if TYPE_CHECKING:
     from imgkit_builder.recipe.targets import Target
 
-# Options by which the containers of Apptainer, Singularity, Docker and Podman see the GPUs of their node. A
-# job without GPUs leaves them out.
+# Options of Apptainer, Singularity, Docker and Podman that give a container access to the GPUs of its node.
+# They are left out in a job without GPUs.
 _GPU_OPTIONS = ("--nv", "--nvccli", "--rocm", "--gpus=all", "--gpu", "--device=nvidia.com/gpu=all")
 
 _EXPORT_ENV_FILE = (
@@ -44,9 +44,9 @@ _EXPORT_ENV_FILE = (
 It executes nothing, and skips all other lines.
 """
 
-# Runs the command of --activate, and then the program in the same shell, which has the variables that the
-# command has set. What the command prints goes to standard error, so that it does not mix with the program's
-# output.
+# Shell text that runs the command of --activate, and then the program in the same shell, so that the program
+# gets the variables that the command has set. The output of the command goes to standard error, so that it is
+# separate from the program's output.
 _RUN_ACTIVATED = """\
 eval "$1" >&2 || { echo "imgkit: the command of --activate failed with exit code $?: $1" >&2; exit 3; }
 shift
@@ -54,7 +54,7 @@ exec "$@"
 """
 
 
-# The end of the shell's message about a variable that a job uses: "SCRATCH: imgkit: no module has set it".
+# The end of the shell's message about a missing variable: "SCRATCH: imgkit: no module has set it ...".
 _UNSET_VARIABLE_MESSAGE = "no module has set it on this node (system.runtime.modules)"
 
 SQSH_SUFFIXES = (".sqsh", ".squashfs")
@@ -64,11 +64,13 @@ VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 At some sites, Slurm shows only one GPU to the only task of a node, unless srun inherits this variable.
 """
-# Starts of paths that are seen already if `HOST_FOLDERS` are mounted: "/usr/lib64/", ...
+# Starts of paths that are inside one of `HOST_FOLDERS`, such as "/usr/lib64/". They need no mount of their
+# own.
 _BELOW_HOST_FOLDERS = tuple(f"{folder}/" for folder in HOST_FOLDERS)
 
 
-# Prints the digest of the image file that is the first argument, "folder" for a folder, or else nothing.
+# Shell text that prints the digest of the image file in its first argument. For a folder it prints "folder",
+# and for a file that cannot be read nothing.
 _PRINT_DIGEST = f'if [ -d "$1" ]; then echo folder; elif [ -r "$1" ]; then {record.digest_command("$1")}; fi'
 
 
@@ -586,9 +588,10 @@ def user_variables(container: Container) -> set[str]:
     """Return the names of the variables that the user sets by ``--env`` or ``--env-file``."""
     names = {*container.env, *container.names}
     if container.env_file:
-        # A variable that the file sets must not count as one of system.env: `_env_argv` would make the file's
-        # value, which may be secret, an argument, and Docker would prefer the value of system.env. The names
-        # stay unknown if the file is only on the nodes.
+        # The names in the file are needed because a variable of system.env must not replace a variable in the
+        # file. Otherwise `_env_argv` would put the value from the file, which may be secret, into an
+        # argument, and Docker would prefer the value of system.env. If the file is only on the nodes, the
+        # names are unknown.
         with contextlib.suppress(OSError):
             lines = files.read_text(Path(container.env_file), errors="replace").splitlines()
             names.update(line.partition("=")[0] for line in lines)
@@ -596,7 +599,7 @@ def user_variables(container: Container) -> set[str]:
 
 
 def with_targets(mounts: Iterable[str]) -> Iterator[str]:
-    """Yield `mounts` as ``SRC:DEST[:ro]``, for runtimes that take no shorter form: ``/data:/data``."""
+    """Yield each mount with its target, for runtimes that require one: ``/data`` -> ``/data:/data``."""
     for mount in mounts:
         if ":" in mount:
             yield mount
@@ -607,23 +610,24 @@ def with_targets(mounts: Iterable[str]) -> Iterator[str]:
 def _activation_argv(job: Job) -> Argv:
     """Return the start of a command that first runs the command line of ``--activate`` in the image.
 
-    ``--activate 'conda activate ml'`` sets variables in the container, and the job's command follows in the
-    same shell. The result is empty without ``--activate``.
+    For example, ``--activate 'conda activate ml'`` sets variables in the container. The job's command then
+    runs in the same shell. Without ``--activate``, the result is empty.
     """
     command_line = job.request.container.activate
     if not command_line:
         return ()
     if re.fullmatch(r"\$\w+|\$\{\w+\}", command_line):
-        # A variable that holds the command, for example "$WITH_CONDA". The shell would take its value for one
-        # program with arguments; a second eval reads it as a line with several commands.
+        # The command is in a variable, for example "$WITH_CONDA". The shell would split its value into words
+        # and run a single program. A second eval parses the value as shell text, which may contain several
+        # commands.
         command_line = f'eval "{command_line}"'
     return ("bash", "-c", _RUN_ACTIVATED, "bash", command_line)
 
 
 def _packages_argv(job: Job) -> Argv:
-    """Return the start of a command whose Python finds the files of `imgkit add` before the image's packages.
+    """Return the start of a command that lets Python find added packages before those of the image.
 
-    The result is empty for a job without such files.
+    Added packages are the files of `imgkit add`. Without such files, the result is empty.
     """
     count = len(job.container.packages)
     if not count:

@@ -39,7 +39,7 @@ class Docker(Runtime):
     """Docker or Podman."""
 
     kind = "docker"
-    # NVIDIA's page of its PyTorch image asks for the options of the first line.
+    # NVIDIA's page about its PyTorch image asks for the options on the first line.
     usual_options = (
         *("--gpus=all", "--ipc=host", "--ulimit=memlock=-1", "--ulimit=stack=67108864"),
         "--network=host",  # NCCL and the rendezvous choose their own ports between the nodes

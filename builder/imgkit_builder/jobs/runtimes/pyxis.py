@@ -43,14 +43,14 @@ _NEEDS_FILE_HINT = (
     "imgkit binds its entry points only into a file: "
     "enroot import -o NAME.sqsh docker://REGISTRY#NAME:TAG, then --image NAME.sqsh"
 )
-# Shell text that ends a job of dist-* commands in an image of a registry that imgkit did not build.
+# Shell text that ends a job with a dist-* command if its image, from a registry, was not built by imgkit.
 _REQUIRE_ENTRY_POINTS = (
     "command -v dist-run > /dev/null || "
     '{ echo "imgkit: the image has no dist-run, so imgkit did not build it; '
     f'{_NEEDS_FILE_HINT}" >&2; exit 2; }}; '
 )
-# "SRC", "SRC:DEST" or "SRC:DEST:ro", without characters that end the option or a field of fstab, or have a
-# meaning for a shell.
+# "SRC", "SRC:DEST" or "SRC:DEST:ro". Characters are excluded that would end the option or a field of fstab,
+# or that have a meaning for a shell.
 _MOUNT = re.compile(r"[^\s,$\\\"'#:]+(:[^\s,$\\\"'#:]+){0,2}")
 
 _CHECK_NODE = (
@@ -123,17 +123,18 @@ class Pyxis(Runtime):
         self._refuse_unmountable(str(job.directory), where="--directory")
 
     def _refuse_unmountable(self, mount: str, *, where: str) -> None:
-        """Raise UsageError for a mount that pyxis cannot write into fstab."""
+        """Raise UsageError for a mount that pyxis cannot write to fstab, the list of mounts."""
         if not self.can_mount(mount):
             hint = "a path without blanks, quotes and \\ $ # ,"
             raise UsageError(f"pyxis cannot mount {mount!r}", where=where, hint=hint)
 
     def check_submission(self, job: Job) -> None:
-        """Check the image and the variables of this machine before the job waits in a queue.
+        """Check the image, and the variables of this machine, before the job waits in a queue.
 
         Raises
         ------
-        UsageError : the image does not exist or is for other nodes, or a variable would change the start.
+        UsageError : the image does not exist or is for other nodes, or a variable would change how the job
+            starts.
         CheckFailed : the image is cut short.
         """
         _refuse_pyxis_variables()
@@ -148,24 +149,24 @@ class Pyxis(Runtime):
         super().check_submission(job)
 
     def refuse_python(self, job: Job, flag: str) -> None:
-        """Raise UsageError if `flag` chooses a Python in an image of a registry, which is no file."""
+        """Raise UsageError if `flag` chooses a Python in an image that is in a registry and not in a file."""
         if not _is_file(job.container.image):
             message = f"imgkit does not look into {job.container.image}, an image of a registry"
             raise UsageError(message, where=flag, hint=_NEEDS_FILE_HINT)
 
     def can_mount(self, path: str) -> bool:
-        """Return whether pyxis can mount `path`, ``SRC[:DEST[:ro]]``.
+        """Return whether pyxis can mount `path`, which has the form ``SRC[:DEST[:ro]]``.
 
-        pyxis writes the mount into a line of fstab, whose fields are separated by blanks, so no path can have
-        one. A variable of the site counts as a plain character here, because a shell replaces it before pyxis
-        gets the mount.
+        pyxis writes the mount to a line of fstab, whose fields are separated by blanks. So the path must not
+        contain a blank. A variable of the site is allowed, because a shell replaces it before pyxis gets the
+        mount.
         """
-        # "x" stands for the value of a variable.
+        # "x" stands for the value of a variable, which is not known here.
         expanded = SITE_VARIABLE.sub("x", path)
         return _MOUNT.fullmatch(expanded) is not None
 
     def warnings(self, job: Job) -> Iterator[str]:
-        """Yield a warning about an image that only some nodes can start."""
+        """Yield a warning if the compression of the image cannot be read by all nodes."""
         path = Path(job.container.image)
         compressor = _read_compression(path)
         supported = ("gzip", "xz", "lzo", job.recipe.system.runtime.compression)

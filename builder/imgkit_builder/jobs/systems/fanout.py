@@ -32,9 +32,9 @@ from imgkit_entrypoints.rollcall.secret import VARIABLE
 
 SSH = (
     *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
-    # A separate connection: a shared one would outlive this process.
+    # Open a new connection. A shared connection would outlive this process.
     *("-o", "ControlPath=none"),
-    # A lost host is noticed within a minute.
+    # With these options, a lost host is noticed within a minute.
     *("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3"),
 )
 """The start of each ssh command.
@@ -61,11 +61,11 @@ Show = Callable[[str, bytes, bool], None]
 Its arguments are the host, a line, and whether the line is from standard error.
 """
 
-# The guard. `{start}` starts the command in the background, in a process group of its own.
-# KILL goes to the whole group, even after the command has ended, because a process that it left behind would
-# keep the connection open. The loop after the first `wait` is needed because a trapped signal ends `wait`
-# before the command has ended. The shell's own output is dropped, because it reports every process that a
-# signal ended.
+# The guard, a shell script that ends the command on a host. `{start}` starts the command in the background,
+# in a process group of its own. KILL is sent to the whole group, even after the command has ended. Otherwise,
+# a process that the command left behind would keep the connection open. A trapped signal ends `wait` before
+# the command has ended, so the loop waits again. The shell's own output is dropped, because it reports every
+# process that a signal has ended.
 _GUARD = """\
 exec 3<&0 </dev/null
 {start}
@@ -97,12 +97,12 @@ def _input_lines(host_input: HostInput) -> bytes:
     return os.fsencode("\n".join((secret, *variables, "", "")))
 
 
-# With setsid, the command gets a process group of its own, which the guard can end. Descriptor 3 is the
-# guard's input, which the command must not read.
+# setsid starts the command in a process group of its own, which the guard can end. Descriptor 3 is the input
+# of the guard, which the command must not read.
 _START_COMMAND = 'setsid "$@" 3<&- &'
-# The text reads the lines of `_input_lines`. `unset` is needed because a variable of that name may be
-# exported. The value stands in no argument and in no variable of the command, which reads it from its input
-# (`_START_WITH_INPUT`).
+# Shell text that reads the lines of `_input_lines`. `unset` is needed because a variable of that name may be
+# exported. The secret is in no argument and in no variable of the command. The command reads it from its
+# standard input (`_START_WITH_INPUT`).
 _READ_INPUT_LINES = """\
 unset imgkit_secret
 IFS= read -r imgkit_secret <&3
@@ -376,7 +376,7 @@ def ssh_remedy(message: str, host: str) -> str:
     return f"ssh -v {quoted_host} true"
 
 
-# Neither part can begin with "-", because ssh and mpirun would take it for an option.
+# Neither part may begin with "-", because ssh and mpirun would take it for an option.
 _USER = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 

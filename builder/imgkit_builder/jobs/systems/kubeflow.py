@@ -30,7 +30,7 @@ STATES: Mapping[str, JobState] = {
     "Failed": "failed",
 }
 """The meaning of the types of conditions, for a PyTorchJob (kubeflow.org/v1) and a TrainJob (v1alpha1)."""
-# The label by which the pods of a job are found, by the kind of the job.
+# The label that selects the pods of a job, by the kind of the job.
 _SELECTORS = {
     "pytorchjob": "training.kubeflow.org/job-name",
     "trainjob": "jobset.sigs.k8s.io/jobset-name",

@@ -224,7 +224,8 @@ def _mpirun_options(job: Job) -> Argv:
     """Return the options of mpirun: the hosts, variables, and the options of the recipe and the user."""
     hosts = list(_hosts(job))
     if job.flags(MpiFlags).mpi_start == "ranks":
-        # "node1:4,node2:4": mpirun fills the slots of a host before it starts ranks on the next one.
+        # For example "node1:4,node2:4". mpirun fills all slots of a host before it starts ranks on the next
+        # one.
         hosts = [f"{host}:{_processes_per_node(job)}" for host in hosts]
     options = ["-H", ",".join(hosts)] if hosts else []
     if not runtime_of(job).has_container:

@@ -37,7 +37,7 @@ SECRET_NAME = "imgkit"  # noqa: S105 - a name
 Its key ``secret`` is the secret by which the nodes of a run recognize each other. Its other keys are the
 values of ``--env NAME``.
 """
-# A label of a host name (RFC 1123), which Kubernetes demands of many names.
+# A label of a host name (RFC 1123). Kubernetes requires this form for many names.
 _LABEL = r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?"
 START_SCRIPT = "start.sh"
 """The script in the run folder that copies the code and starts the command."""
@@ -52,8 +52,8 @@ Operators append a text such as ``-worker-123``, and the result may have at most
 """
 
 
-# RunAI's own command, in the version that the client tells or in one of the two, a PyTorchJob of Kubeflow's
-# Training Operator, and a TrainJob of Kubeflow Trainer.
+# What ``imgkit run`` writes for a job: a command of RunAI's client, whose version is detected or named, a
+# PyTorchJob of Kubeflow's Training Operator, or a TrainJob of Kubeflow Trainer.
 KubernetesFormat = Literal["runai", "runai-v1", "runai-v2", "pytorchjob", "trainjob"]
 _CLIENTS: Mapping[str, runai_client.Client] = {"runai-v1": "v1", "runai-v2": "v2"}
 """The version of RunAI's client, by the value of ``--format`` that selects it."""

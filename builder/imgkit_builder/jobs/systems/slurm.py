@@ -34,7 +34,7 @@ from imgkit_builder.jobs.templates import render_template, run_folder_lines
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.schedulers import slurm
 
-# With --parsable, sbatch prints only the id, and the cluster if there are several.
+# With --parsable, sbatch prints only the job id, and the cluster if the site has several.
 SUBMIT = ("sbatch", "--parsable")
 STATES: Mapping[str, JobState] = {
     "PENDING": "waiting",
@@ -397,8 +397,8 @@ _IN_NODE_FUNCTION = ("bash", "-c", ShellText('"$task"'), "node")
 """Arguments that start a node agent in the shell function of templates/job/slurm-spares.sh.j2."""
 
 
-# With --overlap, the next step does not wait until Slurm has cleaned up after this one. With --input=none,
-# this step does not read what the user types for the next one.
+# With --overlap, the next step can start before Slurm has cleaned up after this one. With --input=none, this
+# step does not read what the user types for the next one.
 _STEP_BEFORE = ("srun", "--overlap", "--input=none", "--ntasks-per-node=1")
 """The start of a command that runs once on each node before the job's own step."""
 
@@ -444,8 +444,8 @@ def _srun_argv(job: Job, argv: Argv) -> Argv:
     """Return the ``srun`` command that starts `argv` on all nodes of the job."""
     options: list[str] = []
     if job.allocation.cpus:
-        # srun of 22.05 to 23.02 does not inherit --cpus-per-task. With the variable as its value, the option
-        # follows the directive if somebody edits the script.
+        # srun does not inherit --cpus-per-task in versions 22.05 to 23.02. The value is a variable, so that
+        # it stays correct if somebody edits the directive in the script.
         options.append(ShellText('--cpus-per-task="$SLURM_CPUS_PER_TASK"'))
     # srun does not read --network from the script's directives.
     options += [option for option in scheduler_options(job) if option.startswith("--network=")]
@@ -460,7 +460,7 @@ def _srun_argv(job: Job, argv: Argv) -> Argv:
 def _interactive_line(job: Job) -> str:
     """Return the shell text that salloc runs on the first node of an interactive job.
 
-    It runs the job's command on all nodes, or opens a shell on the first node if there is no command.
+    It runs the job's command on all nodes. Without a command, it opens a shell on the first node.
     """
     runtime = runtime_of(job)
     if job.command:
@@ -477,7 +477,8 @@ def _interactive_line(job: Job) -> str:
     run_folder = run_folder_lines(job, "$SLURM_JOB_ID")
     if not run_folder:
         return start_line
-    # Not joined by &&, within which bash ignores the set -e of the lines that make the run folder.
+    # The parts are on separate lines. If they were joined by &&, bash would ignore the "set -e" that ends the
+    # lines for the run folder after an error.
     return f"set -e\n{run_folder}\n{start_line}"
 
 
