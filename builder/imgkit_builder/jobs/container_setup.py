@@ -62,7 +62,7 @@ def with_mounts_and_variables(job: Job, *, passes_names: bool) -> Job:
     job = job.with_container(
         binds=_all_mounts(job, secret_file),
         workdir=workdir,
-        env=dict(split_variable(text) for text in requested.env if "=" in text),
+        env=dict(split_variable(assignment) for assignment in requested.env if "=" in assignment),
         names=_secret_variable_names(requested, passes_names),
         env_file=_path_on_nodes(job, "--env-file", requested.env_file),
     )
@@ -169,7 +169,7 @@ def _secret_variable_names(requested: ContainerRequest, passes_names: bool) -> t
     ------
     UsageError : a name is not valid, or the system cannot pass on a variable without showing its value.
     """
-    names = [text for text in requested.env if "=" not in text]
+    names = [variable for variable in requested.env if "=" not in variable]
     for name in names:
         _check_name(name, name)
     if names and not passes_names:

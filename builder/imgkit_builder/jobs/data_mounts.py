@@ -224,14 +224,14 @@ def mount_points(request: JobRequest, entries: Iterable[CodeFile]) -> Iterator[C
     for data_spec in spec.parse_all(request.container.data):
         if not is_in_code(data_spec.target):
             continue
-        for point in _points_of_data(data_spec):
-            kind = kinds.get(point.name, "")
+        for mount_point in _points_of_data(data_spec):
+            kind = kinds.get(mount_point.name, "")
             if not kind:
-                kinds[point.name] = point.kind
-                yield point
-            elif kind != point.kind:
+                kinds[mount_point.name] = mount_point.kind
+                yield mount_point
+            elif kind != mount_point.kind:
                 raise UsageError(
-                    f"the code has a {kind} {point.name}, and data is mounted at {data_spec.target}",
+                    f"the code has a {kind} {mount_point.name}, and data is mounted at {data_spec.target}",
                     where="data",
                     hint="choose another place: /SRC:/DEST",
                 )

@@ -70,27 +70,27 @@ class Delivery:
         """
         request = BuildRequest(base=self.source.base or None)
         input_sha256 = plan(self.source.recipe, request).input_sha256
-        built_before = _find_built_image(contents, input_sha256)
-        if built_before is not None:
+        stored_image = _find_built_image(contents, input_sha256)
+        if stored_image is not None:
             self._report_present()
-            return built_before
-        built = build(self.source.recipe, request, report=self.report)
+            return stored_image
+        build_result = build(self.source.recipe, request, report=self.report)
         # A build from other input can still give an image that the remote already has.
-        same_image = contents.find_image(built.id)
+        same_image = contents.find_image(build_result.id)
         if same_image is not None:
             self._report_present()
             return same_image
         self._convert_recipe()
-        return self._send(contents, self._describe_sif(built.input_sha256))
+        return self._send(contents, self._describe_sif(build_result.input_sha256))
 
     def _bring_sif(self, contents: Store) -> RemoteImage:
         """Return the image of the local .sif on the remote. If the remote does not have it, it is sent."""
         image = self._describe_sif()
-        present = contents.find_image(image.image_id, image.root_sha256)
-        if present is None:
+        stored_image = contents.find_image(image.image_id, image.root_sha256)
+        if stored_image is None:
             return self._send(contents, image)
         self._report_present()
-        return present
+        return stored_image
 
     def _report_present(self) -> None:
         """Report that the remote has the image."""

@@ -197,12 +197,12 @@ def _ask_queue(record: SubmittedJob, argv: Argv, run: Runner) -> JobReport | Non
         if not has_ended:
             raise
         return None
-    has_failed = answer.returncode != 0
-    is_in_queue = not has_failed and answer.output.strip() != ""
+    command_has_failed = answer.returncode != 0
+    is_in_queue = not command_has_failed and answer.output.strip() != ""
     report = _read_answer(record, argv, answer, run, is_in_queue=is_in_queue)
     if report is not None or has_ended:
         return report
-    if has_failed and not _is_forgotten(record, answer):
+    if command_has_failed and not _is_forgotten(record, answer):
         raise command_failed(record, argv, answer)
     return None
 

@@ -221,8 +221,8 @@ def quote_with_site_variables(text: str) -> str:
 
     # In double quotes, the shell would also expand any other "$". A backquote, a double quote and a backslash
     # have a special meaning as well.
-    special = re.compile(rf"(?P<variable>{SITE_VARIABLE.pattern})|[$`\"\\]")
-    return ShellText(f'"{special.sub(escape, text)}"')
+    special_pattern = re.compile(rf"(?P<variable>{SITE_VARIABLE.pattern})|[$`\"\\]")
+    return ShellText(f'"{special_pattern.sub(escape, text)}"')
 
 
 def assignments(variables: Mapping[str, object]) -> list[str]:

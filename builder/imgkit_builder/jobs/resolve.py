@@ -453,8 +453,8 @@ def chooses_cpus(request: JobRequest) -> bool:
     if request.allocation.gpus == 0:
         return True
     command_line = " ".join(request.launch.command)  # "bash -c 'dist-train --device cpu'" counts as well
-    words = command_line.replace("=", " ").split(" ")
-    return ("--device", "cpu") in itertools.pairwise(words)
+    arguments = command_line.replace("=", " ").split(" ")
+    return ("--device", "cpu") in itertools.pairwise(arguments)
 
 
 def _refuse_amd(job: Job) -> None:
@@ -518,7 +518,7 @@ def _agent_settings(job: Job, system: System) -> Mapping[str, str]:
     settings.update(_library_settings(job))
     # The node agent removes variables that leak from the host into the container. It must keep the variables
     # that the user has set with --env, so their names are passed on.
-    user_names = [text.partition("=")[0] for text in job.request.container.env]
+    user_names = [assignment.partition("=")[0] for assignment in job.request.container.env]
     settings["IMGKIT_KEEP_ENV"] = ",".join(filter(host_leaks.may_remove, user_names))
     if launch.preflight:
         settings["IMGKIT_PREFLIGHT"] = "1"
@@ -665,11 +665,11 @@ def _cpus_of_gpus_error(recipe: Target, cpus: int, gpus: int) -> UsageError:
     """Return the error for a value of ``--cpus`` that differs from the number of CPUs of the job's GPUs."""
     node = recipe.system.node
     cpus_of_gpus = _cpus_of_gpus(node, gpus)
-    share = f"{node.cpus_per_gpu} each"
+    share_text = f"{node.cpus_per_gpu} each"
     if cpus_of_gpus < gpus * (node.cpus_per_gpu or 0):
-        share = "all of a node"
+        share_text = "all of a node"
     return UsageError(
-        f"--cpus {cpus}, but {gpus} GPUs come with {cpus_of_gpus} CPUs ({share})",
+        f"--cpus {cpus}, but {gpus} GPUs come with {cpus_of_gpus} CPUs ({share_text})",
         where=recipe.where("system", "node", "cpus_per_gpu"),
         hint=f"leave --cpus out, or --cpus {cpus_of_gpus}",
     )

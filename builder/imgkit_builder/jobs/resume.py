@@ -142,9 +142,9 @@ def with_flags(recorded: JobRequest, flags: JobRequest) -> JobRequest:
 
 def _merge_variables(recorded: Sequence[str], new: Sequence[str]) -> tuple[str, ...]:
     """Return the recorded values of ``--env`` that `new` does not replace, and then the values in `new`."""
-    new_names = {text.partition("=")[0] for text in new}
-    kept = [text for text in recorded if text.partition("=")[0] not in new_names]
-    return (*kept, *new)
+    new_names = {assignment.partition("=")[0] for assignment in new}
+    kept_values = [assignment for assignment in recorded if assignment.partition("=")[0] not in new_names]
+    return (*kept_values, *new)
 
 
 def find_run(record: SubmittedJob, run: Runner, *, same_code: bool) -> ResumedRun:

@@ -562,7 +562,7 @@ def _efficiency_sentences(run: ScalingRun) -> list[str]:
 def render_page(run: ScalingRun) -> str:
     """Return the report as Markdown, with the sections that CSC asks for in their order."""
     facts = "\n".join(f"{name}: {text}" for name, text in run.facts.items() if text)
-    parts = [
+    sections = [
         f"# Scaling of {run.name}",
         "## Software and test case",
         "(Describe what the program computes, on which data, how it is parallelized, and its I/O.)",
@@ -573,9 +573,9 @@ def render_page(run: ScalingRun) -> str:
     ]
     has_gpu_use = any("gpu_percent" in size.figures for size in run.sizes)
     if not has_gpu_use:
-        parts.append("(If GPU utilization is asked for, add it here, such as the output of seff.)")
-    parts += ("## Job script of the largest size", _code_block(run.script))
-    return "\n\n".join(parts) + "\n"
+        sections.append("(If GPU utilization is asked for, add it here, such as the output of seff.)")
+    sections += ("## Job script of the largest size", _code_block(run.script))
+    return "\n\n".join(sections) + "\n"
 
 
 def _code_block(text: str) -> str:

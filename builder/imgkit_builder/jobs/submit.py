@@ -464,12 +464,12 @@ def _parse_job_id(answer: str, job: Job) -> tuple[str, str]:
     id.
     """
     try:
-        text = systems.get_system(job.system).parse_job_id(answer, job.name)
+        id_text = systems.get_system(job.system).parse_job_id(answer, job.name)
     except Exception:
         # A plug-in can raise any exception. The job exists nevertheless, and only its id is unknown.
         return "", ""
     # sbatch prints "4711;CLUSTER" on a site with several clusters.
-    job_id, _, cluster = text.partition(";")
+    job_id, _, cluster = id_text.partition(";")
     if not quoting.is_job_id(job_id) or (cluster and not quoting.is_job_id(cluster)):
         return "", ""
     return job_id, cluster

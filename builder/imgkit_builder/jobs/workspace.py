@@ -180,13 +180,13 @@ def plan_update(listing: Listing) -> Update:
 def update_workspace(resumed: ResumedRun, store: Path, today: CodeRecord, run_script: RunScript) -> None:
     """Bring today's code into the run's copy. Files that the run has changed or created stay.
 
-    If the run has no copy yet, nothing is done, because the job's script then creates the copy from the
-    current code.
+    If the run has no copy yet, nothing is done, because the job's script then creates the copy from today's
+    code.
 
     Parameters
     ----------
     store : the folder with all versions of the code, on the machine that has the run folder.
-    today : today's code, which `store` already contains.
+    today : the user's code as it is now, which `store` already contains.
     run_script : runs the scripts `LIST` and `_UPDATE` on that machine.
 
     Raises

@@ -447,8 +447,8 @@ def unfinished_jobs(connection: Connection, name: str) -> UnfinishedJobs:
         is_for_cluster = "{cluster}" in argument  # this option is only for a site with several clusters
         if cluster or not is_for_cluster:
             argv.append(argument.format(cluster=cluster))
-    result = remote_jobs.run_scheduler_command(connection, argv)
-    if result.returncode != 0:
-        reason = f"{argv[0]} failed with exit code {result.returncode}: {result.tail()}"
+    finished = remote_jobs.run_scheduler_command(connection, argv)
+    if finished.returncode != 0:
+        reason = f"{argv[0]} failed with exit code {finished.returncode}: {finished.tail()}"
         return UnfinishedJobs(unknown_reason=reason)
-    return UnfinishedJobs(ids=frozenset(result.output.split()))
+    return UnfinishedJobs(ids=frozenset(finished.output.split()))

@@ -49,8 +49,8 @@ def interactive_argv(connection: Connection, job: Job, script: Script) -> Argv:
     Cut, ScriptFailed : the remote cannot be reached, or the file cannot be written.
     """
     folder = str(job.directory)
-    text = os.fsencode(_script_text(job, script))
-    answer = connection.answer(connection.stream(_WRITE, {"folder": folder}, data=[text]))
+    script_bytes = os.fsencode(_script_text(job, script))
+    answer = connection.answer(connection.stream(_WRITE, {"folder": folder}, data=[script_bytes]))
     file_name = answer.decode().strip()
     return connection.interactive(("bash", f"{folder}/{file_name}"))
 

@@ -75,8 +75,8 @@ def bring(job: Job, image_id: str, connection: Connection, run: Runner, report: 
         records = [_bring_file(path, folder, connection, report) for path in local_paths]
     else:
         request = _add_request(job, folder, image_digest)
-        added = add.add(request, report, machine=_machine_of_job(job, connection), image_id=image_id)
-        records = [(str(added.path), added.record)]
+        add_result = add.add(request, report, machine=_machine_of_job(job, connection), image_id=image_id)
+        records = [(str(add_result.path), add_result.record)]
     record.refuse_unfit(records, image=image, digests=[image_digest, image_id])
     added_packages.refuse_unseen(job, [stored for _, stored in records])
     return job.with_container(packages=tuple(path for path, _ in records))

@@ -118,16 +118,16 @@ def _skip_banner(source: int, token_line: bytes) -> bytes | None:
     Everything before that line is a banner of the login shell. If the line is missing, an error is printed
     and the result is None.
     """
-    start = b""
-    while len(start) < CHUNK_BYTES:
+    first_bytes = b""
+    while len(first_bytes) < CHUNK_BYTES:
         data = os.read(source, CHUNK_BYTES)
         if not data:
             break
-        start += data
-        _, separator, script_output = start.partition(token_line)
+        first_bytes += data
+        _, separator, script_output = first_bytes.partition(token_line)
         if separator:
             return script_output or os.read(source, CHUNK_BYTES)
-    banner_end = start[-200:].decode(errors="replace").strip()
+    banner_end = first_bytes[-200:].decode(errors="replace").strip()
     print(f"the login shell runs no command; it printed: {banner_end}", file=sys.stderr)
     return None
 

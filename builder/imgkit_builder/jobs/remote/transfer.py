@@ -395,7 +395,8 @@ def _prepare_incoming(
             where=values["home"],
             hint=_space_hint(connection),
         )
-    # A partial image can be longer than the image, because `_JOIN` may have appended the basis.
+    # The count can exceed the size of the content: du counts whole disk blocks, and `_JOIN` may have appended
+    # the basis.
     arrived_bytes = min(int(answer["arrived_bytes"]), source.size_bytes)
     # `_JOIN` enlarges the partial image by the size of the basis. rsync may then write a new image beside it.
     has_space_to_join = free is None or free > 2 * source.size_bytes
@@ -431,7 +432,7 @@ def _send_files(
     folder = f"{values['home']}/{values['folder']}"
     options = list(source.options)
     if connection.remote.bwlimit:
-        # Rsync takes KiB/s, and the user gives MB/s.
+        # The user gives the limit in MB/s, and rsync takes it in KiB/s.
         limit_kib = round(connection.remote.bwlimit * 1e6 / 1024)
         options.append(f"--bwlimit={max(1, limit_kib)}")  # at least 1, because 0 would mean no limit
     args = (*options, f"{source.path.absolute()}/", f"remote:.incoming/{values['name']}/")

@@ -270,8 +270,8 @@ class Runtime(abc.ABC):
             # PYTHONPATH cannot be used to find the package. Python ignores it with -I, and the entry points
             # start their workers with -I as well.
             python_options = (python, "-I", "-m", PACKAGE)
-        start = (*_activation_argv(job), *self._env_argv(job), *_packages_argv(job), *python_options)
-        return self._start(job, (*start, *command), forward)
+        prefix = (*_activation_argv(job), *self._env_argv(job), *_packages_argv(job), *python_options)
+        return self._start(job, (*prefix, *command), forward)
 
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
         """Return the argv that starts `command` in the container.

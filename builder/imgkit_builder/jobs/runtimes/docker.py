@@ -61,9 +61,9 @@ class Docker(Runtime):
     def image_digest(self, job: Job, run: Runner) -> str:
         """Return the id of the image, ``sha256:...``, or "" if the engine has no such image."""
         argv = (self.program(job.recipe), "image", "inspect", "--format", "{{.Id}}", job.container.image)
-        result = run(argv)
-        image_id = result.output.strip().rpartition("\n")[2]  # warnings can come before the last line
-        if result.returncode or not re.fullmatch(r"(sha256:)?[0-9a-f]{64}", image_id):
+        finished = run(argv)
+        image_id = finished.output.strip().rpartition("\n")[2]  # warnings can come before the last line
+        if finished.returncode or not re.fullmatch(r"(sha256:)?[0-9a-f]{64}", image_id):
             return ""
         return image_id
 

@@ -216,18 +216,18 @@ class Pyxis(Runtime):
         container = job.container
         options = self.options(job)
         mounts = ",".join(dict.fromkeys(with_targets(self.mounts(job))))  # each once, in order
-        start = [
+        pyxis_options = [
             f"--container-image={container.image}",
             quoting.quote_with_site_variables(f"--container-mounts={mounts}"),
             f"--container-workdir={container.workdir or job.directory}",
         ]
         if "--container-mount-home" not in options:
-            start.append("--no-container-mount-home")
+            pyxis_options.append("--no-container-mount-home")
         if container.names:
             # srun passes on the values in its environment, so no argument contains them. Without this option,
             # pyxis would use the image's own values of these variables.
-            start.append(f"--container-env={','.join(container.names)}")
-        return (*start, *options, "sh", "-c", self._start_script(job), "sh", *command)
+            pyxis_options.append(f"--container-env={','.join(container.names)}")
+        return (*pyxis_options, *options, "sh", "-c", self._start_script(job), "sh", *command)
 
     def _start_script(self, job: Job) -> str:
         """Return the script that sets the search paths in the container and then runs its arguments."""

@@ -124,12 +124,12 @@ def guard_command(command: Argv, host_input: HostInput = NO_INPUT) -> Argv:
     ----------
     host_input : what the guard reads first from its input and passes on to the command.
     """
-    start = _START_COMMAND
+    start_text = _START_COMMAND
     if host_input.secret:
-        start = _START_WITH_INPUT.format(variable=VARIABLE)
+        start_text = _START_WITH_INPUT.format(variable=VARIABLE)
     if host_input != NO_INPUT:
-        start = _READ_INPUT_LINES + start
-    script = _GUARD.format(kill_s=KILL_S, start=start)
+        start_text = _READ_INPUT_LINES + start_text
+    script = _GUARD.format(kill_s=KILL_S, start=start_text)
     return ("sh", "-c", script, "imgkit", *command)
 
 

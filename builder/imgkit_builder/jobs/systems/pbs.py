@@ -250,8 +250,8 @@ def _wait_info(output: str) -> WaitInfo:
     estimate = _find_attribute(output, "estimated.start_time", ".*")
     # PBS can also print a text that is not a time, such as UNSET. Then there is no estimate.
     with contextlib.suppress(ValueError):
-        start = datetime.strptime(estimate, "%a %b %d %H:%M:%S %Y")
-        expected_start = start.isoformat(timespec="minutes")
+        start_time = datetime.strptime(estimate, "%a %b %d %H:%M:%S %Y")
+        expected_start = start_time.isoformat(timespec="minutes")
     return WaitInfo(reason=_find_attribute(output, "comment", ".*"), expected_start=expected_start)
 
 

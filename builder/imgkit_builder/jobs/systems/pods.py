@@ -104,7 +104,7 @@ class Pods(System):
         yield from partial_node_warnings(job, ": pods may share a node")
         if request.container.binds:
             yield "--bind is not used: pods get their folders from volumes, --pvc CLAIM:/PATH"
-        has_writable_volume = any(not text.endswith(":ro") for text in job.flags(PodFlags).pvcs)
+        has_writable_volume = any(not claim_text.endswith(":ro") for claim_text in job.flags(PodFlags).pvcs)
         if not has_writable_volume and not request.launch.interactive:
             yield "no --pvc to write to: output, checkpoints and logs disappear with the pods"
         if output_format(job).startswith("runai"):
@@ -146,9 +146,9 @@ def _runai_warnings(job: Job) -> Iterator[str]:
         # Some versions of the client split arguments again. The RCP tutorial puts '"..."' around an argument
         # with blanks, and later pages of epfml/getting-started do not.
         arguments = (*job.command, *job.request.container.env, str(job.request.directory))
-        special = [argument for argument in arguments if quote(argument) != argument]
-        if special:
-            yield f"{special[0]!r}: older runai clients split and expand arguments once more"
+        special_arguments = [argument for argument in arguments if quote(argument) != argument]
+        if special_arguments:
+            yield f"{special_arguments[0]!r}: older runai clients split and expand arguments once more"
     if not _requested_version(job) and not runai_client.on_path():
         yield "no runai on PATH: the command is for the later client; --format runai-v1 names the first one"
 
@@ -234,8 +234,8 @@ def volume_claims(job: Job) -> tuple[Claim, ...]:
     UsageError : a value is not ``CLAIM:/PATH[:ro]``, or two volumes have the same path.
     """
     claims: dict[PurePosixPath, Claim] = {}
-    for text in job.flags(PodFlags).pvcs:
-        claim = parse_claim(text)
+    for claim_text in job.flags(PodFlags).pvcs:
+        claim = parse_claim(claim_text)
         if claim.path in claims:
             raise UsageError(f"two volumes at {claim.path}", where="--pvc", hint="give each its own path")
         claims[claim.path] = claim

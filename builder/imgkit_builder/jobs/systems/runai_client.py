@@ -93,11 +93,11 @@ def _identify_client(program: str) -> Client:
 @functools.cache
 def _read_options(program: str, command: tuple[str, ...]) -> frozenset[str]:
     """Return the options in the help of a command, or an empty set if the program has no such command."""
-    result = process.run([program, *command, "--help"], check=False)
-    if result.returncode:
+    finished = process.run([program, *command, "--help"], check=False)
+    if finished.returncode:
         return frozenset()
     # Both clients list one option on each line: "  -e, --environment stringArray   What it does".
     options: set[str] = set()
-    for short_and_long in re.findall(r"^\s+(?:(-\w), )?(--[\w-]+)", result.output, re.MULTILINE):
+    for short_and_long in re.findall(r"^\s+(?:(-\w), )?(--[\w-]+)", finished.output, re.MULTILINE):
         options.update(short_and_long)
     return frozenset(options - {""})

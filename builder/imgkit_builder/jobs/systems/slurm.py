@@ -298,10 +298,10 @@ def _wait_info(output: str) -> WaitInfo:
         reason = ""
     # "ReqNodeNotAvail, UnavailableNodes:node1" -> "ReqNodeNotAvail"
     reason_name, *_ = re.split(r"\W", reason, maxsplit=1)
-    start = _START_TIME.match(row["start"])
+    start_match = _START_TIME.match(row["start"])
     return WaitInfo(
         reason=reason,
-        expected_start=start[0] if start else "",
+        expected_start=start_match[0] if start_match else "",
         note=_find_text(REASON_NOTES, reason_name).format(id=row["id"]),
         change=_find_text(REASON_CHANGES, reason_name),
     )
