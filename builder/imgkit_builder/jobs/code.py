@@ -362,6 +362,7 @@ def left_out_notice(code: CodeFolder, image: Path | None) -> str:
             names.append(name)
     if not names:
         return ""
+    # Suggest the folder of a file, or the entry itself if it is at the top of the code.
     folders = [posixpath.dirname(name) or name for name in names]
     unique_folders = list(dict.fromkeys(folders))  # each folder once, in the original order
     data = json.dumps(unique_folders[:_MAX_NAMES], ensure_ascii=False)
@@ -539,6 +540,7 @@ def _refuse_large(folder: Path, entries: Sequence[CodeFile]) -> None:
     sizes = collections.Counter[str]()
     counts = collections.Counter[str]()
     for entry in entries:
+        # The first part of the path is the entry at the top of the folder.
         top_name = entry.name.partition("/")[0]
         sizes[top_name] += entry.size_bytes
         if entry.kind == "file":
@@ -546,6 +548,7 @@ def _refuse_large(folder: Path, entries: Sequence[CodeFile]) -> None:
     if sizes.total() > LARGE_BYTES:
         total = size_text(sizes.total())
         largest = sizes.most_common(_MAX_NAMES)
+        # Small entries are not named, because they are not the reason.
         top_entries = [f"{name} {size_text(size)}" for name, size in largest if size > _DATA_BYTES]
     elif counts.total() > MANY_FILES:
         total = f"{counts.total():,} files"

@@ -88,6 +88,7 @@ def with_data(job: Job, folders: Iterable[DataFolder], store: str = "") -> Job:
         mount = DataMount(source=sources.get(data_spec, data_spec.source), target=data_spec.target)
         _refuse_unmountable(job, data_spec, mount)
         mounts.append(mount)
+    # Data of the Hugging Face hub is found through variables.
     if any(data_spec.hub for data_spec in specs):
         job = _with_hub_variables(job)
     return job.with_container(data=tuple(mounts))
@@ -227,6 +228,8 @@ def mount_points(request: JobRequest, entries: Iterable[CodeFile]) -> Iterator[C
         for mount_point in _points_of_data(data_spec):
             kind = kinds.get(mount_point.name, "")
             if not kind:
+                # Remember the folder, so that it is yielded only once if several mount points have it as a
+                # parent.
                 kinds[mount_point.name] = mount_point.kind
                 yield mount_point
             elif kind != mount_point.kind:

@@ -88,6 +88,7 @@ def bind_entry_points(job: Job, remote_run: Runner | None = None) -> Job:
             raise _unreadable_image_error(job, is_remote=is_remote)
         return job
     python = _inspect_python(_without_missing_paths(job, run), digest, run)
+    # `built` is whether imgkit built the image.
     has_entry_points = python.built and python.entry_points != ""
     if has_entry_points and not chooses_python:
         return job
@@ -147,6 +148,7 @@ def _mounted_entry_points(job: Job, python: PythonReport, digest: str) -> Mounte
     python : what the probe has reported about the Python of the image.
     digest : the digest of the image that the probe has inspected.
     """
+    # The folder has a new name for each version of the files, so running jobs keep theirs.
     folder = f"{job.directory}/{FOLDER}/{folder_name(job)}"
     return MountedEntryPoints(
         version=__version__,

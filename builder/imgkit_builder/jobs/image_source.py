@@ -267,8 +267,10 @@ def with_transfer_host(remote: Remote, source: ImageSource) -> Remote:
         return remote
     ssh_config = _ssh_config(remote.address)
     login_user = ssh_config.get("user", "")
+    # The login host itself is the host for transfers.
     if host == ssh_config.get("hostname"):
         return remote
+    # The system names a user for the host, or no user is known.
     if "@" in host or not login_user:
         return dataclasses.replace(remote, transfer=host)
     return dataclasses.replace(remote, transfer=f"{login_user}@{host}")

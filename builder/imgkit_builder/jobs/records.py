@@ -36,6 +36,7 @@ def save_record(record: SubmittedJob) -> None:
     job_fields = fields.pop("job")
     # The fields of the job are not nested, because that is simpler for other programs that read the file.
     data = {"schema": SCHEMA, **job_fields, **fields}
+    # `default=str` writes paths as text.
     files.write_file(folder / f"{record.job.handle}.json", json.dumps(data, indent=2, default=str) + "\n")
 
 

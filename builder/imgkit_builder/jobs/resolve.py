@@ -236,6 +236,7 @@ def _unlisted_queue_warnings(recipe: Target, queue: str) -> Iterator[str]:
             where=recipe.where("system", "partition_list"),
             hint=allowed_hint(queue, listed),
         )
+    # Without any list, the recipe says nothing about queues, and the user's queue needs no warning.
     if system_facts.partitions or default_queue in system_facts.queue.limits:
         names = ", ".join(sorted(listed))
         yield (

@@ -58,6 +58,8 @@ def to_json(recipe: str | Path, request: JobRequest, base: str, *, remote: str) 
         changes["directory"] = request.directory.absolute()
         if container.image and Path(container.image).exists():
             changes["image"] = str(Path(container.image).absolute())
+    # The flags of the system are stored separately, with the name of their class, which differs for each
+    # system.
     recorded = request.changed(**changes, system_flags=(), resumed=None)
     system_flags = {type(flags).__name__: dataclasses.asdict(flags) for flags in request.system_flags}
     data = {
@@ -66,6 +68,7 @@ def to_json(recipe: str | Path, request: JobRequest, base: str, *, remote: str) 
         "request": dataclasses.asdict(recorded),
         "system_flags": system_flags,
     }
+    # `default=str` writes paths as text.
     return json.dumps(data, default=str)
 
 

@@ -218,6 +218,8 @@ def refuse_unstartable(job: Job, script: Script, run: Runner) -> None:
         return
     directives = re.findall("^#SBATCH (.+)$", script.text, re.MULTILINE)
     options = shlex.split("\n".join(directives))
+    # With --test-only, sbatch submits nothing. --wrap stands for the script, because the options come from
+    # its directives.
     answer = run(("sbatch", "--test-only", *options, "--wrap=true"))
     if answer.returncode == 0:
         return

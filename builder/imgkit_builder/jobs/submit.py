@@ -403,6 +403,7 @@ def _submit_script(ready: PreparedJob, transport: Transport) -> SubmittedJob:
     job_id, cluster = _parse_job_id(output, job)
     resumed = job.request.resumed
     queued = QueuedJob(
+        # imgkit's own id contains random digits, because it names the file of the record and must be unique.
         id=job_id or f"unknown-{secrets.token_hex(4)}",
         cluster=cluster,
         system=job.system,

@@ -480,6 +480,7 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
     temporary = files.temporary_name(target)
     try:
         fill(temporary)
+        # The folder gets its final name only now, when it is complete.
         files.publish_file(temporary, target)
     except OSError:
         if not target.is_dir():  # otherwise another submission has created it meanwhile, which is fine

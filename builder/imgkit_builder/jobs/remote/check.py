@@ -147,6 +147,7 @@ def parse_probe(output: bytes, connection: Connection, target: Target | None) ->
     for line in output.decode(errors="replace").splitlines():
         key, _, value = line.partition(" ")
         answer.setdefault(key, []).append(value.strip())
+    # The script prints "end" as its last line.
     if "end" not in answer:
         raise unreadable_answer(connection.remote.name, output)
     login = _check_login(answer, connection)

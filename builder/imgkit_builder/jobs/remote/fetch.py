@@ -105,6 +105,7 @@ def _fetch_run_folder(
     options = ["-rt", "--exclude=.*"]
     if not checkpoints:
         options.append("--exclude=checkpoints/")
+    # Names of files may contain bytes that are not UTF-8. "surrogateescape" writes them unchanged.
     with tempfile.NamedTemporaryFile(
         "w", prefix="imgkit-", encoding="utf-8", errors="surrogateescape"
     ) as patterns:
@@ -113,6 +114,7 @@ def _fetch_run_folder(
             patterns.write(f"/{WORKSPACE}/{_escape_pattern(name)}\n")
         patterns.flush()
         if unchanged_names:
+            # Without --prune-empty-dirs, folders with only unchanged files would be created empty.
             options += [f"--exclude-from={patterns.name}", "--prune-empty-dirs"]
         try:
             rsync.run_rsync(

@@ -290,6 +290,7 @@ def parse_listing(output: bytes, remote: str) -> StoreListing:
     """
     lines = output.decode(errors="replace").splitlines()
     clock = _CLOCK.fullmatch(lines[0]) if lines else None
+    # The first line is the clock and the last line is "end". Otherwise the output is incomplete.
     if clock is None or lines[-1] != "end":
         raise unreadable_answer(remote, output)
     return StoreListing(
@@ -400,6 +401,7 @@ def select_unused(listing: StoreListing, unfinished: UnfinishedBySystem, before_
     for folder in listing.folders:
         if folder.path not in used_paths and folder.used_s < before_s:
             folders.append(folder)
+    # The oldest folder comes first. Folders of equal age are in the order of their paths.
     folders.sort(key=lambda folder: (folder.used_s, folder.path))
     return Unused(
         folders=tuple(folders),

@@ -176,6 +176,7 @@ def run_scheduler_command(connection: Connection, argv: Sequence[str], *, file: 
     Cut : the remote cannot be reached.
     TooLong : the command printed more than `process.MOST_BYTES`.
     """
+    # The generator below changes this value if the command fails. The value is final when all output is read.
     exit_code = 0
 
     def stream_output() -> Generator[bytes, None, None]:

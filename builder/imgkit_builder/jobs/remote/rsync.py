@@ -177,6 +177,7 @@ def _run_with_progress(argv: Sequence[str], report: Reporter, size_bytes: int | 
     finished_bytes = 0
     output_end = b""
     for chunk in process.filter_through(argv, ()):
+        # Only the end of the output is kept, because the statistics are there and the output can be long.
         output_end = (output_end + chunk)[-_TAIL_BYTES:]
         for match in _POSITION.finditer(chunk):
             position = finished_bytes + _parse_number(match["bytes"].decode())

@@ -374,6 +374,7 @@ def parse_store(output: bytes, remote: Remote) -> Store:
     images = []
     for name, description in descriptions.items():
         stored = _parse_description(description)
+        # A folder whose name does not match its description is left out.
         if stored is not None and stored.name == name:
             images.append(stored)
     return Store(

@@ -95,6 +95,7 @@ class Docker(Runtime):
             for option in _PODMAN_OPTIONS:
                 if option.partition("=")[0] not in names:
                     options.append(option)
+        # The option is searched as text, because it can be written in several forms.
         elif "nofile" not in " ".join((*options, *job.request.allocation.options)):
             options.append(_OPEN_FILES)
         return tuple(options)

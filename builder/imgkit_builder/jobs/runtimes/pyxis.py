@@ -261,10 +261,12 @@ class Pyxis(Runtime):
         singularity = Singularity()
         singularity_argv = singularity.argv(job, probe)
         if program != "enroot":
+            # The first argument is the program of Singularity, which is replaced by the one on PATH.
             return (program, *singularity_argv[1:])
         mounts = []
         for mount in with_targets(singularity.mounts(job)):
             source, target = mount.split(":")[:2]
+            # x-create=auto lets enroot create the mount point in the container.
             mounts.append(f"{source}:{target}:x-create=auto,bind")
         # Without this value, enroot's hook for GPUs would end the container on a machine without GPUs.
         options = ("--env", "NVIDIA_VISIBLE_DEVICES=void", *quoting.repeat_option("--mount", mounts))

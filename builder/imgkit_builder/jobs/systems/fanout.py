@@ -268,6 +268,7 @@ def _wait_for_hosts(
             if ends_run and first_code == 0:
                 first_code = code
                 peers_end_s = time.monotonic() + PEERS_S
+        # A signal has arrived since the last poll.
         if len(signals) > handled_signals:
             if handled_signals == 0:
                 say("asking all hosts to end; Ctrl-C again forces them to")

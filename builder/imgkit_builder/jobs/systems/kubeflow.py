@@ -93,6 +93,8 @@ class Kubeflow(pods.Pods):
         """Return the command that follows the output of all pods."""
         kind, name = _kind_and_name(record)
         selector = f"--selector={_SELECTORS[kind]}={name}"
+        # With a selector, kubectl by default prints only the last 10 lines of each pod, and follows at most 5
+        # pods.
         options = ("--follow", "--prefix", "--tail=-1", "--max-log-requests=1000")
         return ("kubectl", "logs", selector, *options, *_namespace_options(record.queue))
 
@@ -148,6 +150,7 @@ def _to_yaml(document: Mapping[str, Any]) -> str:
             return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
     Dumper.add_representer(str, Dumper.represent_text)
+    # The large width keeps each text on a single line.
     text: str = yaml.dump(document, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1000)
     return text
 
@@ -188,6 +191,7 @@ def _parse_client_options(job: Job) -> _ClientOptions:
     resources: dict[str, str] = {}
     values_of_flag = {"--annotation": annotations, "-a": annotations, "--extended-resource": resources}
     large_shm = False
+    # An iterator, so that the value of an option can be taken from the next item.
     options = iter((*job.recipe.system.queue.options, *job.request.allocation.options))
     for option in options:
         flag, equals_sign, pair = option.partition("=")

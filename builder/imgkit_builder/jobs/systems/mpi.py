@@ -211,6 +211,7 @@ def _mpirun_argv(job: Job) -> Argv:
     command = local.host_argv(job, runtime_of(job).argv(job, job.command, forward=FORWARD))
     if job.flags(MpiFlags).mpi_start != "ranks":
         return OPENMPI.start_argv(command, nnodes=nodes, forward=forward, options=options)
+    # mpirun starts every rank. With "--bind-to none", it does not bind the ranks to CPUs.
     ranks = nodes * _processes_per_node(job)
     return (
         *("mpirun", "-np", str(ranks), "--map-by", "slot", "--bind-to", "none"),

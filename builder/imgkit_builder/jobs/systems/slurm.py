@@ -149,6 +149,8 @@ class Slurm(System):
         # An array job has an option such as "--array=1-9" or "-a1-9".
         is_array = any(re.match(r"--array\b|-a", option) for option in scheduler_options(job))
         container = runtime_of(job).argv(job, job.command, forward=PODMAN_FORWARD)
+        # The job's script has two ways to start the container: by srun directly, or in a shell function of
+        # the template for jobs with spare nodes.
         text = render_template(
             job,
             "slurm.sh.j2",
@@ -296,7 +298,8 @@ def _wait_info(output: str) -> WaitInfo:
     reason = row["reason"]
     if reason == "None":  # the scheduler has not considered the job yet
         reason = ""
-    # "ReqNodeNotAvail, UnavailableNodes:node1" -> "ReqNodeNotAvail"
+    # The name of a reason ends at the first other character: "ReqNodeNotAvail, UnavailableNodes:node1" ->
+    # "ReqNodeNotAvail".
     reason_name, *_ = re.split(r"\W", reason, maxsplit=1)
     start_match = _START_TIME.match(row["start"])
     return WaitInfo(
