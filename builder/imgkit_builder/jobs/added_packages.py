@@ -111,7 +111,7 @@ def make_ready(job: Job, report: Reporter) -> None:
 
 
 def _refuse_unfit(job: Job) -> None:
-    """Raise UsageError if a file of packages is missing, or does not fit the image or the command."""
+    """Raise UsageError if a file with packages is missing, or does not fit the image or the command."""
     records = record.read_records_for(job.container.packages, Path(job.container.image))
     refuse_unseen(job, records)
 

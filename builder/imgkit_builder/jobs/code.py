@@ -1,8 +1,9 @@
 """Read the folder of ``--code``, and refuse code that the job would not run.
 
-Files that git or Docker ignores stay on this machine, and so do files that usually hold secrets. The other
-files go to the nodes, and the run's record has their digest. A project that the image has installed in
-another folder is refused, because Python would import the image's copy and not that of ``--code``.
+Files that git or Docker ignores are not sent to the nodes. Files that usually contain secrets are refused.
+The record of the run contains a digest of all files that are sent. A project is refused if the image has
+installed it in another folder. Python would then import the copy in the image instead of the one in
+``--code``.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeFolder:
-    """The folder of ``--code``, whose files have been read once."""
+    """The folder of ``--code`` and its content, which has been read."""
 
     folder: Path
     tree: CodeTree
@@ -370,12 +371,13 @@ def left_out_notice(code: CodeFolder, image: Path | None) -> str:
 
 
 def _names_in_image(image: Path) -> frozenset[str]:
-    """Return the paths of the files below ``/workspace`` in the image, such as ``workspace/data/a.bin``.
+    """Return the paths of the files that the image has in ``/workspace``, such as ``workspace/data/a.bin``.
 
-    The result is empty if no program on this machine can read the image.
+    If no program on this machine can read the image, the result is empty.
     """
     names = set()
     with contextlib.suppress(CheckFailed, ToolFailed, ToolMissing, UsageError):
+        # A .sif can have overlays beside its root partition.
         for squashfs in unsquash.open_squashfs(image):
             for file in squashfs.list_files(WORKSPACE):
                 # unsquashfs prints a symlink as "NAME -> TARGET".

@@ -108,7 +108,7 @@ class Container:
     env_file: str = ""
     """Path of a file with further variables, or ""."""
     code: CodeRecord | None = None
-    """The code of which the run gets a copy, or None for a run without code."""
+    """The version of the code that the run gets a copy of, or None for a run without code."""
     code_folder: str = ""
     """Path on the nodes of the folder in the store that contains this version of the code."""
     data: tuple[DataMount, ...] = ()

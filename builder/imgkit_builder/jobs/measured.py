@@ -125,9 +125,10 @@ def read_gpu_use(folder: Path) -> GpuUse | None:
 
 
 def read_bandwidths(folder: Path) -> tuple[Bandwidth, ...]:
-    """Return the bandwidths of each collective that a run of dist-bench measured.
+    """Return the bandwidths of each collective that a run of dist-bench has measured.
 
-    The result is empty if the run has no readable ``bench.json``. Only dist-bench writes this file.
+    Only dist-bench writes the file ``bench.json``, which contains them. Without this file, or if it cannot be
+    read, the result is empty.
     """
     try:
         verdict = json_text.load(folder / BENCH)["verdict"]

@@ -21,7 +21,7 @@ class PreparedJob:
     """
     script: Script
     code: CodeFolder | None = None
-    """The code of which the run gets a copy, or None for a run without code."""
+    """The code that the run gets a copy of, or None for a run without code."""
     data: tuple[DataFolder, ...] = ()
     """The folders of data that are on this machine."""
     source: ImageSource | None = None

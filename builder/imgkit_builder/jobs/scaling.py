@@ -56,7 +56,7 @@ NEEDED_SIZES = 3
 
 
 class Column(NamedTuple):
-    """The column of a figure in the table of results."""
+    """The title of a column in the table of results, and the format of its numbers."""
 
     title: str
     number_format: str

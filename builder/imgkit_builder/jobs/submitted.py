@@ -40,7 +40,7 @@ class WaitInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
-    """The state of a job as a scheduler's command printed it."""
+    """The state of a job, as the output of a scheduler's command shows it."""
 
     state: JobState
     text: str

@@ -213,7 +213,7 @@ class Transport:
 
 
 class Ssh(Transport):
-    """The transport of jobs that a remote submits. Commands run over ssh, and rsync sends files."""
+    """The transport of jobs that a remote submits. Commands run there over ssh, and rsync sends the files."""
 
     code_folder = "code"
     store: Store
@@ -248,15 +248,15 @@ class Ssh(Transport):
         return self.store
 
     def login(self) -> None:
-        """Connect. See `Transport`."""
+        """Connect to the remote. See `Transport`."""
         self.connection.login()
 
     def run(self, argv: Sequence[str]) -> Finished:
-        """Run a command in the environment of a login shell. See `Transport`."""
+        """Run a command on the remote, in the environment of a login shell. See `Transport`."""
         return remote_jobs.run_scheduler_command(self.connection, argv)
 
     def run_script(self, script: str, args: Iterable[str], data: Iterable[bytes]) -> bytes:
-        """Run a script. See `Transport`."""
+        """Run a script on the remote. See `Transport`."""
         return b"".join(self.connection.stream(script, {}, args=args, data=data))
 
     def prepare_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
@@ -381,11 +381,14 @@ class Ssh(Transport):
         return entry_points.bind_entry_points(prepared.job, self.run)
 
     def start(self, job: Job, script: Script) -> Generator[bytes, None, None]:
-        """Submit the script in the job's folder. See `Transport`."""
+        """Submit the script on the remote, in the job's folder. See `Transport`."""
         return remote_jobs.submit_script(self.connection, job, script)
 
     def foreground_argv(self, job: Job, script: Script) -> Argv:
-        """Write the script to the remote, and return the ssh that runs it. See `Transport`."""
+        """Write the script to a file on the remote, and return the ssh command that runs it.
+
+        See `Transport`.
+        """
         return interactive.interactive_argv(self.connection, job, script)
 
 
@@ -435,7 +438,7 @@ class VolumeStore(Transport):
         volume.make_run_folder(self.connection, self._files.store, job)
 
     def run_script(self, script: str, args: Iterable[str], data: Iterable[bytes]) -> bytes:
-        """Run a script on the remote, which has the files. See `Transport`."""
+        """Run a script on the remote, because the job's files are there. See `Transport`."""
         return self._files.run_script(script, args, data)
 
     def home_of(self, job: Job) -> Path:

@@ -1,9 +1,9 @@
 """Find the images and the folders of code and data that no job uses any more, and remove them from a store.
 
-An image or a folder is in use in three cases: it was sent or chosen in the last days, a job that has not
-ended uses it, or a run that used it has changed its files in the last days. The submission of a job writes
-the file ``jobs/ID`` to the store (a `JobNote`), which lists the image, the code and the data of the job.
-Files and folders with names that imgkit does not use are never removed.
+An image or a folder is in use in three cases. First, it was sent or chosen in the last days. Second, a job
+that has not ended uses it. Third, a run that used it has changed its own files in the last days. The
+submission of a job writes the file ``jobs/ID`` to the store (a `JobNote`), which lists the image, the code
+and the data of the job. Files and folders with names that imgkit does not use are never removed.
 """
 
 from __future__ import annotations
@@ -190,8 +190,8 @@ def find_superseded(
     """Return the older images of a project that no job needs any more, after a new image was sent.
 
     The newest of the older images is always kept, so that the user can return to the previous version without
-    a transfer. An image is also kept in three other cases: a job that has not ended uses it, a run that can
-    be resumed uses it, or its file has a second hard link, by which somebody wants to keep it.
+    a transfer. An image is also kept if a job that has not ended uses it, or a run that can be resumed. It is
+    kept as well if its file has a second hard link, by which somebody wants to keep it.
 
     Parameters
     ----------

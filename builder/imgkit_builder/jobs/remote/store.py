@@ -150,12 +150,12 @@ class RemoteImage:
 
     @property
     def name(self) -> str:
-        """Return the name of the image's folder in ``images``."""
+        """The name of the image's folder in ``images``."""
         return f"{self.image_id.removeprefix('sha256:')}-{self.root_sha256[:12]}"
 
     @property
     def path(self) -> str:
-        """Return the path of the .sif below the remote's folder."""
+        """The path of the .sif, relative to imgkit's folder."""
         return f"images/{self.name}/{SIF}"
 
     def to_json(self) -> bytes:

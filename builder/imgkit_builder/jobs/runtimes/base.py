@@ -316,6 +316,8 @@ class Runtime(abc.ABC):
 
     def shell(self, job: Job) -> Argv:
         """Return the argv of a shell in the job's image."""
+        # Without a command, `system_variables` returns all variables, including those that a dist-* command
+        # sets itself.
         return self.argv(dataclasses.replace(job, command=()), ("bash",))
 
     def shell_line(self, job: Job) -> str:

@@ -13,7 +13,7 @@ from imgkit_entrypoints.errors import UsageError
 
 
 class Pod(Runtime):
-    """Pods, which pull their image from a registry."""
+    """Pods of Kubernetes, which pull their image from a registry."""
 
     kind = "kubernetes"
     is_isolated = True

@@ -75,7 +75,7 @@ _STARTERS = ("apptainer", "singularity", "enroot")
 
 
 class Pyxis(Runtime):
-    """pyxis and enroot, under Slurm."""
+    """pyxis and enroot, which start containers under Slurm."""
 
     kind = "pyxis"
     image_suffix = ".sqsh"

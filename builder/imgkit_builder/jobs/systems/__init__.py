@@ -118,8 +118,8 @@ class System(abc.ABC):
     placement: str = ""
     """How each of several nodes finds out its rank, as a value of ``dist-run --scheduler``.
 
-    If it is empty, the node agent (imgkit's process on each node) tells by the variables that the scheduler
-    or the script sets.
+    If it is empty, the node agent (imgkit's process on each node) recognizes the scheduler by the variables
+    that are set.
     """
     abilities: Abilities = Abilities()
     needs_fields_for_shells: bool = True

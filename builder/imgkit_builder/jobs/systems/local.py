@@ -33,7 +33,7 @@ class ForegroundSystem(System):
 
 
 class Standalone(ForegroundSystem):
-    """One machine without a scheduler."""
+    """A single machine without a scheduler."""
 
     registration = SHIPPED["standalone"]
 

@@ -76,7 +76,7 @@ class MpiFlags(SystemFlags):
 
     @property
     def default_nodes(self) -> int:
-        """Return the number of nodes without ``--nodes``: one for each host, or 1 without hosts."""
+        """The number of nodes without ``--nodes``: one for each host, or 1 without hosts."""
         return len(self.names) or 1
 
 

@@ -76,7 +76,7 @@ class PodFlags(SystemFlags):
 
     @property
     def system(self) -> str:
-        """Return the system that takes the job for this ``--format``: ``kubeflow``, or empty for RunAI."""
+        """The system that takes the job for this ``--format``: ``kubeflow``, or "" for RunAI."""
         return "" if self.format.startswith("runai") else "kubeflow"
 
 

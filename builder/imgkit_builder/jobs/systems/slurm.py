@@ -326,8 +326,8 @@ def _find_text(texts: Mapping[str, str], reason: str) -> str:
 def _cluster_options(cluster: str) -> Argv:
     """Return the option that selects a cluster for Slurm's commands, on a site with several clusters.
 
-    sbatch prints the cluster with the job's id (``4711;CLUSTER``). If it prints none, `cluster` is empty, and
-    so is the result.
+    sbatch prints the cluster with the job's id (``4711;CLUSTER``). On a site with a single cluster, it prints
+    none. Then `cluster` is empty, and the result is empty too.
     """
     if not cluster:
         return ()
@@ -486,7 +486,7 @@ def _interactive_line(job: Job) -> str:
 
 
 def _first_node_shell(job: Job) -> Argv:
-    """Return the ``srun`` command that opens a shell in the container on the first node."""
+    """Return the ``srun`` command that opens a shell in the job's container on the first node."""
     cpus = options_with_values({"--cpus-per-task": job.allocation.cpus})
     shell = _with_folder_check(job, runtime_of(job).shell(job))
     return ("srun", "--nodes=1", "--ntasks=1", *cpus, *job.recipe.system.queue.srun, "--pty", *shell)
