@@ -417,7 +417,8 @@ class VolumeStore(Transport):
         self.login()
         remote = self.connection.remote
         report.stage(f"look at {remote.name}")
-        # Nothing is submitted on this remote, so no scheduler is needed.
+        # Nothing is submitted on this remote, so no scheduler is needed there. The program "sh" always
+        # exists.
         opened_store = self._files.open_store("sh", prepared.code)
         job = volume.job_with_pod_paths(opened_store, prepared.job, remote)
         return dataclasses.replace(prepared, job=job)
