@@ -1,7 +1,8 @@
-"""Mount files of `imgkit add` into a job.
+"""Mount the files of `imgkit add` into a job.
 
-Such a file is a squashfs with Python packages that the image lacks. The user names files by ``--packages``.
-Without that flag, the file with the packages that imgkit.toml lists is mounted, and made if it is missing.
+Such a file is a squashfs image with Python packages that the job's image lacks. The user names the files by
+``--packages``. Without that flag, imgkit.toml can list packages. The file with these packages is then
+mounted, and created if it does not exist.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _NAME_DIGITS = 8
 def with_packages(job: Job) -> Job:
     """Return `job` with the files of its added packages mounted.
 
-    The user names the files (``--packages``), or imgkit.toml lists packages for one file. Files of the user
-    are checked if all of them and the image are on this machine. The file for imgkit.toml may not exist yet;
-    `make_ready` makes and checks it.
+    The user names these files by ``--packages``, or imgkit.toml lists packages for a single file. Files that
+    the user names are checked if they and the image are all on this machine. The file for imgkit.toml need
+    not exist yet, because `make_ready` creates and checks it.
 
     Raises
     ------
@@ -44,7 +45,7 @@ def with_packages(job: Job) -> Job:
     paths = tuple(str(job.directory / file) for file in files)
     _refuse_unmountable(job, paths, where)
     job = job.with_container(packages=paths)
-    # On a remote, the image and the files may be on that machine only: then they are checked there.
+    # For a job on a remote, the image and the files may exist only there. They are then checked there.
     is_all_here = all(Path(path).exists() for path in (*paths, job.container.image))
     if requested.packages and is_all_here:
         _refuse_unfit(job)
@@ -56,7 +57,7 @@ def _refuse_unmountable(job: Job, paths: Sequence[str], where: str) -> None:
 
     Parameters
     ----------
-    where : the flag or the key of imgkit.toml that requests the packages. Messages name it.
+    where : the flag, or the key of imgkit.toml, that requests the packages. Error messages name it.
     """
     runtime = runtime_of(job)
     if not runtime.squashfs_options:
@@ -72,20 +73,23 @@ def _refuse_unmountable(job: Job, paths: Sequence[str], where: str) -> None:
 
 
 def file_name(image_path: str, requirements: Sequence[str], image_digest: str = "") -> str:
-    """Return the name of the file with these packages, for example ``pytorch+3f2a91c0.sqsh``.
+    """Return the name of the file that contains these packages, for example ``pytorch+3f2a91c0.sqsh``.
 
-    It consists of the image's name and a digest of the packages, so that other packages get another file.
+    The name consists of the image's name and a digest of the packages. So a different list of packages is in
+    another file.
 
     Parameters
     ----------
-    image_digest : distinguishes images of the same name. It is empty for an image of this machine.
+    requirements : the packages, as pip takes them.
+    image_digest : a digest that distinguishes images of the same name. It is empty for an image on this
+        machine.
     """
     digest = hashlib.sha256("\n".join((image_digest, *requirements)).encode()).hexdigest()
     return f"{PurePath(image_path).stem}+{digest[:_NAME_DIGITS]}.sqsh"
 
 
 def make_ready(job: Job, report: Reporter) -> None:
-    """Make the file for the packages of imgkit.toml if it is missing or outdated, and check all files.
+    """Create the file with the packages of imgkit.toml if it is missing or outdated, and check all files.
 
     Raises
     ------
@@ -95,7 +99,8 @@ def make_ready(job: Job, report: Reporter) -> None:
     if not job.container.packages:
         return
     if not requested.packages:
-        # Without --packages, the job mounts one file, which has the packages of imgkit.toml.
+        # Without --packages, the job mounts a single file, which contains the packages that imgkit.toml
+        # lists.
         path = Path(job.container.packages[0])
         request = AddRequest(
             requirements=requested.requirements, image=Path(job.container.image), output=path
@@ -106,20 +111,21 @@ def make_ready(job: Job, report: Reporter) -> None:
 
 
 def _refuse_unfit(job: Job) -> None:
-    """Raise UsageError if a file of packages is missing, or does not fit the image or the command."""
+    """Raise UsageError if a file with packages is missing, or does not fit the image or the command."""
     records = record.read_records_for(job.container.packages, Path(job.container.image))
     refuse_unseen(job, records)
 
 
 def refuse_unseen(job: Job, records: Sequence[PackagesRecord]) -> None:
-    """Raise UsageError if dist-train is to use a function of added packages: ``--model=PACKAGE.X:FUNCTION``.
+    """Raise UsageError if dist-train would need a function from added packages, which it cannot import.
 
-    Python finds added packages by PYTHONPATH. dist-train starts Python with ``-I``, which ignores that
-    variable, so the job would fail on the nodes.
+    The user names such a function by ``--model=PACKAGE.X:FUNCTION``. Python finds added packages through
+    PYTHONPATH. But dist-train starts Python with ``-I``, which ignores that variable, so the job would fail
+    on the nodes.
 
     Parameters
     ----------
-    records : the records of the files of packages, which name the modules in them.
+    records : the records of the files with packages. They name the modules in these files.
     """
     if job.command[:1] != ("dist-train",):
         return

@@ -1,4 +1,4 @@
-"""Check a job on the machine that submits it, before it waits in a queue."""
+"""Check a job on the machine that submits it, so that errors are found before the job waits in a queue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from imgkit_entrypoints.rollcall import secret
 
 
 def before_submission(job: Job) -> None:
-    """Check the folder, image and variables of a job, so that it does not wait in a queue only to fail.
+    """Check the folder, image and variables of a job. Without these checks, it would fail after the queue.
 
     Raises
     ------
@@ -21,11 +21,12 @@ def before_submission(job: Job) -> None:
     CheckFailed : a .sqsh is cut short.
     """
     runtime = runtime_of(job)
-    # Pods have none of this machine's folders, so the job's folder need not exist here.
+    # Pods see no folders of this machine, so the job's folder need not exist here.
     if not runtime.is_isolated and not job.directory.is_dir():
         raise UsageError(f"no folder {job.directory}", where="--directory")
     check_environment(job)
-    # Only for its errors, which a generator raises when it is read. The warnings have been shown before.
+    # A generator raises its errors only when it is read, so it is read here. Its warnings have been shown
+    # before.
     tuple(systems.get_system(job.system).check(job, is_submitted=True))
     runtime.check_submission(job)
 
@@ -33,29 +34,29 @@ def before_submission(job: Job) -> None:
 def check_environment(job: Job) -> None:
     """Check the variables of ``--env NAME`` and the file of ``--env-file``.
 
-    A file that is not on this machine is not checked. The nodes read it when the job starts.
+    If the file is not on this machine, it is not checked, because the nodes read it when the job starts.
 
     Raises
     ------
-    UsageError : a variable is not set or has a line break, or other users can read the file.
+    UsageError : a variable is not set or contains a line break, or other users can read the file.
     """
-    # Pods get their variables from Kubernetes, not from this machine.
+    # Pods get these variables from Kubernetes and not from this machine.
     if not runtime_of(job).is_isolated:
         for name in job.container.names:
             _check_variable(name)
     env_file = job.container.env_file
     if env_file and os.path.lexists(env_file):
-        # Only for its checks of the owner and the mode. The nodes read the content.
+        # The file is opened only to check its owner and its mode. The nodes read its content.
         os.close(secret.open_private(Path(env_file), purpose="the file of --env-file"))
 
 
 def _check_variable(name: str) -> None:
-    """Raise UsageError for a variable that is not set on this machine, or whose value has a line break."""
+    """Raise UsageError if a variable is not set on this machine, or if its value contains a line break."""
     value = os.environ.get(name)
     if value is None:
         raise UsageError(
             f"{name} is not set here", where="--env", hint=f"export {name}=..., or --env-file FILE"
         )
-    # Commands on other hosts read the values as lines NAME=VALUE (`systems.fanout`).
+    # Commands on other hosts read each variable as one line, NAME=VALUE (`systems.fanout`).
     if "\n" in value:
         raise UsageError(f"{name} holds a line break", where="--env", hint="put it into a file")

@@ -1,8 +1,9 @@
 """Read the folder of ``--code``, and refuse code that the job would not run.
 
-Files that git or Docker ignores stay on this machine, and so do files that usually hold secrets. The other
-files go to the nodes, and the run's record has their digest. A project that the image has installed in
-another folder is refused, because Python would import the image's copy and not that of ``--code``.
+Files that git or Docker ignores are not sent to the nodes. Files that usually contain secrets are refused.
+The record of the run contains a digest of all files that are sent. A project is refused if the image has
+installed it in another folder. Python would then import the copy in the image instead of the one in
+``--code``.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ from imgkit_entrypoints.system import WORKSPACE
 # contains data by mistake.
 LARGE_BYTES = 100 * 10**6
 MANY_FILES = 10_000
-# 1 MB. A larger file or folder that stays out of the code is probably data that the program reads.
+# 1 MB. A larger file or folder that is not sent is probably data that the program reads.
 _DATA_BYTES = 10**6
-# A part of the code with at most so many files is not what makes the code large.
+# A folder with at most this many files is not the reason why the code is large.
 _FEW_FILES = 100
-# Number of files and folders that one message names, so that it stays readable.
+# The largest number of files and folders in one message, so that it stays readable.
 _MAX_NAMES = 3
-# Number of files that look secret which one error names.
+# The largest number of file names in an error about files that look secret.
 _MAX_SECRET_FILES = 5
-# Suffixes of files that imgkit writes: images, descriptions and digests. None of them is data of the program.
+# Suffixes of files that imgkit writes: images, descriptions and digests. They are not data of the program.
 _NO_DATA = (".sif", ".sqsh", ".manifest.json", ".sha256")
 # Variable that keeps ``__pycache__`` out of the run's copy of the code.
 _NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
@@ -60,32 +61,33 @@ _NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeFolder:
-    """The folder of ``--code``, whose files have been read once."""
+    """The folder of ``--code`` and its content, which has been read."""
 
     folder: Path
     tree: CodeTree
     record: CodeRecord
     projects: tuple[InstalledProject, ...]
-    """The Python projects in `folder`, with their folders in the job, such as ``/workspace``.
+    """The Python projects in `folder`. Each has its folder in the job, such as ``/workspace``.
 
-    A project has no folder if the code is only a part of it, and its pyproject.toml lies above `folder`.
+    If the code is only a part of a project, the pyproject.toml is in a parent of `folder`. Such a project has
+    no folder in the job.
     """
     left_out: tuple[str, ...] = ()
-    """Names of files and folders that git or Docker ignores or that imgkit wrote, which are not sent."""
+    """Names of files and folders that are not sent: git or Docker ignores them, or imgkit wrote them."""
 
 
 def read_code_folder(request: JobRequest, *, large: bool, report: Reporter) -> CodeFolder:
-    """Read all files of the folder of ``--code`` that go to the nodes, and return them as a `CodeFolder`.
+    """Read the folder of ``--code``, and return its content without ignored files.
 
     Parameters
     ----------
-    large : whether the user agrees to code of more than `LARGE_BYTES` or `MANY_FILES`.
-    report : receives the progress of reading.
+    large : whether the user agrees to send code of more than `LARGE_BYTES` or `MANY_FILES`.
+    report : receives the progress while files are read.
 
     Raises
     ------
-    UsageError : the folder is missing or empty, contains files that look secret, or cannot be read.
-    LargeContext : the folder is large, and `large` is false. It is raised before any file is read.
+    UsageError : the folder is missing or empty, cannot be read, or contains files that look secret.
+    LargeContext : the folder is large, and `large` is false. The error is raised before any file is read.
     """
     assert request.container.code is not None  # noqa: S101 - the caller has looked
     folder = request.container.code
@@ -118,11 +120,12 @@ def read_code_folder(request: JobRequest, *, large: bool, report: Reporter) -> C
 
 
 def _find_python_projects(folder: Path, entries: Iterable[CodeFile]) -> Iterator[InstalledProject]:
-    """Yield a Python project for each pyproject.toml in the code, with its folder in the job.
+    """Yield each Python project of the code, with the folder in which the job sees it.
 
-    ``libs/a/pyproject.toml`` -> the project in ``/workspace/libs/a``. The code can also be only a part of a
-    project, such as its folder ``src``, with the pyproject.toml in a parent folder. Then that project is
-    yielded as well, without a folder, because the job does not get all of it.
+    A project is recognized by its pyproject.toml. For example, ``libs/a/pyproject.toml`` is the project in
+    ``/workspace/libs/a``. If the code is only a part of a project, such as its folder ``src``, the
+    pyproject.toml is in a parent folder. That project is yielded without a folder, because the job does not
+    get all of it.
     """
     files = {PurePosixPath(entry.name): entry.source for entry in entries if entry.kind == "file"}
     for path, file in files.items():
@@ -138,7 +141,10 @@ def _find_python_projects(folder: Path, entries: Iterable[CodeFile]) -> Iterator
 
 
 def _find_parent_project(folder: Path) -> Iterator[InstalledProject]:
-    """Yield the Python project of which `folder` is a part, if a parent folder has a pyproject.toml."""
+    """Yield the Python project that contains `folder`, if one of its parent folders has a pyproject.toml.
+
+    Only the nearest such project is yielded.
+    """
     for parent in folder.resolve().parents:
         file = parent / PYPROJECT
         if file.is_file():
@@ -147,14 +153,15 @@ def _find_parent_project(folder: Path) -> Iterator[InstalledProject]:
 
 
 def with_code(job: Job, code: CodeRecord, store: Path) -> Job:
-    """Return `job` with the code of which its run gets a copy.
+    """Return `job` with the version of the code that its run gets a copy of.
 
-    The command also gets PYTHONDONTWRITEBYTECODE, which keeps ``__pycache__`` out of the copy, unless the
-    user or the recipe's system sets this variable.
+    The command also gets the variable PYTHONDONTWRITEBYTECODE, which keeps ``__pycache__`` out of the copy.
+    If the user or the recipe's system sets this variable, that value is kept.
 
     Parameters
     ----------
-    store : folder on the nodes with all code that was sent. Each version is in a folder named by its digest.
+    store : the folder on the nodes that contains each version of the code that was sent, in a folder named by
+        its digest.
     """
     folder = quoting.check_flag_value("--code", str(store / code.sha256))
     env = dict(job.container.env)
@@ -166,12 +173,12 @@ def with_code(job: Job, code: CodeRecord, store: Path) -> Job:
 
 
 def with_new_run_folder(job: Job) -> Job:
-    """Return `job` with the path of a new run folder: ``runs/NAME-20261128-224000-3f2a`` in the job's folder.
+    """Return `job` with the path of a new run folder, ``runs/NAME-20261128-224000-3f2a`` in the job's folder.
 
-    imgkit itself makes the folder of such a job, because the job has no script that makes it.
+    imgkit itself creates the folder of such a job, because the job has no script that could do so.
     """
     started = datetime.now().astimezone()
-    token = secrets.token_hex(2)  # two runs can start in the same second
+    token = secrets.token_hex(2)  # distinguishes two runs that start in the same second
     return with_run_folder(job, f"{job.directory}/runs/{job.name}-{started:%Y%m%d-%H%M%S}-{token}")
 
 
@@ -181,19 +188,22 @@ def with_run_folder(job: Job, folder: str) -> Job:
 
 
 def refuse_projects_in_image(code: CodeFolder, recipe: Target) -> None:
-    """Refuse code with a project that the image has installed, for a job in pods.
+    """Refuse code that contains a project which is also installed in the image, for a job in pods.
 
-    Pods mount nothing at ``/workspace``, so that Python would import the image's copy from any folder.
+    Pods mount nothing at ``/workspace``. So Python would always import the copy in the image, wherever that
+    copy is installed.
 
     Raises
     ------
-    UsageError : the job would run the image's copy. The error names the recipe's line if it is known.
+    UsageError : the job would run the copy in the image. The error names the line of the recipe if it is
+        known.
     """
     code_names = {project.name for project in code.projects}
     for installed in recipe.projects:
         if installed.name in code_names:
             raise UsageError(
                 f"the code has the project {installed.name}, and pods would import the image's copy of it",
+                # If the step that installs the project is unknown, the error names the first one.
                 where=recipe.where("image", "pip", installed.step or 0, "project"),
                 hint="leave this step out of the recipe, and name its packages in another one; or "
                 "--no-code, for the code of the image",
@@ -201,18 +211,19 @@ def refuse_projects_in_image(code: CodeFolder, recipe: Target) -> None:
 
 
 def refuse_shadowed_code(code: CodeFolder, recipe: Target, sif: Path | None) -> None:
-    """Refuse code with a project that the image has installed in another folder.
+    """Refuse code that contains a project which the image has installed in another folder.
 
-    Python would import the image's copy of the project, and ignore the user's changes without a message.
+    Python would import the copy in the image, and ignore the user's changes without a message.
 
     Parameters
     ----------
-    sif : the image, if this machine has it. Without it, the projects that `recipe` installs are compared.
+    sif : the image if it is on this machine. With None, the code is compared with the projects that `recipe`
+        installs.
 
     Raises
     ------
-    UsageError : the job would run the image's copy. The error names the recipe's line if it is known, and
-        what to write there.
+    UsageError : the job would run the copy in the image. The error names the line of the recipe if it is
+        known, and what to write there.
     """
     _refuse_shadowed_projects(code.projects, f"--code {code.folder}", recipe, sif)
 
@@ -220,8 +231,8 @@ def refuse_shadowed_code(code: CodeFolder, recipe: Target, sif: Path | None) -> 
 def refuse_shadowed_bind(job: Job, sif: Path | None) -> None:
     """Refuse a project that ``--bind`` mounts below ``/workspace`` if the image has it in another folder.
 
-    As in `refuse_shadowed_code`, Python would import the image's copy and ignore the mounted one. A mount
-    whose source is only on the nodes cannot be checked here.
+    As with `refuse_shadowed_code`, Python would import the copy in the image and ignore the mounted project.
+    If the source of a mount is only on the nodes, the mount is not checked.
     """
     for bind in with_targets(job.container.binds):
         source, target = bind.split(":")[:2]
@@ -238,13 +249,14 @@ def _refuse_shadowed_projects(
 ) -> None:
     """Raise UsageError for a project of the code that the image has installed in another folder.
 
-    Python would import the image's copy, and ignore the user's changes without a message.
+    Python would import the copy in the image, and ignore the user's changes without a message.
 
     Parameters
     ----------
     projects : the projects in the code, with the folders in which the job sees them.
     flag : the flag that names the code, for the error: ``--code /home/me/project``.
-    sif : the image, or None if this machine does not have it. Then only the projects of `recipe` are known.
+    sif : the image, or None if this machine does not have it. With None, only the projects that `recipe`
+        installs are known.
     """
     if sif is None:
         installed_projects = recipe.projects
@@ -252,17 +264,17 @@ def _refuse_shadowed_projects(
         installed_projects = baked.read_projects(sif, _top_project_name(projects))
     for project in projects:
         for installed in installed_projects:
-            # Without a folder, pip has copied the installed project to site-packages.
+            # An installed project without a folder is a copy in site-packages.
             is_elsewhere = not installed.folder or installed.folder != project.folder
             if installed.name == project.name and is_elsewhere:
                 raise _unused_project_error(project, installed, flag, recipe)
 
 
 def _top_project_name(projects: Sequence[InstalledProject]) -> str:
-    """Return the name of the project at the top of the code, or of the project of which the code is a part.
+    """Return the name of the project to which the top folder of the code belongs, or "" if there is none.
 
-    A project in a folder further down, such as ``/workspace/libs/a``, does not count. The result is "" if
-    there is neither.
+    The top folder is the project itself, or a part of a project whose pyproject.toml is in a parent folder. A
+    project in a subfolder, such as ``/workspace/libs/a``, does not count.
     """
     for project in projects:
         if project.folder in ("", f"/{WORKSPACE}"):
@@ -273,10 +285,15 @@ def _top_project_name(projects: Sequence[InstalledProject]) -> str:
 def _unused_project_error(
     project: InstalledProject, installed: InstalledProject, flag: str, recipe: Target
 ) -> UsageError:
-    """Return the error for a `project` of the code that the image has `installed` in another folder.
+    """Return the error for a project of the code that the image has installed in another folder.
 
-    Python would run the image's copy. The hint says which ``editable`` folder the recipe must name, so that
-    the installed package is the run's copy of the code.
+    Python would run the copy in the image. The hint names the ``editable`` folder to set in the recipe, so
+    that the installed package is the run's copy of the code.
+
+    Parameters
+    ----------
+    project : the project in the code.
+    installed : the same project, as the image has it.
     """
     title = f"the project {project.name}" if project.name else "a project without a name"
     folder = project.folder or f"/{WORKSPACE}"
@@ -301,9 +318,9 @@ def _unused_project_error(
 
 
 def _pip_step(installed: InstalledProject, recipe: Target) -> int | None:
-    """Return the index in the recipe's ``image.pip`` of the step that installs the project.
+    """Return the index of the step in the recipe's ``image.pip`` that installs the project.
 
-    The result is None if neither the recipe nor the image's record names a step.
+    The result is None if neither the recipe nor the image's record names the step.
     """
     for project in (*recipe.projects, installed):
         if project.name == installed.name and project.step is not None:
@@ -312,10 +329,10 @@ def _pip_step(installed: InstalledProject, recipe: Target) -> int | None:
 
 
 def image_code_notice(job: Job) -> str:
-    """Return a warning about code in the image that the job does not use.
+    """Return a warning about code in the image that the job does not use, or "" if there is none.
 
-    The recipe has copied it below ``/workspace``, where the run's copy of ``--code`` is mounted over it. The
-    result is empty if the recipe copies nothing there.
+    A recipe can copy code to a path below ``/workspace``. The job mounts the run's copy of ``--code`` there,
+    which hides the code in the image.
     """
     recipe = job.recipe
     for index, target in enumerate(recipe.copies):
@@ -327,10 +344,10 @@ def image_code_notice(job: Job) -> str:
 
 
 def left_out_notice(code: CodeFolder, image: Path | None) -> str:
-    """Return one line about files that stay out of the code although the job may need them.
+    """Return a one-line notice about files that are not sent although the job may need them, or "".
 
-    These are files and folders of more than 1 MB, and files that the image has in the folder of the code. The
-    result is empty if there are no such files.
+    These are files and folders of more than 1 MB, and files that the image has at the same path in
+    ``/workspace``. The hint suggests to list their folders as data.
 
     Parameters
     ----------
@@ -346,19 +363,21 @@ def left_out_notice(code: CodeFolder, image: Path | None) -> str:
             names.append(name)
     if not names:
         return ""
+    # Suggest the folder of a file, or the entry itself if it is at the top of the code.
     folders = [posixpath.dirname(name) or name for name in names]
-    unique_folders = list(dict.fromkeys(folders))  # in order
+    unique_folders = list(dict.fromkeys(folders))  # each folder once, in the original order
     data = json.dumps(unique_folders[:_MAX_NAMES], ensure_ascii=False)
     return f"not sent: {sources.describe_left_out(names)}; if the job reads it: data = {data} in imgkit.toml"
 
 
 def _names_in_image(image: Path) -> frozenset[str]:
-    """Return the paths of the files below ``/workspace`` in the image, such as ``workspace/data/a.bin``.
+    """Return the paths of the files that the image has in ``/workspace``, such as ``workspace/data/a.bin``.
 
-    The result is empty if no program on this machine can read the image.
+    If no program on this machine can read the image, the result is empty.
     """
     names = set()
     with contextlib.suppress(CheckFailed, ToolFailed, ToolMissing, UsageError):
+        # A .sif can have overlays beside its root partition.
         for squashfs in unsquash.open_squashfs(image):
             for file in squashfs.list_files(WORKSPACE):
                 # unsquashfs prints a symlink as "NAME -> TARGET".
@@ -367,7 +386,7 @@ def _names_in_image(image: Path) -> frozenset[str]:
 
 
 def _looks_like_data(folder: Path, name: str) -> bool:
-    """Return whether a file or folder that stays out of the code has more than 1 MB and looks like data.
+    """Return whether a file or folder that is not sent is larger than 1 MB and looks like data.
 
     Run folders, images, archives of imgkit, caches and virtual environments do not look like data.
     """
@@ -383,14 +402,14 @@ def _looks_like_data(folder: Path, name: str) -> bool:
 
 
 def _is_larger_than(path: Path, limit_bytes: int) -> bool:
-    """Return whether a file or the files of a folder have more than `limit_bytes` together."""
+    """Return whether a file, or all files in a folder together, are larger than `limit_bytes`."""
     size_bytes = 0
     with contextlib.suppress(OSError):  # a file was removed meanwhile
         size_bytes = path.lstat().st_size
         for parent, _, file_names in os.walk(path):
             for file_name in file_names:
                 size_bytes += Path(parent, file_name).lstat().st_size
-                if size_bytes > limit_bytes:  # a data set can have millions of files
+                if size_bytes > limit_bytes:  # stop early, because a data set can have millions of files
                     return True
     return size_bytes > limit_bytes
 
@@ -398,18 +417,18 @@ def _is_larger_than(path: Path, limit_bytes: int) -> bool:
 def _list_folder(
     folder: Path, allow: Sequence[str], data: Iterable[str]
 ) -> tuple[list[CodeFile], tuple[str, ...]]:
-    """Return the entries of `folder` that go to the nodes, and the names of the ignored entries.
+    """Return the entries of `folder` that are sent to the nodes, and the names of the ignored entries.
 
-    In the list, a folder comes before its content.
+    In the list, each folder comes before its content.
 
     Parameters
     ----------
-    allow : names of files that are sent even though such files usually hold secrets.
-    data : patterns, as in .gitignore, of the folders of data. They are sent separately from the code.
+    allow : names of files that are sent although such files usually contain secrets.
+    data : patterns, as in .gitignore, that match the folders of data. They are sent separately from the code.
 
     Raises
     ------
-    UsageError : a file cannot be read or usually holds a secret, or is a device, socket or pipe.
+    UsageError : a file cannot be read, usually contains a secret, or is a device, socket or pipe.
     """
     patterns = [*data, *(f"!{name}" for name in allow)]  # "!" un-ignores a name, as in .gitignore
     try:
@@ -431,7 +450,7 @@ def _list_folder(
 
 
 def _secret_files_error(folder: Path, names: Sequence[str]) -> UsageError:
-    """Return the error for files of the code that seem to hold secrets, by their names or content."""
+    """Return the error for files of the code that seem to contain secrets, by their names or content."""
     shown_names = ", ".join(names[:_MAX_SECRET_FILES])
     if len(names) > _MAX_SECRET_FILES:
         shown_names += " ..."
@@ -443,7 +462,7 @@ def _secret_files_error(folder: Path, names: Sequence[str]) -> UsageError:
 
 
 def _describe_file(source: sources.SourceEntry) -> CodeFile:
-    """Return the description of a file, folder or link of the code. A link is not followed.
+    """Return the description of a file, folder or link in the code. A link is not followed.
 
     Raises
     ------
@@ -472,10 +491,10 @@ def _describe_file(source: sources.SourceEntry) -> CodeFile:
 
 
 def _list_git_files(folder: Path) -> Collection[str] | None:
-    """Return the paths below `folder` that git tracks or does not ignore.
+    """Return the paths below `folder` that git tracks or does not ignore, or None if git cannot tell.
 
-    The result is None if git is not installed, if `folder` is in no repository, or if git ignores all of it:
-    the user has named such a folder on purpose, so its files are sent although git lists none.
+    The result is None if git is not installed or if `folder` is in no repository. It is also None if git
+    ignores the whole folder. The user has named such a folder on purpose, so all of its files are sent.
     """
     argv = (*process.GIT, "-C", str(folder), "ls-files", "--cached", "--others", "-z", "--exclude-standard")
     try:
@@ -489,7 +508,7 @@ def _list_git_files(folder: Path) -> Collection[str] | None:
             continue
         names.append(name)
         path = folder / name
-        # Git lists a repository inside this one as a folder, without its files.
+        # For a repository inside this one, git lists only the folder, without its files.
         if path.is_dir() and not path.is_symlink():
             nested_names = _list_git_files(path) or ()
             names += [f"{name}/{nested}" for nested in nested_names]
@@ -497,10 +516,10 @@ def _list_git_files(folder: Path) -> Collection[str] | None:
 
 
 def _git_state(folder: Path) -> tuple[str, bool]:
-    """Return what ``git describe`` prints for `folder`, and whether all of the folder is committed.
+    """Return what ``git describe`` prints for `folder`, and whether all changes in the folder are committed.
 
-    ``("v1.2-3-g3f2a91c", True)`` is an example. The result is ``("", False)`` if git is not installed or
-    `folder` is in no repository.
+    For example, the result is ``("v1.2-3-g3f2a91c", True)``. If git is not installed or `folder` is in no
+    repository, the result is ``("", False)``.
     """
     git = (*process.GIT, "-C", folder)
     try:
@@ -515,14 +534,15 @@ def _git_state(folder: Path) -> tuple[str, bool]:
 
 
 def _refuse_large(folder: Path, entries: Sequence[CodeFile]) -> None:
-    """Raise LargeContext for code of more than `LARGE_BYTES` or `MANY_FILES`, which may contain data.
+    """Raise LargeContext if the code exceeds `LARGE_BYTES` or `MANY_FILES`, because it may contain data.
 
-    The error names the three top-level entries with the most bytes or files, because data that is in the code
-    by mistake is most often one folder.
+    The error names the three largest entries at the top of the folder, by their size or their number of
+    files. Data that is in the code by mistake is usually in one of these entries.
     """
     sizes = collections.Counter[str]()
     counts = collections.Counter[str]()
     for entry in entries:
+        # The first part of the path is the entry at the top of the folder.
         top_name = entry.name.partition("/")[0]
         sizes[top_name] += entry.size_bytes
         if entry.kind == "file":
@@ -530,6 +550,7 @@ def _refuse_large(folder: Path, entries: Sequence[CodeFile]) -> None:
     if sizes.total() > LARGE_BYTES:
         total = size_text(sizes.total())
         largest = sizes.most_common(_MAX_NAMES)
+        # Small entries are not named, because they are not the reason.
         top_entries = [f"{name} {size_text(size)}" for name, size in largest if size > _DATA_BYTES]
     elif counts.total() > MANY_FILES:
         total = f"{counts.total():,} files"

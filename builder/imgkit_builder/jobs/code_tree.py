@@ -1,8 +1,8 @@
-"""Read a folder of code once, and write its content to the store of code or to the folder of a run.
+"""Read a folder of code once, and write its content to the store of code or to the run folder of a job.
 
-The content has a digest. The same files give the same digest, whatever their owners and times. The store
-has a read-only folder for each version of the code. It is named by the digest, and the code is in its folder
-`WORKSPACE`. Each run works in a copy of its own.
+The content has a digest. Equal files give an equal digest, whatever their owners and times are. The store has
+one read-only folder for each version of the code. The folder is named by the digest, and contains the code in
+its subfolder `WORKSPACE`. Each run works in a copy of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from imgkit_builder.base.progress import Reporter
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.system import WORKSPACE
 
-# Modification times of the code are spread over 2^29 seconds, which is 17 years. See `CodeTree._mtime_s`.
+# The modification times of code are spread over 2^29 seconds, which is 17 years. See `CodeTree._mtime_s`.
 _MTIME_RANGE_S = 1 << 29
 
 
@@ -54,7 +54,7 @@ class CodeTree:
         self.size_bytes = sum(file.size_bytes for file in self.files.values())
         self._digests = {}
         read_bytes = 0
-        # The 1 is the version of what is hashed: one line of fields for each entry, as below.
+        # Version 1 of the format that is hashed: one line of fields for each entry, as written below.
         tree_digest = hashlib.sha256(b"imgkit code 1\n")
         for name, file in self.files.items():
             if file.kind == "file":
@@ -69,9 +69,9 @@ class CodeTree:
         """
 
     def write(self, folder: Path) -> None:
-        """Write the code to the folder `WORKSPACE` in the new folder `folder`. The files are read-only.
+        """Write the code as read-only files to ``folder/WORKSPACE``, the form in which the store has it.
 
-        This is how the store has the code.
+        `folder` must not exist.
 
         Raises
         ------
@@ -81,9 +81,9 @@ class CodeTree:
         self._write_files(folder / WORKSPACE, writable=False)
 
     def write_copy(self, folder: Path) -> None:
-        """Write the code to `folder`, which must not exist. The owner can change the files.
+        """Write the code to `folder`, as the copy in which a run works. The owner can change the files.
 
-        This is the copy in which a run works.
+        `folder` must not exist.
 
         Raises
         ------
@@ -109,57 +109,59 @@ class CodeTree:
                 self._write_file(file, target, writable=writable)
 
     def _write_file(self, file: CodeFile, target: Path, *, writable: bool) -> None:
-        """Write the content of `file` to `target`, with a mode and a time that depend only on the content.
+        """Write the content of `file` to `target`, with a mode and a time that depend only on the file.
 
-        So an unchanged file has the same mode and time in each version of the code. Only then does
-        ``rsync --link-dest`` make a hard link to the file in an older folder, and does not send it again.
+        An unchanged file therefore has the same mode and time in each version of the code. ``rsync
+        --link-dest`` needs this: it then makes a hard link to the file of an older version, instead of
+        sending the file again.
         """
         with files.create_file(target) as stream:
             stream.writelines(self._unchanged_content(file))
         mode = 0o444
         if file.executable:
             mode |= 0o111
-        if writable:  # by its owner, in a run's copy; nobody may change a file of the store
+        if writable:  # the owner may write to a run's copy, but nobody to a file of the store
             mode |= 0o200
         target.chmod(mode)
         mtime_s = self._mtime_s(file.name)
         os.utime(target, (mtime_s, mtime_s))
 
     def _mtime_s(self, name: str) -> int:
-        """Return the modification time of a file, a number that depends on the file's content alone.
+        """Return the modification time of a file, a number that depends only on the file's content.
 
-        A fixed time for all files would not do. Python uses the bytecode in ``__pycache__`` if it records the
-        time and the size of the source file. With one time for all versions of a file, Python would run the
-        bytecode of an older version of the same size.
+        All files cannot have the same fixed time. Python runs the bytecode in ``__pycache__`` if the bytecode
+        records the time and the size of the source file. If all versions of a file had the same time, Python
+        would run the bytecode of an older version with the same size.
         """
-        # 8 hexadecimal digits are 32 bits of the digest, more than the range needs.
+        # 8 hexadecimal digits are 32 bits of the digest, which is more than the range needs.
         return files.MTIME_S + int(self._digests[name][:8], 16) % _MTIME_RANGE_S
 
     def _unchanged_content(self, file: CodeFile) -> Iterator[bytes]:
-        """Yield the bytes of a file in chunks, and check that the file is as the constructor read it.
+        """Yield the content of a file in chunks, and check that it is the content that the constructor read.
 
-        The last chunk is checked before it is yielded, so that no complete copy of a changed file is written.
+        The last chunk is checked before it is yielded. So a file that has changed is never written
+        completely.
 
         Raises
         ------
         UsageError : the file has grown, shrunk or changed.
         """
         digest = hashlib.sha256()
-        left_bytes = file.size_bytes
+        remaining_bytes = file.size_bytes
         with _translate_read_errors(file.source), files.open_regular(file.source, buffering=0) as stream:
             while True:
-                # One byte more than expected detects a file that grew.
-                chunk = stream.read(min(files.CHUNK_BYTES, left_bytes + 1))
+                # Reading one byte more than expected detects a file that has grown.
+                chunk = stream.read(min(files.CHUNK_BYTES, remaining_bytes + 1))
                 if not chunk:
                     break
                 digest.update(chunk)
-                left_bytes -= len(chunk)
-                if left_bytes < 0:
+                remaining_bytes -= len(chunk)
+                if remaining_bytes < 0:
                     raise _changed_error(file.source)
-                if left_bytes == 0 and digest.hexdigest() != self._digests[file.name]:
+                if remaining_bytes == 0 and digest.hexdigest() != self._digests[file.name]:
                     raise _changed_error(file.source)
                 yield chunk
-        if left_bytes:
+        if remaining_bytes:
             raise _changed_error(file.source)
 
 
@@ -178,7 +180,10 @@ def _sha256_of_file(file: CodeFile) -> str:
 
 @contextlib.contextmanager
 def _translate_read_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block into a UsageError that names the file."""
+    """Turn an OSError raised in the ``with`` block into a UsageError that names the file.
+
+    A file that no longer exists counts as changed, because imgkit has listed it before.
+    """
     try:
         yield
     except FileNotFoundError:
@@ -192,7 +197,7 @@ def _translate_read_errors(path: Path) -> Iterator[None]:
 
 
 def _changed_error(path: Path) -> UsageError:
-    """Return the error for a file that a program writes while imgkit reads it."""
+    """Return the error for a file that has changed while imgkit read it, because a program writes to it."""
     return UsageError(
         "it changed while imgkit read it",
         where=str(path),

@@ -1,7 +1,7 @@
-"""Add the folders and variables of the recipe and the request to a job's container.
+"""Add the folders and variables of the recipe and the request to the container of a job.
 
-Two kinds of values are refused: values that no runtime can use, and secrets that other users could read in
-the job script, in records or in argument lists.
+Two kinds of values are refused: values that no runtime can use, and secrets. Other users could read a secret
+in the job script, in records or in argument lists.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from imgkit_entrypoints.system import JOB_FOLDER, WORKSPACE
 
 
 def requested_image(request: JobRequest) -> str:
-    """Return the value of ``--image``, which is empty without the flag.
+    """Return the value of ``--image``, or "" without this flag.
 
     Raises
     ------
-    UsageError : the value has a control character.
+    UsageError : the value contains a control character.
     """
     image = request.container.image
     if re.search(r"[\x00-\x1f]", image):
@@ -44,12 +44,12 @@ def with_mounts_and_variables(job: Job, *, passes_names: bool) -> Job:
 
     Parameters
     ----------
-    passes_names : whether the job's system can pass a variable of ``--env NAME`` to the program without its
-        value in the job's script.
+    passes_names : whether the system can pass on a variable of ``--env NAME`` without writing its value into
+        the job's script.
 
     Raises
     ------
-    UsageError : a flag has a value that no runtime can use, or that cannot be kept secret.
+    UsageError : a flag has a value that no runtime can use, or that would not stay secret.
     """
     requested = job.request.container
     _refuse_code_flags(requested)
@@ -57,11 +57,12 @@ def with_mounts_and_variables(job: Job, *, passes_names: bool) -> Job:
     if runtime_of(job).has_container:
         workdir = _select_workdir(job.recipe, requested)
     secret_file = _path_on_nodes(job, "--secret-file", job.request.launch.secret_file)
-    # `env` has the variables whose values the script may show. `names` has the variables of --env NAME.
+    # `env` contains variables whose values may appear in the script. `names` contains the variables of --env
+    # NAME, whose values may not.
     job = job.with_container(
         binds=_all_mounts(job, secret_file),
         workdir=workdir,
-        env=dict(split_variable(text) for text in requested.env if "=" in text),
+        env=dict(split_variable(assignment) for assignment in requested.env if "=" in assignment),
         names=_secret_variable_names(requested, passes_names),
         env_file=_path_on_nodes(job, "--env-file", requested.env_file),
     )
@@ -71,7 +72,10 @@ def with_mounts_and_variables(job: Job, *, passes_names: bool) -> Job:
 
 
 def _secret_and_folder_settings(job: Job, secret_file: str) -> dict[str, str]:
-    """Return the variables that tell the node agent about the run's secret and the job's folder."""
+    """Return the variables that pass the run's secret and the job's folder to the node agent.
+
+    The node agent is imgkit's process on each node. The nodes of a run recognize each other by the secret.
+    """
     settings = {}
     if secret_file:
         settings[SECRET_FILE] = secret_file
@@ -79,10 +83,11 @@ def _secret_and_folder_settings(job: Job, secret_file: str) -> dict[str, str]:
         settings["IMGKIT_REQUIRE_SECRET"] = "1"  # noqa: S105 - a switch
     runtime = runtime_of(job)
     starts_in_job_folder = not job.container.workdir
-    if not runtime.has_container:  # then a command with code starts in the run's copy of it
+    if not runtime.has_container:  # then a command with code starts in the run's copy of the code
         starts_in_job_folder = job.request.container.code is None
     if not starts_in_job_folder and not runtime.is_isolated:
-        # In another working directory, the node agent cannot take its current folder for that of the job.
+        # By default, the node agent takes its working directory for the job's folder. Here, the command
+        # starts in another folder.
         settings[JOB_FOLDER] = str(job.directory)
     return settings
 
@@ -100,14 +105,14 @@ def _refuse_code_flags(requested: ContainerRequest) -> None:
 def _select_workdir(recipe: Target, requested: ContainerRequest) -> str:
     """Return the folder of the container in which the command starts, or "" for the job's folder.
 
-    Without ``--workdir``, the command starts in the run's copy of its code. Without code, it starts in the
-    folder that the recipe states.
+    ``--workdir`` chooses the folder. Without this flag, the command starts in the run's copy of its code.
+    Without code, it starts in the folder that the recipe sets.
 
     Raises
     ------
-    UsageError : the value of ``--workdir`` cannot be a folder of a container.
+    UsageError : the value of ``--workdir`` cannot be a folder in a container.
     """
-    if requested.workdir == ".":  # overrides the folder that the recipe states
+    if requested.workdir == ".":  # the job's folder, even if the recipe sets another one
         return ""
     faults = list(rules.image_path(requested.workdir)) if requested.workdir else []
     if faults:
@@ -120,8 +125,8 @@ def _select_workdir(recipe: Target, requested: ContainerRequest) -> str:
 def refuse_secrets(recipe: Target, request: JobRequest) -> None:
     """Raise UsageError for a secret, such as a token, in the command, the recipe's options or a flag.
 
-    Other users can read these values in the job script, in records and in argument lists. The value of
-    ``--env`` is not checked here, but by `split_variable`.
+    Other users could read it in the job script, in records and in argument lists. The value of ``--env`` is
+    not checked here, because `split_variable` checks it.
     """
     system = recipe.system
     _refuse_secret(request.launch.command, where="COMMAND")
@@ -137,7 +142,12 @@ def refuse_secrets(recipe: Target, request: JobRequest) -> None:
 
 
 def _refuse_secret(arguments: Sequence[str], *, where: str) -> None:
-    """Raise UsageError if one of `arguments` is a secret, such as a token. `where` says who sets them."""
+    """Raise UsageError if one of `arguments` is a secret, such as a token.
+
+    Parameters
+    ----------
+    where : the flag or the line of the recipe that contains the arguments, for the error.
+    """
     kind = secret_patterns.find_secret_argument(arguments)
     if kind:
         raise UsageError(
@@ -149,13 +159,17 @@ def _refuse_secret(arguments: Sequence[str], *, where: str) -> None:
 
 
 def _secret_variable_names(requested: ContainerRequest, passes_names: bool) -> tuple[str, ...]:
-    """Return the variables of ``--env NAME``, whose values no script or argument list may show.
+    """Return the names of ``--env NAME``, whose values must not appear in a script or an argument list.
+
+    Parameters
+    ----------
+    passes_names : whether the system can pass on a variable without showing its value.
 
     Raises
     ------
-    UsageError : a name is not valid, or the system has no way to hide the values.
+    UsageError : a name is not valid, or the system cannot pass on a variable without showing its value.
     """
-    names = [text for text in requested.env if "=" not in text]
+    names = [variable for variable in requested.env if "=" not in variable]
     for name in names:
         _check_name(name, name)
     if names and not passes_names:
@@ -168,14 +182,14 @@ def _secret_variable_names(requested: ContainerRequest, passes_names: bool) -> t
 
 
 def split_variable(text: str) -> tuple[str, str]:
-    """Return the name and the value of ``NAME=VALUE``, a value of ``--env``.
+    """Return the name and the value of a variable of ``--env``: ``NAME=VALUE`` or ``NAME``.
 
-    The value of ``NAME`` alone is empty. A secret is refused, because the value becomes an argument of a
-    command, which all users of a node can read.
+    The value of ``NAME`` alone is empty. A value that looks like a secret is refused, because it becomes an
+    argument of a command, which all users of a node can read.
 
     Raises
     ------
-    UsageError : the name is not valid, or the value looks like a secret or has control characters.
+    UsageError : the name is not valid, or the value looks like a secret or contains control characters.
     """
     name, equals_sign, value = text.partition("=")
     _check_name(name, text)
@@ -196,11 +210,11 @@ def split_variable(text: str) -> tuple[str, str]:
 
 
 def _check_name(name: str, text: str) -> None:
-    """Raise UsageError if `name` is not the name of a variable.
+    """Raise UsageError if `name` is not a valid name of a variable.
 
     Parameters
     ----------
-    text : the value of ``--env`` that the message shows, with secrets masked.
+    text : the complete value of ``--env``. The message shows it with secrets masked.
     """
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         masked = secret_patterns.mask_secrets(text)
@@ -208,17 +222,17 @@ def _check_name(name: str, text: str) -> None:
 
 
 def _path_on_nodes(job: Job, flag: str, file: Path | None) -> str:
-    """Return the path of `file` on the nodes, or "" if the flag is not used.
+    """Return the path of `file` on the nodes, or "" if the flag is not given.
 
-    A relative path is below the job's folder.
+    A relative path is relative to the job's folder.
 
     Parameters
     ----------
-    flag : the flag whose value is `file`. Messages name it.
+    flag : the flag whose value is `file`, for error messages.
 
     Raises
     ------
-    UsageError : the path has a character that a job script cannot contain.
+    UsageError : the path contains a character that is not allowed in a job script.
     """
     if file is None:
         return ""
@@ -228,7 +242,8 @@ def _path_on_nodes(job: Job, flag: str, file: Path | None) -> str:
 def _all_mounts(job: Job, secret_file: str) -> tuple[str, ...]:
     """Return the mounts of the recipe, of ``--bind`` and of the secret's file, in this order.
 
-    The secret's file is mounted only if it is not in the job's folder, which each container mounts.
+    Each container mounts the job's folder anyway. So the secret's file is mounted only if it is outside of
+    that folder.
 
     Raises
     ------
@@ -251,7 +266,7 @@ def _all_mounts(job: Job, secret_file: str) -> tuple[str, ...]:
 
 
 def _refuse_hidden_code(binds: Sequence[str]) -> None:
-    """Raise UsageError if one of `binds` would be mounted at ``/workspace``, over the run's copy of its code.
+    """Raise UsageError if a mount at ``/workspace`` would hide the run's copy of its code.
 
     The job would then run other code than the user has sent.
     """

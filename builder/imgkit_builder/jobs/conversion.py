@@ -1,6 +1,6 @@
-"""Submit jobs to this machine's scheduler that make an image file on a node.
+"""Submit jobs that create an image file on a node, to this machine's scheduler.
 
-Such a job runs ``imgkit sif`` or ``imgkit build`` in a queue that the recipe's ``queue.sif`` names.
+Such a job runs ``imgkit sif`` or ``imgkit build`` in the queue that the recipe sets under ``queue.sif``.
 """
 
 from __future__ import annotations
@@ -44,18 +44,19 @@ def prepare_conversion(
 ) -> PreparedJob:
     """Return the job that converts `archive` to a .sif or .sqsh on a node. Nothing is written or run.
 
-    The job's command is ``imgkit sif``.
+    The command of the job is ``imgkit sif``.
 
     Parameters
     ----------
     archive : an archive or an OCI folder, on a file system that the nodes share.
     output : the file to write. The default is NAME.sif or NAME.sqsh in the job's folder.
-    options : how the image is packed. The recipe's system decides about the compression ``auto``.
+    options : how the image is packed. The compression ``auto`` is replaced by the one that the recipe's
+        system sets.
     verbose : whether the command of the job gets ``--verbose``.
 
     Raises
     ------
-    UsageError : nothing names a system that has a queue for the job, or a value is not valid.
+    UsageError : no system with a queue for the job is named anywhere, or a value is not valid.
     """
     refuse_format(output, options)
     archive = Path(archive)
@@ -69,7 +70,7 @@ def prepare_conversion(
         arguments += ("--verbose",)
     command = ("imgkit", "sif", str(archive.absolute()), "-o", str(image), *arguments)
     warning = ""
-    # The recipe's own jobs could not start the file: pyxis, for example, takes only a .sqsh.
+    # Jobs of the recipe could not start a .sif if their runtime takes only a .sqsh, as pyxis does.
     if options.format == "sif" and runtimes.get_runtime(runtime.kind).image_suffix == ".sqsh":
         warning = f"{recipe.title} starts images by {runtime.kind}, which takes no .sif: --format sqsh"
     return _prepare_job(recipe, request, image, command, warning=warning)
@@ -78,13 +79,13 @@ def prepare_conversion(
 def _packing_arguments(image: Path, options: Options) -> Argv:
     """Return the arguments of ``imgkit sif`` for `options`, such as ``("--compression", "zstd")``.
 
-    The format is left out if the suffix of `image` already names it.
+    The format is left out if the suffix of `image` implies it.
     """
     arguments = flags.option_arguments(Options, options)
     if image.suffix != f".{options.format}":
         arguments += ("--format", options.format)
     if options.unpack_limit_bytes is not None:
-        arguments += ("--unpack-limit", str(options.unpack_limit_bytes / 1e9))  # the flag is in GB
+        arguments += ("--unpack-limit", str(options.unpack_limit_bytes / 1e9))  # the unit of the flag is GB
     return arguments
 
 
@@ -95,19 +96,20 @@ def prepare_build(
     *,
     verbose: bool = False,
 ) -> PreparedJob:
-    """Return the job that builds the image of `recipe` on a node as a .sif. Nothing is written or run.
+    """Return the job that builds the image of `recipe` as a .sif on a node. Nothing is written or run.
 
-    The job's command is ``imgkit build --with apptainer``.
+    The command of the job is ``imgkit build --with apptainer``.
 
     Parameters
     ----------
-    recipe : a shipped name or a recipe's file. Its system takes the job, unless `request` names another one.
-    build : the flags of ``imgkit build`` that the job's command repeats.
+    recipe : a shipped name or a recipe's file. Its system takes the job, unless `request` names another
+        system.
+    build : the flags of ``imgkit build`` that are passed on to the job's command.
     verbose : whether the command of the job gets ``--verbose``.
 
     Raises
     ------
-    UsageError : the system has no queue for the job or starts no .sif, or a value is not valid.
+    UsageError : the system has no queue for the job or cannot start a .sif, or a value is not valid.
     """
     target = targets.load_target(request.system or recipe)
     kind = target.system.runtime.kind
@@ -119,7 +121,7 @@ def prepare_build(
         )
     file = Path(recipe)
     source = str(recipe)
-    if file.suffix in RECIPE_SUFFIXES:  # any other text is the name of a recipe, which must not become a path
+    if file.suffix in RECIPE_SUFFIXES:  # any other text is the name of a recipe, and must stay as it is
         source = str(file.absolute())
     image = request.directory.absolute() / (build.output or f"{file.stem}.sif")
     arguments = flags.option_arguments(SifBuildRequest, dataclasses.replace(build, output=None))
@@ -130,11 +132,11 @@ def prepare_build(
 
 
 def submit_conversion(prepared: PreparedJob, report: Reporter) -> SubmittedJob:
-    """Submit a job of `prepare_conversion` or `prepare_build` on this machine, and save its record.
+    """Submit a job of `prepare_conversion` or `prepare_build` on this machine, and return its saved record.
 
     Raises
     ------
-    UsageError : this machine lacks the job's folder, or what it makes the image from.
+    UsageError : this machine does not have the job's folder, or the files from which the image is created.
     ToolMissing : the scheduler's command is not on PATH.
     ToolFailed : the scheduler refused the job. The error quotes the scheduler's message.
     """
@@ -150,9 +152,9 @@ def submit_conversion(prepared: PreparedJob, report: Reporter) -> SubmittedJob:
 def _prepare_job(
     recipe: Target, request: SubmitRequest, image: Path, command: Argv, *, warning: str = ""
 ) -> PreparedJob:
-    """Return the job that makes `image` by `command` on the system of `recipe`, with its script."""
+    """Return the job that creates `image` by `command` on the system of `recipe`, with its script."""
     values = dataclasses.asdict(request)
-    del values["system"]  # a JobRequest has no such field, and `recipe` has the system
+    del values["system"]  # a JobRequest has no such field: `recipe` determines the system
     job = resolve_conversion(recipe, JobRequest.of(**values, command=command), image)
     job = job.with_warning(warning)
     return PreparedJob(job=job, script=systems.get_system(job.system).conversion_script(job))
@@ -161,13 +163,14 @@ def _prepare_job(
 def _load_archive_recipe(archive: Path, request: SubmitRequest) -> Target:
     """Return the recipe whose system takes the job that converts `archive`.
 
-    It is the recipe of ``--system``, or else the one with which imgkit built the image in the archive.
+    ``--system`` names the recipe. Otherwise it is the recipe with which imgkit built the image in the
+    archive.
 
     Raises
     ------
-    UsageError : there is no such archive or recipe, or nothing names a system.
+    UsageError : there is no such archive or recipe, or no system is named anywhere.
     """
-    if str(archive) == "-":  # the image on standard input
+    if str(archive) == "-":  # "-" means the image on standard input
         hint = "a job has no standard input: save the image as an archive first"
         raise UsageError("--submit cannot be combined with -", where="--submit", hint=hint)
     if request.system:
@@ -181,10 +184,10 @@ def _load_archive_recipe(archive: Path, request: SubmitRequest) -> Target:
 
 
 def _refuse_missing_files(job: Job) -> None:
-    """Raise UsageError if this machine lacks the job's folder, or the files of which the job makes an image.
+    """Raise UsageError if the job's folder, or a file from which the job creates an image, is missing.
 
-    They are an archive, or a recipe and the file of a base image that ``--base-from`` names. The nodes share
-    this machine's file system, so the job would fail as well.
+    These files are an archive, or a recipe and the base image of ``--base-from``. The nodes share the file
+    system of this machine, so the job would fail as well.
     """
     if not job.directory.is_dir():
         raise UsageError(f"no folder {job.directory}", where="--directory")
@@ -193,7 +196,7 @@ def _refuse_missing_files(job: Job) -> None:
     if verb == "sif":
         _refuse_missing_archive(Path(source))
         return
-    load(source)  # raises if there is no such recipe
+    load(source)  # raises an error if there is no such recipe
     if "--base-from" not in arguments:
         return
     base = arguments[arguments.index("--base-from") + 1]

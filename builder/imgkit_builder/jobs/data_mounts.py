@@ -1,7 +1,7 @@
-"""Mount the folders of data of a request into its job.
+"""Mount the data folders of a request into its job.
 
-Data comes from a folder of this machine, from a path of the cluster, or from a repository of the Hugging Face
-hub. If it is mounted below the run's code, the code gets an empty folder as the mount point.
+Data comes from a folder of this machine, from a path on the cluster, or from a repository on the Hugging Face
+hub. If it is mounted inside the run's copy of the code, that copy gets an empty folder as the mount point.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from imgkit_entrypoints.system import WORKSPACE
 
 
 def list_folders(request: JobRequest) -> tuple[DataFolder, ...]:
-    """Return the folders of data in the request that are on this machine, with lists of their files.
+    """Return the data folders of the request that are on this machine, with lists of their files.
 
-    Paths of the cluster are left out. A repository of the Hugging Face hub that this machine has not
-    downloaded yet is returned without files; `download` downloads it.
+    Paths on the cluster are left out. A repository of the Hugging Face hub that this machine has not
+    downloaded yet is returned without files, and `download` downloads it later.
 
     Raises
     ------
@@ -46,7 +46,7 @@ def list_folders(request: JobRequest) -> tuple[DataFolder, ...]:
 
 
 def download(folders: Iterable[DataFolder], request: JobRequest, report: Reporter) -> tuple[DataFolder, ...]:
-    """Download the repositories of the hub that this machine lacks, and return `folders` with their files.
+    """Return `folders` with their files, after downloading repositories of the hub that are missing here.
 
     Raises
     ------
@@ -56,21 +56,22 @@ def download(folders: Iterable[DataFolder], request: JobRequest, report: Reporte
     for data_folder in folders:
         if data_folder.files:
             complete.append(data_folder)
-        else:  # a repository of the hub that this machine lacks
+        else:  # a repository of the hub that this machine does not have yet
             complete.append(hub.download(data_folder.spec, request.project_folder, report))
     return tuple(complete)
 
 
 def with_data(job: Job, folders: Iterable[DataFolder], store: str = "") -> Job:
-    """Return `job` with its folders of data mounted read-only at the paths that the request names.
+    """Return `job` with its data folders mounted read-only at the paths that the request names.
 
-    ``data/letters`` is seen at ``/workspace/data/letters``, and ``/gpfs/letters:/data`` at ``/data``.
+    For example, the item ``data/letters`` is mounted at ``/workspace/data/letters``, and
+    ``/gpfs/letters:/data`` at ``/data``.
 
     Parameters
     ----------
-    folders : the folders of data that are on this machine, as `list_folders` returns them.
-    store : the folder on the nodes with copies of `folders`. If it is empty, the folders are mounted from
-        this machine's paths.
+    folders : the data folders that are on this machine, as `list_folders` returns them.
+    store : the folder on the nodes that contains copies of `folders`. If it is empty, the folders are mounted
+        from their paths on this machine.
 
     Raises
     ------
@@ -83,26 +84,27 @@ def with_data(job: Job, folders: Iterable[DataFolder], store: str = "") -> Job:
         sources[data_folder.spec] = quoting.check_flag_value("data", path)
     mounts = []
     for data_spec in specs:
-        # A path of the cluster is not among `folders`, and is its own source.
+        # A path on the cluster is not among `folders`, and is mounted from that path itself.
         mount = DataMount(source=sources.get(data_spec, data_spec.source), target=data_spec.target)
         _refuse_unmountable(job, data_spec, mount)
         mounts.append(mount)
+    # Data of the Hugging Face hub is found through variables.
     if any(data_spec.hub for data_spec in specs):
         job = _with_hub_variables(job)
     return job.with_container(data=tuple(mounts))
 
 
 def _with_hub_variables(job: Job) -> Job:
-    """Return `job` with the variables by which its command finds the hub's repositories without internet.
+    """Return `job` with variables that let huggingface_hub find downloaded data without internet access.
 
-    The user's own values of these variables take precedence in a container.
+    In a container, the user's own values of these variables take precedence.
     """
     runtime = runtime_of(job)
     workspace = f"/{WORKSPACE}" if runtime.mounts_folders else job.workspace
     home = f"{workspace}/{spec.HUB_HOME}"
     # A system can set HF_HUB_CACHE, which huggingface_hub prefers to HF_HOME.
     variables = {"HF_HOME": home, "HF_HUB_CACHE": f"{home}/hub", "HF_HUB_OFFLINE": "1"}
-    if not runtime.has_container:  # the shell replaces $IMGKIT_RUN_DIR in settings
+    if not runtime.has_container:  # only in settings does the shell replace $IMGKIT_RUN_DIR
         return dataclasses.replace(job, settings={**job.settings, **variables})
     return job.with_container(env={**variables, **job.container.env})
 
@@ -110,8 +112,8 @@ def _with_hub_variables(job: Job) -> Job:
 def _refuse_unmountable(job: Job, data_spec: DataSpec, mount: DataMount) -> None:
     """Raise UsageError if the job's command could not see the data at the path that `data_spec` names.
 
-    A container mounts the data there. Without a container or in a pod, a link in the run's copy of the code
-    takes the place of the mount, so the path must be in the code.
+    A container mounts the data at that path. In a pod, or without a container, a link in the run's copy of
+    the code leads to the data instead. So in these two cases, the path must be inside the code.
     """
     runtime = runtime_of(job)
     if data_spec.hub and job.request.container.code is None:
@@ -131,10 +133,10 @@ def _refuse_unmountable(job: Job, data_spec: DataSpec, mount: DataMount) -> None
 
 
 def _refuse_unlinkable_in_pods(job: Job, mount: DataMount, name: str) -> None:
-    """Raise UsageError if a job in pods cannot see the data `name` by a link in its copy of the code.
+    """Raise UsageError if a link in the run's copy of the code cannot lead pods to the data `name`.
 
-    Pods mount no folder of this machine. But a remote that stores the files of pods on their volume has the
-    data, too, and the run's copy of the code gets a link to it.
+    Pods mount no folder of this machine. Only if a remote stores the files of the pods on their volume can
+    the pods reach the data. The run's copy of the code then gets a link to it.
     """
     has_copy = job.run_folder and job.request.container.code is not None
     if not has_copy or not is_in_code(mount.target) or "$" in mount.source:
@@ -146,9 +148,9 @@ def _refuse_unlinkable_in_pods(job: Job, mount: DataMount, name: str) -> None:
 
 
 def _refuse_unlinkable_on_host(job: Job, mount: DataMount, name: str) -> None:
-    """Raise UsageError if a job without a container cannot see the data `name` by a link in its code.
+    """Raise UsageError if a job without a container could not see the data `name` through a link.
 
-    Nothing can be mounted without a container, so the run's copy of the code gets a link to the data.
+    Without a container, nothing can be mounted. The run's copy of the code gets a link to the data instead.
     """
     if not is_in_code(mount.target):
         raise UsageError(
@@ -173,13 +175,14 @@ done
 
 
 def refuse_missing(request: JobRequest, machine: str, run_script: RunScript) -> None:
-    """Raise UsageError if a folder of data on the cluster is missing, or if the user cannot read it.
+    """Raise UsageError if a data folder on the cluster is missing, or if the user may not read it.
 
-    Paths with a variable of the site are not checked, because only the nodes know the variable.
+    A path with a variable of the site, such as ``$SCRATCH``, is not checked, because only the nodes know the
+    variable.
 
     Parameters
     ----------
-    machine : the name of the machine that submits the job. Messages contain it.
+    machine : the name of the machine that submits the job, for error messages.
     run_script : runs a script of sh on that machine.
     """
     paths = []
@@ -202,40 +205,46 @@ def refuse_missing(request: JobRequest, machine: str, run_script: RunScript) -> 
 
 
 def is_in_code(target: str) -> bool:
-    """Return whether a path in the container is below ``/workspace``, the run's copy of its code."""
+    """Return whether a path in the container is below ``/workspace``, where the run's copy of its code is."""
     return target.startswith(f"/{WORKSPACE}/")
 
 
 def mount_points(request: JobRequest, entries: Iterable[CodeFile]) -> Iterator[CodeFile]:
-    """Yield the empty folders that the code needs as mount points for data, with their parents.
+    """Yield the empty folders that the code needs as mount points for data, together with their parents.
 
-    ``/workspace/data/letters`` -> ``data`` and ``data/letters``, unless the code has them. No runtime makes a
+    For example, data at ``/workspace/data/letters`` needs the folders ``data`` and ``data/letters``. Folders
+    that the code already has are left out. The folders must be part of the code, because no runtime creates a
     mount point in the run's copy of the code. For a data set of the Hugging Face hub, a link in the hub's
-    cache is yielded too, by which huggingface_hub finds it.
+    cache is yielded as well, through which huggingface_hub finds the data.
 
     Raises
     ------
-    UsageError : the code has a file where data is mounted.
+    UsageError : the code has a file at the path where data is to be mounted.
     """
     kinds = {entry.name: entry.kind for entry in entries}
     for data_spec in spec.parse_all(request.container.data):
         if not is_in_code(data_spec.target):
             continue
-        for point in _points_of_data(data_spec):
-            kind = kinds.get(point.name, "")
+        for mount_point in _points_of_data(data_spec):
+            kind = kinds.get(mount_point.name, "")
             if not kind:
-                kinds[point.name] = point.kind
-                yield point
-            elif kind != point.kind:
+                # Remember the folder, so that it is yielded only once if several mount points have it as a
+                # parent.
+                kinds[mount_point.name] = mount_point.kind
+                yield mount_point
+            elif kind != mount_point.kind:
                 raise UsageError(
-                    f"the code has a {kind} {point.name}, and data is mounted at {data_spec.target}",
+                    f"the code has a {kind} {mount_point.name}, and data is mounted at {data_spec.target}",
                     where="data",
                     hint="choose another place: /SRC:/DEST",
                 )
 
 
 def _points_of_data(data_spec: DataSpec) -> Iterator[CodeFile]:
-    """Yield the mount point of a folder of data, and the hub's link to it, each after its parents."""
+    """Yield the mount point of one data folder, and the hub's link to it.
+
+    Parents come before their content.
+    """
     name = data_spec.target.removeprefix(f"/{WORKSPACE}/")
     yield from _folders_down_to(PurePosixPath(name))
     if data_spec.hub and data_spec.hub.is_data_set:
@@ -247,18 +256,18 @@ def _points_of_data(data_spec: DataSpec) -> Iterator[CodeFile]:
 
 
 def _folders_down_to(path: PurePosixPath) -> Iterator[CodeFile]:
-    """Yield a folder of the code after its parents: ``data/letters`` -> ``data``, ``data/letters``."""
-    *parents, _ = path.parents  # the last one is "."
+    """Yield each parent of a folder, and then the folder: ``data/letters`` -> ``data``, ``data/letters``."""
+    *parents, _ = path.parents  # leave out the last parent, which is "."
     for ancestor in (*reversed(parents), path):
         yield CodeFile(name=str(ancestor), kind="dir", source=Path(ancestor))
 
 
 def code_patterns(request: JobRequest, code: Path) -> Iterator[str]:
-    """Yield a pattern, as in .gitignore, for each folder of data in the folder `code`: ``/data/letters``.
+    """Yield a .gitignore pattern for each data folder inside the folder `code`, such as ``/data/letters``.
 
-    The patterns keep data out of the code, because it is sent separately. For data of the Hugging Face hub,
-    the pattern is that of the file with the locked versions, which a download writes after the code has been
-    read.
+    The patterns exclude data from the code, because data is sent separately. For data of the Hugging Face
+    hub, the pattern excludes the file with the locked versions instead. A download writes that file after the
+    code has been read.
     """
     root = code.absolute()
     for data_spec in spec.parse_all(request.container.data):

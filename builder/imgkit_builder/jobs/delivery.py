@@ -1,7 +1,7 @@
 """Make the image of a job available on a remote.
 
-An image is built if what goes into it has changed, converted to a .sif, and sent. Each of these steps is left
-out if the remote has its result.
+An image is built if its input has changed, converted to a .sif, and sent. Each step is skipped if the remote
+already has its result.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing
 
 
 def has_content(sif: Path, image: RemoteImage) -> bool:
-    """Return whether the local .sif has the same content as the image on the remote.
+    """Return whether the local file `sif` has the same content as `image`, which is on the remote.
 
-    The result is false if the local .sif is of an earlier build, or if there is no local .sif.
+    The result is false if the local file is from another build, or if there is no such file.
     """
     try:
         return store.describe_sif(sif).root_sha256 == image.root_sha256
@@ -40,18 +40,18 @@ def has_content(sif: Path, image: RemoteImage) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """Makes an image available on a remote. An image that the remote has is neither built nor sent again."""
+    """Make an image available on a remote. An image that is already there is not built or sent again."""
 
     source: ImageSource
     connection: Connection
     report: Reporter
 
     def bring(self, contents: Store) -> RemoteImage:
-        """Return the image in imgkit's folder on the remote, after sending it if the remote lacks it.
+        """Return the image in imgkit's folder on the remote, after sending it if it is not there yet.
 
         Parameters
         ----------
-        contents : what that folder contains now.
+        contents : what imgkit's folder on the remote contains now.
 
         Raises
         ------
@@ -64,50 +64,51 @@ class Delivery:
         return self._bring_sif(contents)
 
     def _bring_recipe(self, contents: Store) -> RemoteImage:
-        """Return the image of the recipe, after building and sending it if the remote does not have it.
+        """Return the image of the recipe on the remote. If the remote does not have it, it is built and sent.
 
-        An image on the remote is used if it was built from the same input: the recipe and its files.
+        An image on the remote is used if it was built from the same input, which is the recipe and its files.
         """
         request = BuildRequest(base=self.source.base or None)
         input_sha256 = plan(self.source.recipe, request).input_sha256
-        built_before = _find_built_image(contents, input_sha256)
-        if built_before is not None:
+        stored_image = _find_built_image(contents, input_sha256)
+        if stored_image is not None:
             self._report_present()
-            return built_before
-        built = build(self.source.recipe, request, report=self.report)
-        # Different input can give the same image, which the remote may have.
-        same_image = contents.find_image(built.id)
+            return stored_image
+        build_result = build(self.source.recipe, request, report=self.report)
+        # A build from other input can still give an image that the remote already has.
+        same_image = contents.find_image(build_result.id)
         if same_image is not None:
             self._report_present()
             return same_image
         self._convert_recipe()
-        return self._send(contents, self._describe_sif(built.input_sha256))
+        return self._send(contents, self._describe_sif(build_result.input_sha256))
 
     def _bring_sif(self, contents: Store) -> RemoteImage:
-        """Return the image of the local .sif, after sending it if the remote does not have it."""
+        """Return the image of the local .sif on the remote. If the remote does not have it, it is sent."""
         image = self._describe_sif()
-        present = contents.find_image(image.image_id, image.root_sha256)
-        if present is None:
+        stored_image = contents.find_image(image.image_id, image.root_sha256)
+        if stored_image is None:
             return self._send(contents, image)
         self._report_present()
-        return present
+        return stored_image
 
     def _report_present(self) -> None:
         """Report that the remote has the image."""
         self.report.note(f"to send: nothing; {self.connection.remote.name} has the image")
 
     def _describe_sif(self, input_sha256: str = "") -> RemoteImage:
-        """Return the description of the local .sif that is stored beside the image on the remote."""
-        # By this name, older images of the same project are found and removed when a newer one has been sent.
+        """Return the description of the local .sif, which is stored beside the image on the remote."""
+        # When a newer image has been sent, older images of the same project are found by this name and
+        # removed.
         project = f"{socket.gethostname()}:{self.source.request.project_folder.absolute()}"
         return store.describe_sif(self.source.sif, input_sha256=input_sha256, project=project)
 
     def _send(self, contents: Store, image: RemoteImage) -> RemoteImage:
-        """Send the local .sif, then remove older images of the project. Return `image`."""
+        """Send the local .sif, remove older images of the project on the remote, and return `image`."""
         remote_name = self.connection.remote.name
         size = size_text(image.sif_bytes)
         message = f"to send: image: {self.source.sif}, {size}"
-        # rsync sends only what differs from the image on the remote that is most similar.
+        # rsync sends only the blocks that differ from the most similar image on the remote.
         similar_image = contents.closest_image(image)
         if similar_image is not None:
             message += f"; {remote_name} has most of {similar_image.title}"
@@ -126,9 +127,9 @@ class Delivery:
         return image
 
     def _remove_superseded(self, contents: Store, image: RemoteImage) -> None:
-        """Remove older images of the project that no job uses.
+        """Remove older images of the project from the remote if no job uses them.
 
-        A failure is only reported, because the job can start all the same.
+        If that fails, the failure is only reported, because the job can start nevertheless.
         """
         try:
             unused_paths, images = gc.find_superseded(self.connection, contents.images, image)
@@ -140,22 +141,22 @@ class Delivery:
             older_image = images[path]
             name = older_image.title.removesuffix(".sif")
             digest = older_image.image_id.removeprefix("sha256:")
-            # Four digits of the id tell two images of one name apart.
+            # Four digits of the id distinguish two images of the same name.
             self.report.note(f"removed {name}-{digest[:4]}.sif, {size_text(older_image.sif_bytes)}")
 
     def _convert_recipe(self) -> None:
-        """Convert the engine's image of the recipe to the local .sif."""
+        """Convert the recipe's image from the container engine, such as Docker, to the local .sif."""
         with engine_image(self.source.recipe) as engine_source:
             options = Options(compression=compression_for(system_of(self.source.recipe)))
             sif_convert.convert(engine_source, self.source.sif, options, self.report)
 
     def _convert_archive(self, archive: Path) -> None:
-        """Write the local .sif from an archive of an image.
+        """Convert an archive of an image to the local .sif.
 
         Raises
         ------
-        ToolMissing : this machine has no program that writes a .sif. The hint has the command with which the
-            remote converts the archive itself.
+        ToolMissing : this machine has no program that writes a .sif. The hint contains a command by which the
+            remote can convert the archive itself.
         """
         try:
             convert(archive, self.source.sif, report=self.report)
@@ -170,8 +171,8 @@ class Delivery:
 def _find_built_image(contents: Store, input_sha256: str) -> RemoteImage | None:
     """Return the image on the remote that was built from this input, or None if the remote has none.
 
-    The input is the recipe and its files. If this machine has built an image from the same input, only its
-    own image is used. Otherwise an image that another machine has built from the input is as good.
+    The input is the recipe and its files. If this machine has built an image from the same input, only that
+    image is used. Otherwise, an image that another machine has built from the input is used.
     """
     local_image_id = built_image_id(input_sha256)
     if local_image_id:

@@ -1,7 +1,7 @@
-"""Translate job ids in a scheduler's option for dependencies between jobs.
+"""Translate job ids in the scheduler's options for dependencies between jobs.
 
-imgkit prints the id of a job on a remote as ``4711@mn5``. Users write it into the scheduler's option, and the
-scheduler itself knows only ``4711``.
+imgkit prints the id of a job on a remote as ``4711@mn5``, and users write this id into an option such as
+``--dependency``. The scheduler itself knows the job only as ``4711``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _HANDLE = re.compile(r"(?P<id>[0-9][A-Za-z0-9_.\[\]-]*)@(?P<remote>[A-Za-z0-9][A
 
 
 def with_scheduler_ids(options: Iterable[str], remote: str) -> tuple[str, ...]:
-    """Return `options` with the scheduler's ids of the jobs on which the new job depends.
+    """Return `options` with each job id in the form that the scheduler knows.
 
-    ``--dependency=afterok:4711@mn5`` becomes ``--dependency=afterok:4711`` if `remote` is ``mn5``.
+    If `remote` is ``mn5``, ``--dependency=afterok:4711@mn5`` becomes ``--dependency=afterok:4711``.
 
     Parameters
     ----------
@@ -29,7 +29,7 @@ def with_scheduler_ids(options: Iterable[str], remote: str) -> tuple[str, ...]:
 
     Raises
     ------
-    UsageError : a job is on another remote, whose scheduler is not the new job's.
+    UsageError : the new job depends on a job of another remote, which has another scheduler.
     """
     translated = []
     for option in options:

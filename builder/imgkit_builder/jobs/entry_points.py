@@ -1,9 +1,10 @@
 """Inspect an image that imgkit did not build, and bind imgkit's entry points into it.
 
-A probe starts the image's own Python on the machine that submits, with the mounts and options of the job.
-It prints what that Python has installed. The result is cached by a digest of the image, so that a later
-submission of the same image starts nothing. The digest of a .sif covers its two ends and its size. The
-digest of an image of an engine is the image's id.
+The entry points are ``dist-run`` and the other ``dist-*`` commands. A probe, which is a short program, prints
+what the Python of the image has installed. It runs in the image on the machine that submits the job, with the
+mounts and options of the job. The result is cached by a digest of the image, so that a later submission of
+the same image starts no container. The digest of a .sif covers its start, its end and its size. The digest of
+an image in a container engine is the image's id.
 """
 
 from __future__ import annotations
@@ -31,35 +32,36 @@ from imgkit_entrypoints import __version__, json_text, system
 from imgkit_entrypoints.errors import ToolMissing, UsageError
 from imgkit_entrypoints.launch.run_code import CODE_VARIABLE
 
-# Folder of a job's folder with one folder of entry points for each version of their content.
+# Name of a folder in the job's folder. It has one subfolder for each version of the entry points.
 FOLDER = "imgkit-entrypoints"
 
-# Hints for an image in which imgkit found no Python, and for one whose Python cannot be used.
+# Hints for two cases: imgkit found no Python in an image, or the Python that it found cannot be used.
 _CHOOSE_PYTHON_HINT = "choose one: --python PATH of the image, or --activate 'COMMAND' that puts one on PATH"
 _CHOOSE_OTHER_HINT = _CHOOSE_PYTHON_HINT.replace("one", "another", 1)
 
-# Shell text that prints its arguments, one a line, except for paths that do not exist.
+# Shell text that prints those of its arguments that are existing paths, one on each line.
 _PRINT_EXISTING = 'for path; do if [ -e "$path" ]; then printf "%s\\n" "$path"; fi; done'
 
-# What `Runtime.image_digest` returns for an image that is a folder. Nothing short stands for the content of
-# a folder, so the probe of such an image is not cached.
+# `Runtime.image_digest` returns this text for an image that is a folder. The content of a folder has no short
+# digest, so the result of the probe is not cached for such an image.
 _NO_DIGEST = "folder"
 
-# Start of the message of a probe that ran in the image and found no Python there. Without this message, the
-# container or the command of --activate has failed before the probe ran.
+# Start of the probe's message that it has found no Python in the image. Without this message, the container
+# or the command of --activate has failed before the probe ran.
 _PROBE_MESSAGE = "no program "
 
-# Starts of lines that do not explain a failure. The first is imgkit's own message after a failed command of
-# --activate, and the second is what the modules of some sites print when they are loaded.
+# Starts of lines that do not explain a failure. The first is imgkit's own message about a failed command of
+# --activate. The second is printed by the modules of some sites when they are loaded.
 _IRRELEVANT_LINES = ("imgkit: the command of --activate", "module load ")
 
 
 def bind_entry_points(job: Job, remote_run: Runner | None = None) -> Job:
     """Return `job` with imgkit's entry points bound into its image, if the image does not have them.
 
-    The entry points are ``dist-run`` and the other ``dist-*`` commands. The job is returned unchanged if it
-    runs none of them or if the image has them. That is also so if this machine does not have the image and
-    the user chooses no Python in it; the checks of the submission then report the missing image.
+    The entry points are ``dist-run`` and the other ``dist-*`` commands. If the job runs none of them, or if
+    the image has them, the job is returned unchanged. It is also returned unchanged if the image is not on
+    this machine and the user chooses no Python in it. The checks before the submission then report the
+    missing image.
 
     Parameters
     ----------
@@ -68,7 +70,7 @@ def bind_entry_points(job: Job, remote_run: Runner | None = None) -> Job:
     Raises
     ------
     UsageError : no Python of the image can run the entry points, or the image cannot be read. The message
-        says what the image has.
+        says what the image contains.
     ToolMissing : the container runtime is not installed on this machine.
     """
     _refuse_python_flags(job)
@@ -76,7 +78,7 @@ def bind_entry_points(job: Job, remote_run: Runner | None = None) -> Job:
         return job
     chooses_python = job.request.container.python_flag != ""
     is_remote = remote_run is not None
-    # Whether imgkit built an image on a remote is known only after the probe.
+    # On a remote, only the probe can tell whether imgkit built the image.
     if not is_remote and not runtime_of(job).is_foreign(job):
         return job
     run = remote_run or _run_here
@@ -86,6 +88,7 @@ def bind_entry_points(job: Job, remote_run: Runner | None = None) -> Job:
             raise _unreadable_image_error(job, is_remote=is_remote)
         return job
     python = _inspect_python(_without_missing_paths(job, run), digest, run)
+    # `built` is whether imgkit built the image.
     has_entry_points = python.built and python.entry_points != ""
     if has_entry_points and not chooses_python:
         return job
@@ -94,7 +97,7 @@ def bind_entry_points(job: Job, remote_run: Runner | None = None) -> Job:
 
 
 def _unreadable_image_error(job: Job, *, is_remote: bool) -> UsageError:
-    """Return the error for an image that is not on this machine, or not on the remote."""
+    """Return the error for an image that cannot be read on this machine, or on the remote."""
     machine = "here"
     hint = "submit where the image is"
     if is_remote:
@@ -108,9 +111,14 @@ def _unreadable_image_error(job: Job, *, is_remote: bool) -> UsageError:
 
 
 def _without_missing_paths(job: Job, run: Runner) -> Job:
-    """Return `job` without the mounts and libraries that the machine of `run` lacks, to probe its image.
+    """Return `job` without mounts and libraries that do not exist on the machine that runs the probe.
 
-    A runtime refuses to mount a folder that does not exist, and some folders exist on the nodes only.
+    A runtime refuses to mount a folder that does not exist. Some folders of a job exist only on the nodes,
+    and the probe does not need them.
+
+    Parameters
+    ----------
+    run : runs a command on the machine that runs the probe.
     """
     runtime = job.recipe.system.runtime
     mounts = job.container.binds
@@ -123,22 +131,24 @@ def _without_missing_paths(job: Job, run: Runner) -> Job:
 
 
 def _list_existing(paths: Collection[str], run: Runner) -> Collection[str]:
-    """Return `paths` without those that do not exist on the machine on which `run` runs commands."""
+    """Return those of `paths` that exist on the machine where `run` runs commands."""
     if not paths:
         return ()
     return run(("sh", "-c", _PRINT_EXISTING, "sh", *sorted(paths))).output.splitlines()
 
 
 def _mounted_entry_points(job: Job, python: PythonReport, digest: str) -> MountedEntryPoints:
-    """Return the record of which entry points are bound into the image, and to which folder of its `python`.
+    """Return what is bound into the image, and to which folder of the image.
 
-    If the image has entry points, the bound ones replace them. Otherwise they are bound into the first folder
-    in which `python` looks for packages.
+    If the image has entry points, they are replaced. Otherwise, the entry points are bound into the first
+    folder in which the image's Python looks for packages.
 
     Parameters
     ----------
+    python : what the probe has reported about the Python of the image.
     digest : the digest of the image that the probe has inspected.
     """
+    # The folder has a new name for each version of the files, so running jobs keep theirs.
     folder = f"{job.directory}/{FOLDER}/{folder_name(job)}"
     return MountedEntryPoints(
         version=__version__,
@@ -156,23 +166,26 @@ def mounted_folder(job: Job) -> Path:
 
 
 def mounted_files(job: Job) -> tuple[tuple[str, bytes], ...]:
-    """Return the names and contents of the files that are mounted into the image.
+    """Return the name and the content of each file that is mounted into the image.
 
-    These are the files of the package, ``system.json`` with the job's system, and a ``.gitignore``.
+    These are the files of the entry points' package, ``system.json`` with the job's system, and a
+    ``.gitignore``.
     """
     system_json = system.to_json(job.recipe.system).encode()
     return (
         *wheel.entrypoints_files(),
         (system.SYSTEM_JSON.name, system_json),
-        # The job's folder is often the user's repository: this keeps the files out of git and of `--code`.
+        # The job's folder is often the user's repository. This file keeps the mounted files out of git and of
+        # `--code`.
         (".gitignore", b"*\n"),
     )
 
 
 def folder_name(job: Job) -> str:
-    """Return the name of the folder with `mounted_files`, such as ``0.5.0-3f2a91c04b7d``.
+    """Return the name of the folder for `mounted_files`, such as ``0.5.0-3f2a91c04b7d``.
 
-    It is imgkit's version and a digest of the files, so other files are in another folder.
+    The name consists of imgkit's version and a digest of the files. So files with other content are in
+    another folder.
     """
     digest = hashlib.sha256()
     for name, data in mounted_files(job):
@@ -192,7 +205,8 @@ def write_mounted_files(job: Job, folder: Path) -> None:
 def _refuse_python_flags(job: Job) -> None:
     """Raise UsageError for a value of ``--python`` or ``--activate`` that this job cannot use.
 
-    The runtime may bind nothing into the image, the command may need no Python, or the value is not valid.
+    There are three reasons: the runtime cannot bind anything into the image, the command needs no Python, or
+    the value is not valid.
     """
     container = job.request.container
     if container.python_flag:
@@ -213,10 +227,10 @@ def _refuse_python_flags(job: Job) -> None:
 
 
 def _run_here(argv: Sequence[str]) -> Finished:
-    """Run a command on this machine.
+    """Run a command on this machine, and return its result even if the program is missing.
 
-    A program that is missing does not raise. The result then has exit code 127, as from a shell, and the
-    message in its output, so that a missing program looks the same here and on a remote.
+    For a missing program, the result has the exit code 127, as in a shell, and contains the error message. So
+    a missing program looks the same here and on a remote.
     """
     try:
         return process.run(argv, check=False)
@@ -225,25 +239,26 @@ def _run_here(argv: Sequence[str]) -> Finished:
 
 
 def _inspect_python(job: Job, digest: str, run: Runner) -> PythonReport:
-    """Return what the image's Python says about itself: its path, version, packages and torch.
+    """Return what the image's Python reports about itself: its path, version, packages and torch.
 
-    A probe, a short program in the image, prints it. The result is cached, because starting a container can
-    take many seconds.
+    A probe, a short program that runs in the image, prints this report. The report is cached, because the
+    start of a container can take many seconds.
 
     Parameters
     ----------
-    digest : what `Runtime.image_digest` returns for the job's image.
-    run : runs the probe in the image, on the machine that has it.
+    digest : the digest of the job's image, from `Runtime.image_digest`.
+    run : runs the probe in the image, on the machine that has the image.
 
     Raises
     ------
-    UsageError : the probe found no Python, or could not start.
+    UsageError : the probe found no Python, or could not be started.
     ToolMissing : the container runtime is missing on that machine.
     """
     argv = _probe_argv(job)
     if digest == _NO_DIGEST:
         return _run_probe(job, argv, run)
-    # The result depends on the image, on the command with the user's --python and --activate, and on imgkit.
+    # The report depends on the image, on the version of imgkit, and on the command, which contains the user's
+    # --python and --activate.
     key = hashlib.sha256(json.dumps([__version__, digest, *argv]).encode()).hexdigest()
     cache_file = files.cache_dir() / "looks" / f"{key}.json"
     cached = _read_cache(cache_file)
@@ -255,7 +270,7 @@ def _inspect_python(job: Job, digest: str, run: Runner) -> PythonReport:
 
 
 def _run_probe(job: Job, argv: Argv, run: Runner) -> PythonReport:
-    """Run the probe `argv` in the job's image, and return what it prints about the image's Python."""
+    """Run the probe `argv` in the job's image, and return its report about the image's Python."""
     finished = run(argv)
     python = inside.parse_python_probe(finished.output)
     if python is None:
@@ -264,9 +279,9 @@ def _run_probe(job: Job, argv: Argv, run: Runner) -> PythonReport:
 
 
 def _read_cache(file: Path) -> PythonReport | None:
-    """Return the cached result of a probe, or None if there is none.
+    """Return the cached report of a probe, or None if there is none.
 
-    A file that is damaged or belongs to another user counts as missing, and the image is probed again.
+    A file that is damaged or belongs to another user is ignored, and the image is probed again.
     """
     try:
         if files.foreign_file_reason(file):
@@ -279,14 +294,15 @@ def _read_cache(file: Path) -> PythonReport | None:
 
 
 def _probe_argv(job: Job) -> Argv:
-    """Return the command that runs the probe in the job's image on the machine that submits.
+    """Return the command that runs the probe in the job's image, on the machine that submits the job.
 
-    The probe is a short program that prints what the image's Python has. The container starts with the job's
-    runtime, options and mounts, but without GPUs, code, data, packages, working directory and settings of the
-    node agent. The probe does not need them, and a login node may lack them.
+    The probe is a short program that reports what the image's Python has installed. The container starts with
+    the runtime, options and mounts of the job. It starts without GPUs, code, data, packages, working
+    directory and settings of the node agent, which a login node may lack and the probe does not need.
     """
     probe_job = dataclasses.replace(job, settings={}).with_allocation(gpus=0)
-    # The digest of the code would be part of the cache's key: each edit would start the image again.
+    # The variable with the digest of the code is left out. It would be part of the cache's key, so that each
+    # edit of the code would start the image again.
     env = {name: value for name, value in job.container.env.items() if name != CODE_VARIABLE}
     probe_job = probe_job.with_container(code=None, code_folder="", data=(), packages=(), workdir="", env=env)
     python_argv = tuple(inside.python_probe_argv(job.request.container.python))
@@ -294,17 +310,17 @@ def _probe_argv(job: Job) -> Argv:
 
 
 def _no_python_error(job: Job, finished: Finished) -> UsageError | ToolMissing:
-    """Return the error for a probe, a short program in the image, that printed no result.
+    """Return the error for a probe (a short program that runs in the image) that printed no report.
 
-    There are four causes: the runtime is missing, the command of ``--activate`` failed, the image is for
-    another processor, or it has no Python.
+    There are four possible causes: the runtime is missing, the command of ``--activate`` failed, the image is
+    for another processor, or it contains no Python.
     """
     last_line = _last_line(finished)
     image_name = job.container.image
     runtime = runtime_of(job)
-    if not last_line.startswith(_PROBE_MESSAGE):  # the probe itself has not run
+    if not last_line.startswith(_PROBE_MESSAGE):  # the probe itself has not been started
         program = runtime.probe_program(job)
-        # A shell returns 127 for a program that is missing, here the container runtime.
+        # A shell exits with 127 if the program, which is the container runtime here, is missing.
         if program and finished.returncode == 127:
             return ToolMissing(
                 f"imgkit has to look into this image, which it did not build, but {program!r} fails here: "
@@ -343,9 +359,9 @@ def _foreign_arch(path: Path) -> str:
 
 
 def _last_line(finished: Finished) -> str:
-    """Return the last line of a command's output that can explain its failure.
+    """Return the last line of a command's output that may explain why the command failed.
 
-    Without such a line, the result is the exit code: ``exit code 255``.
+    Without such a line, the result names the exit code: ``exit code 255``.
     """
     for line in reversed(finished.output.splitlines()):
         message = line.strip()
@@ -355,12 +371,16 @@ def _last_line(finished: Finished) -> str:
 
 
 def _refuse_unusable_python(job: Job, python: PythonReport) -> None:
-    """Raise UsageError if the image's `python` cannot run the entry points, or the nodes cannot run `python`.
+    """Raise UsageError if the image's Python cannot run the entry points, or cannot run on the nodes.
 
     Without this check, the job would wait in the queue and then fail on the nodes.
+
+    Parameters
+    ----------
+    python : what the probe has reported about the Python of the image.
     """
     image_name = job.container.image
-    # Wheels of torch for AMD GPUs have versions such as 2.5.1+rocm6.2.
+    # Builds of torch for AMD GPUs have versions such as 2.5.1+rocm6.2.
     if "+rocm" in python.torch and not chooses_cpus(job.request):
         message, hint = bases.amd_warning(f"torch {python.torch} of this image is for AMD GPUs")
         raise UsageError(message, where=image_name, hint=hint)
@@ -376,9 +396,9 @@ def _refuse_unusable_python(job: Job, python: PythonReport) -> None:
 
 
 def _version_problem(python: PythonReport) -> str:
-    """Return why the version of `python` or its lack of torch rules it out, or "" if neither does.
+    """Return why the version of `python`, or a missing torch, rules it out. Return "" if nothing does.
 
-    The text ends a sentence that begins with the path and the version: `` and has no torch``.
+    The text is the end of a sentence about the path and the version: `` and has no torch``.
     """
     version = tuple(map(int, python.version.split(".")[:2]))
     if version < bases.FLOOR:
@@ -389,7 +409,10 @@ def _version_problem(python: PythonReport) -> str:
 
 
 def _arch_problem(python: PythonReport, platforms: Sequence[str]) -> str:
-    """Return why nodes of `platforms`, such as ``linux/amd64``, cannot run `python`, or "" if they can."""
+    """Return why nodes of `platforms`, such as ``linux/amd64``, cannot run `python`, or "" if they can.
+
+    The text is the end of a sentence, as for `_version_problem`.
+    """
     archs = [platform_name.removeprefix("linux/") for platform_name in platforms]
     machines: list[str] = []
     for arch in archs:
@@ -400,7 +423,10 @@ def _arch_problem(python: PythonReport, platforms: Sequence[str]) -> str:
 
 
 def _site_problem(job: Job, python: PythonReport) -> str:
-    """Return why nothing can be bound into the packages of `python`, or "" if the runtime can do it."""
+    """Return why nothing can be bound into the package folder of `python`, or "" if it is possible.
+
+    The text is the end of a sentence, as for `_version_problem`.
+    """
     site = python.entry_points or python.site
     if site and runtime_of(job).can_mount(site) and python.path.startswith("/"):
         return ""

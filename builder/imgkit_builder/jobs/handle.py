@@ -24,11 +24,11 @@ from imgkit_builder.jobs.submitted import JobState, SubmittedJob
 from imgkit_builder.jobs.transport import Ssh, Transport, VolumeStore
 from imgkit_entrypoints.errors import UsageError
 
-# The most that `JobHandle.logs` returns. It is 1 KiB less than the most that imgkit keeps of a program's
-# output, so that the line about what is left out has room.
+# The largest number of bytes that `JobHandle.logs` returns. imgkit keeps 1 KiB more of a program's output,
+# which leaves space for the line about the missing part.
 _MAX_LOG_BYTES = process.MOST_BYTES - 1024
-# Print the end of a file, after a line about its size if that is only a part of the file. The arguments are
-# the largest number of bytes and the path.
+# Print the end of a file. If a part of the file is left out, print a line about its size first. The arguments
+# are the largest number of bytes and the path of the file.
 _PRINT_END = """\
 bytes=$(wc -c < "$2") || exit
 if [ "$bytes" -gt "$1" ]; then
@@ -42,51 +42,53 @@ exec tail -c "$1" -- "$2"
 class JobHandle:
     """A submitted job.
 
-    `run` returns the handle of a new job, and `find_job` that of a job that was submitted earlier.
+    `run` returns the handle of a new job. `find_job` returns the handle of a job that was submitted earlier.
     """
 
     record: SubmittedJob
 
     @property
     def id(self) -> str:
-        """The scheduler's id of the job, with ``@REMOTE`` for a job on a remote: ``4711``, ``4711@mn5``."""
+        """The scheduler's id of the job: ``4711``, or ``4711@mn5`` for a job on the remote ``mn5``."""
         return self.record.job.handle
 
     def status(self) -> JobState:
         """Return the job's state.
 
-        The scheduler is asked. If it has forgotten the job, the state follows from the files of the run.
+        The scheduler is asked. If it no longer knows the job, the state is derived from the files of the run.
 
         Raises
         ------
-        ToolFailed : the scheduler did not answer. The job may still run.
+        ToolFailed : the scheduler did not answer. The job may still be running.
         """
         report = job_status.report_job(self.record, job_status.scheduler_runner(self.record))
         return report.record.state
 
     def wait(self, timeout_s: float | None = None) -> JobState:
-        """Wait until the job has ended, or for `timeout_s` seconds, and return the job's state.
+        """Wait until the job has ended, or for at most `timeout_s` seconds, and return the job's state.
 
         Raises
         ------
-        UsageError : the system's commands do not report whether a job has ended.
-        ToolFailed : the scheduler has not answered even once.
+        UsageError : the commands of the system do not report whether a job has ended.
+        ToolFailed : the scheduler did not answer a single time.
         """
         run = job_status.scheduler_runner(self.record)
         report = job_status.wait_for_job(self.record, run, limit_s=timeout_s)
         return report.record.state
 
     def logs(self) -> str:
-        """Return the job's output so far. It is empty if there is none yet, or if it cannot be read.
+        """Return the job's output so far. It is empty if there is no output yet, or if it cannot be read.
 
-        Of an output of more than 8 MiB, only the end is returned. If it is in a file, the first line says so.
+        If the output has more than 8 MiB, only its end is returned. For output in a file, the first line then
+        says so.
 
         Raises
         ------
-        UsageError : the job is an array. Each task writes its output into another file.
+        UsageError : the job is an array, in which each task writes its output to another file.
         """
         follow_argv = systems.get_system(self.record.job.system).log_source(self.record.job)
-        # These commands follow the output without end: "tail -F FILE", or a client with the flag --follow.
+        # The command of `log_source` follows the output and never ends: "tail -F FILE", or a client with the
+        # flag --follow. Here, it is changed into a command that prints the output and ends.
         if follow_argv[0] == "tail":
             log_file = follow_argv[-1]
             argv: Argv = ("sh", "-c", _PRINT_END, "sh", str(_MAX_LOG_BYTES), log_file)
@@ -100,12 +102,12 @@ class JobHandle:
     def fetch(self, folder: str | Path | None = None, *, checkpoints: bool = False) -> Path:
         """Copy the run folder from the job's remote, and return the path of the copy.
 
-        A job of this machine needs no copy. Its run folder is returned, and the parameters are not used.
+        A job of this machine needs no copy. Its run folder is returned, and the parameters are ignored.
 
         Parameters
         ----------
         folder : where the copy is written. The default is ``runs/NAME-ID`` in the current folder.
-        checkpoints : whether the checkpoints of a training are copied too.
+        checkpoints : whether the checkpoints of a training run are copied too.
         """
         record = self.record
         if not record.job.files_remote:
@@ -118,18 +120,18 @@ class JobHandle:
     def resume(
         self, changes: JobRequest | None = None, *, same_code: bool = False, report: Reporter | None = None
     ) -> JobHandle:
-        """Submit a job that has ended again, in the same run folder, and return the new job.
+        """Submit a job that has ended again, in the same run folder, and return the handle of the new job.
 
         Parameters
         ----------
-        changes : a request with the values to change. By default, nothing is changed.
-        same_code : whether the run goes on with its copy of the code as it is. If not, today's code is sent.
+        changes : a request that contains the values to change. By default, nothing is changed.
+        same_code : whether the run goes on with its copy of the code as it is. If not, the current code is
+            sent.
         report : receives progress and warnings.
 
         Raises
         ------
-        UsageError : the run has not ended, or its program has ended well by itself and `changes` has no
-            command.
+        UsageError : the run has not ended. Or its program has completed, and `changes` has no command.
         ImgkitError : the transfer or the submission failed.
         """
         report = report or Silent()
@@ -143,7 +145,7 @@ class JobHandle:
 
         Raises
         ------
-        ToolFailed : the scheduler refused to cancel it. The error quotes the scheduler's message.
+        ToolFailed : the scheduler refused to cancel the job. The error quotes the scheduler's message.
         """
         answer = job_status.cancel_job(self.record, job_status.scheduler_runner(self.record))
         if answer.returncode != 0:
@@ -163,9 +165,9 @@ def run(
     Parameters
     ----------
     recipe : a shipped name, a recipe's file, or a .sif. For a remote, it can also be an archive.
-    on : the name of a remote. The image is built and sent there first. Without it, the scheduler of this
+    on : the name of a remote. The image is first built and sent there. Without a name, the scheduler of this
         machine takes the job.
-    base : another base image than the recipe's, for a job on a remote.
+    base : a base image that replaces the recipe's base image, for a job on a remote.
     report : receives progress and warnings.
 
     Raises
@@ -186,7 +188,7 @@ def run(
 
 
 def _handle_of_new_job(record: SubmittedJob) -> JobHandle:
-    """Return the handle of a job that was just submitted. Raise ToolFailed if its id is unknown."""
+    """Return the handle of a job that has just been submitted. Raise ToolFailed if its id is unknown."""
     records.refuse_unknown_id(record)
     return JobHandle(record=record)
 
@@ -206,14 +208,15 @@ def prepare_resume(
     same_code: bool,
     may_ask: bool = False,
 ) -> PreparedJob:
-    """Return the job that goes on in the run folder of the job of `record`. Nothing is sent or submitted.
+    """Return a new job that goes on in the run folder of an earlier job. Nothing is sent or submitted.
 
     The earlier jobs of the run must have ended. Their final states are saved in their records.
 
     Parameters
     ----------
-    changes : a request with the values to change.
-    read_code : reads the code of a request. It is not called with `same_code`.
+    record : the record of the earlier job.
+    changes : a request that contains the values to change.
+    read_code : reads the code of a request. It is not called if `same_code` is true.
     same_code : whether the run goes on with its copy of the code as it is.
     may_ask : whether ssh may ask a person for a password or a second factor.
 
@@ -255,7 +258,7 @@ def submit_conversion(prepared: PreparedJob, *, report: Reporter | None = None) 
 
     Raises
     ------
-    UsageError : this machine lacks the job's folder, or what it makes the image from.
+    UsageError : this machine does not have the job's folder, or the files from which the image is created.
     ToolMissing, ToolFailed : this machine has no such scheduler, or the scheduler refused the job.
     """
     return _handle_of_new_job(conversion.submit_conversion(prepared, report or Silent()))
@@ -264,9 +267,9 @@ def submit_conversion(prepared: PreparedJob, *, report: Reporter | None = None) 
 def transport_to(remote: Remote | None, prepared: PreparedJob, *, may_ask: bool = False) -> Transport:
     """Return the transport, which brings the job's files to their machine and submits the job.
 
-    It is `Transport` for a job of this machine, and `Ssh` for a job that `remote` submits. It is
-    `VolumeStore` for a remote that only stores files for pods: this machine submits the job, and the files go
-    to the remote.
+    The class depends on the remote. Without a remote, it is `Transport`, and this machine submits the job.
+    For most remotes it is `Ssh`, and the remote submits the job. If the remote only stores files for pods, it
+    is `VolumeStore`: this machine submits the job, and the files go to the remote.
 
     Parameters
     ----------

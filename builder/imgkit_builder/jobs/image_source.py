@@ -1,6 +1,6 @@
-"""Find out from where a job on a remote gets its image, and refuse what cannot be run on a remote.
+"""Determine where the image of a job on a remote comes from, and refuse what cannot run on a remote.
 
-The image is built from a recipe, converted from an archive, sent as a .sif, or is on the remote already.
+The image is built from a recipe, converted from an archive, sent as a .sif, or is already on the remote.
 """
 
 from __future__ import annotations
@@ -34,20 +34,26 @@ UNKNOWN_HOME = "/imgkit"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSource:
-    """The recipe, archive or file from which a job on a remote gets its image, before a build or transfer."""
+    """The recipe, archive or file that provides the image of a job on a remote.
+
+    It describes the image before anything is built or sent.
+    """
 
     title: str
-    """The recipe, archive or .sif as the command line, imgkit.toml or the remote names it."""
+    """The recipe, archive or .sif, as it is named on the command line, in imgkit.toml or for the remote."""
     target: Target
     recipe: str = ""
     """The recipe as the user names it, or "" if the image does not come from a recipe."""
     sif: Path = Path()
-    """The local .sif. An archive or the image of a recipe is converted to it, so it may not exist yet."""
+    """The local .sif.
+
+    It may not exist yet, because an archive or a recipe's image is first converted to it.
+    """
     request: JobRequest
     archive: Path | None = None
     """The archive or OCI folder, or None if the image does not come from one."""
     remote_image: str = ""
-    """Absolute path of an image that is on the remote already, or "". Such an image is not built or sent."""
+    """Absolute path of an image that is already on the remote, or "". It is not built or sent."""
     is_foreign: bool = False
     """Whether `sif` was not built by imgkit."""
     base: str = ""
@@ -55,9 +61,9 @@ class ImageSource:
 
     @property
     def given_sif(self) -> Path | None:
-        """The local .sif if the user named it.
+        """The local .sif if the user named it, or None.
 
-        The property is None for a recipe, an archive or an image on the remote, even if `sif` exists.
+        For a recipe, an archive or an image on the remote, the result is None even if the file `sif` exists.
         """
         if self.recipe or self.archive or self.remote_image:
             return None
@@ -65,9 +71,10 @@ class ImageSource:
 
     @property
     def has_unknown_entry_points(self) -> bool:
-        """Whether imgkit must start Python in the image to see if it has the entry points.
+        """Whether imgkit must start Python in the image to find out if it has imgkit's entry points.
 
-        Only an image that imgkit built is known to have them, and only in its own Python.
+        An image that imgkit built has them in its own Python. Nothing is known about another image, or about
+        another Python that the user chooses.
         """
         return bool(self.remote_image or self.is_foreign or self.request.container.python_flag)
 
@@ -75,7 +82,7 @@ class ImageSource:
     def provisional_job(self) -> Job:
         """The job before imgkit has connected to the remote.
 
-        In its paths, `UNKNOWN_HOME` stands for imgkit's folder on the remote.
+        In the paths of the job, `UNKNOWN_HOME` stands for imgkit's folder on the remote.
         """
         return self.job_on_remote(UNKNOWN_HOME, self.remote_image or "image.sif")
 
@@ -85,14 +92,14 @@ class ImageSource:
         Parameters
         ----------
         home : absolute path of imgkit's folder on the remote, in which the job runs.
-        image : path of the .sif, absolute or in `home`.
+        image : path of the .sif, either absolute or relative to `home`.
         """
         request = self.request.changed(directory=Path(home), image=str(Path(home, image)))
         return _with_joined_output(resolve_job(self.target, request))
 
 
 def _with_joined_output(job: Job) -> Job:
-    """Return `job` with stdout and stderr in one file, because imgkit follows only one file of a remote job.
+    """Return `job` with stdout and stderr in a single file, because imgkit follows only one file on a remote.
 
     If the recipe asks for two files, the job gets a warning.
     """
@@ -105,18 +112,19 @@ def _with_joined_output(job: Job) -> Job:
 
 
 def find_image_source(recipe: str, request: JobRequest, default: str) -> ImageSource:
-    """Return from where a job on a remote gets its image: a recipe, an archive, a .sif, or a file over there.
+    """Return where a job on a remote gets its image: a recipe, an archive, a .sif, or a file on the remote.
 
-    The command line names the source. If it does not, imgkit.toml does, and otherwise the remote.
+    The command line names the source. Otherwise imgkit.toml names it, and otherwise the remote's default
+    recipe is used.
 
     Parameters
     ----------
     recipe : a recipe, an archive, an OCI folder or a .sif, or "" if the command line names none.
-    default : the recipe of the remote, or "" if it has none.
+    default : the default recipe of the remote, or "" if it has none.
 
     Raises
     ------
-    UsageError : nothing names a recipe, there is no such recipe, or the file names no system.
+    UsageError : no recipe is named anywhere, there is no such recipe, or the file names no system.
     """
     title = find_title(recipe, request, default)
     if request.container.image:
@@ -130,7 +138,8 @@ def find_image_source(recipe: str, request: JobRequest, default: str) -> ImageSo
             where=title,
             hint="name the recipe or the archive; or copy the file there (rsync -P), and: --image PATH",
         )
-    # The project's recipe has its .sif beside imgkit.toml, and any other recipe in the current folder.
+    # The .sif of the project's recipe is beside imgkit.toml. The .sif of any other recipe is in the current
+    # folder.
     folder = Path()
     if not recipe and request.project and request.project.recipe:
         folder = request.project_folder
@@ -142,7 +151,10 @@ def find_image_source(recipe: str, request: JobRequest, default: str) -> ImageSo
 
 
 def _is_archive(file: Path) -> bool:
-    """Return whether `file` is an OCI folder, or a file that is no recipe and so must be an archive."""
+    """Return whether `file` is an OCI folder or an archive.
+
+    A file that is not a recipe must be an archive.
+    """
     if Path(file, "oci-layout").exists():
         return True
     return file.is_file() and file.suffix not in RECIPE_SUFFIXES
@@ -151,12 +163,12 @@ def _is_archive(file: Path) -> bool:
 def find_title(recipe: str, request: JobRequest, default: str) -> str:
     """Return the recipe, archive or .sif that the command line, imgkit.toml or the remote names.
 
-    The command line takes precedence, and then imgkit.toml.
+    The command line takes precedence over imgkit.toml, and imgkit.toml over the remote.
 
     Parameters
     ----------
-    recipe : what the command line names, or "".
-    default : the recipe of the remote, or "" if it has none.
+    recipe : the value on the command line, or "".
+    default : the default recipe of the remote, or "" if it has none.
 
     Raises
     ------
@@ -178,8 +190,8 @@ def find_title(recipe: str, request: JobRequest, default: str) -> str:
 def _find_local_sif(title: str, request: JobRequest, default: str) -> ImageSource:
     """Return the source for the local .sif `title`.
 
-    An image that imgkit did not build does not name its system. It runs on the system of the remote's recipe,
-    `default`.
+    An image that imgkit did not build does not say for which system it is. It runs on the system of the
+    remote's default recipe, `default`.
     """
     sif = Path(title)
     is_foreign = not baked.has_manifest(sif)
@@ -188,9 +200,9 @@ def _find_local_sif(title: str, request: JobRequest, default: str) -> ImageSourc
 
 
 def _find_remote_image(title: str, request: JobRequest) -> ImageSource:
-    """Return the source for an image that is on the remote already, on the system of the recipe `title`."""
+    """Return the source for an image that is already on the remote. The recipe `title` names the system."""
     remote_image = request.container.image
-    # A colon or comma would end the path in an option that mounts it.
+    # In an option that mounts the path, a colon or comma would end it.
     if not re.fullmatch(r"/[^\x00-\x1f\x7f:,]*", remote_image):
         raise UsageError(
             f"{remote_image!r} is not a path on the remote",
@@ -208,12 +220,12 @@ def _find_remote_image(title: str, request: JobRequest) -> ImageSource:
 
 
 def archive_target(archive: Path) -> Target | None:
-    """Return the name and system of the recipe from which an archive was made.
+    """Return the name and system of the recipe from which an archive was made, or None.
 
-    imgkit wrote them beside the archive, in ``X.tar.manifest.json``. The result is None for a folder, and for
-    an archive without such a file.
+    imgkit writes them to a file beside the archive, ``X.tar.manifest.json``. The result is None for an OCI
+    folder, and for an archive without this file.
     """
-    # Only an archive of `imgkit save` has files beside it. An OCI folder has none.
+    # Only an archive that `imgkit save` has written has a file beside it. An OCI folder has none.
     if archive.is_dir():
         return None
     description = sidecar.read_sidecar(archive)
@@ -223,15 +235,16 @@ def archive_target(archive: Path) -> Target | None:
 
 
 def _default_target(file: Path, default: str) -> Target:
-    """Return the remote's recipe `default`, for an image that does not itself name its system.
+    """Return the remote's default recipe, for an image that does not say for which system it is.
 
     Parameters
     ----------
-    file : the archive or .sif. Only the error message contains it.
+    file : the archive or .sif, for the error message.
+    default : the default recipe of the remote, or "" if it has none.
 
     Raises
     ------
-    UsageError : the remote has no recipe.
+    UsageError : the remote has no default recipe.
     """
     if default:
         return targets.load_target(default)
@@ -243,29 +256,32 @@ def _default_target(file: Path, default: str) -> Target:
 
 
 def with_transfer_host(remote: Remote, source: ImageSource) -> Remote:
-    """Return `remote` with the host that the system has for file transfers.
+    """Return `remote` with the host that its system has for file transfers.
 
-    Return `remote` unchanged if the user has named such a host for the remote, or if the system has no host
-    beside the login host. The user's name is the same as on the login host, unless the system names another.
+    If the user has named such a host for the remote, or if the system has no host other than the login host,
+    `remote` is returned unchanged. The user name on the host is the same as on the login host, unless the
+    system names another one.
     """
     host = source.target.system.transfer.host
     if remote.transfer or not fanout.is_host(host):
         return remote
     ssh_config = _ssh_config(remote.address)
     login_user = ssh_config.get("user", "")
+    # The login host itself is the host for transfers.
     if host == ssh_config.get("hostname"):
         return remote
+    # The system names a user for the host, or no user is known.
     if "@" in host or not login_user:
         return dataclasses.replace(remote, transfer=host)
     return dataclasses.replace(remote, transfer=f"{login_user}@{host}")
 
 
 def _ssh_config(address: str) -> dict[str, str]:
-    """Return ssh's options for `address`, such as ``{"hostname": "glogin1.bsc.es", "user": "me", ...}``.
+    """Return the options that ssh uses for `address`: ``{"hostname": "glogin1.bsc.es", "user": "me", ...}``.
 
-    ~/.ssh/config has been applied to them. The result is empty if ssh fails.
+    They include the settings in ~/.ssh/config. The result is empty if ssh fails.
     """
-    # -G prints one option a line, "hostname glogin1.bsc.es", after ~/.ssh/config has been applied.
+    # With -G, ssh prints its options instead of connecting, one on each line: "hostname glogin1.bsc.es".
     output = process.run(("ssh", "-G", "--", address), check=False).output
     options = {}
     for line in output.splitlines():
@@ -277,7 +293,8 @@ def _ssh_config(address: str) -> dict[str, str]:
 def refuse_flags(request: JobRequest, base: str) -> None:
     """Raise UsageError for ``--directory`` with a remote, or for ``--base`` with ``--image``.
 
-    imgkit itself chooses the folder on a remote, and an image that is there already is not built.
+    On a remote, imgkit itself chooses the folder. An image that is already on the remote is not built, so it
+    needs no base image.
     """
     if request.names_directory:
         raise UsageError(
@@ -292,9 +309,9 @@ def refuse_flags(request: JobRequest, base: str) -> None:
 
 
 def refuse_runtime(source: ImageSource) -> None:
-    """Raise UsageError if the job's runtime does not start a .sif, the only format that imgkit sends.
+    """Raise UsageError if the job's runtime cannot start a .sif, the only format that imgkit sends.
 
-    ``--runtime`` names the runtime, or else the system does.
+    ``--runtime`` chooses the runtime, or otherwise the recipe's system.
     """
     target = source.target
     requested = source.request.container.runtime
@@ -315,8 +332,8 @@ def refuse_runtime(source: ImageSource) -> None:
 def refuse_script(job: Job, script: Script) -> None:
     """Raise UsageError if imgkit cannot submit the script to the job's scheduler over ssh.
 
-    The scheduler must have a command such as ``sbatch``, and this command must read the script from its
-    standard input, unless the job is interactive.
+    The scheduler must have a command such as ``sbatch`` that submits jobs. Unless the job is interactive,
+    this command must read the script from its standard input.
     """
     has_queue = systems.get_system(job.system).queue.submit != ""
     if not has_queue or not (script.on_stdin or job.is_interactive):
@@ -324,7 +341,7 @@ def refuse_script(job: Job, script: Script) -> None:
 
 
 def _no_remote_jobs_error(target: Target) -> UsageError:
-    """Return the error for a system to which imgkit cannot submit a job over ssh."""
+    """Return the error for a system whose jobs imgkit cannot submit over ssh."""
     system = target.system
     title = system.title or target.name
     if system.runtime.kind == Pod.kind:

@@ -1,4 +1,4 @@
-"""A job with all its values resolved and checked, and the script that submits it."""
+"""A job whose values are all chosen and checked, and the script that submits it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 # A command with its arguments, or a part of such a command.
 Argv = tuple[str, ...]
-# A function that runs a command on one machine, and returns when the command has ended. A command that fails
-# does not raise.
+# A function that runs a command on one machine, and waits for its end. A command that fails does not raise an
+# exception.
 Runner = Callable[[Sequence[str]], Finished]
-# A function that runs a script of sh on one machine, and returns the output. The parameters are the script,
+# A function that runs a script of sh on one machine, and returns its output. The parameters are the script,
 # its arguments, and the chunks of its standard input.
 RunScript = Callable[[str, Iterable[str], Iterable[bytes]], bytes]
-# Names of the runtimes. With "no-container", the command is imgkit itself, which makes an image file.
+# Names of the runtimes. With "no-container", imgkit itself is the command, which creates an image file.
 RuntimeKind = Literal["singularity", "docker", "pyxis", "host", "kubernetes", "no-container"]
 
 
@@ -41,29 +41,32 @@ class DataMount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MountedEntryPoints:
-    """imgkit's entry points for an image without them, and where they are mounted in it."""
+    """imgkit's entry points (``dist-run`` and others), as they are mounted into an image without them."""
 
     version: str
     """Version of imgkit."""
     folder: str
-    """Path on the nodes of the folder with the package and ``system.json``."""
+    """The folder on the nodes that contains the package and ``system.json``."""
     python: str
     """Path of the Python in the image."""
     site: str
-    """The folder of the image that this Python searches for packages."""
+    """The folder of the image in which this Python looks for packages."""
     digest: str
-    """Digest of the image when imgkit inspected it, or "" for an image that is a folder.
+    """Digest of the image at the time when imgkit inspected it, or "" for an image that is a folder.
 
-    The job refuses to start if the image has another digest then.
+    The job refuses to start if the image has another digest by then.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """The resources that a job asks the scheduler for, checked against the system's limits."""
+    """The resources that a job requests from the scheduler.
+
+    They have been checked against the system's limits.
+    """
 
     size: Size = field(default_factory=lambda: Size(training=1))
-    """Numbers of nodes that train, and of spares."""
+    """The number of nodes that train, and the number of spare nodes, which replace nodes that fail."""
     gpus: int = 0
     """GPUs per node."""
     cpus: int | None = None
@@ -76,49 +79,52 @@ class Allocation:
     queue: str
     qos: str
     stop_before_s: int = 0
-    """Seconds before the time limit at which the program is asked to save. 0 means never."""
+    """How many seconds before the time limit the program is asked to save its state. 0 means never."""
 
     @property
     def nodes(self) -> int:
-        """Number of nodes on which the command starts, including the spares."""
+        """Number of nodes on which the command starts, including the spare nodes."""
         return self.size.started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Container:
-    """The container of a job's command, and the code, folders and variables that the command finds in it."""
+    """The image in which a job's command runs, and the code, folders and variables for the command."""
 
     image: str
-    """Path of a .sif, or an image reference.
+    """Path of a .sif, or the name of an image.
 
     Without a container, it is the path of a virtual environment, or empty. For the runtime ``no-container``,
-    it is the path of the image that the command makes.
+    it is the path of the image file that the command creates.
     """
     runtime: RuntimeKind
     binds: tuple[str, ...] = ()
     workdir: str = ""
     """Folder of the container in which the command starts, or "" for the job's folder."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables that are set for the command: the user's own, and those of a job with code."""
+    """Variables that are set for the command: those of the user, and those that a job with code needs."""
     names: tuple[str, ...] = ()
-    """Names of further variables of the user. No script contains their values, because they may be secret."""
+    """Names of further variables of the user. Their values may be secret, so no script contains them."""
     env_file: str = ""
     """Path of a file with further variables, or ""."""
     code: CodeRecord | None = None
-    """The code of which the run gets a copy, or None for a run without code."""
+    """The version of the code that the run gets a copy of, or None for a run without code."""
     code_folder: str = ""
-    """Path on the nodes of the code's folder in the store."""
+    """Path on the nodes of the folder in the store that contains this version of the code."""
     data: tuple[DataMount, ...] = ()
     """The folders of data, which are mounted read-only."""
     packages: tuple[str, ...] = ()
-    """Paths on the nodes of the files of `imgkit add`, with packages for the image."""
+    """Paths on the nodes of the files that `imgkit add` has created, with further packages for the image."""
     entry_points: MountedEntryPoints | None = None
-    """The entry points that are mounted into the image, or None if the image needs none or has its own."""
+    """The entry points that are mounted into the image.
+
+    None means that the image needs none or has its own.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A job with all its values, as `resolve.resolve_job` has checked them."""
+    """A job with all its values. `resolve.resolve_job` has chosen and checked them."""
 
     recipe: Target
     request: JobRequest
@@ -131,20 +137,20 @@ class Job:
     command: Argv = ()
     """The command and its arguments, or () for an interactive shell."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """``IMGKIT_*`` variables for the node agent in the container."""
+    """Variables ``IMGKIT_*`` for the node agent, imgkit's process on each node."""
     run_folder: str = ""
-    """Path of the run folder if imgkit itself makes it before the job starts.
+    """Path of the run folder if imgkit itself creates it before the job starts.
 
-    imgkit does so for jobs with code that start at once, and for jobs in pods whose files a remote stores. If
-    the path is empty, the job's script makes the folder, and names it in IMGKIT_RUN_DIR.
+    imgkit does so for jobs with code that start at once, and for jobs in pods whose files are on a remote. If
+    the path is empty, the job's script creates the folder and sets IMGKIT_RUN_DIR to its path.
     """
     warnings: tuple[str, ...] = ()
 
     @property
     def workspace(self) -> str:
-        """The folder on the nodes with the run's copy of its code.
+        """The folder on the nodes that contains the run's copy of its code.
 
-        It may begin with ``$IMGKIT_RUN_DIR``, which the shell of the job's script expands.
+        The path may begin with ``$IMGKIT_RUN_DIR``, which the shell of the job's script expands.
         """
         return f"{self.run_folder or '$IMGKIT_RUN_DIR'}/{WORKSPACE}"
 
@@ -160,57 +166,60 @@ class Job:
 
     @property
     def outlives_nodes(self) -> bool:
-        """Whether the node agents go on when a node is lost, so that a spare can replace it.
+        """Whether the job goes on when a node fails, because a spare node can replace the lost node.
 
-        The launcher of such a job must not end the other node agents.
+        The launcher of such a job, for example srun, must not end the processes on the other nodes.
         """
         return self.allocation.size.spares > 0 and self.request.launch.max_failures != 0
 
     @property
     def makes_secret(self) -> bool:
-        """Whether each start creates a secret for its nodes, because the user named no secret file."""
+        """Whether each start creates a new secret for its nodes, because the user has named no secret file.
+
+        The nodes of a run recognize each other by the secret. A job on a single node needs none.
+        """
         return self.allocation.nodes > 1 and self.request.launch.secret_file is None
 
     def with_warning(self, warning: str) -> Job:
-        """Return this job with one more warning, or unchanged if `warning` is empty."""
+        """Return this job with one more warning. If `warning` is empty, return it unchanged."""
         if not warning:
             return self
         return dataclasses.replace(self, warnings=(*self.warnings, warning))
 
     def with_allocation(self, **values: Any) -> Job:
-        """Return this job with other values of its allocation."""
+        """Return a copy of this job with some values of its allocation replaced."""
         return dataclasses.replace(self, allocation=dataclasses.replace(self.allocation, **values))
 
     def with_container(self, **values: Any) -> Job:
-        """Return this job with other values of its container."""
+        """Return a copy of this job with some values of its container replaced."""
         return dataclasses.replace(self, container=dataclasses.replace(self.container, **values))
 
     def with_system_facts(self, **values: Any) -> Job:
-        """Return this job with other values under ``system`` of its recipe, for example another ``queue``."""
+        """Return a copy of this job with other values under ``system`` of its recipe, such as ``queue``."""
         system_facts = dataclasses.replace(self.recipe.system, **values)
         return dataclasses.replace(self, recipe=dataclasses.replace(self.recipe, system=system_facts))
 
     def flags(self, kind: type[Flags]) -> Flags:
-        """Return the values of the flags that only the job's system has.
+        """Return the values of the flags that only the job's system has, such as ``--pbs-start`` of PBS.
 
         Parameters
         ----------
-        kind : the class of the system that declares the flags.
+        kind : the class that declares the flags of the system.
         """
         return self.request.flags(kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostInput:
-    """Secret values that each command on another host reads first from its standard input.
+    """Secret values that each command on another host first reads from its standard input.
 
-    A script must not contain these values, and neither must the arguments of a command, which all users see.
+    They must not be in a script or in the arguments of a command, which all users can see.
     """
 
     secret: bool = False
-    """Whether a new secret is sent, by which the node agents of the run authenticate each other."""
+    """Whether a new secret is sent, by which the node agents of the run recognize each other."""
     names: tuple[str, ...] = ()
-    """Names of variables that are sent with the values that they have on this machine."""
+    """Names of the variables to send. Their values are those of this process."""
 
 
 NO_INPUT = HostInput()
@@ -225,7 +234,7 @@ class HostCommand(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """The exact text of a job, and the command that submits it."""
+    """The text of a job, and the command that submits the job."""
 
     text: str
     submit: Argv
@@ -233,17 +242,23 @@ class Script:
     on_stdin: bool = False
     """Whether `submit` reads `text` from its standard input.
 
-    If not, `text` is the content of a file that `submit` names, or only shows the command to people.
+    If not, `text` is the content of a file that `submit` names, or shows people the command to run.
     """
     foreground: bool = False
-    """Whether `submit` is the run itself. Its output is then that of the run, and it prints no job id."""
+    """Whether `submit` is the run itself, instead of a submission.
+
+    It then prints the run's output, and no job id.
+    """
     host_commands: tuple[HostCommand, ...] = ()
-    """The commands that ssh starts, one for each host. `submit` is then not used."""
+    """The commands that ssh starts, one on each host. If there are any, `submit` is not used."""
     host_input: HostInput = NO_INPUT
-    """Input that the command line of each host reads first."""
+    """The input that the command on each host reads first."""
     head_decides: bool = False
-    """Whether the run ends with the command of the first host. If not, it ends when any command fails."""
+    """Whether the run ends when the command of the first host, the head, ends.
+
+    If not, it ends when any command fails.
+    """
     kind: str = ""
-    """The scheduler's name for this kind of job, if its commands need that name to find a job."""
+    """The scheduler's name for this kind of job, if its commands need the name to find the job."""
     is_array: bool = False
-    """Whether the job is an array of tasks. Each task has an id, a run folder and an output of its own."""
+    """Whether the job is an array of tasks. Each task has its own id, run folder and output."""

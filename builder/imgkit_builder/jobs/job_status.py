@@ -1,7 +1,7 @@
 """Report the states of submitted jobs, why they wait, and how they ended.
 
-The scheduler is asked first. It forgets jobs some time after their end, and then the record of the job on
-this machine and the files in its run folder say how it ended.
+The scheduler is asked first. Schedulers forget a job some time after its end. Then the job's record on this
+machine, or the files in its run folder, show how it ended.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from imgkit_entrypoints.rollcall.messages import GpuUse
 def scheduler_runner(record: SubmittedJob, *, may_ask: bool = False) -> Runner:
     """Return a function that runs commands of a job's scheduler, such as ``("squeue", "--jobs=4711")``.
 
-    The function runs a command on the machine where the job was submitted, this one or a remote, and returns
-    when the command has ended. A failed command does not raise.
+    The commands run on the machine where the job was submitted, which is this machine or a remote. The
+    function waits for the end of the command. A command that fails does not raise an exception.
 
     Parameters
     ----------
@@ -45,10 +45,10 @@ def scheduler_runner(record: SubmittedJob, *, may_ask: bool = False) -> Runner:
 
 
 def status_runner(record: SubmittedJob, *, may_ask: bool = False) -> Runner:
-    """Return a function that runs commands on the machine of a job, for `report_job` and then `read_gpu_use`.
+    """Return a function that runs commands on a job's machine, for `report_job` and then `read_gpu_use`.
 
-    On a remote, the first command also fetches the file with the use of the GPUs. So both calls together need
-    only one connection, or two if the scheduler no longer knows the job.
+    For a job on a remote, the first command also fetches the file with the GPU use. The two calls together
+    therefore need only one connection, or two if the scheduler no longer knows the job.
     """
     job = record.job
     if not job.remote:
@@ -58,10 +58,11 @@ def status_runner(record: SubmittedJob, *, may_ask: bool = False) -> Runner:
 
 
 def runner_on(remote: str, *, may_ask: bool = False) -> Runner:
-    """Return a function that runs a command on a remote, or on this machine if the name `remote` is "".
+    """Return a function that runs commands on a remote, or on this machine if `remote` is "".
 
     Parameters
     ----------
+    remote : the name of the remote.
     may_ask : whether ssh may ask a person for a password or a second factor.
     """
     if not remote:
@@ -80,9 +81,9 @@ def connection_to(remote: str, *, may_ask: bool = False) -> Connection:
 
 
 def local_run_folder(record: SubmittedJob) -> Path | None:
-    """Return the folder on this machine with the run's files.
+    """Return the folder on this machine that contains the run's files.
 
-    The result is None for a run on a remote whose files were not fetched yet.
+    For a run on a remote whose files have not been fetched yet, the result is None.
     """
     if not record.job.files_remote:
         return record.job.run_folder
@@ -92,7 +93,7 @@ def local_run_folder(record: SubmittedJob) -> Path | None:
 
 
 def last_numbers(record: SubmittedJob) -> LastNumbers:
-    """Return the last step and loss of the run. Both are None if its files are not on this machine."""
+    """Return the last step and loss of the run. Both are None if the run's files are not on this machine."""
     folder = local_run_folder(record)
     if folder is None:
         return LastNumbers()
@@ -106,11 +107,14 @@ class JobReport:
     record: SubmittedJob
     """The job's record, with its state."""
     argv: tuple[str, ...] = ()
-    """The scheduler's command that knew the job. It is empty if no command knew it."""
+    """The scheduler's command whose output contained the job. It is empty if no command knew the job."""
     text: str = ""
     """The part of the command's output that is shown to people."""
     code: int | None = None
-    """The job's exit code, or None if it is not known. If `argv` is empty, it is from the run folder."""
+    """The job's exit code, or None if it is not known.
+
+    If `argv` is empty, the code is from the run folder.
+    """
     wait: WaitInfo = dataclasses.field(default_factory=WaitInfo)
 
     @property
@@ -122,21 +126,22 @@ class JobReport:
 def report_job(record: SubmittedJob, run: Runner) -> JobReport:
     """Return the state of a job, and how it ended if it has ended.
 
-    The scheduler is asked. If it has forgotten the job, the state is from the job's record or run folder. A
-    job that imgkit has cancelled counts as cancelled, whatever its exit code is.
+    The scheduler is asked first. If it no longer knows the job, the state is taken from the job's record or
+    run folder. A job that imgkit has cancelled counts as cancelled, whatever its exit code is.
 
     Parameters
     ----------
-    run : runs a command on the machine of the job, to its end.
+    run : runs a command on the job's machine, and waits for its end.
 
     Raises
     ------
-    ToolFailed : the scheduler did not answer. The job may still run.
+    ToolFailed : the scheduler did not answer. The job may still be running.
     """
     if record.answer is not None:
         return JobReport(record=record)  # without an id, the scheduler cannot be asked
     report = _ask_scheduler(record, run) or _report_without_scheduler(record, run)
-    # A program that saves its state when it is cancelled ends with an exit code, which looks like a failure.
+    # A program that saves its state when it is cancelled ends with a non-zero exit code, which looks like a
+    # failure.
     if report.record.state in ("failed", "ended") and records.is_cancelled(record):
         cancelled = dataclasses.replace(report.record, state="cancelled")
         return dataclasses.replace(report, record=cancelled)
@@ -144,22 +149,25 @@ def report_job(record: SubmittedJob, run: Runner) -> JobReport:
 
 
 def _ask_scheduler(record: SubmittedJob, run: Runner) -> JobReport | None:
-    """Return what the scheduler reports about a job, or None if it has forgotten the job.
+    """Return what the scheduler reports about a job, or None if the scheduler no longer knows the job.
 
-    The first command asks the queue, which has jobs that wait or run. The others ask the scheduler's history.
+    The first command asks the queue, which contains jobs that wait or run. The other commands ask the
+    scheduler's history.
 
     Raises
     ------
-    ToolFailed : the scheduler did not answer, and the job may still run.
+    ToolFailed : the scheduler did not answer, and the job may still be running.
     """
     queue_argv, *history_argvs = systems.get_system(record.job.system).status_commands(record.job)
     report = _ask_queue(record, queue_argv, run)
     if report is not None:
         return report
     for argv in history_argvs:
+        # Some sites keep no history of jobs, and lack the command for it. The next command may still know the
+        # job.
         try:
             answer = run(argv)
-        except ToolMissing:  # some sites keep no history of jobs: the next command may know the job
+        except ToolMissing:
             continue
         report = _read_answer(record, argv, answer, run)
         if report is not None:
@@ -168,15 +176,19 @@ def _ask_scheduler(record: SubmittedJob, run: Runner) -> JobReport | None:
 
 
 def _ask_queue(record: SubmittedJob, argv: Argv, run: Runner) -> JobReport | None:
-    """Return what the command `argv` reports about a job in the queue, or None if the job has left the queue.
+    """Return the command's report about a job in the queue, or None if the job has left the queue.
 
-    A command that fails says nothing about the job, unless it says that there is no such job. For a job that
-    is known to have ended, a failure does not matter.
+    If the command fails, the state of the job is unknown, unless the message says that there is no such job.
+    For a job that is known to have ended, a failure does not matter.
+
+    Parameters
+    ----------
+    argv : the scheduler's command that lists jobs which wait or run.
 
     Raises
     ------
-    ToolMissing : the command is missing, and the job may still run.
-    ToolFailed : the command failed for another reason than an unknown job, and the job may still run.
+    ToolMissing : the command is missing, and the job may still be running.
+    ToolFailed : the command failed for another reason than an unknown job, and the job may still be running.
     """
     has_ended = record.state in FINAL_STATES
     try:
@@ -185,18 +197,18 @@ def _ask_queue(record: SubmittedJob, argv: Argv, run: Runner) -> JobReport | Non
         if not has_ended:
             raise
         return None
-    has_failed = answer.returncode != 0
-    is_in_queue = not has_failed and answer.output.strip() != ""
+    command_has_failed = answer.returncode != 0
+    is_in_queue = not command_has_failed and answer.output.strip() != ""
     report = _read_answer(record, argv, answer, run, is_in_queue=is_in_queue)
     if report is not None or has_ended:
         return report
-    if has_failed and not _is_forgotten(record, answer):
+    if command_has_failed and not _is_forgotten(record, answer):
         raise command_failed(record, argv, answer)
     return None
 
 
 def _is_forgotten(record: SubmittedJob, answer: Finished) -> bool:
-    """Return whether the queue command of a scheduler has failed because the scheduler has no such job.
+    """Return whether the scheduler's queue command failed because the scheduler has no such job.
 
     Schedulers forget a job some time after its end.
     """
@@ -207,13 +219,13 @@ def _is_forgotten(record: SubmittedJob, answer: Finished) -> bool:
 def _read_answer(
     record: SubmittedJob, argv: Argv, answer: Finished, run: Runner, *, is_in_queue: bool = False
 ) -> JobReport | None:
-    """Return the report from the answer of a scheduler's command, or None if it does not know the job.
+    """Return the report from the answer of a scheduler's command, or None if the answer has no such job.
 
     Parameters
     ----------
     answer : the exit code and the output of the command `argv`.
-    is_in_queue : whether the command has found the job in the queue. If not, the output counts only if it
-        says that the job has ended, because a failed command can print anything.
+    is_in_queue : whether the command has found the job in the queue. If not, only a final state in the output
+        counts, because a failed command can print anything.
     """
     system = systems.get_system(record.job.system)
     if not system.reports_state and answer.returncode == 0:
@@ -225,21 +237,22 @@ def _read_answer(
 
 
 def _scheduler_report(record: SubmittedJob, argv: Argv, status: JobStatus, run: Runner) -> JobReport:
-    """Return the report of a job whose `status` the scheduler's command `argv` has printed."""
+    """Return the report of a job from `status`, which the scheduler's command `argv` has printed."""
     code = status.code
     if status.state == "failed" and code:
-        # Where one task fails, srun ends the others by SIGTERM, and their code (143) is the higher one. The
-        # run folder has the code of the task that failed.
+        # If one task fails, srun ends the other tasks by SIGTERM, and the scheduler reports their higher exit
+        # code, 143. The run folder contains the code of the task that failed first.
         code = _code_in_run_folder(record, run) or code
     current = dataclasses.replace(record, state=status.state)
     return JobReport(record=current, argv=argv, text=status.text, code=code, wait=status.wait)
 
 
 def _report_without_scheduler(record: SubmittedJob, run: Runner) -> JobReport:
-    """Return the report of a job that the scheduler has forgotten.
+    """Return the report of a job that the scheduler no longer knows.
 
-    If imgkit asked the scheduler after the job had ended, the job's record has the state. Otherwise the state
-    follows from the exit code in the run folder, and is ``ended`` if there is no such code.
+    If imgkit has seen the end of the job, the job's record contains the final state. Otherwise, the state is
+    derived from the exit code in the run folder. Without such a code, the state is ``ended``, which means an
+    unknown outcome.
     """
     if record.state in FINAL_STATES and record.state != "ended":
         return JobReport(record=record)
@@ -251,17 +264,18 @@ def _report_without_scheduler(record: SubmittedJob, run: Runner) -> JobReport:
 
 
 def _code_in_run_folder(record: SubmittedJob, run: Runner) -> int | None:
-    """Return the exit code that the head's node agent wrote into the run folder at the end of the run.
+    """Return the exit code of a run from its run folder, or None if the folder contains none.
 
-    The result is None if it has written none, for example because it was killed.
+    The node agent of the head (the node with rank 0) writes the code at the end of the run. It cannot do so
+    if it is killed.
     """
     return stop_protocol.parse_result_code(_file_of_run(record, stop_protocol.RESULT, run))
 
 
 def read_gpu_use(record: SubmittedJob, run: Runner) -> GpuUse | None:
-    """Return how much the run has used its GPUs until now.
+    """Return how much the run has used its GPUs so far.
 
-    The result is None if no node agent has written it, as in jobs on CPUs.
+    The result is None if no node agent has written the file with this information, as in jobs on CPUs.
     """
     return gpu_use.parse(_file_of_run(record, stop_protocol.GPU_USE, run))
 
@@ -269,36 +283,37 @@ def read_gpu_use(record: SubmittedJob, run: Runner) -> GpuUse | None:
 def _file_of_run(record: SubmittedJob, name: str, run: Runner) -> str:
     """Return the text of the file `name` in the job's run folder, which may be on a remote.
 
-    If there is no such file, the result is empty or the error message of ``cat``. So the caller must not take
-    any text for the content of the file.
+    If there is no such file, the result is empty or the error message of ``cat``. So the caller must parse
+    the text strictly.
     """
-    # Each task of an array has another run folder, so there is no single file. And `run` does not reach a
-    # remote that only stores files.
+    # Each task of an array has its own run folder, so there is no single file. For a remote that only stores
+    # files, `run` runs commands on another machine than the remote.
     if record.job.array or record.job.store:
         return ""
     for other_record in records.list_records_of_run(record):
+        # A later job goes on in the same folder, and has replaced the file.
         if other_record.submitted > record.submitted:
-            return ""  # a later job goes on in the same folder, and has replaced the file
+            return ""
     return run(("cat", "--", str(record.job.run_folder / name))).output
 
 
 def cancel_job(record: SubmittedJob, run: Runner) -> Finished:
     """Cancel the job by its scheduler's command, and return the result of the command.
 
-    If the command succeeds, the job's record says from then on that imgkit has cancelled the job.
+    If the command succeeds, the job's record is updated to say that imgkit has cancelled the job.
     """
     answer = run(systems.get_system(record.job.system).cancel_command(record.job))
-    # No record is saved for a task of an array.
+    # A task of an array has no record that could be updated.
     if answer.returncode == 0 and records.has_record_file(record):
-        with contextlib.suppress(OSError):  # the job is cancelled all the same
+        with contextlib.suppress(OSError):  # the job is cancelled even if its record cannot be updated
             records.save_record(dataclasses.replace(record, cancelled=True))
     return answer
 
 
 def with_cancellation(record: SubmittedJob) -> SubmittedJob:
-    """Return `record` with the state ``cancelled`` if imgkit has cancelled the job and its end is not known.
+    """Return `record` with the state ``cancelled`` if imgkit has cancelled the job and its end is unknown.
 
-    The job may still need a moment to end. This function does not ask the scheduler about it.
+    The job may need a moment to end. This function does not ask the scheduler about it.
     """
     if record.cancelled and record.state not in FINAL_STATES:
         return dataclasses.replace(record, state="cancelled")
@@ -306,38 +321,40 @@ def with_cancellation(record: SubmittedJob) -> SubmittedJob:
 
 
 def command_failed(record: SubmittedJob, argv: Sequence[str], answer: Finished) -> ToolFailed:
-    """Return the error for a command of the scheduler that failed. It quotes the command's message."""
+    """Return the error for a scheduler's command that has failed. The error quotes the command's output."""
     message, hint = process.quote_output(
         f"{argv[0]} failed with exit code {answer.returncode}", answer.output.strip()
     )
     return ToolFailed(message, where=record.job.handle, hint=hint or None)
 
 
-# The error of torch's init_process_group in a program that no launcher has started:
+# The error of torch's init_process_group in a program that was not started by a launcher such as torchrun:
 # "environment variable RANK expected, but not set".
 _NO_RANK = re.compile(r"environment variable \w+ expected, but not set")
-# What schedulers print about a job that exceeded its memory: its state, or a message in its output.
+# What schedulers report about a job that has exceeded its memory: its state, or a message in its output.
 _OUT_OF_MEMORY = re.compile(
     r"OUT_OF_MEMORY"
     r"|\boom_kill event|\bexceeded memory limit"  # a step of Slurm, with and without cgroups
     r"|job killed: mem \S+ exceeded limit"  # PBS
     r"|\bOOMKilled"  # Kubernetes
 )
-# Exit code of a program that SIGKILL (signal 9) has ended: 128 + 9. The kernel sends it when memory runs out.
+# The exit code of a program that was ended by SIGKILL, which is signal 9: 128 + 9. The kernel sends it when
+# memory runs out.
 _KILLED_CODE = 137
-# `failure_hints` looks for these texts in the last 64 KiB of the job's output.
+# `failure_hints` searches the last 64 KiB of the job's output for these texts.
 _TAIL_BYTES = 64 << 10
 
 
 def failure_hints(report: JobReport, run: Runner) -> Iterator[str]:
-    """Yield explanations of a job's failure, each with what the user can do.
+    """Yield explanations of why a job failed, each with advice for the user.
 
-    Two causes are recognized: the job had too little memory, or its command started no ranks. Nothing is
-    yielded for an array, or if neither cause applies.
+    Two causes are recognized: the job ran out of memory, or its command was not started by a launcher such as
+    torchrun. Nothing is yielded for an array or for other causes.
     """
     record = report.record
+    # Each task of an array writes its output to another file.
     if record.job.array:
-        return  # each task writes another file
+        return
     output = _end_of_output(record, run)
     if _OUT_OF_MEMORY.search(f"{report.text}\n{output}"):
         yield f"the job ran out of memory: {_memory_remedy(record)}"
@@ -351,7 +368,10 @@ def failure_hints(report: JobReport, run: Runner) -> Iterator[str]:
 
 
 def _end_of_output(record: SubmittedJob, run: Runner) -> str:
-    """Return the last 64 KiB of the job's output, or "" if a command shows the output and no file has it."""
+    """Return the last 64 KiB of the job's output, or "" if the output is not in a file.
+
+    Some systems show the output only through a command.
+    """
     log_argv = systems.get_system(record.job.system).log_source(record.job)
     log_files = [argument for argument in log_argv if argument.startswith("/")]
     if not log_files:
@@ -360,14 +380,14 @@ def _end_of_output(record: SubmittedJob, run: Runner) -> str:
 
 
 def _memory_remedy(record: SubmittedJob) -> str:
-    """Return the advice for a job that ran out of memory, with the size of memory that it had."""
+    """Return the advice for a job that ran out of memory. It names the memory that the job had."""
     if record.memory:
         return f"it had {record.memory}; request more, or use fewer data workers"
     return "it stated no size, so it had the scheduler's default; add --mem SIZE, or use fewer data workers"
 
 
 def ending_text(report: JobReport) -> str:
-    """Return the line about how a job has ended, and where its files are.
+    """Return one line about how a job has ended and where its files are.
 
     For example: ``4711@mn5 failed with exit code 1; imgkit resume 4711@mn5; imgkit fetch 4711@mn5``.
     """
@@ -391,8 +411,8 @@ def ending_text(report: JobReport) -> str:
 def can_resume(record: SubmittedJob) -> bool:
     """Return whether `imgkit resume` can submit the job again in its run folder.
 
-    It cannot do so for arrays, for jobs whose request is not recorded, and on systems whose jobs cannot go on
-    in the folder of an earlier job.
+    This is not possible for arrays, for jobs whose request was not recorded, and on systems whose jobs cannot
+    use the folder of an earlier job.
     """
     if record.job.array or not record.request or not records.has_record_file(record):
         return False
@@ -400,12 +420,12 @@ def can_resume(record: SubmittedJob) -> bool:
 
 
 def can_choose_folder(record: SubmittedJob) -> bool:
-    """Return whether a job of this system can go on in the run folder of an earlier one."""
+    """Return whether a job on the same system can go on in the run folder of an earlier job."""
     return bool(record.job.store) or systems.get_system(record.job.system).abilities.resumes_jobs
 
 
 def _outcome_text(report: JobReport) -> str:
-    """Return how the job ended, as the predicate of a sentence: ``was cancelled``."""
+    """Return how the job ended, as the end of a sentence: ``was cancelled``."""
     state = report.record.state
     if state == "succeeded":
         return "completed"
@@ -421,9 +441,10 @@ def _outcome_text(report: JobReport) -> str:
 
 
 def waiting_text(job: QueuedJob, wait: WaitInfo) -> str:
-    """Return the line about a job that waits: ``waiting: Priority; expected start 2026-11-28T22:40``.
+    """Return one line about a job that waits: ``waiting: Priority; expected start 2026-11-28T22:40``.
 
-    It has the scheduler's reason and estimate, and what the user can do if the job would never start.
+    The line contains the scheduler's reason and its estimate of the start. If the job would never start as it
+    is, the line says what the user can do.
     """
     text = "waiting"
     if wait.reason:
@@ -431,7 +452,7 @@ def waiting_text(job: QueuedJob, wait: WaitInfo) -> str:
     if wait.expected_start:
         text += f"; expected start {wait.expected_start}"
         if job.remote:
-            text += f", by the clock of {job.remote}"  # which may be in another time zone
+            text += f", by the clock of {job.remote}"  # the remote may be in another time zone
     if wait.note:
         text += f"; {wait.note}"
     if wait.change:
@@ -440,7 +461,7 @@ def waiting_text(job: QueuedJob, wait: WaitInfo) -> str:
 
 
 class WaitLog:
-    """Log why a job waits whenever the reason changes, and log ``running`` when the job starts after that."""
+    """Log why a job waits, whenever the reason changes. When the job starts afterwards, log ``running``."""
 
     def __init__(self, job: QueuedJob, log: Callable[[str], None]) -> None:
         self._job = job
@@ -450,7 +471,7 @@ class WaitLog:
         """What was logged last about this wait. It is None if the job does not wait or nothing was logged."""
 
     def update(self, state: JobState, wait: WaitInfo) -> None:
-        """Log the state that the scheduler has just reported, if the user does not know it yet."""
+        """Log a state that the scheduler has just reported, unless it is the state that was logged last."""
         if state != "waiting":
             if state == "running" and self._logged is not None:
                 self._log("running")
@@ -461,22 +482,24 @@ class WaitLog:
         self._state = state
 
     def _is_news(self, wait: WaitInfo) -> bool:
-        """Return whether `wait` has something that was not logged yet."""
+        """Return whether `wait` contains something that has not been logged yet."""
         if self._logged is None:
-            # A scheduler needs a moment to find a reason, and on an idle cluster the job has started by then.
+            # A scheduler needs a moment to determine the reason. On an idle cluster, the job has started by
+            # then. So a first report without a reason is not logged.
             return bool(wait.reason) or self._state == "waiting"
-        # Slurm withdraws its estimate and computes it again, so that only the first one is news.
+        # Slurm withdraws its estimate of the start and computes it again, many times. So only the first
+        # estimate is logged.
         is_first_estimate = bool(wait.expected_start) and not self._logged.expected_start
         return wait.reason != self._logged.reason or is_first_estimate
 
 
-# Seconds between two questions about a job. The last value repeats: to ask more often would load the
+# Seconds between two questions about a job. The last value repeats. More frequent questions would load the
 # scheduler.
 POLL_S = (1.0, 1.0, 2.0, 3.0, 5.0, 10.0, 10.0, 30.0)
 
 
 def poll_pauses() -> Iterator[float]:
-    """Yield the seconds to wait between two questions about a job, without end."""
+    """Yield the pauses in seconds between two questions about a job. The sequence never ends."""
     yield from POLL_S
     yield from itertools.repeat(POLL_S[-1])
 
@@ -484,10 +507,10 @@ def poll_pauses() -> Iterator[float]:
 def wait_for_job(
     record: SubmittedJob, run: Runner, *, limit_s: float | None = None, log: WaitLog | None = None
 ) -> JobReport:
-    """Wait until the job has ended, or for `limit_s` seconds, and return the last report about it.
+    """Wait until the job has ended, or for at most `limit_s` seconds, and return the last report about it.
 
-    The scheduler is asked every few seconds, and later every 30 seconds. If it does not answer once, it is
-    asked again.
+    The scheduler is asked every few seconds at first, and every 30 seconds later. If it does not answer, it
+    is asked again after the next pause.
 
     Parameters
     ----------
@@ -496,8 +519,8 @@ def wait_for_job(
 
     Raises
     ------
-    UsageError : the system's commands do not report whether a job has ended.
-    ToolFailed : the scheduler has not answered even once.
+    UsageError : the commands of the system do not report whether a job has ended.
+    ToolFailed : the scheduler did not answer the first question.
     """
     if not systems.get_system(record.job.system).reports_state:
         raise UsageError(
@@ -511,17 +534,17 @@ def wait_for_job(
     pauses_s = poll_pauses()
     report = _report_and_log(record, run, log)
     while not report.has_ended:
-        left_s = end_s - time.monotonic()
-        if left_s <= 0:
+        remaining_s = end_s - time.monotonic()
+        if remaining_s <= 0:
             break
-        time.sleep(min(next(pauses_s), left_s))
-        with contextlib.suppress(ToolFailed):  # a scheduler that does not answer now may answer next time
+        time.sleep(min(next(pauses_s), remaining_s))
+        with contextlib.suppress(ToolFailed):  # a scheduler that does not answer now may answer the next time
             report = _report_and_log(record, run, log)
     return report
 
 
 def _report_and_log(record: SubmittedJob, run: Runner, log: WaitLog | None) -> JobReport:
-    """Return the report of `report_job`, after an update of `log` with its state."""
+    """Return the report of `report_job`, and update `log` with the state in it."""
     report = report_job(record, run)
     if log:
         log.update(report.record.state, report.wait)
@@ -531,11 +554,12 @@ def _report_and_log(record: SubmittedJob, run: Runner, log: WaitLog | None) -> J
 def refresh_state(record: SubmittedJob, run: Runner) -> SubmittedJob:
     """Return `record` with the state that the scheduler reports now.
 
-    The scheduler is not asked about a job that has ended, or if its commands do not report states.
+    If the job has ended, or if the commands of its system do not report states, the scheduler is not asked
+    and the record is returned unchanged.
 
     Raises
     ------
-    ToolFailed : the scheduler did not answer. The job may still run.
+    ToolFailed : the scheduler did not answer. The job may still be running.
     """
     if record.state in FINAL_STATES or not systems.get_system(record.job.system).reports_state:
         return record

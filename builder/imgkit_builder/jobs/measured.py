@@ -1,6 +1,6 @@
-"""Read the numbers in a run folder.
+"""Read what was measured in a run, from the files in its run folder.
 
-These are the lines of ``metrics.jsonl``, the bandwidths that dist-bench measured, and the use of GPUs.
+These are the numbers in ``metrics.jsonl``, the bandwidths that dist-bench measured, and the use of the GPUs.
 dist-train writes ``metrics.jsonl``, and any other program may write it too.
 """
 
@@ -22,15 +22,15 @@ METRICS = "metrics.jsonl"
 BENCH = "bench.json"
 # Only the last 64 KiB of ``metrics.jsonl`` are read, because ``imgkit runs`` reads the files of many runs.
 _TAIL_BYTES = 64 << 10
-# A longer line than 64 KiB is no line of metrics, and is skipped.
+# A line of more than 64 KiB is not a line of metrics, and is skipped.
 _MAX_LINE_BYTES = 64 << 10
-# A larger number in the field "step" cannot be a number of steps, and such a line is skipped.
+# A larger number in the field "step" cannot be a number of steps. Such a line is skipped.
 _MAX_STEP = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastNumbers:
-    """The last step and loss that a run has written. Each is None if the run has written none."""
+    """The last step and the last loss that a run has written. Each is None if the run has not written it."""
 
     step: int | None = None
     loss: float | None = None
@@ -39,14 +39,16 @@ class LastNumbers:
 def last_numbers(folder: Path) -> LastNumbers:
     """Return the last step and the last loss of the run in `folder`.
 
-    The two can be from different lines, because a program need not write the loss in each line. The last line
-    counts, not the highest step, because a killed run repeats steps when it goes on.
+    The two values may be from different lines, because a program need not write the loss in each line. The
+    step of the last line is used even if an earlier line has a higher one: a run that was killed repeats
+    steps when it is resumed.
     """
     last_step = None
     for numbers in reversed(last_metrics(folder)):
         step = numbers.get("step")
         if type(step) is not int or not 0 <= step < _MAX_STEP:
             continue
+        # A line that contains only the step has no results, and does not count.
         has_results = len(numbers) > 1
         if last_step is None and has_results:
             last_step = step
@@ -58,22 +60,25 @@ def last_numbers(folder: Path) -> LastNumbers:
 def last_metrics(folder: Path) -> list[dict[str, float]]:
     """Return the numbers in the last lines of ``metrics.jsonl``, the oldest line first.
 
-    ``{"step": 1, "name": "a"}`` -> ``{"step": 1}``. The lines in the last 64 KiB of the file are read.
+    Fields that are not numbers are left out: ``{"step": 1, "name": "a"}`` -> ``{"step": 1}``. Only the last
+    64 KiB of the file are read.
     """
     metrics = []
     for fields in _parse_json_lines(_last_lines(folder / METRICS)):
-        # Not isinstance: JSON's true is an int in Python.
+        # The exact type is compared instead of isinstance, because JSON's true is a bool, which is an int in
+        # Python.
         metrics.append({name: value for name, value in fields.items() if type(value) in (int, float)})
     return metrics
 
 
 def _parse_json_lines(lines: list[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in `lines`. Lines that are no JSON or no object are skipped."""
+    """Yield the JSON objects in `lines`. All other lines are skipped."""
     for line in lines:
         try:
             value = json_text.parse(line, most_bytes=_MAX_LINE_BYTES)
         except ValueError:
-            # A run was killed while it wrote this line, or the part that is read starts within this line.
+            # The line is incomplete: a run was killed while it wrote the line, or the part of the file that
+            # is read begins within it.
             continue
         if isinstance(value, dict):
             yield value
@@ -82,7 +87,7 @@ def _parse_json_lines(lines: list[bytes]) -> Iterator[dict[str, Any]]:
 def _last_lines(file: Path) -> list[bytes]:
     """Return the lines in the last 64 KiB of `file`, or an empty list if it cannot be read.
 
-    The first of them can be the end of a longer line.
+    The first line may be only the end of a longer line.
     """
     try:
         with files.open_regular(file) as stream:
@@ -109,7 +114,8 @@ class Bandwidth:
 def read_gpu_use(folder: Path) -> GpuUse | None:
     """Return how much the run in `folder` used its GPUs.
 
-    The result is None if the node agents have not written the file, as in a run on CPUs.
+    The result is None if the node agents have not written the file with this information, as in a run on
+    CPUs.
     """
     try:
         text = files.read_text(folder / stop_protocol.GPU_USE)
@@ -119,9 +125,10 @@ def read_gpu_use(folder: Path) -> GpuUse | None:
 
 
 def read_bandwidths(folder: Path) -> tuple[Bandwidth, ...]:
-    """Return the bandwidths of each collective that a run of dist-bench measured.
+    """Return the bandwidths of each collective that a run of dist-bench has measured.
 
-    The result is empty if the run has no readable ``bench.json``. Only dist-bench writes this file.
+    Only dist-bench writes the file ``bench.json``, which contains them. Without this file, or if it cannot be
+    read, the result is empty.
     """
     try:
         verdict = json_text.load(folder / BENCH)["verdict"]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from imgkit_entrypoints.errors import UsageError
 
 _SIZE = re.compile(r"([1-9][0-9]{0,6})([MGT])i?B?", re.IGNORECASE)  # "110G", "440GB", "512M", "1TiB"
-# Units are powers of 1024, with and without an "i", because Slurm, PBS and Docker count so: 1 GB is 1024 MiB.
+# Units are powers of 1024, with and without an "i": 1 GB is 1024 MiB. Slurm, PBS and Docker use them in this
+# way.
 _MIB_OF_UNIT = {"M": 1, "G": 1024, "T": 1024**2}
 
 
@@ -19,7 +20,10 @@ class Memory:
     size_MiB: int
     """The size that the user requested, for each node or for each GPU. See `gpus`."""
     gpus: int = 0
-    """Number of GPUs of a node, each of which adds `size_MiB`. With 0, `size_MiB` is the size of a node."""
+    """Number of GPUs on a node if `size_MiB` is the size for each GPU.
+
+    0 means that it is the size for the whole node.
+    """
 
     @property
     def node_MiB(self) -> int:
@@ -38,15 +42,15 @@ class Memory:
 
 
 def parse_size(text: str, *, where: str) -> int:
-    """Return a size such as ``110G``, ``440GB`` or ``512M`` in MiB: ``2G`` -> 2048.
+    """Convert a size such as ``110G``, ``440GB`` or ``512M`` to MiB: ``2G`` -> 2048.
 
     Parameters
     ----------
-    where : the flag that has the value. Messages name it.
+    where : the flag whose value is `text`, for the error.
 
     Raises
     ------
-    UsageError : `text` has another form, for example no unit.
+    UsageError : `text` is not a size, for example because it has no unit.
     """
     match = _SIZE.fullmatch(text)
     if match is None:
@@ -56,6 +60,9 @@ def parse_size(text: str, *, where: str) -> int:
 
 
 def size_text(size_MiB: int) -> str:
-    """Return a size in G, or in M if it is not a whole number of G: 2048 -> ``2G``, 1536 -> ``1536M``."""
-    size_GiB, rest_MiB = divmod(size_MiB, 1024)
-    return f"{size_MiB}M" if rest_MiB else f"{size_GiB}G"
+    """Return a size as text, in G if that is a whole number and otherwise in M.
+
+    2048 -> ``2G``, 1536 -> ``1536M``.
+    """
+    size_GiB, remaining_MiB = divmod(size_MiB, 1024)
+    return f"{size_MiB}M" if remaining_MiB else f"{size_GiB}G"

@@ -17,16 +17,16 @@ class PreparedJob:
     job: Job
     """The job. In paths on a remote, `image_source.UNKNOWN_HOME` stands for imgkit's folder there.
 
-    `submit.make_ready` replaces it by the real path.
+    `submit.make_ready` replaces this text by the real path.
     """
     script: Script
     code: CodeFolder | None = None
-    """The code of which the run gets a copy, or None for a run without code."""
+    """The code that the run gets a copy of, or None for a run without code."""
     data: tuple[DataFolder, ...] = ()
     """The folders of data that are on this machine."""
     source: ImageSource | None = None
-    """Where the image of a job on a remote comes from, or None for a job of this machine."""
+    """Where the image of a job on a remote comes from. None means that this machine has the image."""
     image_id: str = ""
     """The image's id, or "" if it is not known."""
     request: str = ""
-    """The request for the job's record, as `resume.to_json` writes it."""
+    """The request as `resume.to_json` writes it. It is stored in the job's record."""

@@ -1,8 +1,8 @@
 """Check and quote the values in a job script.
 
-Directives (``#SBATCH``, ``#PBS``) are comments for the shell, so their values cannot be quoted for it. Each
-value has a pattern, and a value that does not match is refused and never escaped. The same is true of names.
-Arguments of commands are quoted for the shell.
+Directives (``#SBATCH``, ``#PBS``) are comments for the shell, so shell quotes have no effect in them. Each
+value in a directive must therefore match a pattern. A value that does not match is refused, and is never
+escaped. The same applies to names. Arguments of commands are quoted for the shell.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from imgkit_entrypoints.rules import SITE_VARIABLE
 
 
 class ValuePattern(NamedTuple):
-    """The pattern of a value, and a description of it for messages."""
+    """A regular expression for a value, and a description of the allowed characters for error messages."""
 
     pattern: str
     allowed: str
@@ -27,13 +27,13 @@ class ValuePattern(NamedTuple):
 _WORD = ValuePattern(
     pattern=r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,127}", allowed="letters, digits and . _ @ + -, no blanks"
 )
-# A path may have blanks, because a directive has it in double quotes. The excluded characters would end or
-# change the quoted text, and a colon or comma would end the path in a mount option.
+# A path may contain blanks, because it is in double quotes in a directive. The excluded characters would end
+# or change the quoted text. A colon or comma would end the path in a mount option.
 _PATH = ValuePattern(
     pattern=r"/[^\x00-\x1f\x7f\"'\\%`$:,]*", allowed="an absolute path without quotes and \\ % $ ` : ,"
 )
 
-# The patterns of the values that a job script contains unquoted, by the flags that set them.
+# The patterns of values that are not quoted for a shell in a job script, by the flags that set them.
 FLAG_PATTERNS = {
     "--name": ValuePattern(
         pattern=r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", allowed="up to 63 letters, digits and . _ -"
@@ -52,7 +52,7 @@ FLAG_PATTERNS = {
 def check_flag_value(flag: str, value: str) -> str:
     """Return `value` if it matches the pattern of `flag` in `FLAG_PATTERNS`.
 
-    An empty value means that the flag is not set, and is returned too.
+    An empty value means that the flag is not given. It is returned as well.
 
     Raises
     ------
@@ -65,35 +65,35 @@ def check_flag_value(flag: str, value: str) -> str:
 
 
 def export_library_path(libraries: Sequence[str]) -> str:
-    """Return the shell command that puts folders of libraries at the start of LD_LIBRARY_PATH.
+    """Return the shell command that adds folders of libraries to the start of LD_LIBRARY_PATH.
 
     For example: ``export LD_LIBRARY_PATH="/a:/b${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"``.
     """
     return f'export LD_LIBRARY_PATH="{":".join(libraries)}{INHERITED}"'
 
 
-# Shell text for the end of a new LD_LIBRARY_PATH. The shell replaces it by a colon and the old value, or by
-# nothing if the variable is not set or empty.
+# Shell text for the end of a new LD_LIBRARY_PATH. The shell replaces it by a colon and the old value. If the
+# variable is empty or not set, the shell replaces it by nothing.
 INHERITED = "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 
-# One word of a scheduler's option, such as "--exclusive" or "select=1:ncpus=4". It has no blanks and quotes,
-# which could start a second option, and none of the characters $ ` \ # ; < > ? { }.
+# One word of a scheduler's option, such as "--exclusive" or "select=1:ncpus=4". Blanks and quotes are
+# excluded because they could begin a second option. The characters $ ` \ # ; < > ? { } are excluded as well.
 _OPTION = re.compile(r"[A-Za-z0-9._@+:=,/^*()\[\]|&!~%-]+")
 
 
 def check_scheduler_option(value: str, *, where: str = "--option") -> str:
-    """Return `value`, an option for the scheduler, if it can be the value of a directive: ``--exclusive``.
+    """Return `value` if it can be the option in a directive of a job script, such as ``--exclusive``.
 
-    A directive is a line ``#SBATCH OPTION`` or ``#PBS OPTION`` of the job's script.
+    A directive is a line ``#SBATCH OPTION`` or ``#PBS OPTION``.
 
     Parameters
     ----------
-    where : the flag, or the line of a file, that has the option.
+    where : the flag, or the line of a file, that contains the option, for the error.
 
     Raises
     ------
-    UsageError : `value` has blanks, quotes or line breaks, which could start a second directive. The hint
-        says how to write an option with a blank.
+    UsageError : `value` contains blanks, quotes or line breaks, which could begin a second directive. The
+        hint shows how to write an option that has a value.
     """
     if _OPTION.fullmatch(value):
         return value
@@ -110,10 +110,10 @@ def check_scheduler_option(value: str, *, where: str = "--option") -> str:
 
 
 def _options_without_blanks(option: str) -> list[str]:
-    """Return the form without blanks in which the scheduler takes `option`, for a hint.
+    """Return a form of `option` without blanks that the scheduler also accepts, for a hint.
 
-    ``--time 10`` -> ``["--time=10"]``. PBS takes a short option and its value as two words: ``-l walltime=1``
-    -> ``["-l", "walltime=1"]``. The result is empty if no form without blanks is known.
+    ``--time 10`` -> ``["--time=10"]``. PBS takes a short option and its value as two separate words: ``-l
+    walltime=1`` -> ``["-l", "walltime=1"]``. If no such form is known, the result is empty.
     """
     words = option.split(" ")
     if not option.startswith("-") or not all(map(_OPTION.fullmatch, words)):
@@ -126,10 +126,10 @@ def _options_without_blanks(option: str) -> list[str]:
 
 
 def is_job_id(text: str) -> bool:
-    """Return whether `text` can be a job's id: ``4711``, ``4711_3``, ``4711[3].pbs01``.
+    """Return whether `text` has the form of a job id: ``4711``, ``4711_3``, ``4711[3].pbs01``.
 
-    An id becomes an argument of the scheduler's commands and a part of file names. So it cannot begin with a
-    hyphen, and it cannot contain a slash, blank or ``..``.
+    An id becomes an argument of the scheduler's commands and a part of file names. So it must not begin with
+    a hyphen, and must not contain a slash, a blank or ``..``.
     """
     if ".." in text:
         return False
@@ -140,13 +140,14 @@ _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}  # seconds in each unit of "
 
 
 def parse_time_limit(text: str, *, where: str) -> int:
-    """Return a time limit in seconds.
+    """Convert a time limit to seconds.
 
-    The forms are ``HH:MM:SS``, ``D-HH:MM:SS``, ``MM:SS``, and a number with a unit, ``90m`` or ``2h``.
+    The allowed forms are ``HH:MM:SS``, ``D-HH:MM:SS``, ``MM:SS``, and a number with a unit, such as ``90m``
+    or ``2h``.
 
     Parameters
     ----------
-    where : the flag or the line of a file that has the value. Messages name it.
+    where : the flag, or the line of a file, that contains the value, for the error.
 
     Raises
     ------
@@ -159,7 +160,7 @@ def parse_time_limit(text: str, *, where: str) -> int:
 
 
 def _parse_number_with_unit(text: str) -> int:
-    """Return the seconds in a number with a unit, ``90m`` -> 5400, or 0 if `text` has another form."""
+    """Convert a number with a unit to seconds: ``90m`` -> 5400. Return 0 if `text` has another form."""
     match = re.fullmatch(r"(\d{1,5})([smhd])", text)
     if match is None:
         return 0
@@ -168,10 +169,10 @@ def _parse_number_with_unit(text: str) -> int:
 
 
 def _parse_clock(text: str) -> int:
-    """Return the seconds of ``MM:SS``, ``HH:MM:SS`` or ``D-HH:MM:SS``.
+    """Convert ``MM:SS``, ``HH:MM:SS`` or ``D-HH:MM:SS`` to seconds.
 
-    The first number has no upper limit: ``90:00`` is an hour and a half. The result is 0 if `text` has
-    another form, or if a later number of minutes or seconds is 60 or more.
+    The first number has no upper limit, so ``90:00`` is an hour and a half. If `text` has another form, or if
+    a later number is 60 or more, the result is 0.
     """
     match = re.fullmatch(r"(\d{1,4}):([0-5]\d)", text)
     if match is not None:
@@ -180,6 +181,7 @@ def _parse_clock(text: str) -> int:
     match = re.fullmatch(r"(?:(\d{1,3})-)?(\d{1,4}):([0-5]\d):([0-5]\d)", text)
     if match is None:
         return 0
+    # A missing number of days counts as 0.
     days, hours, minutes, seconds = map(int, match.groups("0"))
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
@@ -189,46 +191,47 @@ def format_time_limit(seconds: int) -> str:
     return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 
-# Number of characters at which `command_line` breaks a line. A single argument can be longer.
+# Number of characters after which `command_line` breaks a line. A single argument can be longer.
 WIDTH = 100
 
 
 class ShellText(str):
-    """Shell text that `quote` does not quote, so that the shell of the job script expands it.
+    """Shell text that `quote` leaves unchanged, so that the shell of the job script expands it.
 
-    imgkit itself writes such text. A value of the user is never used as one without escaping.
+    Only imgkit itself writes such text. A value from the user is never used in this way without escaping.
     """
 
     __slots__ = ()
 
 
 def quote_with_site_variables(text: str) -> str:
-    """Return `text` as shell text in which the shell on the node expands the variables of the site.
+    """Return `text` as shell text in which the shell on the node expands only variables of the site.
 
-    The result is in double quotes, with all other special characters escaped: ``$SCRATCH/5$`` becomes
-    ``"$SCRATCH/5\\$"``. A text without variables is returned unchanged, so that `quote` quotes it later.
+    The result is in double quotes, and all other special characters are escaped: ``$SCRATCH/5$`` becomes
+    ``"$SCRATCH/5\\$"``. A text without such variables is returned unchanged, because `quote` quotes it later.
     """
     if not SITE_VARIABLE.search(text):
         return text
 
     def escape(match: re.Match[str]) -> str:
-        """Return a variable as it is, and a special character after a backslash."""
+        """Keep a variable of the site as it is, and add a backslash before any other special character."""
         if match["variable"]:
             return match[0]
         return f"\\{match[0]}"
 
-    # In double quotes, the shell would expand any other $, too, and ` " \ are special.
-    special = re.compile(rf"(?P<variable>{SITE_VARIABLE.pattern})|[$`\"\\]")
-    return ShellText(f'"{special.sub(escape, text)}"')
+    # In double quotes, the shell would also expand any other "$". A backquote, a double quote and a backslash
+    # have a special meaning as well.
+    special_pattern = re.compile(rf"(?P<variable>{SITE_VARIABLE.pattern})|[$`\"\\]")
+    return ShellText(f'"{special_pattern.sub(escape, text)}"')
 
 
 def assignments(variables: Mapping[str, object]) -> list[str]:
-    """Return ``NAME=VALUE`` for each variable, as arguments for programs such as env."""
+    """Return ``NAME=VALUE`` for each variable, as arguments of programs such as env."""
     return [f"{name}={value}" for name, value in variables.items()]
 
 
 def export_lines(variables: Mapping[str, str]) -> list[str]:
-    """Return shell lines that export `variables`, one for each: ``export NAME=VALUE``.
+    """Return one shell line for each variable, ``export NAME=VALUE``.
 
     The shell on the node expands variables of the site in the values.
     """
@@ -236,9 +239,9 @@ def export_lines(variables: Mapping[str, str]) -> list[str]:
 
 
 def default_exports(variables: Mapping[str, str]) -> list[str]:
-    """Return shell lines that export each of `variables`, unless it is already set where the shell runs.
+    """Return shell lines that export each variable, unless it is already set on the node.
 
-    The values are written as by `export_lines`.
+    The values are written in the same way as by `export_lines`.
     """
     lines = []
     for name, value in variables.items():
@@ -253,7 +256,7 @@ def quote(argument: str) -> str:
 
 
 def repeat_option(option: str, values: Iterable[str]) -> tuple[str, ...]:
-    """Return argv with `option` before each of `values`: ``"-x"``, ``["A", "B"]`` -> ``-x A -x B``."""
+    """Return arguments with `option` before each value: ``"-x"``, ``["A", "B"]`` -> ``-x A -x B``."""
     argv: list[str] = []
     for value in values:
         argv += (option, value)
@@ -263,8 +266,8 @@ def repeat_option(option: str, values: Iterable[str]) -> tuple[str, ...]:
 def command_line(argv: Sequence[str]) -> str:
     """Return a command as shell text with quoted arguments: ``["ls", "a b"]`` -> ``ls 'a b'``.
 
-    A command that is longer than `WIDTH` is broken between two arguments, into lines that end with a
-    backslash. The lines after the first are indented.
+    If the text is longer than `WIDTH`, it is broken between arguments into several lines. Each line except
+    the last ends with a backslash, and the lines after the first are indented.
     """
     lines = []
     line = ""

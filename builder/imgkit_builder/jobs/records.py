@@ -20,43 +20,44 @@ from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 SCHEMA = 1  # version of the format of a record, for other programs that read the file
-# Names of the fields that stand beside those of `SubmittedJob` in the file. See `save_record`.
+# Names of the fields of `QueuedJob`. In a file, they are at the same level as those of `SubmittedJob`.
 _QUEUED_JOB_FIELDS = tuple(field.name for field in dataclasses.fields(QueuedJob))
-# Exceptions of `_read_record` and `_record_path` for a record that does not exist or is damaged.
+# Errors that `_read_record` and `_record_path` raise if a record does not exist or is damaged.
 _READ_ERRORS = (OSError, ValueError, TypeError, KeyError, AttributeError, UsageError)
-# The error about an unknown id lists the ids of the last five jobs, the latest at the end.
+# The error about an unknown id lists the ids of the last five jobs. The latest job comes last.
 _MAX_LISTED_JOBS = 5
 
 
 def save_record(record: SubmittedJob) -> None:
-    """Save `record` in its file, where `find_record` finds it. An older version of the record is replaced."""
+    """Save `record` to its file, from which `find_record` reads it. An older version is replaced."""
     folder = _records_folder()
     folder.mkdir(parents=True, exist_ok=True)
     fields = dataclasses.asdict(record)
     job_fields = fields.pop("job")
-    # The fields of the job stand beside the others, because that is simpler for programs that read the file.
+    # The fields of the job are not nested, because that is simpler for other programs that read the file.
     data = {"schema": SCHEMA, **job_fields, **fields}
+    # `default=str` writes paths as text.
     files.write_file(folder / f"{record.job.handle}.json", json.dumps(data, indent=2, default=str) + "\n")
 
 
 def find_record(job_id: str) -> SubmittedJob:
-    """Return the record of a job that this user submitted from this machine.
+    """Return the record of a job that was submitted from this machine.
 
     Parameters
     ----------
-    job_id : ``4711`` or ``4711@REMOTE``, or the id of one task of an array job: ``4711_3`` (Slurm) or
-        ``4711[3]`` (PBS). The remote can be left out if only one record has the number.
+    job_id : ``4711`` or ``4711@REMOTE``. For one task of an array job, ``4711_3`` (Slurm) or ``4711[3]``
+        (PBS). The remote can be left out if only one record has the number.
 
     Raises
     ------
-    UsageError : no record has the id.
-    ToolFailed : the record has no id of the scheduler, so the scheduler cannot be asked about the job.
+    UsageError : no record has this id.
+    ToolFailed : the scheduler printed no id at the submission, so it cannot be asked about the job.
     """
     record = None
     with contextlib.suppress(*_READ_ERRORS):
         record = _read_record(_record_path(job_id))
     if record is None:
-        # A task of an array has no file. Its record is made from the record of the array.
+        # A task of an array has no file of its own. Its record is derived from the record of the array.
         record = _find_task(job_id)
     if record is not None:
         refuse_unknown_id(record)
@@ -70,22 +71,22 @@ def find_record(job_id: str) -> SubmittedJob:
 
 
 def refuse_unknown_id(record: SubmittedJob) -> None:
-    """Raise ToolFailed if the scheduler printed no id when the job was submitted.
+    """Raise ToolFailed if the scheduler printed no job id at the submission.
 
-    imgkit cannot ask about such a job. The hint of the error has the scheduler's command that shows the id,
-    and warns the user not to submit the job again.
+    imgkit cannot ask the scheduler about such a job. The hint names the scheduler's command that shows the
+    id, and warns the user not to submit the job again.
     """
     if record.answer is None:
         return
     job = record.job
     answer = record.answer.strip()
-    printed = repr(answer) if answer else "nothing"
+    printed_text = repr(answer) if answer else "nothing"
     list_argv = systems.get_system(job.system).queue.own_jobs
     command = shlex.join(list_argv) or f"the commands of {job.system}"
     if job.remote:
         command += f" on {job.remote}"
     raise ToolFailed(
-        f"the job is submitted, but its id is unknown: {job.system} printed {printed}",
+        f"the job is submitted, but its id is unknown: {job.system} printed {printed_text}",
         where=job.handle,
         hint=f"do not submit it again; {command} shows the job {job.name} with its id, "
         "by which the scheduler's own commands follow and cancel it",
@@ -93,16 +94,19 @@ def refuse_unknown_id(record: SubmittedJob) -> None:
 
 
 def list_records() -> tuple[SubmittedJob, ...]:
-    """Return all records, beginning with the job that was submitted last. Damaged records are left out."""
-    loaded = []
+    """Return all records. The job that was submitted last comes first, and damaged records are left out."""
+    readable_records = []
     for path in _records_folder().glob("*.json"):
         with contextlib.suppress(*_READ_ERRORS):
-            loaded.append(_read_record(path))
-    return tuple(sorted(loaded, key=lambda record: record.submitted, reverse=True))
+            readable_records.append(_read_record(path))
+    return tuple(sorted(readable_records, key=lambda record: record.submitted, reverse=True))
 
 
 def list_records_of_run(record: SubmittedJob) -> tuple[SubmittedJob, ...]:
-    """Return the records of all jobs that wrote into the run folder of `record`, the newest first."""
+    """Return the records of all jobs with the same run folder as `record`, the newest first.
+
+    A run that was resumed has several jobs.
+    """
     job = record.job
     records_of_run = []
     for saved in list_records():
@@ -112,7 +116,7 @@ def list_records_of_run(record: SubmittedJob) -> tuple[SubmittedJob, ...]:
 
 
 def has_record_file(record: SubmittedJob) -> bool:
-    """Return whether `record` is saved in a file. The record of one task of an array is not saved."""
+    """Return whether `record` has a file. The record of one task of an array has none."""
     return _record_path(record.job.handle).exists()
 
 
@@ -130,11 +134,11 @@ def is_cancelled(record: SubmittedJob) -> bool:
 def _find_task(handle: str) -> SubmittedJob | None:
     """Return a record for one task of an array job, or None if no array has this task.
 
-    It is the record of the array with the id of the task.
+    The result is a copy of the array's record, with the id of the task.
 
     Parameters
     ----------
-    handle : ``4711_3`` or ``4711_3@REMOTE``. Without a remote, arrays on all machines are searched.
+    handle : ``4711_3`` or ``4711_3@REMOTE``. Without a remote, the arrays of all machines are searched.
     """
     job_id, _, remote = handle.partition("@")
     for record in list_records():
@@ -146,24 +150,28 @@ def _find_task(handle: str) -> SubmittedJob | None:
         task_id = systems.task_id(job, job_id)
         if quoting.is_job_id(task_id):
             task = dataclasses.replace(job, id=task_id, array=False)
-            # The array has the state and the fetched folder, and nothing is known about the task.
+            # The state and the fetched folder in the record belong to the array. Nothing is known about the
+            # task yet.
             return dataclasses.replace(record, job=task, state="", fetched="")
     return None
 
 
 def _read_record(path: Path) -> SubmittedJob:
-    """Return the record in the file `path`, in which the fields of `QueuedJob` and `SubmittedJob` are mixed.
+    """Return the record in the file `path`.
+
+    In the file, the fields of `QueuedJob` and `SubmittedJob` are in a single JSON object.
 
     Raises
     ------
     OSError : the file cannot be read.
-    ValueError, UsageError : the file is damaged, or has an id or a name that no job can have.
+    ValueError, UsageError : the file is damaged, or contains an id or a name that no job can have.
     """
     fields = json_text.load(path)
     job_fields = {name: fields.pop(name) for name in _QUEUED_JOB_FIELDS if name in fields}
     record: SubmittedJob = json_text.build_value(SubmittedJob, {**fields, "job": job_fields}, "record")
     job = record.job
-    # These values become arguments of commands and parts of paths, so a damaged file must not choose them.
+    # These values become arguments of commands and parts of paths. So a damaged file must not contain
+    # arbitrary text.
     if not quoting.is_job_id(job.id):
         raise ValueError(f"{job.handle!r} is not a job id")
     for name in (job.cluster, job.remote, job.store, job.run_name):
@@ -174,9 +182,10 @@ def _read_record(path: Path) -> SubmittedJob:
 
 
 def _record_path(handle: str) -> Path:
-    """Return the path of the file with the record of a job, which may not exist.
+    """Return the path of the file for the record of a job. The file need not exist.
 
-    ``4711`` also finds the file of ``4711@REMOTE``, if only one remote and not this machine has that number.
+    ``4711`` also finds the file of ``4711@REMOTE``, if this machine has no job with that number and only one
+    remote has.
 
     Raises
     ------
@@ -196,5 +205,5 @@ def _record_path(handle: str) -> Path:
 
 
 def _records_folder() -> Path:
-    """Return the folder with one file for each record."""
+    """Return the folder that contains one file for each record."""
     return files.state_dir() / "jobs"

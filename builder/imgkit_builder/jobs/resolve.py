@@ -1,7 +1,8 @@
-"""Resolve a request on a recipe's system: choose the value of each field, and check it.
+"""Turn a user's request into a job: choose the value of each field, and check it.
 
-A value is from the request, or else from the recipe, or else a default. It is checked against the limits
-that the recipe states for its queues and nodes. Nothing is written or run.
+A value comes from the request if the user has set it there. Otherwise it comes from the recipe, and otherwise
+it is a default. Each value is checked against the limits that the recipe sets for its queues and nodes. The
+functions here write no files and run no commands.
 """
 
 from __future__ import annotations
@@ -39,17 +40,18 @@ from imgkit_entrypoints.system import CUDA_COMPAT, HOST_LIBS, Node
 
 
 def resolve_job(recipe: Target, request: JobRequest) -> Job:
-    """Return the job that `request` becomes on the system of `recipe`: all values chosen and checked.
+    """Return the job that runs `request` on the system of `recipe`, with all values chosen and checked.
 
-    A value of the request takes precedence over the recipe's, and the recipe's over a default.
+    A value of the request takes precedence over the value in the recipe. A value in the recipe takes
+    precedence over a default.
 
     Raises
     ------
-    UsageError : the system cannot satisfy a value. The error names the recipe's line if the recipe sets the
-        limit.
+    UsageError : the system cannot satisfy a value. If the recipe sets the limit, the error names the line of
+        the recipe.
     ToolFailed : the system is a plug-in that cannot be loaded.
     """
-    # First of all, because all later checks need the limits of the partition's nodes.
+    # The partition must be selected first, because all later checks need the limits of its nodes.
     recipe = _select_partition(recipe, request.allocation.queue or recipe.system.queue.name)
     scheduler = recipe.system.scheduler
     system = systems.get_system(scheduler)
@@ -90,14 +92,14 @@ def resolve_job(recipe: Target, request: JobRequest) -> Job:
 
 
 def resolve_conversion(recipe: Target, request: JobRequest, image: Path) -> Job:
-    """Return a job that makes the image file `image` on a node, instead of running a program in an image.
+    """Return a job that creates the image file `image` on a node, instead of running a program in an image.
 
-    The command of `request` is ``imgkit sif`` or ``imgkit build``. The job takes one node without GPUs, from
-    the queue that ``queue.sif`` of the recipe names.
+    The command of `request` is ``imgkit sif`` or ``imgkit build``. The job uses one node without GPUs, in the
+    queue that the recipe sets for such jobs (``queue.sif``).
 
     Raises
     ------
-    UsageError : a value is not valid, the recipe requires a field that nobody states, or the job would show a
+    UsageError : a value is not valid, a field that the recipe requires is not set, or the job would reveal a
         secret.
     ToolFailed : the system is a plug-in that cannot be loaded.
     """
@@ -122,10 +124,14 @@ def resolve_conversion(recipe: Target, request: JobRequest, image: Path) -> Job:
 
 
 def _with_sif_queue(recipe: Target, system: System) -> Target:
-    """Return `recipe` with the queue, QoS and options of ``queue.sif`` in place of those of other jobs.
+    """Return `recipe` with its queue, QoS and scheduler options replaced by those in ``queue.sif``.
 
-    ``["--qos=gp_debug", "--exclusive"]`` -> the QoS ``gp_debug``, no queue, and the option ``--exclusive``.
-    The positions are changed as well, so that messages about an option name its line in ``queue.sif``.
+    ``queue.sif`` is a list of scheduler options for jobs that create image files. For example,
+    ``["--qos=gp_debug", "--exclusive"]`` sets the QoS to ``gp_debug``, clears the queue, and keeps
+    ``--exclusive`` as an option.
+
+    The recipe also records the line of each key. These records are moved together with the options, so that
+    an error about an option still names its line in ``queue.sif``.
     """
     queue = recipe.system.queue
     fields = {"name": "", "qos": ""}
@@ -134,9 +140,11 @@ def _with_sif_queue(recipe: Target, system: System) -> Target:
     next_field = ""
     for index, argument in enumerate(queue.sif):
         option, _, value = argument.partition("=")
+        # The previous argument was an option such as "-q", so this argument is its value.
         if next_field:
             fields[next_field] = argument
             next_field = ""
+        # The option sets neither the queue nor the QoS, so the scheduler gets it unchanged.
         elif option not in system.queue.fields:
             new_keys["system", "queue", "sif", index] = ("system", "queue", "options", len(options))
             options.append(argument)
@@ -150,11 +158,15 @@ def _with_sif_queue(recipe: Target, system: System) -> Target:
 
 
 def _with_positions(recipe: Target, new_keys: Mapping[KeyPath, KeyPath]) -> Target:
-    """Return `recipe` with the positions of some keys also under the keys to which their values were copied.
+    """Return `recipe` with the positions of some keys recorded under further keys as well.
+
+    A position is the line of a recipe that an error message names. When a value is copied to another key, its
+    position must be copied too.
 
     Parameters
     ----------
-    new_keys : the new key by the old one, such as ``("system", "queue", "sif", 1)``.
+    new_keys : maps each old key, such as ``("system", "queue", "sif", 1)``, to the key that received its
+        value.
     """
     positions = dict(recipe.positions)
     for key, new_key in new_keys.items():
@@ -163,13 +175,14 @@ def _with_positions(recipe: Target, new_keys: Mapping[KeyPath, KeyPath]) -> Targ
     return dataclasses.replace(recipe, positions=positions)
 
 
-# The smallest number that each field of a request may have. With 0 GPUs, a job runs on CPUs.
+# The smallest number that is allowed in each field of a request. A job with 0 GPUs runs on CPUs.
 _SMALLEST_NUMBERS = {"nproc": 1, "cpus": 1, "gpus": 0, "max_failures": 0, "stop_before_s": 0}
 
 
 def _refuse_small_numbers(request: JobRequest) -> None:
-    """Raise UsageError for a number in the request that is below its minimum."""
+    """Raise UsageError if a number in the request is below the minimum of its field."""
     for flag in declared_options(JobRequest):
+        # Fields without a minimum, such as texts, are skipped below.
         minimum = _SMALLEST_NUMBERS.get(flag.field)
         value = flag.value(request)
         if minimum is not None and value is not None and value < minimum:
@@ -179,9 +192,9 @@ def _refuse_small_numbers(request: JobRequest) -> None:
 def _select_partition(recipe: Target, name: str) -> Target:
     """Return `recipe` with the nodes and options of the partition `name` in place of the general ones.
 
-    They become ``system.node`` and part of ``system.queue.options``. The positions, which are the lines that
-    messages name, still lead to ``system.partitions.NAME``. The recipe is returned unchanged if it does not
-    list the partition.
+    The nodes of the partition become ``system.node``, and its options become part of
+    ``system.queue.options``. An error about one of these values still names its line under
+    ``system.partitions.NAME``. If the recipe does not list the partition, it is returned unchanged.
     """
     partition = recipe.system.partitions.get(name)
     if partition is None:
@@ -193,7 +206,7 @@ def _select_partition(recipe: Target, name: str) -> Target:
         *parent_key, field = key
         if tuple(parent_key) == partition_key:  # "system.partitions.NAME.gpus" -> "system.node.gpus"
             new_keys[key] = ("system", "node", field)
-    # The options of the partition are the last ones of the queue.
+    # The options of the partition are the last options of the queue.
     first_index = len(system.queue.options) - len(partition.options)
     for index in range(len(partition.options)):
         old_key = (*partition_key, "options", index)
@@ -202,17 +215,18 @@ def _select_partition(recipe: Target, name: str) -> Target:
 
 
 def _unlisted_queue_warnings(recipe: Target, queue: str) -> Iterator[str]:
-    """Yield a warning if the system does not list `queue`, because the nodes of that queue may differ.
+    """Yield a warning if the recipe does not list `queue`, because the nodes of that queue may differ.
 
-    Nothing is yielded for a system without a list of queues: one that states neither partitions nor a limit
-    of its default queue.
+    A recipe that lists no queues causes no warning. Such a recipe has neither partitions nor a limit for its
+    default queue.
 
     Raises
     ------
-    UsageError : the system does not list the queue, and its list is complete.
+    UsageError : the recipe does not list the queue, and declares its list as complete.
     """
     system_facts = recipe.system
     default_queue = system_facts.queue.name
+    # A recipe without a default queue has the empty name, which is not a queue.
     listed = {default_queue, *system_facts.partitions, *system_facts.queue.limits} - {""}
     if not queue or queue in listed:
         return
@@ -222,6 +236,7 @@ def _unlisted_queue_warnings(recipe: Target, queue: str) -> Iterator[str]:
             where=recipe.where("system", "partition_list"),
             hint=allowed_hint(queue, listed),
         )
+    # Without any list, the recipe says nothing about queues, and the user's queue needs no warning.
     if system_facts.partitions or default_queue in system_facts.queue.limits:
         names = ", ".join(sorted(listed))
         yield (
@@ -231,14 +246,14 @@ def _unlisted_queue_warnings(recipe: Target, queue: str) -> Iterator[str]:
 
 
 def _queue_allocation(recipe: Target, request: JobRequest, system: System) -> Allocation:
-    """Return an allocation with the account, queue, QoS and time limit, from the request or else the recipe.
+    """Return an allocation with the account, queue, QoS and time limit of the job.
 
-    The number of nodes and their GPUs are added later, by `_with_nodes`.
+    Each value comes from the request, or otherwise from the recipe. `_with_nodes` adds the number of nodes
+    and their GPUs later.
 
     Raises
     ------
-    UsageError : a value is not valid, or the recipe requires a value, such as an account, that is set
-        nowhere.
+    UsageError : a value is not valid, or the recipe requires a value that is not set, such as an account.
     """
     requested, defaults = request.allocation, recipe.system.queue
     allocation = Allocation(
@@ -253,17 +268,18 @@ def _queue_allocation(recipe: Target, request: JobRequest, system: System) -> Al
 
 
 def _refuse_missing_fields(recipe: Target, allocation: Allocation, project: ProjectSource | None) -> None:
-    """Raise UsageError if `allocation` lacks a value that ``system.queue.required`` of the recipe names.
+    """Raise UsageError if `allocation` has no value for a field that the recipe requires.
 
-    A centre may require an account or a QoS, for example. Its scheduler would refuse a job without it.
+    The list ``system.queue.required`` of a recipe names these fields. For example, a computing center may
+    require an account or a QoS, and its scheduler would refuse a job without it.
 
     Parameters
     ----------
-    project : the imgkit.toml of the request, if there is one. The hint names its lines.
+    project : the imgkit.toml of the request, or None without such a file. The hint names its lines.
     """
     missing_keys = []
     for field in recipe.system.queue.required:
-        # The field system.queue.name of a recipe is the queue of a request.
+        # The queue is the field "name" of system.queue in a recipe, and the field "queue" in a request.
         key = "queue" if field == "name" else field
         if not getattr(allocation, key):
             missing_keys.append(key)
@@ -276,18 +292,18 @@ def _refuse_missing_fields(recipe: Target, allocation: Allocation, project: Proj
 
 
 def _with_nodes(job: Job, system: System) -> Job:
-    """Return `job` with the number of its nodes, and the GPUs, CPUs and memory of each node.
+    """Return `job` with its number of nodes, and with the GPUs, CPUs and memory of each node.
 
     Raises
     ------
-    UsageError : a number is below its minimum, or a node has fewer GPUs or CPUs, or less memory.
+    UsageError : a number is below its minimum, or exceeds the GPUs, CPUs or memory of a node.
     """
     recipe, request = job.recipe, job.request
     _refuse_small_numbers(request)
     default_nodes = request.flags(system.flags).default_nodes
     gpus = _gpus_per_node(recipe, request)
     memory = _memory_per_node(recipe, request.allocation, gpus)
-    # Without an option for memory, the flags are checked all the same, but no memory is requested.
+    # Some systems have no option for memory. The flags are checked there as well, but no memory is requested.
     has_memory_option = "mem" in (*system.uses, *runtime_of(job).used_flags())
     return job.with_allocation(
         size=parse_nodes(request.allocation.nodes or str(default_nodes)),
@@ -303,11 +319,12 @@ def _unused_flag_warnings(
 ) -> Iterator[str]:
     """Yield a warning for each flag of the request that neither the system nor the runtime uses.
 
-    For example, PBS has no ``--qos``. The job is submitted all the same, without that value.
+    For example, PBS has no QoS, so it ignores ``--qos``. The job is submitted without that value.
 
     Parameters
     ----------
-    runtime : what starts the command, or None for a job that makes an image.
+    runtime : the runtime that starts the command, such as Docker. None stands for a job that creates an image
+        file.
     """
     used_names = set(system.uses)
     if runtime is not None:
@@ -315,7 +332,7 @@ def _unused_flag_warnings(
     unused_flags = {f"--{name}" for name in OPTIONAL if name not in used_names}
     ignored_flags = [flag for flag in flags_in(request) if flag in unused_flags]
     for flags in request.system_flags:
-        if type(flags) is not system.flags:  # flags of another system
+        if type(flags) is not system.flags:  # these flags belong to another system
             ignored_flags += flags_in(flags)
     scheduler = recipe.system.scheduler
     for flag in ignored_flags:
@@ -323,12 +340,15 @@ def _unused_flag_warnings(
 
 
 def _missing_fields_hint(recipe: Target, keys: Sequence[str], project: ProjectSource | None) -> str:
-    """Return how to state fields of ``system.queue`` that the recipe requires: ``add --account ...``.
+    """Return a hint about how to set fields of ``system.queue`` that the recipe requires.
+
+    For example, the hint begins with ``add --account ...``.
 
     Parameters
     ----------
-    keys : the fields, as in imgkit.toml, for example ``["account"]``. Their flags have the same names.
-    project : the imgkit.toml of the request, if there is one.
+    keys : the names of the missing fields in imgkit.toml, for example ``["account"]``. The flags have the
+        same names.
+    project : the imgkit.toml of the request, or None without such a file.
     """
     flags = " ".join(f"--{key} ..." for key in keys)
     if project:
@@ -343,9 +363,9 @@ def _missing_fields_hint(recipe: Target, keys: Sequence[str], project: ProjectSo
 
 
 def _job_command(request: JobRequest) -> tuple[str, ...]:
-    """Return the command of the job, which is empty for an interactive shell.
+    """Return the command of the job. It is empty for an interactive shell.
 
-    A wrong command is refused here, because the job would wait in the queue and then fail.
+    A faulty command is refused here. Otherwise the job would wait in the queue and then fail.
 
     Raises
     ------
@@ -374,19 +394,20 @@ def _job_command(request: JobRequest) -> tuple[str, ...]:
 
 
 def _select_runtime(recipe: Target, requested: RuntimeName | None, system: System) -> Runtime:
-    """Return the runtime of ``--runtime``, or else of the recipe, which starts the command on each node.
+    """Return the runtime that starts the command on each node.
 
-    A runtime is Singularity, pyxis or Docker, for example, or the node itself without a container.
+    A runtime is, for example, Singularity, pyxis or Docker, or the node itself without a container.
+    ``--runtime`` chooses it, or otherwise the recipe.
 
     Raises
     ------
-    UsageError : jobs of this system cannot use the runtime.
+    UsageError : jobs on this system cannot use the runtime.
     """
     runtime = runtimes.get_runtime(requested or recipe.system.runtime.kind)
     program = runtime.program(recipe)
     if system.registration.by_podman and runtime.kind == Docker.kind and not is_podman(program):
-        # A Docker container is a child of Docker's daemon: the scheduler would neither count its CPUs and
-        # memory nor end it with the job. Podman's containers are processes of the job.
+        # A Docker container is a child process of Docker's daemon. So the scheduler would neither account for
+        # its CPUs and memory nor end it with the job. The containers of Podman are processes of the job.
         raise _runtime_error(
             recipe,
             f"{runtime.kind} cannot be used on {recipe.title}: containers of {program} belong to its service "
@@ -398,7 +419,7 @@ def _select_runtime(recipe: Target, requested: RuntimeName | None, system: Syste
     if runtime.kind in system.registration.runtimes:
         return runtime
     message = f"{runtime.kind} cannot be used on {recipe.title}"
-    starts_pods = Host.kind not in system.registration.runtimes  # Kubernetes sets the variables of pods
+    starts_pods = Host.kind not in system.registration.runtimes  # Kubernetes passes the variables to pods
     if runtime.environment_by_options and not starts_pods:
         message += (
             f": {program} does not pass {recipe.system.scheduler}'s variables into the container, so each "
@@ -409,12 +430,12 @@ def _select_runtime(recipe: Target, requested: RuntimeName | None, system: Syste
 
 
 def _runtime_error(recipe: Target, message: str, *, key: str, hint: str, is_requested: bool) -> UsageError:
-    """Return the error for a runtime, such as Docker, that the jobs of this system cannot use.
+    """Return the error for a runtime, such as Docker, that jobs on this system cannot use.
 
     Parameters
     ----------
-    key : the key of ``system.runtime`` that must change.
-    is_requested : whether the user named the runtime by ``--runtime``. If not, the recipe named it.
+    key : the key under ``system.runtime`` of the recipe that the user has to change.
+    is_requested : whether ``--runtime`` names the runtime. If not, the recipe names it.
     """
     if is_requested:
         return UsageError(message, where="--runtime", hint=hint)
@@ -426,22 +447,22 @@ def _runtime_error(recipe: Target, message: str, *, key: str, hint: str, is_requ
 
 
 def chooses_cpus(request: JobRequest) -> bool:
-    """Return whether the user chooses to run on CPUs.
+    """Return whether the user asks for a run on CPUs.
 
-    That is so with ``--gpus 0``, or with ``--device cpu`` or ``--device=cpu`` in the command.
+    The user does so by ``--gpus 0``, or by ``--device cpu`` or ``--device=cpu`` in the command.
     """
     if request.allocation.gpus == 0:
         return True
     command_line = " ".join(request.launch.command)  # "bash -c 'dist-train --device cpu'" counts as well
-    words = command_line.replace("=", " ").split(" ")
-    return ("--device", "cpu") in itertools.pairwise(words)
+    arguments = command_line.replace("=", " ").split(" ")
+    return ("--device", "cpu") in itertools.pairwise(arguments)
 
 
 def _refuse_amd(job: Job) -> None:
-    """Raise UsageError for a job on AMD GPUs, which imgkit does not support, unless the job runs on CPUs.
+    """Raise UsageError for a job on AMD GPUs, which imgkit does not support. Jobs on CPUs are accepted.
 
-    Without this check the job would wait in the queue first: the node agent refuses to start on such nodes,
-    and any other program would find no GPU.
+    Without this check, the job would wait in the queue and then fail. The node agent, imgkit's process on
+    each node, refuses to start on such nodes, and any other program would find no GPU.
     """
     if chooses_cpus(job.request):
         return
@@ -453,22 +474,30 @@ def _refuse_amd(job: Job) -> None:
 
 
 def _refuse_amd_image(job: Job) -> None:
-    """Raise UsageError if the name of the job's image or the recipe's base shows that it is for AMD GPUs."""
+    """Raise UsageError if the image of the job is for AMD GPUs, judging by its name or its base image."""
     recipe = job.recipe
     image = job.request.container.image
-    # A .sif can be its own recipe: then its base is known, and the name of the file tells less.
+    # A .sif can take the place of a recipe. Its record then names the base image, which says more than the
+    # name of the file.
     if not image or Path(image) == recipe.file.absolute():
         evidence = bases.amd_image_evidence(recipe.base, recipe.base_env)
         _refuse_amd_evidence(evidence, recipe.where("image", "base"))
         return
-    # The folders of a file say nothing about its content, but in a registry they do: rocm/pytorch.
+    # The folders in the path of a file say nothing about its content. In the name of a registry image they
+    # do: "rocm/pytorch".
     is_file = job.container.image.startswith("/")
     name = PurePath(image).name if is_file else image
     _refuse_amd_evidence(bases.amd_image_evidence(name), "--image")
 
 
 def _refuse_amd_evidence(evidence: str, where: str) -> None:
-    """Raise UsageError if `evidence` for AMD GPUs is not empty. It is a text that names what shows them."""
+    """Raise UsageError if there is evidence for AMD GPUs.
+
+    Parameters
+    ----------
+    evidence : a text that names the evidence, or "" if there is none.
+    where : the flag or the line of the recipe that the error names.
+    """
     if evidence:
         message, hint = bases.amd_warning(evidence)
         raise UsageError(message, where=where, hint=hint)
@@ -477,8 +506,9 @@ def _refuse_amd_evidence(evidence: str, where: str) -> None:
 def _agent_settings(job: Job, system: System) -> Mapping[str, str]:
     """Return the variables that pass options of the request to the node agent, imgkit's process on each node.
 
-    ``--max-failures 3`` -> ``IMGKIT_MAX_FAILURES=3``. An option gets no variable if it has no effect in this
-    job, or if the node agent knows the value from the image or as its default.
+    For example, ``--max-failures 3`` becomes ``IMGKIT_MAX_FAILURES=3``. An option gets no variable if it has
+    no effect in this job. It gets none either if the node agent finds the value in the image, or if the value
+    is the node agent's own default.
     """
     launch, allocation = job.request.launch, job.allocation
     settings = _worker_settings(job, system)
@@ -487,8 +517,9 @@ def _agent_settings(job: Job, system: System) -> Mapping[str, str]:
     if allocation.size.spares:
         settings["IMGKIT_NNODES"] = str(allocation.size)
     settings.update(_library_settings(job))
-    # The node agent removes variables that leak from the host, except for those of the user, named here.
-    user_names = [text.partition("=")[0] for text in job.request.container.env]
+    # The node agent removes variables that leak from the host into the container. It must keep the variables
+    # that the user has set with --env, so their names are passed on.
+    user_names = [assignment.partition("=")[0] for assignment in job.request.container.env]
     settings["IMGKIT_KEEP_ENV"] = ",".join(filter(host_leaks.may_remove, user_names))
     if launch.preflight:
         settings["IMGKIT_PREFLIGHT"] = "1"
@@ -502,23 +533,24 @@ def _agent_settings(job: Job, system: System) -> Mapping[str, str]:
 def _worker_settings(job: Job, system: System) -> dict[str, str]:
     """Return the variables that tell the node agent its device, its GPUs and how many workers to start.
 
-    A worker is one process of the program, usually one per GPU.
+    A worker is one process of the program. Usually each GPU has one worker.
     """
     gpus = job.allocation.gpus
     requested_gpus = job.request.allocation.gpus
     nodes_have_gpus = job.recipe.system.node.gpus > 0
     settings = {}
     if gpus:
-        # No system.json states the GPUs if there is no container, or if the recipe's nodes have none.
+        # The node agent usually reads the number of GPUs from system.json in the image. That file is missing
+        # without a container, and names no GPUs if the recipe's nodes have none.
         if not nodes_have_gpus or not runtime_of(job).has_container:
             settings["IMGKIT_GPUS"] = str(gpus)
     elif nodes_have_gpus or requested_gpus == 0:
-        # The node agent refuses to start without the GPUs that its system.json states, unless it is told to
-        # use CPUs.
+        # The node agent refuses to start without the GPUs that its system.json names, unless this variable
+        # selects the CPU.
         settings["IMGKIT_DEVICE"] = "cpu"
     nproc = job.request.launch.nproc
     if not nproc and not system.abilities.hides_gpus:
-        # Programs see all GPUs of a node, so the number of workers limits the GPUs that they use.
+        # Programs see all GPUs of the node here, so the number of workers must limit how many GPUs they use.
         nproc = requested_gpus
     if nproc:
         settings["IMGKIT_NPROC"] = str(nproc)
@@ -526,28 +558,33 @@ def _worker_settings(job: Job, system: System) -> dict[str, str]:
 
 
 def _library_settings(job: Job) -> dict[str, str]:
-    """Return the variables for the host's libraries and the CUDA compatibility package in a container."""
+    """Return the variables that select libraries of the host and the CUDA compatibility package.
+
+    Both are for programs in a container.
+    """
     system_facts, runtime = job.recipe.system, runtime_of(job)
     settings = {}
     if system_facts.fabric.host_libs == "auto" and runtime.mounts_folders:
         settings[HOST_LIBS] = ":".join(("auto", *system_facts.runtime.host_libs))
-    # "major" is the node agent's default, which it uses in an image that imgkit did not build, too.
+    # "major" is the default of the node agent, also in an image that imgkit did not build. So it needs no
+    # variable.
     if system_facts.runtime.cuda_compat != "major" and runtime.has_container:
         settings[CUDA_COMPAT] = system_facts.runtime.cuda_compat
     return settings
 
 
-# How long before the time limit a program is asked to save, unless "--stop-before" is given. This is twice
-# the node agent's grace period of a minute: Slurm's signal can come up to a minute early.
+# Seconds before the time limit at which a program is asked to save its state, unless --stop-before is given.
+# This is twice the minute that the node agent gives the program to save, because Slurm's signal may come up
+# to a minute early.
 STOP_BEFORE_S = 120
-# Jobs of less than 10 minutes are not asked to save before their end unless "--stop-before" is given.
+# Shorter jobs, of less than 10 minutes, are not asked to save before their end unless --stop-before is given.
 SHORT_JOB_S = 600
 
 
 def parse_nodes(text: str) -> Size:
-    """Return the number of nodes that a value of ``--nodes`` means: ``16+1`` -> 16 nodes and 1 spare.
+    """Parse a value of ``--nodes``: ``16+1`` means 16 nodes that train and 1 spare node.
 
-    A spare is a node beyond those that train. It replaces a node that is lost.
+    A spare node replaces a node that fails.
 
     Raises
     ------
@@ -560,7 +597,7 @@ def parse_nodes(text: str) -> Size:
 
 
 def _gpus_per_node(recipe: Target, request: JobRequest) -> int:
-    """Return the requested number of GPUs per node, or else the number that a node of the recipe has.
+    """Return the number of GPUs per node: the requested number, or otherwise all GPUs of a node.
 
     Raises
     ------
@@ -570,8 +607,8 @@ def _gpus_per_node(recipe: Target, request: JobRequest) -> int:
     gpus = request.allocation.gpus
     if gpus is None:
         return node_gpus
-    # A recipe's file can state 0 GPUs. An image records 0 also if nobody stated a number, and has no
-    # positions.
+    # 0 GPUs can mean two things. In a recipe's file, which records positions, it is the true number. In an
+    # image, which has no positions, it can also mean that the number is unknown, and then no limit applies.
     states_gpus = node_gpus > 0 or ("system", "node", "gpus") in recipe.positions
     if states_gpus and gpus > node_gpus:
         raise _node_limit_error(recipe, "gpus", gpus, node_gpus)
@@ -583,7 +620,9 @@ def _node_limit_error(recipe: Target, key: str, number: int, limit: int) -> Usag
 
     Parameters
     ----------
-    key : the field of ``system.node``, ``gpus`` or ``cpus``. The flag has the same name.
+    key : ``gpus`` or ``cpus``. The field of ``system.node`` and the flag both have this name.
+    number : the requested number.
+    limit : the number that a node has.
     """
     hint = f"--{key} {limit} with more --nodes" if limit else f"leave --{key} out"
     where = recipe.where("system", "node", key)
@@ -591,14 +630,16 @@ def _node_limit_error(recipe: Target, key: str, number: int, limit: int) -> Usag
 
 
 def _cpus_per_node(recipe: Target, request: JobRequest, gpus: int) -> int | None:
-    """Return the CPUs per node for a job with `gpus` GPUs per node.
+    """Return the number of CPUs per node for a job with `gpus` GPUs per node, or None.
 
-    Without ``--cpus``, the job gets the CPUs that belong to its GPUs. Without GPUs, it gets a CPU for each
-    process of ``--nproc``, or else all CPUs of a node. None leaves the number to the system.
+    None leaves the number to the scheduler. Without ``--cpus``, a job with GPUs gets the CPUs that belong to
+    these GPUs. A job without GPUs gets one CPU for each process of ``--nproc``, or otherwise all CPUs of a
+    node.
 
     Raises
     ------
-    UsageError : a node has fewer CPUs than requested, or the system fixes another number for these GPUs.
+    UsageError : a node has fewer CPUs than requested, or the system assigns another number of CPUs to these
+        GPUs.
     """
     node, cpus = recipe.system.node, request.allocation.cpus
     cpus_of_gpus = _cpus_of_gpus(node, gpus)
@@ -612,32 +653,34 @@ def _cpus_per_node(recipe: Target, request: JobRequest, gpus: int) -> int | None
 
 
 def _cpus_of_gpus(node: Node, gpus: int) -> int:
-    """Return the number of CPUs that belong to `gpus` GPUs of a node, or 0 if the recipe states none."""
+    """Return how many CPUs belong to `gpus` GPUs of a node, or 0 if the recipe sets no such number."""
     cpus = gpus * (node.cpus_per_gpu or 0)
     if node.cpus is None:
         return cpus
-    # A partition may have fewer CPUs than all of its GPUs bring by `cpus_per_gpu` of `system.node`.
+    # `cpus_per_gpu` is set for all partitions. A node of this partition may have fewer CPUs than that would
+    # give.
     return min(cpus, node.cpus)
 
 
 def _cpus_of_gpus_error(recipe: Target, cpus: int, gpus: int) -> UsageError:
-    """Return the error for ``--cpus`` with another number than the CPUs that belong to the job's GPUs."""
+    """Return the error for a value of ``--cpus`` that differs from the number of CPUs of the job's GPUs."""
     node = recipe.system.node
     cpus_of_gpus = _cpus_of_gpus(node, gpus)
-    share = f"{node.cpus_per_gpu} each"
+    share_text = f"{node.cpus_per_gpu} each"
     if cpus_of_gpus < gpus * (node.cpus_per_gpu or 0):
-        share = "all of a node"
+        share_text = "all of a node"
     return UsageError(
-        f"--cpus {cpus}, but {gpus} GPUs come with {cpus_of_gpus} CPUs ({share})",
+        f"--cpus {cpus}, but {gpus} GPUs come with {cpus_of_gpus} CPUs ({share_text})",
         where=recipe.where("system", "node", "cpus_per_gpu"),
         hint=f"leave --cpus out, or --cpus {cpus_of_gpus}",
     )
 
 
 def _cpus_of_processes(request: JobRequest, node_cpus: int | None) -> int | None:
-    """Return one CPU for each process of ``--nproc``, but at most `node_cpus`, the CPUs of a node.
+    """Return the number of CPUs for a job without GPUs: one for each process, but at most `node_cpus`.
 
-    Without ``--nproc``, the result is `node_cpus`, which is None if the recipe states no number.
+    Without ``--nproc``, the job gets all CPUs of a node, `node_cpus`. That number is None if the recipe does
+    not set it.
     """
     nproc = request.launch.nproc
     if nproc is None:
@@ -648,18 +691,18 @@ def _cpus_of_processes(request: JobRequest, node_cpus: int | None) -> int | None
 
 
 def _memory_per_node(recipe: Target, requested: AllocationRequest, gpus: int) -> Memory | None:
-    """Return the memory per node for a job with `gpus` GPUs per node.
+    """Return the memory per node that a job with `gpus` GPUs per node requests, or None if it requests none.
 
-    With None, the job requests no memory: nobody states a size, or an option of the scheduler
-    (``--mem-per-cpu``) does.
+    The job requests no memory if no size is set anywhere. It requests none either if an option for the
+    scheduler, such as ``--mem-per-cpu``, sets the size already.
 
     Raises
     ------
     UsageError : a size is not valid, a node has less memory, or the flags contradict each other or the GPUs.
     """
     memory = _requested_memory(requested, gpus)
-    # Slurm refuses a job with two options for memory. So the recipe's default must not be added to an option
-    # for memory that the user or the recipe passes to the scheduler.
+    # Slurm refuses a job with two options for memory. So the default of the recipe is left out if the user or
+    # the recipe passes such an option to the scheduler.
     if memory is None and not _states_memory(recipe, requested):
         memory = _default_memory(recipe.system.node, gpus)
     if memory is None:
@@ -675,7 +718,8 @@ def _requested_memory(requested: AllocationRequest, gpus: int) -> Memory | None:
 
     Raises
     ------
-    UsageError : a size is not valid, both flags are given, or a size per GPU for a job without GPUs.
+    UsageError : a size is not valid, both flags are given, or ``--mem-per-gpu`` is given for a job without
+        GPUs.
     """
     if requested.mem and requested.mem_per_gpu:
         raise UsageError(
@@ -695,9 +739,9 @@ def _requested_memory(requested: AllocationRequest, gpus: int) -> Memory | None:
 
 
 def _default_memory(node: Node, gpus: int) -> Memory | None:
-    """Return the memory that the recipe states for a job, or None if it states none.
+    """Return the memory that the recipe sets for a job, or None if the recipe sets none.
 
-    The memory per GPU takes precedence in a job with GPUs.
+    In a job with GPUs, the recipe's memory per GPU takes precedence over its memory per node.
     """
     if gpus and node.memory_per_gpu_GB:
         return Memory(size_MiB=node.memory_per_gpu_GB * 1024, gpus=gpus)
@@ -707,9 +751,9 @@ def _default_memory(node: Node, gpus: int) -> Memory | None:
 
 
 def _states_memory(recipe: Target, requested: AllocationRequest) -> bool:
-    """Return whether an option for the scheduler requests memory.
+    """Return whether an option for the scheduler, in the recipe or from the user, requests memory.
 
-    Such options are ``--mem-per-cpu=8G`` of Slurm and ``mem=64gb`` of PBS.
+    For example, ``--mem-per-cpu=8G`` of Slurm and ``mem=64gb`` of PBS do so.
     """
     queue = recipe.system.queue
     for option in (*queue.options, *queue.chunk, *requested.options):
@@ -733,7 +777,7 @@ def _memory_limit_error(recipe: Target, memory: Memory, limit_MiB: int) -> Usage
 
 
 def _time_limit(recipe: Target, requested: QueueRequest) -> str:
-    """Return the time limit as ``HH:MM:SS``, or "" if neither the request nor the recipe states one.
+    """Return the time limit as ``HH:MM:SS``, or "" if neither the request nor the recipe sets one.
 
     Raises
     ------
@@ -746,7 +790,8 @@ def _time_limit(recipe: Target, requested: QueueRequest) -> str:
         time_s = quoting.parse_time_limit(queue.time, where=recipe.where("system", "queue", "time"))
     else:
         return ""
-    # The limit of a QoS replaces the limit of the queue. It is shorter for tests, or longer for a few users.
+    # The limit of a QoS replaces the limit of the queue. A QoS for tests has a shorter limit, and a QoS for a
+    # few users can have a longer one.
     name = requested.qos or queue.qos
     if name not in queue.limits:
         name = requested.queue or queue.name
@@ -756,9 +801,9 @@ def _time_limit(recipe: Target, requested: QueueRequest) -> str:
 
 
 def _refuse_long_job(recipe: Target, name: str, time_s: int) -> None:
-    """Raise UsageError if a job of `time_s` seconds is longer than the limit of the queue or QoS `name`.
+    """Raise UsageError if a job of `time_s` seconds exceeds the time limit of the queue or QoS `name`.
 
-    The hint lists the queues and QoS with other limits.
+    The hint lists the limits of other queues and QoS.
     """
     limits = recipe.system.queue.limits
     where = recipe.where("system", "queue", "limits", name)
@@ -778,8 +823,9 @@ def _refuse_long_job(recipe: Target, name: str, time_s: int) -> None:
 def _stop_before(request: JobRequest, time_limit: str) -> int:
     """Return how many seconds before the time limit the program is asked to save its state. 0 means never.
 
-    Without ``--stop-before``, a job of ten minutes or more is asked `STOP_BEFORE_S` seconds before, and a
-    shorter job is not asked.
+    ``--stop-before`` sets the number. Without it, a job of ten minutes or more is asked `STOP_BEFORE_S`
+    seconds before the limit, and a shorter job is not asked. A job without a time limit counts as long,
+    because the scheduler's default limit applies to it.
 
     Parameters
     ----------
@@ -790,7 +836,7 @@ def _stop_before(request: JobRequest, time_limit: str) -> int:
     UsageError : ``--stop-before`` is not shorter than the time limit.
     """
     requested_s = request.launch.stop_before_s
-    limit_s = math.inf
+    limit_s = math.inf  # without a time limit, the job counts as long
     if time_limit:
         limit_s = quoting.parse_time_limit(time_limit, where="--time")
     if requested_s is None:

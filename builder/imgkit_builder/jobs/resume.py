@@ -1,7 +1,7 @@
-"""Find out from the record of a job how to submit it again in its run folder, or refuse to do so.
+"""Find out from a job's record how to submit the job again in its run folder, or refuse to do so.
 
-`to_json` writes the request into the record of a job, and `load_request` reads it. `save_end_of_run` refuses
-a run that has not ended.
+`to_json` writes the request into the record of a job, and `load_request` reads it from there.
+`save_end_of_run` refuses a run that has not ended.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import stop_protocol
 
-# What the clients of Kubernetes and RunAI print about a name that no job has: "NotFound", "does not exist".
+# The clients of Kubernetes and RunAI print this about a job that does not exist: "NotFound", "does not
+# exist".
 _NO_SUCH_JOB = re.compile(r"not ?found|does not exist", re.IGNORECASE)
 
 
@@ -38,14 +39,14 @@ class RecordedRequest:
 
 
 def to_json(recipe: str | Path, request: JobRequest, base: str, *, remote: str) -> str:
-    """Return the arguments of a submission as JSON text for the job's record, from which it can be resumed.
+    """Return the arguments of a submission as JSON text. The job can be resumed from this text in its record.
 
-    Of variables that may be secret (``--env NAME``), the text has the names only. Paths on this machine
-    become absolute, because `imgkit resume` may run in another folder.
+    A variable of ``--env NAME`` may be secret, so the text contains only its name. Paths on this machine are
+    made absolute, because `imgkit resume` may run in another folder.
 
     Parameters
     ----------
-    base : the base image that replaces the recipe's, or "".
+    base : the base image that replaces the recipe's base image, or "".
     remote : the remote on which the job is submitted, or "" for this machine.
     """
     recipe_text = str(recipe)
@@ -53,10 +54,12 @@ def to_json(recipe: str | Path, request: JobRequest, base: str, *, remote: str) 
         recipe_text = str(Path(recipe).absolute())
     container = request.container
     changes: dict[str, Any] = {"code": _absolute(container.code), "templates": _absolute(request.templates)}
-    if not remote:  # on a remote, imgkit chooses the folder, and the image is a path there
+    if not remote:  # on a remote, imgkit chooses the folder, and the path of the image belongs to the remote
         changes["directory"] = request.directory.absolute()
         if container.image and Path(container.image).exists():
             changes["image"] = str(Path(container.image).absolute())
+    # The flags of the system are stored separately, with the name of their class, which differs for each
+    # system.
     recorded = request.changed(**changes, system_flags=(), resumed=None)
     system_flags = {type(flags).__name__: dataclasses.asdict(flags) for flags in request.system_flags}
     data = {
@@ -65,18 +68,19 @@ def to_json(recipe: str | Path, request: JobRequest, base: str, *, remote: str) 
         "request": dataclasses.asdict(recorded),
         "system_flags": system_flags,
     }
+    # `default=str` writes paths as text.
     return json.dumps(data, default=str)
 
 
 def _absolute(path: Path | None) -> Path | None:
-    """Return `path` as an absolute path, or None for a flag that is not given."""
+    """Return `path` as an absolute path, or None if the flag is not given."""
     if path is None:
         return None
     return path.absolute()
 
 
 def load_request(record: SubmittedJob) -> RecordedRequest:
-    """Return the arguments with which a job was submitted, from its record.
+    """Return the arguments with which a job was submitted. They are read from the job's record.
 
     Raises
     ------
@@ -101,9 +105,10 @@ def load_request(record: SubmittedJob) -> RecordedRequest:
 
 
 def _refuse_unresumable(record: SubmittedJob) -> None:
-    """Raise UsageError for an array job, or for a system whose jobs cannot go on in an earlier run folder.
+    """Raise UsageError for an array job, or for a system whose jobs cannot use an earlier run folder.
 
-    Resuming means that a new job goes on in the run folder of the earlier one. An array has many run folders.
+    A resumed run is a new job that goes on in the run folder of the earlier job. An array has many run
+    folders, so no single folder can be used.
     """
     handle = record.job.handle
     if record.job.array or not records.has_record_file(record):
@@ -123,13 +128,13 @@ def _refuse_unresumable(record: SubmittedJob) -> None:
 def with_flags(recorded: JobRequest, flags: JobRequest) -> JobRequest:
     """Return the recorded request of a job, changed by the flags of `imgkit resume`.
 
-    ``--nodes 4`` replaces the recorded number of nodes. ``--env LR=0.1`` replaces only the variable LR, and
-    the other variables of the job stay.
+    For example, ``--nodes 4`` replaces the recorded number of nodes. ``--env LR=0.1`` replaces only the
+    variable LR, and keeps the other variables of the job.
     """
     changes: dict[str, Any] = {}
     for flag in declared_options(JobRequest):
         value = flag.value(flags)
-        if value != flag.default:  # else the flag was not given
+        if value != flag.default:  # otherwise the flag was not given
             changes[flag.field] = value
     if "env" in changes:
         changes["env"] = _merge_variables(recorded.container.env, changes["env"])
@@ -139,60 +144,62 @@ def with_flags(recorded: JobRequest, flags: JobRequest) -> JobRequest:
 
 
 def _merge_variables(recorded: Sequence[str], new: Sequence[str]) -> tuple[str, ...]:
-    """Return the values of ``--env`` in `recorded` that `new` does not replace, and then those of `new`."""
-    new_names = {text.partition("=")[0] for text in new}
-    kept = [text for text in recorded if text.partition("=")[0] not in new_names]
-    return (*kept, *new)
+    """Return the recorded values of ``--env`` that `new` does not replace, and then the values in `new`."""
+    new_names = {assignment.partition("=")[0] for assignment in new}
+    kept_values = [assignment for assignment in recorded if assignment.partition("=")[0] not in new_names]
+    return (*kept_values, *new)
 
 
 def find_run(record: SubmittedJob, run: Runner, *, same_code: bool) -> ResumedRun:
-    """Return the run of a job, for a new job that continues it.
+    """Return the run of a job, as a new job needs it that continues the run.
 
     Parameters
     ----------
     run : runs a command on the machine that has the run folder.
-    same_code : whether the run goes on with its copy of the code as it is. Then the result has its code.
+    same_code : whether the run goes on with its copy of the code as it is. If so, the result names this
+        version of the code.
     """
     folder = record.job.run_folder
     if not same_code:
         return ResumedRun(job=record.job.handle, folder=folder)
-    # An earlier resume may have brought newer code than this job's record names.
+    # If the run was resumed before, its copy may contain newer code than the record of this job names.
     answer = run(("cat", "--", str(folder / "code.json")))
     code = record.code
-    with contextlib.suppress(ValueError):  # without the file, the job has not started
+    with contextlib.suppress(ValueError):  # if the job has not started, the file does not exist
         code = json_text.build_value(CodeRecord, json_text.parse(answer.output), "code.json")
     return ResumedRun(job=record.job.handle, folder=folder, code=code)
 
 
 def save_end_of_run(record: SubmittedJob, run: Runner, run_on_files: Runner, *, has_command: bool) -> None:
-    """Save how the jobs of a run have ended, and refuse to resume a run that goes on or has ended well.
+    """Save how the jobs of a run ended, and refuse to resume a run that goes on or has completed.
 
-    Two jobs in one run folder would overwrite each other's files. A program that has ended by itself has
-    nothing left to do, unless a new command is given. A program that a person stopped with the file ``stop``
-    has not ended by itself, so its run can be resumed.
+    Two jobs in one run folder would overwrite each other's files, so all jobs of the run must have ended. If
+    the program has completed, a new job would have nothing to do, unless the user gives a new command. A
+    program that a person stopped with the file ``stop`` has not completed, so its run can be resumed.
 
     Parameters
     ----------
     record : the record of one of the run's jobs.
     run : runs a command on the machine that submitted the job.
     run_on_files : runs a command on the machine that has the run folder.
-    has_command : whether a new command is given, such as one with more epochs.
+    has_command : whether the user gives a new command, for example with more epochs.
 
     Raises
     ------
-    UsageError : the run has not ended, or has ended well by itself.
-    ToolFailed : the scheduler did not answer. The job may still run.
+    UsageError : the run has not ended, or its program has completed.
+    ToolFailed : the scheduler did not answer. The job may still be running.
     """
     latest = None
     for job_record in records.list_records_of_run(record):
         saved_record = _save_end_of_job(job_record, run)
-        latest = latest or saved_record  # the job that used the run folder last comes first
+        latest = latest or saved_record  # the records begin with the job that used the run folder last
     if latest is None or latest.state != "succeeded":
         return
     stop_file = latest.job.run_folder / stop_protocol.BY_PERSON
     is_stopped = latest.stopped or run_on_files(("test", "-e", str(stop_file))).returncode == 0
     if is_stopped:
-        # The new submission removes the file, also if it fails. The record tells the next attempt about it.
+        # The new submission removes the file, even if it fails afterwards. The record then still shows that
+        # the run can be resumed.
         records.save_record(dataclasses.replace(latest, stopped=True))
     elif not has_command:
         raise UsageError(
@@ -203,14 +210,14 @@ def save_end_of_run(record: SubmittedJob, run: Runner, run_on_files: Runner, *, 
 
 
 def _save_end_of_job(record: SubmittedJob, run: Runner) -> SubmittedJob | None:
-    """Return the record of a job that has ended, with its final state, and save it.
+    """Save the final state of a job that has ended, and return the record with that state.
 
-    The state must be saved now, because the resumed run removes the file from which it follows. Return None
-    for a job that was deleted on a system that does not report how jobs end.
+    The state must be saved now, because it may be derived from a file that the resumed run removes. If the
+    system does not report how jobs end, and the job was deleted, the result is None.
 
     Raises
     ------
-    UsageError : the job has not ended, or nobody knows whether it has.
+    UsageError : the job has not ended, or it is unknown whether it has.
     """
     job = record.job
     handle = job.handle
@@ -235,7 +242,7 @@ def _save_end_of_job(record: SubmittedJob, run: Runner) -> SubmittedJob | None:
 
 
 def _is_deleted(record: SubmittedJob, run: Runner) -> bool:
-    """Return whether the job's system reports that it has no such job, because the job was deleted."""
+    """Return whether the job's system reports that there is no such job, because it was deleted."""
     status_argv = systems.get_system(record.job.system).status_commands(record.job)[0]
     answer = run(status_argv)
     return answer.returncode != 0 and bool(_NO_SUCH_JOB.search(answer.output))

@@ -1,11 +1,12 @@
 """``imgkit scaling``: run one command on several numbers of nodes, and report its parallel efficiency.
 
-The program writes its rate into ``metrics.jsonl`` in the run folder, as dist-train does: each line has
-``step``, and ``samples_per_s`` of all ranks. If a size has no rate, all sizes are compared by wall time,
-which is right only if each does the same work. Runs of dist-bench are not compared, because dist-bench takes
-as long on any number of nodes. Their figures are the bandwidths of its collectives.
+The program writes its rate to ``metrics.jsonl`` in the run folder, as dist-train does. Each line contains
+``step`` and ``samples_per_s``, which is the rate of all ranks together. If one of the jobs has no rate, all
+jobs are compared by wall time. That is correct only if each job does the same work. Runs of dist-bench are
+not compared, because dist-bench takes equally long on any number of nodes. Their results are the bandwidths
+of its collectives.
 
-The page has the form that computing centres ask for:
+The report has the form that computing centers ask for:
 
 * CSC, docs.csc.fi/accounts/how-to-access-roihu-large-partition (2026): the test case, wall times and GPU
   utilization of at least three numbers of nodes, 75 % parallel efficiency, and a batch script.
@@ -45,22 +46,24 @@ from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
 from imgkit_entrypoints.launch.run_files import PLAN_FILE
 from imgkit_entrypoints.launch.stop_protocol import RESULT
 
-# Files in the folder of a report: what was measured, for imgkit, and the page for people.
+# Files in the folder of a report. imgkit reads the first one, which contains the measured values. People read
+# the second one.
 DATA_FILE, PAGE_FILE = "scaling.json", "scaling.md"
-# Smallest parallel efficiency with which CSC grants larger jobs.
+# The smallest parallel efficiency for which CSC grants larger jobs.
 NEEDED_EFFICIENCY = 0.75
-# Smallest number of sizes that CSC asks for.
+# The smallest number of sizes (numbers of nodes) that CSC asks for.
 NEEDED_SIZES = 3
 
 
 class Column(NamedTuple):
-    """The column of a figure in the table of results."""
+    """The title of a column in the table of results, and the format of its numbers."""
 
     title: str
     number_format: str
 
 
-# The columns of the figures that a size may have. "wall_s" does not contain the time in the queue.
+# The columns of the table, by the names of the measured values. "wall_s" does not include the time in the
+# queue.
 COLUMNS = {
     "ranks": Column("ranks", ".0f"),
     "samples_per_s": Column("samples/s", ".4g"),
@@ -71,7 +74,8 @@ COLUMNS = {
     "gpu_percent": Column("GPU use (%)", ".0f"),
     "mfu": Column("MFU", ".1%"),
 }
-# The same for the figures of each collective of dist-bench, such as "all_reduce busbw_GBps".
+# The columns for each collective of dist-bench. In the names of measured values, the collective comes first:
+# "all_reduce busbw_GBps".
 _BANDWIDTH_COLUMNS = {
     "busbw_GBps": Column("busbw (GB/s)", ".4g"),
     "algbw_GBps": Column("algbw (GB/s)", ".4g"),
@@ -81,22 +85,26 @@ _BANDWIDTH_COLUMNS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingSize:
-    """The job on one number of nodes, and what was measured in it."""
+    """The job on one number of nodes, and its measured values."""
 
     nodes: int
     job: str = ""
     """The job's id, or "" if the job could not be submitted."""
     state: str = ""
-    """How the job ended, or why it could not be submitted. It is empty if that is not known yet."""
+    """How the job ended, or why it could not be submitted. It is empty as long as that is not known."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """Measured values by their names: ``{"wall_s": 61.5, "all_reduce busbw_GBps": 92.1}``.
+    """Measured values by name: ``{"wall_s": 61.5, "all_reduce busbw_GBps": 92.1}``.
 
-    `COLUMNS` has the names, and `_BANDWIDTH_COLUMNS` has those that follow the name of a collective.
+    `COLUMNS` lists the names. For a bandwidth, the name of the collective comes before a name in
+    `_BANDWIDTH_COLUMNS`.
     """
 
     @property
     def is_complete(self) -> bool:
-        """Whether the job has run to its end. A job of unknown outcome (``ended``) counts as well."""
+        """Whether the job has run to its end.
+
+        A job with an unknown outcome (``ended``) counts as complete.
+        """
         return self.state in ("succeeded", "ended")
 
     @property
@@ -107,24 +115,27 @@ class ScalingSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingRun:
-    """The content of `DATA_FILE`: the values that all sizes share, and the sizes in ascending order."""
+    """The content of `DATA_FILE`: the facts that all sizes share, and the sizes in ascending order.
+
+    A size is the job on one number of nodes.
+    """
 
     schema: int = 1
     name: str
     facts: Mapping[str, str]
-    """System, command, image and versions, by the names that the page prints."""
+    """Facts such as the system, command, image and versions, by the names that the report prints."""
     script: str
     """The job script of the largest size."""
     sizes: tuple[ScalingSize, ...] = ()
     compared_by: str = ""
-    """The figure from which speed-up and efficiency are computed, ``samples_per_s`` or ``wall_s``.
+    """The measured value by which sizes are compared, ``samples_per_s`` or ``wall_s``.
 
-    It is empty before all jobs have ended, and for dist-bench.
+    It is empty until all jobs have ended, and for dist-bench.
     """
 
     @property
     def pending_jobs(self) -> list[str]:
-        """The ids of the jobs whose end is not known yet, the smallest size first."""
+        """The ids of the jobs that may still be waiting or running, the smallest number of nodes first."""
         return [size.job for size in self.sizes if size.job and not size.state]
 
 
@@ -134,13 +145,13 @@ def nodes_text(nodes: int) -> str:
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Return the numbers of nodes in a value of ``--nodes``: ``1,2,4`` -> (1, 2, 4).
+    """Parse the numbers of nodes in a value of ``--nodes``: ``1,2,4`` -> (1, 2, 4).
 
     Raises
     ------
     UsageError : `text` is not a list of at least two ascending numbers.
     """
-    # At least two numbers of up to six digits.
+    # The pattern requires at least two numbers, each of up to six digits.
     if re.fullmatch("[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})+", text):
         sizes = [int(part) for part in text.split(",")]
         if sizes == sorted(set(sizes)):
@@ -158,7 +169,7 @@ def plan_scaling(
     remote: Remote | None = None,
     base: str = "",
 ) -> list[PreparedJob]:
-    """Return the job of each size. Nothing is written or submitted.
+    """Return one job for each number of nodes. Nothing is written or submitted.
 
     Parameters
     ----------
@@ -166,9 +177,10 @@ def plan_scaling(
 
     Raises
     ------
-    UsageError : the system cannot satisfy a size, or imgkit cannot see the end or the files of its jobs.
+    UsageError : the system cannot satisfy a size, or imgkit cannot observe the end of its jobs or read their
+        files.
     """
-    data = data_mounts.list_folders(request)  # once for all jobs
+    data = data_mounts.list_folders(request)  # read once for all jobs
     prepared_jobs = []
     for nodes in sizes:
         sized_request = request.changed(nodes=str(nodes))
@@ -179,9 +191,10 @@ def plan_scaling(
 
 
 def _refuse_unmeasurable(prepared: PreparedJob) -> None:
-    """Raise UsageError if imgkit could not measure the job: not see its end, or not read its run folder.
+    """Raise UsageError for a job that imgkit could not measure.
 
-    Pods have no run folder that imgkit can read, and an array has a run folder for each task.
+    imgkit must be able to see the end of the job and to read its run folder. It cannot read the run folder of
+    pods, and an array has one run folder for each task.
     """
     job, script = prepared.job, prepared.script
     has_run_folder = not script.is_array and not runtime_of(job).is_isolated
@@ -194,8 +207,8 @@ def _refuse_unmeasurable(prepared: PreparedJob) -> None:
 def refuse_unstartable(job: Job, script: Script, run: Runner) -> None:
     """Raise UsageError if Slurm would never start `job`. Jobs of other schedulers are not checked.
 
-    sbatch accepts a job of more nodes than the partition allows, and the job then waits for ever with the
-    reason PartitionNodeLimit. With ``--test-only``, sbatch refuses such a job.
+    sbatch accepts a job that needs more nodes than the partition allows. Such a job waits forever, with the
+    reason PartitionNodeLimit. With ``--test-only``, sbatch refuses it.
 
     Parameters
     ----------
@@ -205,6 +218,8 @@ def refuse_unstartable(job: Job, script: Script, run: Runner) -> None:
         return
     directives = re.findall("^#SBATCH (.+)$", script.text, re.MULTILINE)
     options = shlex.split("\n".join(directives))
+    # With --test-only, sbatch submits nothing. --wrap stands for the script, because the options come from
+    # its directives.
     answer = run(("sbatch", "--test-only", *options, "--wrap=true"))
     if answer.returncode == 0:
         return
@@ -216,17 +231,17 @@ def refuse_unstartable(job: Job, script: Script, run: Runner) -> None:
 def submit_sizes(
     planned: Sequence[PreparedJob], transport: Transport, report: Reporter
 ) -> Iterator[tuple[Path, ScalingRun]]:
-    """Submit the jobs of `plan_scaling`, and yield the report's folder and its content after each submission.
+    """Submit the jobs of `plan_scaling`. After each one, yield the report's folder and its current content.
 
-    The largest job goes first, so that no other job waits in the queue if the scheduler refuses it. The image
-    and the code are brought to the system once, for all jobs.
+    The largest job is submitted first. If the scheduler refuses it, no other job is in the queue. The image
+    and the code are brought to the system only once, for all jobs.
 
     Raises
     ------
-    ImgkitError : the largest job could not be submitted. A smaller job that is refused does not raise: the
-        reason is the state of its size.
+    ImgkitError : the largest job could not be submitted. For a smaller job, nothing is raised, and the error
+        becomes the state of its size.
     """
-    *smaller_jobs, largest = planned  # in ascending order
+    *smaller_jobs, largest = planned  # the jobs are in ascending order of their size
     refuse_unstartable(largest.job, largest.script, transport.run)
     ready = submission.make_ready(largest, transport, report)
     record = submission.start_job(ready, transport, report)
@@ -249,9 +264,9 @@ def submit_sizes(
 
 
 def _submit_smaller(ready: PreparedJob, transport: Transport) -> ScalingSize:
-    """Submit the job of one size, and return the size with the id of the job.
+    """Submit the job for one number of nodes, and return its `ScalingSize` with the job's id.
 
-    If the scheduler refuses the job, nothing is raised, and the error is the state of the size.
+    If the scheduler refuses the job, nothing is raised. The error becomes the state of the result.
     """
     nodes = ready.job.allocation.nodes
     try:
@@ -263,7 +278,7 @@ def _submit_smaller(ready: PreparedJob, transport: Transport) -> ScalingSize:
 
 
 def _shared_facts(job: Job, record: SubmittedJob) -> dict[str, str]:
-    """Return the values that all sizes share, by the names that the page prints. Unknown values are empty."""
+    """Return the facts that all jobs share, by the names that the report prints. Unknown facts are empty."""
     return {
         "system": job.recipe.system.title or job.recipe.name,
         "command": shlex.join(job.command),
@@ -276,7 +291,7 @@ def _shared_facts(job: Job, record: SubmittedJob) -> dict[str, str]:
 
 
 def finish_report(folder: Path, report: Reporter) -> ScalingRun:
-    """Wait for the jobs of a report, and write the page with their figures into the report's folder.
+    """Wait for the jobs of a report, and write the page with their results into the report's folder.
 
     Raises
     ------
@@ -286,11 +301,12 @@ def finish_report(folder: Path, report: Reporter) -> ScalingRun:
     run = load_report(folder)
     sizes = list(run.sizes)
     for index, size in enumerate(sizes):
-        if size.state:  # it has ended, or was not submitted
+        if size.state:  # the job has ended, or was not submitted
             continue
         report.stage(f"wait for {size.job}, {nodes_text(size.nodes)}")
         sizes[index] = _measure_size(size, folder)
-        # Saved after each job, so that a wait which is interrupted goes on with the next one.
+        # The data is saved after each job. If the user interrupts the wait, the next call goes on with the
+        # next job.
         save_report(folder, dataclasses.replace(run, sizes=tuple(sizes)))
     finished_run = add_speedups(dataclasses.replace(run, sizes=tuple(sizes)))
     save_report(folder, finished_run)
@@ -299,11 +315,11 @@ def finish_report(folder: Path, report: Reporter) -> ScalingRun:
 
 
 def load_report(folder: Path) -> ScalingRun:
-    """Read the data file of a report's folder.
+    """Return the content of the data file in a report's folder.
 
     Raises
     ------
-    UsageError : `folder` has no data file, or a damaged one.
+    UsageError : `folder` contains no data file, or a damaged one.
     """
     try:
         run: ScalingRun = json_text.build_value(ScalingRun, json_text.load(folder / DATA_FILE), "scaling")
@@ -317,49 +333,51 @@ def load_report(folder: Path) -> ScalingRun:
 
 
 def _measure_size(size: ScalingSize, report_folder: Path) -> ScalingSize:
-    """Wait until the job of `size` has ended, and return the size with the job's state and figures.
+    """Wait for the end of a job, and return its `ScalingSize` with the final state and the measured values.
 
-    The run folder of a job on a remote is copied to the folder ``N-nodes`` of the report.
+    The run folder of a job on a remote is copied to ``N-nodes`` in the report's folder.
     """
     handle = find_job(size.job)
     state = handle.wait()
     try:
         run_folder = handle.fetch(report_folder / f"{size.nodes}-nodes")
-    except CheckFailed:  # the job has ended without a run folder
+    except CheckFailed:  # the job has ended without creating a run folder
         return dataclasses.replace(size, state=state, figures={})
     return dataclasses.replace(size, state=state, figures=measure_run(run_folder, size.nodes))
 
 
 def save_report(folder: Path, run: ScalingRun) -> None:
-    """Write the data file of a report's folder."""
+    """Write `run` to the data file in a report's folder."""
     files.write_file(folder / DATA_FILE, json.dumps(dataclasses.asdict(run), indent=2) + "\n")
 
 
 def measure_run(run_folder: Path, nodes: int) -> dict[str, float]:
-    """Return the figures of a run on `nodes` nodes, by the names that `ScalingSize.figures` has.
+    """Return the measured values of a run on `nodes` nodes, by the names that `ScalingSize.figures` uses.
 
-    A figure is left out if the files of the run do not contain it.
+    A value is left out if the files of the run do not contain it.
     """
     figures = _launch_figures(run_folder, nodes)
     use = measured.read_gpu_use(run_folder)
     if use:
         figures["gpu_percent"] = use.gpu_percent
         figures["memory_MiB"] = use.memory_MiB
-    # What the program writes about itself is more exact: torch counts the memory at each step.
+    # The values that the program writes about itself are more exact. For example, torch measures the memory
+    # at each step. So they replace the values from above.
     figures.update(_metrics_figures(measured.last_metrics(run_folder)))
     for bandwidth in measured.read_bandwidths(run_folder):
         figures[f"{bandwidth.collective} busbw_GBps"] = bandwidth.busbw_GBps
         figures[f"{bandwidth.collective} algbw_GBps"] = bandwidth.algbw_GBps
         figures[f"{bandwidth.collective} size_bytes"] = bandwidth.size_bytes
-    # `load_report` reads floats only: 4 is no float in JSON, 4.0 is one.
+    # `load_report` accepts only floats, and JSON would write the integer 4 as "4".
     return {name: float(value) for name, value in figures.items()}
 
 
 def _metrics_figures(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the figures of a run from the lines of its ``metrics.jsonl``.
+    """Return the measured values of a run from the lines of its ``metrics.jsonl``.
 
-    They are the mean rate, the means of GPU use and MFU (the part of the GPU's peak performance that is
-    used), and the largest memory, because the step that needs most decides whether the run fits.
+    They are the mean rate, the mean GPU use, the mean MFU (the used part of the GPU's peak performance), and
+    the largest memory. For memory, the largest value counts, because the step that needs most memory decides
+    whether the run fits.
     """
     figures = {}
     rate = mean_rate(metrics)
@@ -373,38 +391,42 @@ def _metrics_figures(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]
 
 
 def _launch_figures(run_folder: Path, nodes: int) -> dict[str, float]:
-    """Return the figures ``ranks`` and ``wall_s`` of a run, from the files of its node agents.
+    """Return the number of ranks and the wall time of a run, from the files of its node agents.
 
-    A figure is left out if its file is missing, because the node agents have not started or not ended.
+    A node agent is imgkit's process on each node. If a node agent has not started or not ended, its file is
+    missing, and the value is left out.
     """
     figures: dict[str, float] = {}
     plan_file = run_folder / PLAN_FILE
     try:
         plan = files.read_text(plan_file, errors="replace")
-        # The plan is written when the node agents start, and the result at the end of the run.
+        # The plan is written when the node agents start, and the result when the run ends. So the wall time
+        # is the difference of the two modification times.
         start_s = plan_file.stat().st_mtime
     except OSError:
         return figures
-    nproc = re.search(r"^nproc +([0-9]+) ", plan, re.MULTILINE)  # "nproc   4  ...": the processes of a node
+    # The line "nproc   4  ..." is the number of processes per node.
+    nproc = re.search(r"^nproc +([0-9]+) ", plan, re.MULTILINE)
     if nproc:
         figures["ranks"] = int(nproc[1]) * nodes
     with contextlib.suppress(OSError):
         end_s = (run_folder / RESULT).stat().st_mtime
-        if end_s > start_s:  # some file systems store whole seconds
+        if end_s > start_s:  # on a file system that stores whole seconds, the times can be equal
             figures["wall_s"] = end_s - start_s
     return figures
 
 
 def mean_rate(metrics: Sequence[Mapping[str, float]]) -> float | None:
-    """Return the mean number of samples per second over all steps, or None if no line has a rate.
+    """Return the mean number of samples per second over all steps, or None if no line contains a rate.
 
-    It is the number of all samples by the total time, and not the mean of the rates: slow steps take longer.
+    The result is the total number of samples divided by the total time. It is not the mean of the rates,
+    because slow steps take more time than fast ones.
 
     Parameters
     ----------
     metrics : lines of ``metrics.jsonl``. The ``samples_per_s`` of a line is the rate of the steps since the
-        line before it. The rate of the first line contains the warm-up, so it is used only if there is no
-        other.
+        previous line. The rate of the first line includes the warm-up, so it is used only if there is no
+        other line.
     """
     rated_lines = [line for line in metrics if "step" in line and line.get("samples_per_s", 0) > 0]
     if not rated_lines:
@@ -412,10 +434,12 @@ def mean_rate(metrics: Sequence[Mapping[str, float]]) -> float | None:
     total_steps = 0.0
     total_s = 0.0
     for previous, line in itertools.pairwise(rated_lines):
-        # A run that resumes from a checkpoint repeats steps, and its step number goes back: no new steps.
+        # A run that resumes from a checkpoint repeats steps, so its step number goes back. Then there are no
+        # new steps.
         new_steps = max(0, line["step"] - previous["step"])
         total_steps += new_steps
-        # All steps have the same number of samples, which cancels out, so a step counts as one sample.
+        # All steps have the same number of samples. This number cancels out, so each step counts as one
+        # sample.
         total_s += new_steps / line["samples_per_s"]
     if not total_steps:
         return rated_lines[-1]["samples_per_s"]
@@ -423,18 +447,18 @@ def mean_rate(metrics: Sequence[Mapping[str, float]]) -> float | None:
 
 
 def add_speedups(run: ScalingRun) -> ScalingRun:
-    """Return `run` with the speed-up and the parallel efficiency of each size whose job ran to its end.
+    """Return `run` with the speed-up and the parallel efficiency of each size that has run to its end.
 
-    A size is the job on one number of nodes. Both figures are relative to the smallest size: 1.8 times the
-    samples per second on 2 nodes instead of 1 is a speed-up of 1.8 and an efficiency of 90 %. If a size has
-    no samples per second, all are compared by wall time. Runs of dist-bench are returned unchanged, because
-    dist-bench takes as long on any number of nodes.
+    A size is the job on one number of nodes. Both values are relative to the smallest size. For example, 1.8
+    times the samples per second on 2 nodes instead of 1 is a speed-up of 1.8 and an efficiency of 90 %. If
+    one size has no samples per second, all sizes are compared by wall time. Runs of dist-bench are returned
+    unchanged, because dist-bench takes equally long on any number of nodes.
     """
     if any(size.has_bandwidths for size in run.sizes):
         return run
     has_rates = all("samples_per_s" in size.figures for size in run.sizes if size.is_complete)
     compared_by = "samples_per_s" if has_rates else "wall_s"
-    smallest = None  # the smallest size that can be compared
+    smallest = None  # the smallest size that has the value to compare
     sizes = []
     for size in run.sizes:
         if not size.is_complete or compared_by not in size.figures:
@@ -446,24 +470,24 @@ def add_speedups(run: ScalingRun) -> ScalingRun:
 
 
 def _compare_size(size: ScalingSize, reference: ScalingSize, compared_by: str) -> ScalingSize:
-    """Return `size` with its speed-up and efficiency relative to `reference`.
+    """Return `size` with its speed-up and parallel efficiency relative to `reference`.
 
     Parameters
     ----------
-    compared_by : the figure that is compared. Both sizes have it.
+    compared_by : the name of the measured value that is compared. Both sizes must have this value.
     """
     speedup = size.figures[compared_by] / reference.figures[compared_by]
-    if compared_by == "wall_s":  # a job is twice as fast with half the wall time
+    if compared_by == "wall_s":  # half the wall time means twice the speed
         speedup = 1 / speedup
     efficiency = speedup * reference.nodes / size.nodes
     return dataclasses.replace(size, figures={**size.figures, "speedup": speedup, "efficiency": efficiency})
 
 
 def table_rows(run: ScalingRun) -> list[list[str]]:
-    """Return the rows of the table of results, beginning with its header.
+    """Return the rows of the table of results. The first row contains the titles.
 
-    There is one row for each number of nodes. A figure that no row has is left out, and ``-`` stands for a
-    single missing one.
+    Each other row is one number of nodes. A column without any value is left out, and ``-`` stands for a
+    missing value.
     """
     columns = _figure_columns(run)
     titles = [column.title for column in columns.values()]
@@ -478,16 +502,17 @@ def table_rows(run: ScalingRun) -> list[list[str]]:
 
 
 def _figure_columns(run: ScalingRun) -> dict[str, Column]:
-    """Return the column of each figure in the table: ``{"mfu": Column("MFU", ".1%")}``.
+    """Return the columns of the table of results, by the names of the measured values.
 
-    The figures of the collectives of dist-bench come last.
+    For example: ``{"mfu": Column("MFU", ".1%")}``. The columns for the collectives of dist-bench come last.
     """
     names: list[str] = []
     for size in run.sizes:
         names += size.figures
     columns = {name: column for name, column in COLUMNS.items() if name in names}
     if not run.compared_by:
-        columns.pop("wall_s", None)  # dist-bench chooses itself how long it runs
+        # Dist-bench itself chooses how long it runs, so its wall time says nothing.
+        columns.pop("wall_s", None)
     for name in names:
         collective, _, figure = name.partition(" ")  # "all_reduce busbw_GBps"
         if figure in _BANDWIDTH_COLUMNS:
@@ -496,7 +521,7 @@ def _figure_columns(run: ScalingRun) -> dict[str, Column]:
     return columns
 
 
-# How a sentence of the page names each value of `ScalingRun.compared_by`.
+# How a sentence of the report expresses each value of `ScalingRun.compared_by`.
 _COMPARED_BY_TEXTS = {
     "samples_per_s": "samples/s",
     "wall_s": "wall time: right if every size does the same work",
@@ -504,18 +529,19 @@ _COMPARED_BY_TEXTS = {
 
 
 def verdict_sentences(run: ScalingRun) -> list[str]:
-    """Return sentences for the page about the result of all sizes.
+    """Return sentences for the report that summarize the results of all sizes.
 
-    They say which sizes failed, up to which size the efficiency is sufficient, and what CSC would miss.
+    They name the sizes that failed, and the largest size with a sufficient efficiency. They also say whether
+    the report has enough sizes for CSC.
     """
     failures = [f"{nodes_text(size.nodes)}: {size.state}" for size in run.sizes if not size.is_complete]
     return [*failures, *_efficiency_sentences(run)]
 
 
 def _efficiency_sentences(run: ScalingRun) -> list[str]:
-    """Return sentences about the parallel efficiency, and about a report that is too small for CSC.
+    """Return sentences about the parallel efficiency, and about a report with too few sizes for CSC.
 
-    CSC is a computing centre that asks for such a report before it grants larger jobs.
+    CSC is a computing center that asks for such a report before it grants larger jobs.
     """
     if not run.compared_by:
         return ["The bandwidths are those of the largest size that dist-bench measured."]
@@ -523,7 +549,7 @@ def _efficiency_sentences(run: ScalingRun) -> list[str]:
     if not compared:
         return ["No size has both a rate and an end: look at the output of the jobs."]
     reference = nodes_text(compared[0].nodes)
-    # Never empty: the smallest of these sizes is compared with itself, and has 100 %.
+    # This list is never empty, because the smallest size is compared with itself and so has 100 %.
     efficient = [size for size in compared if size.figures["efficiency"] >= NEEDED_EFFICIENCY]
     largest = nodes_text(efficient[-1].nodes)
     lines = [
@@ -536,9 +562,9 @@ def _efficiency_sentences(run: ScalingRun) -> list[str]:
 
 
 def render_page(run: ScalingRun) -> str:
-    """Return the Markdown page, with the parts of CSC's report in their order."""
+    """Return the report as Markdown, with the sections that CSC asks for in their order."""
     facts = "\n".join(f"{name}: {text}" for name, text in run.facts.items() if text)
-    parts = [
+    sections = [
         f"# Scaling of {run.name}",
         "## Software and test case",
         "(Describe what the program computes, on which data, how it is parallelized, and its I/O.)",
@@ -549,13 +575,16 @@ def render_page(run: ScalingRun) -> str:
     ]
     has_gpu_use = any("gpu_percent" in size.figures for size in run.sizes)
     if not has_gpu_use:
-        parts.append("(If GPU utilization is asked for, add it here, such as the output of seff.)")
-    parts += ("## Job script of the largest size", _code_block(run.script))
-    return "\n\n".join(parts) + "\n"
+        sections.append("(If GPU utilization is asked for, add it here, such as the output of seff.)")
+    sections += ("## Job script of the largest size", _code_block(run.script))
+    return "\n\n".join(sections) + "\n"
 
 
 def _code_block(text: str) -> str:
-    """Return `text` as Markdown code. It is indented, because text between fences could contain a fence."""
+    """Return `text` as a code block in Markdown.
+
+    The block is indented instead of fenced, because `text` could contain a fence.
+    """
     return textwrap.indent(text.rstrip("\n"), "    ")
 
 

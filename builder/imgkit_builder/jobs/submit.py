@@ -1,8 +1,8 @@
-"""Prepare a job and submit it, here or on a remote.
+"""Prepare a job and submit it, on this machine or on a remote.
 
-The command line, the Python API and `imgkit scaling` use the same functions. `prepare` writes and runs
-nothing. `submit_job` brings the image, the data and the code to the machine of the transport, and submits
-the job there.
+The command line, the Python API and `imgkit scaling` use these functions. `prepare` writes nothing and runs
+nothing. `submit_job` brings the image, the data and the code to the machine that submits the job, and submits
+it there.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from imgkit_entrypoints.errors import ToolFailed, UsageError
 from imgkit_entrypoints.launch import stop_protocol
 from imgkit_entrypoints.system import WORKSPACE
 
-# Shell script that makes a link to a folder of data in a run's copy of its code. The link replaces the empty
-# folder that the code has there, or the link to older data. The arguments are the path of the data and the
-# path of the link.
+# This shell script creates a link to a data folder in a run's copy of its code. The link replaces the empty
+# folder that the code has at this path, or a link to older data. The arguments are the path of the data and
+# the path of the link.
 _LINK_DATA = """\
 cd -- "$(dirname -- "$2")" 2> /dev/null || exit 0 # the job has not started: its script makes the link
 if [ -d "$2" ] && [ ! -L "$2" ]; then rmdir -- "$2"; fi
@@ -68,15 +68,15 @@ def prepare(
     base: str = "",
     data: Sequence[DataFolder] | None = None,
 ) -> PreparedJob:
-    """Return the job that `request` becomes, and its script. Nothing is written, sent or submitted.
+    """Return the job that `request` describes, with its script. Nothing is written, sent or submitted.
 
     Parameters
     ----------
     recipe : a shipped name, a recipe's file, or a .sif to run on its own system. For a remote, it can also be
-        an archive, or empty for the remote's default.
+        an archive, or empty for the remote's default recipe.
     code : the code of the request, as `code.read_code_folder` returns it.
     remote : the remote on which the job is submitted or that stores its files. None means this machine.
-    base : the base image that replaces that of the recipe, for a job on a remote. "" keeps the recipe's.
+    base : the base image that replaces the recipe's base image, for a job on a remote. "" keeps the recipe's.
     data : the request's folders of data, as `data_mounts.list_folders` returns them. With None, this function
         lists them.
 
@@ -88,7 +88,8 @@ def prepare(
         data = data_mounts.list_folders(request)
     remote_name = remote.name if remote else ""
     recorded = resume.to_json(recipe, request, base, remote=remote_name)
-    # A remote with a volume only stores files for pods: the client on this machine submits the job.
+    # A remote with a volume (pvc) only stores files for pods. The Kubernetes client on this machine submits
+    # the job.
     submits_here = remote is None or bool(remote.pvc)
     options = dependencies.with_scheduler_ids(request.allocation.options, "" if submits_here else remote_name)
     request = request.changed(options=options)
@@ -110,14 +111,15 @@ def prepare(
 
 
 def _job_on_remote(source: ImageSource, code: CodeFolder | None, data: Sequence[DataFolder]) -> Job:
-    """Return the job of `source` that a remote submits, with its data and code.
+    """Return the job that a remote submits, with its data and code.
 
-    imgkit has not connected to the remote yet and does not know its own folder there. Until `make_ready`
-    replaces it, `image_source.UNKNOWN_HOME` stands for that folder in all paths of the job.
+    imgkit has not connected to the remote yet, so the path of its folder there is unknown. In all paths of
+    the job, `image_source.UNKNOWN_HOME` stands for that folder until `make_ready` replaces it.
 
     Raises
     ------
-    UsageError : the job's runtime starts no .sif, or Python would import a copy of the code in the image.
+    UsageError : the job's runtime cannot start a .sif, or Python would import a copy of the code in the
+        image.
     """
     image_source.refuse_runtime(source)
     if code is not None:
@@ -134,11 +136,13 @@ def _job_on_remote(source: ImageSource, code: CodeFolder | None, data: Sequence[
 def _job_in_pods(
     recipe: str, request: JobRequest, code: CodeFolder | None, remote: Remote, data: Sequence[DataFolder]
 ) -> Job:
-    """Return a job in pods: this machine submits it, and `remote` only stores its files on the pods' volume.
+    """Return a job in pods, which this machine submits.
+
+    `remote` only stores the files of the job, on the volume of the pods.
 
     Raises
     ------
-    UsageError : the image has installed a project of the code, so pods would run the image's copy.
+    UsageError : the image has installed a project of the code, so the pods would run the copy in the image.
     """
     job = volume.provisional_job(recipe, request, remote)
     job = data_mounts.with_data(job, data, f"{job.directory}/{DATA_FOLDER}")
@@ -155,8 +159,8 @@ def _job_of_this_machine(
 ) -> Job:
     """Return a job that is submitted on this machine. `prepare` describes the parameters.
 
-    If `recipe` is a .sif or .sqsh, it takes the place of a recipe: the record in the image names the system,
-    and the job runs this image unless ``--image`` names another one.
+    If `recipe` is a .sif or .sqsh, the record in the image names the system. The job then runs this image,
+    unless ``--image`` names another one.
     """
     recipe_file = Path(recipe)
     if image.is_sif(recipe_file) or sqsh.is_sqsh(recipe_file):
@@ -174,18 +178,18 @@ def _job_of_this_machine(
     job = _with_code(job, code, Transport.code_folder)
     if code is not None:
         job = _with_local_code(job, code, sif)
-    return data_mounts.with_data(job, data)  # last, because links to the data need the run folder
+    return data_mounts.with_data(job, data)  # this comes last, because links to the data need the run folder
 
 
 def _with_local_code(job: Job, code: CodeFolder, sif: Path | None) -> Job:
-    """Return `job` with warnings about its code, and with a run folder that imgkit itself makes if needed.
+    """Return `job` with warnings about its code, and with a run folder if imgkit itself has to create one.
 
-    A scheduler's script makes the run folder. Without a scheduler there is no such script, and imgkit copies
-    the code into the folder before the start.
+    On a system with a scheduler, the job's script creates the run folder. Without a scheduler there is no
+    such script, so imgkit creates the folder and copies the code into it before the start.
 
     Parameters
     ----------
-    sif : the job's image if it is a .sif on this machine.
+    sif : the job's image if it is a .sif on this machine, or None.
 
     Raises
     ------
@@ -206,12 +210,12 @@ def _with_local_code(job: Job, code: CodeFolder, sif: Path | None) -> Job:
 def _with_code(job: Job, code: CodeFolder | None, store_name: str) -> Job:
     """Return `job` with the version of the code that its run gets a copy of.
 
-    Without `code`, a resumed run goes on with the version that it already has. Any other job without `code`
-    is returned unchanged.
+    If `code` is None, a resumed run goes on with the version that it already has. Any other job is then
+    returned unchanged.
 
     Parameters
     ----------
-    store_name : name of the store of code in the job's folder, such as ``.imgkit-code``.
+    store_name : the name of the store of code in the job's folder, such as ``.imgkit-code``.
     """
     resumed = job.request.resumed
     record = None
@@ -225,7 +229,7 @@ def _with_code(job: Job, code: CodeFolder | None, store_name: str) -> Job:
 
 
 def submit_job(prepared: PreparedJob, transport: Transport, report: Reporter | None = None) -> SubmittedJob:
-    """Bring the image, the data and the code to where the job starts, submit the job, and save its record.
+    """Bring the image, data and code of a job to its machine, submit the job, and return its saved record.
 
     Parameters
     ----------
@@ -247,9 +251,9 @@ def submit_job(prepared: PreparedJob, transport: Transport, report: Reporter | N
 
 
 def _foreground_error(job: Job) -> UsageError:
-    """Return the error for a job that has no id, because it runs in the terminal that starts it.
+    """Return the error for a job without an id, because it runs in the terminal that starts it.
 
-    Only the command line runs such jobs.
+    Only the command line can run such a job.
     """
     if job.is_interactive:
         reason, where = "the job is interactive", "interactive"
@@ -265,8 +269,8 @@ def _foreground_error(job: Job) -> UsageError:
 def start_job(ready: PreparedJob, transport: Transport, report: Reporter) -> SubmittedJob:
     """Submit a job, save its record on this machine, and return the record.
 
-    A record that cannot be saved is only reported. The job is in the queue by then, and after an exception
-    the user would submit it a second time.
+    If the record cannot be saved, this is only reported. The job is in the queue by then, and after an
+    exception the user might submit it a second time.
 
     Parameters
     ----------
@@ -290,9 +294,9 @@ def start_job(ready: PreparedJob, transport: Transport, report: Reporter) -> Sub
 
 
 def make_ready(prepared: PreparedJob, transport: Transport, report: Reporter) -> PreparedJob:
-    """Bring the image, the data, the code and the entry points to where the job starts.
+    """Bring the image, data, code and entry points of a job to the machine where it starts.
 
-    Return the job with their paths on that machine, and with the script that contains these paths.
+    The result is the job with the paths on that machine, and with a script that contains these paths.
 
     Raises
     ------
@@ -301,11 +305,13 @@ def make_ready(prepared: PreparedJob, transport: Transport, report: Reporter) ->
     for warning in prepared.job.warnings:
         report.note(warning)
     data = data_mounts.download(prepared.data, prepared.job.request, report)
-    # The order matters: `prepare_image` reads what a remote has already, and the other steps use its result.
+    # The image comes first: `prepare_image` reads what a remote already has, and the other steps use the
+    # result.
     with_image = transport.prepare_image(dataclasses.replace(prepared, data=data), report)
     code = with_image.code
     job = transport.bring_data(with_image, report)
     job = _with_code(job, code, transport.code_folder)
+    # A job with a run folder of its own gets the code together with that folder, below.
     if code is not None and not job.run_folder:
         transport.put_code(code, transport.home_of(job), report)
     job = transport.with_entry_points(dataclasses.replace(with_image, job=job))
@@ -319,10 +325,15 @@ def make_ready(prepared: PreparedJob, transport: Transport, report: Reporter) ->
 
 
 def with_files_of(ready: PreparedJob, prepared: PreparedJob) -> PreparedJob:
-    """Return `prepared` with the image, code and entry points that `make_ready` has brought for `ready`.
+    """Return `prepared` with the image, code and entry points that `make_ready` has brought for another job.
 
-    Both are jobs of the same request, on different numbers of nodes (`imgkit scaling`), so that the files are
+    `imgkit scaling` submits the same request on different numbers of nodes. With this function, the files are
     sent only once.
+
+    Parameters
+    ----------
+    ready : a job of the same request, whose files are on its machine already.
+    prepared : a job that uses the same files.
     """
     job = prepared.job
     if prepared.source is not None:
@@ -334,28 +345,29 @@ def with_files_of(ready: PreparedJob, prepared: PreparedJob) -> PreparedJob:
 def bind_entry_points(prepared: PreparedJob, transport: Transport) -> PreparedJob:
     """Return `prepared` with the entry points bound into an image that imgkit did not build.
 
-    Python starts once in the image, to find out where it searches for packages. Only the result of this probe
-    is written, to imgkit's cache.
+    Python is started once in the image, to find out where it searches for packages. Only the result of this
+    probe is written, to imgkit's cache.
     """
     return _with_job(prepared, transport.with_entry_points(prepared))
 
 
 def _with_job(prepared: PreparedJob, job: Job) -> PreparedJob:
-    """Return `prepared` with `job` in place of its job, and with the script of `job`."""
+    """Return `prepared` with its job replaced by `job`, and with the script of that job."""
     return dataclasses.replace(prepared, job=job, script=systems.get_system(job.system).script(job))
 
 
 def _prepare_resumed_folder(
     resumed: ResumedRun, code: CodeFolder | None, job: Job, transport: Transport
 ) -> None:
-    """Bring today's code and data into the folder of an earlier run, so that the run can go on there.
+    """Prepare the folder of an earlier run, so that the new job can go on in it.
 
-    Two files of the earlier job are removed, which would make the new one stop at once or look finished: the
-    file ``stop``, by which a person ends a run, and the file with the exit code of the run.
+    The user's current code and data are brought into the folder. Two files of the earlier job are removed.
+    The file ``stop``, by which a person ends a run, would stop the new job at once. The file with the exit
+    code would make the new job look finished.
 
     Parameters
     ----------
-    code : today's code, or None if the run goes on with its copy as it is.
+    code : the user's current code, or None if the run goes on with its copy as it is.
 
     Raises
     ------
@@ -383,14 +395,15 @@ def _prepare_resumed_folder(
 def _submit_script(ready: PreparedJob, transport: Transport) -> SubmittedJob:
     """Submit the script of `ready`, and return the record by which imgkit follows the job.
 
-    Once the scheduler's command has succeeded, the job exists, whatever the command printed. If its answer
-    has no job id, the record contains the answer, and an id that imgkit chooses.
+    Once the scheduler's command has succeeded, the job exists, whatever the command has printed. If the
+    output contains no job id, the record gets the output and an id that imgkit chooses.
     """
     job = ready.job
-    answer = _submission_answer(ready, transport)
-    job_id, cluster = _parse_job_id(answer, job)
+    output = _submission_answer(ready, transport)
+    job_id, cluster = _parse_job_id(output, job)
     resumed = job.request.resumed
     queued = QueuedJob(
+        # imgkit's own id contains random digits, because it names the file of the record and must be unique.
         id=job_id or f"unknown-{secrets.token_hex(4)}",
         cluster=cluster,
         system=job.system,
@@ -408,7 +421,7 @@ def _submit_script(ready: PreparedJob, transport: Transport) -> SubmittedJob:
     record = SubmittedJob(
         job=queued,
         recipe=job.recipe.name,
-        answer=None if job_id else answer[:_MAX_ANSWER_CHARS],
+        answer=None if job_id else output[:_MAX_ANSWER_CHARS],
         code=job.container.code,
         bound_entry_points=entry_points.version if entry_points else "",
         submitted=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -421,7 +434,7 @@ def _submit_script(ready: PreparedJob, transport: Transport) -> SubmittedJob:
 
 
 def _submission_answer(ready: PreparedJob, transport: Transport) -> str:
-    """Submit the script of `ready`, and return what the scheduler's command prints: ``"4711\\n"`` of sbatch.
+    """Submit the script of `ready`, and return the output of the scheduler's command, such as ``"4711\\n"``.
 
     Raises
     ------
@@ -431,10 +444,11 @@ def _submission_answer(ready: PreparedJob, transport: Transport) -> str:
     try:
         answer = process.read_answer(transport.start(ready.job, ready.script), ready.job.system)
     except process.TooLong as error:
-        # The job may exist all the same, and its id may be in the first part of the output.
+        # A command with too much output may have submitted the job nevertheless. The first part of the output
+        # may contain the id.
         answer = error.start
     except ToolFailed as error:
-        # kubectl and runai refuse a second job of the same name, because the name is the id of a job in pods.
+        # In pods, the name of a job is its id. So kubectl and runai refuse a second job of the same name.
         if not re.search("already ?exists", f"{error.what}\n{error.hint}", re.IGNORECASE):
             raise
         name = ready.job.name
@@ -445,17 +459,18 @@ def _submission_answer(ready: PreparedJob, transport: Transport) -> str:
 
 
 def _parse_job_id(answer: str, job: Job) -> tuple[str, str]:
-    """Return the job's id and its cluster from the answer of the scheduler: ``("4711", "")``.
+    """Return the id and the cluster of a job from the scheduler's answer to its submission: ``("4711", "")``.
 
-    The cluster is empty unless the site has several. Both are empty if `answer` has no id.
+    The cluster is empty unless the site has several clusters. Both values are empty if `answer` contains no
+    id.
     """
     try:
-        text = systems.get_system(job.system).parse_job_id(answer, job.name)
+        id_text = systems.get_system(job.system).parse_job_id(answer, job.name)
     except Exception:
-        # A plug-in can raise anything. The job exists all the same, only its id is unknown.
+        # A plug-in can raise any exception. The job exists nevertheless, and only its id is unknown.
         return "", ""
     # sbatch prints "4711;CLUSTER" on a site with several clusters.
-    job_id, _, cluster = text.partition(";")
+    job_id, _, cluster = id_text.partition(";")
     if not quoting.is_job_id(job_id) or (cluster and not quoting.is_job_id(cluster)):
         return "", ""
     return job_id, cluster

@@ -1,4 +1,4 @@
-"""Render job scripts from the shipped templates, or from those in the user's folder of ``--templates``."""
+"""Render job scripts from the templates of imgkit, or from the user's templates in ``--templates``."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from imgkit_entrypoints.errors import UsageError
 
 
 def render_template(job: Job, name: str, **values: Any) -> str:
-    """Render the template `name`, such as ``run-folder.sh.j2``, and return the text.
+    """Return the text of the template `name`, such as ``run-folder.sh.j2``, filled with the values of a job.
 
-    A template in the folder of ``--templates`` replaces the shipped one of the same name. It can use `job`,
-    ``modules``, ``exports``, ``data_links`` and `values`.
+    If the folder of ``--templates`` contains a template of this name, it replaces the one of imgkit. A
+    template can use `job`, ``modules``, ``exports``, ``data_links`` and `values`.
 
     Raises
     ------
-    UsageError : the folder of ``--templates`` is missing, or a template in it is faulty. The error names the
-        file, and the line of a syntax error.
+    UsageError : the folder of ``--templates`` is missing, or a template in it has an error. The error names
+        the file, and for a syntax error also the line.
     """
-    # Not at the top of the file, so that only commands that render a template load jinja2.
+    # jinja2 is imported here, so that commands which render no template need not load it.
     import jinja2
 
     from imgkit_builder.image.render import template_environment
@@ -41,25 +41,26 @@ def render_template(job: Job, name: str, **values: Any) -> str:
         )
     except jinja2.TemplateSyntaxError as error:
         raise UsageError(f"a faulty template: {error}", where=f"{error.filename}:{error.lineno}") from error
-    # Beside jinja2's own errors, an expression of a template can raise whatever Python raises for it.
+    # Besides jinja2's own errors, an expression in a template can raise ordinary exceptions of Python.
     except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise UsageError(f"a faulty template: {error}", where=f"{folder or ''}/{name}") from error
 
 
 def run_folder_lines(job: Job, job_id: str) -> str:
-    """Return shell lines that make the run folder of an interactive job, with the run's copy of the code.
+    """Return shell lines that create the run folder of an interactive job, with a copy of the code.
 
-    The script of any other job has these lines already. An interactive job without code has no run folder, so
-    the result is empty.
+    The script of any other job contains these lines already. An interactive job without code needs no run
+    folder, so the result is empty.
 
     Parameters
     ----------
-    job_id : shell text with the variable that has the job's id, such as ``$SLURM_JOB_ID``.
+    job_id : shell text that expands to the id of the job, such as ``$SLURM_JOB_ID``.
     """
     if job.container.code is None:
         return ""
     runs = shlex.quote(f"{job.directory}/runs")
-    # A subshell: where a person types the lines, set -e would end the shell of the job.
+    # The lines run in a subshell, because a person may type them: "set -e" would otherwise end that person's
+    # shell after an error.
     lines = f'dir={runs}/{job.name}-"{job_id}"\nexport IMGKIT_RUN_DIR=$dir\n(set -e\n'
     for name in ("run-folder.sh.j2", "workspace.sh.j2"):
         lines += render_template(job, name)

@@ -1,7 +1,8 @@
 """Bring the files of a job to the machine that submits it, and run the scheduler's commands there.
 
-`Transport` submits on this machine, and `Ssh` on a remote. `VolumeStore` submits jobs in pods on this
-machine, and brings their files to a remote that has the volume of the pods.
+There are three classes. `Transport` is for jobs that this machine submits, and `Ssh` for jobs that a remote
+submits. `VolumeStore` is for jobs in pods: this machine submits them, but their files go to a remote that
+shares a volume with the pods.
 """
 
 from __future__ import annotations
@@ -35,34 +36,36 @@ from imgkit_builder.sif import image
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.system import WORKSPACE
 
-# Folder in imgkit's folder on a remote with the data of all projects.
+# Name of the folder with the data of all projects, in imgkit's folder on a remote.
 DATA_FOLDER = "data"
-# Number of folders of earlier code on a remote in which rsync looks for equal files (--link-dest).
+# Number of folders with earlier code in which rsync looks for equal files on the remote (--link-dest).
 _MAX_SIMILAR_FOLDERS = 3
 
 
 class Transport:
     """Bring the files of a job to the machine that submits it, and run commands there.
 
-    This class is for jobs that this machine submits, where most files are already. `Ssh` and `VolumeStore`
-    are for jobs with files on a remote.
+    This class is for jobs that this machine submits, where most files are already in place. `Ssh` and
+    `VolumeStore` are for jobs whose files are on a remote.
 
-    The methods are called in the order of `submit.make_ready`: image, data, code, entry points.
+    `submit.make_ready` calls the methods in a fixed order: image, data, code, entry points.
     """
 
     name = ""
     """Name of the remote that submits the job, or "" for this machine."""
     code_folder = ".imgkit-code"  # `--code .` leaves it out
-    """Name of the store of code in the job's folder. Each version of the code has a folder in it."""
+    """Name of the store of code in the job's folder. It has one folder for each version of the code."""
 
     def login(self) -> None:
         """Connect to the remote, so that ssh asks for a password now. On this machine, do nothing.
 
-        This is done before any progress is shown, because a progress bar would hide the question.
+        This must happen before any progress is shown, because a progress bar would hide the question.
         """
 
     def run(self, argv: Sequence[str]) -> Finished:
-        """Run a command to its end on the machine that submits the job. A command that fails does not raise.
+        """Run a command on the machine that submits the job, and wait for its end.
+
+        A command that fails does not raise an exception.
 
         Raises
         ------
@@ -81,61 +84,62 @@ class Transport:
 
         Raises
         ------
-        ToolFailed : the script failed, and the error quotes its standard error. Or the remote cannot be
-            reached.
+        ToolFailed : the script failed, or the remote cannot be reached. If the script failed, the error
+            quotes its standard error.
         """
         return b"".join(process.filter_through(("sh", "-c", script, "sh", *args), data))
 
     def prepare_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
-        """Make the job's image available where the job starts, and return the job with its paths there.
+        """Make the job's image available on the machine where the job starts.
 
-        On this machine, the image is only checked, and the file of its added packages is made.
+        The result is the job with the paths on that machine. For a job of this machine, the image is only
+        checked, and the file with its added packages is created if necessary.
 
         Raises
         ------
-        ImgkitError : the image cannot be brought to that machine, or does not start on it.
+        ImgkitError : the image cannot be brought to that machine, or does not start there.
         """
         checks.before_submission(prepared.job)
         added_packages.make_ready(prepared.job, report)
         return dataclasses.replace(prepared, image_id=_image_id(prepared.job))
 
     def bring_data(self, prepared: PreparedJob, report: Reporter) -> Job:
-        """Bring the job's data to where the job starts, and return the job with the paths of the data there.
+        """Bring the job's data to the machine where the job starts, and return the job with its paths there.
 
-        On this machine, the data is only checked.
+        For a job of this machine, the data is only checked.
 
         Raises
         ------
-        UsageError : a folder cannot be read there, or changed while it was sent.
+        UsageError : a folder cannot be read there, or has changed while it was sent.
         ImgkitError : a folder cannot be sent.
         """
         data_mounts.refuse_missing(prepared.job.request, "this machine", self.run_script)
         return data_mounts.with_data(prepared.job, prepared.data)
 
     def put_code(self, code_folder: CodeFolder, home: Path, report: Reporter) -> None:
-        """Write the code to its folder in the store of code, unless the store has it already.
+        """Write the code to its folder in the store of code, unless it is already there.
 
-        The folder is named by the digest of the code. So a folder that exists is complete, and no other
-        process sees one that is half written.
+        The folder is named by the digest of the code, and gets its name only when it is complete. So a folder
+        that exists need not be checked or written again.
 
         Parameters
         ----------
-        home : the folder with the store, as `home_of` returns it.
+        home : the folder that contains the store, as `home_of` returns it.
         """
         write_folder(home / self.code_folder / code_folder.record.sha256, code_folder.tree.write)
 
     def put_entry_points(self, job: Job, report: Reporter) -> None:
-        """Write the entry points that are bound into the job's image, unless their folder exists already.
+        """Write the entry points that are bound into the job's image, unless their folder already exists.
 
-        The folder is named by a digest of the files, so the same holds as for `put_code`.
+        The folder is named by a digest of its files. As with `put_code`, a folder that exists is complete.
         """
         write = functools.partial(entry_points.write_mounted_files, job)
         write_folder(entry_points.mounted_folder(job), write)
 
     def make_run_folder(self, job: Job, code_folder: CodeFolder | None, report: Reporter) -> None:
-        """Make the run folder of a job whose script does not make it, because the job starts at once.
+        """Create the run folder of a job that starts at once, so that no job script can create the folder.
 
-        The folder gets the run's copy of the code, or a script that makes the copy.
+        The folder gets the run's copy of the code, or a script that makes this copy.
 
         Parameters
         ----------
@@ -144,32 +148,34 @@ class Transport:
         assert code_folder is not None  # noqa: S101 - only code needs the folder before the start
         folder = Path(job.run_folder)
         folder.parent.mkdir(exist_ok=True)
-        folder.mkdir(mode=0o700)  # closed to other users, as the run folders of job scripts
+        folder.mkdir(mode=0o700)  # closed to other users, like the run folders that job scripts create
         files.write_file(folder / "code.json", f"{code_folder.record.text}\n")
         workspace = folder / WORKSPACE
         write_folder(workspace, code_folder.tree.write_copy)
         for link_name, data_path in runtime_of(job).data_links(job).items():
-            # The code has an empty folder there, over which a container would mount the data.
+            # The code has an empty folder at this path, as the mount point for a container. Without a
+            # container, a link to the data replaces it.
             mount_point = workspace / link_name
             mount_point.rmdir()
             mount_point.symlink_to(data_path)
 
     def home_of(self, job: Job) -> Path:
-        """Return the folder with the code and the run folders, by its path on the machine that has them."""
+        """Return the folder with the code and the run folders, as a path on the machine that has it."""
         return job.directory
 
     def with_store(self, record: SubmittedJob, job: Job) -> SubmittedJob:
-        """Return `record` with the paths of the job's files, if another machine than this one stores them."""
+        """Return `record` with the paths of the job's files, if they are on another machine than this one."""
         return record
 
     def with_entry_points(self, prepared: PreparedJob) -> Job:
-        """Return the job with imgkit's entry points bound into an image that has none.
+        """Return the job with imgkit's entry points bound into its image, if the image has none.
 
-        For that, the image is inspected on the machine that has it.
+        To find out, the image is inspected on the machine that has it.
         """
         job = prepared.job
         if runtime_of(job).arch_error(job) is not None:
-            # The image is not for the processors of the nodes. The checks of the submission refuse it.
+            # The nodes have other processors than those for which the image was built. The checks before the
+            # submission report this error.
             return job
         return entry_points.bind_entry_points(job)
 
@@ -179,8 +185,8 @@ class Transport:
         Raises
         ------
         ToolMissing : the scheduler's command is not on PATH.
-        ToolFailed : the scheduler refused the job, and the error quotes its message. Or the connection was
-            lost, and the job may be in the queue all the same.
+        ToolFailed : the scheduler refused the job, or the connection was lost. After a refusal, the error
+            quotes the scheduler's message. After a lost connection, the job may be in the queue nevertheless.
         """
         process.require_program(
             script.submit[0],
@@ -190,12 +196,14 @@ class Transport:
         if script.on_stdin:
             stdin.append(script.text.encode())
         folder = None
-        if not runtime_of(job).is_isolated:  # else the folder is a path in pods, and need not exist here
+        if not runtime_of(job).is_isolated:  # otherwise the folder is a path in pods, and need not exist here
             folder = job.directory
         return process.filter_through(script.submit, stdin, cwd=folder)
 
     def foreground_argv(self, job: Job, script: Script) -> Argv:
-        """Return the argv that runs a script with `Script.foreground` in this terminal, in the job's folder.
+        """Return the argv that runs the job in this terminal, in the job's folder.
+
+        Only a script with `Script.foreground`, which is not queued, is run in this way.
 
         Raises
         ------
@@ -205,23 +213,23 @@ class Transport:
 
 
 class Ssh(Transport):
-    """The transport of jobs that a remote submits. Commands run over ssh, and rsync sends files."""
+    """The transport of jobs that a remote submits. Commands run there over ssh, and rsync sends the files."""
 
     code_folder = "code"
     store: Store
-    """What imgkit's folder on the remote contains. `open_store` reads it, before the other methods use it."""
+    """What imgkit's folder on the remote contains. `open_store` sets it before any other method uses it."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.name = connection.remote.name
 
     def open_store(self, program: str, code_folder: CodeFolder | None) -> Store:
-        """Read what imgkit's folder on the remote contains, and return it. `self.store` has it from then on.
+        """Read what imgkit's folder on the remote contains, return it, and keep it as `self.store`.
 
         Parameters
         ----------
-        program : a program that the job needs there, such as ``sbatch``.
-        code_folder : the job's code, or None. The result says how much of it the remote has.
+        program : a program that the job needs on the remote, such as ``sbatch``.
+        code_folder : the job's code, or None. The result says whether the remote already has this version.
 
         Raises
         ------
@@ -240,28 +248,30 @@ class Ssh(Transport):
         return self.store
 
     def login(self) -> None:
-        """Connect. See `Transport`."""
+        """Connect to the remote. See `Transport`."""
         self.connection.login()
 
     def run(self, argv: Sequence[str]) -> Finished:
-        """Run a command in the environment of a login shell. See `Transport`."""
+        """Run a command on the remote, in the environment of a login shell. See `Transport`."""
         return remote_jobs.run_scheduler_command(self.connection, argv)
 
     def run_script(self, script: str, args: Iterable[str], data: Iterable[bytes]) -> bytes:
-        """Run a script. See `Transport`."""
+        """Run a script on the remote. See `Transport`."""
         return b"".join(self.connection.stream(script, {}, args=args, data=data))
 
     def prepare_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
-        """Build, convert and send the image, and its added packages, if the remote does not have them.
+        """Make the job's image and its added packages available on the remote.
 
-        Return the job with their paths on the remote.
+        What the remote does not have is built, converted and sent. The result is the job with the paths on
+        the remote.
         """
         source = prepared.source
         assert source is not None  # noqa: S101 - `prepare` has been told the remote
         checks.check_environment(prepared.job)
         self.login()
         report.stage(f"look at {self.name}")
-        # The program that submits, such as sbatch or qsub. A remote without it is refused before a transfer.
+        # The first word is the program that submits, such as sbatch or qsub. A remote without it is refused
+        # before anything is sent.
         contents = self.open_store(prepared.script.submit[0], prepared.code)
         image_path = source.remote_image
         sent_image = None
@@ -269,7 +279,7 @@ class Ssh(Transport):
         if not image_path:
             sent_image = Delivery(source=source, connection=self.connection, report=report).bring(contents)
             image_path = sent_image.path
-            # The job's record names the image by its id only if imgkit built it.
+            # The job's record contains the id of the image only if imgkit built it.
             if not source.is_foreign:
                 image_id = sent_image.image_id
         _report_left_out(prepared.code, source.sif, sent_image, report)
@@ -279,23 +289,33 @@ class Ssh(Transport):
         return dataclasses.replace(prepared, job=job, image_id=image_id)
 
     def bring_data(self, prepared: PreparedJob, report: Reporter) -> Job:
-        """Send the folders of data that the remote does not have, and check paths there. See `Transport`."""
+        """Send the folders of data that the remote does not have, and check the job's paths there.
+
+        See `Transport`.
+        """
         job = data_mounts.with_data(prepared.job, prepared.data, f"{self.store.home}/{DATA_FOLDER}")
         data_mounts.refuse_missing(job.request, self.name, self.run_script)
         self.send_data(prepared.data, report)
         return job
 
     def send_data(self, folders: Iterable[DataFolder], report: Reporter) -> None:
-        """Send the folders of data that the remote lacks. `open_store` must have read what it has."""
+        """Send the folders of data that the remote does not have.
+
+        `open_store` must have been called before.
+        """
         for folder in folders:
             if folder.name not in self.store.data:
                 self._send_data_folder(folder, report)
 
     def _send_data_folder(self, folder: DataFolder, report: Reporter) -> None:
-        """Send one folder of data, except for files that an earlier version of it on the remote has."""
+        """Send one folder of data.
+
+        Files that the remote has in an earlier version of the folder are not sent.
+        """
         size = size_text(folder.size_bytes)
         report.note(f"to send: data: {folder.spec.source}, {folder.files} files, {size}")
-        # The name of a folder ends with the project, "DIGEST-PROJECT". The newest of them comes first.
+        # Folders are named "DIGEST-PROJECT". All versions of one folder have the same second part, and the
+        # newest version comes first.
         earlier = [name for name in self.store.data if name.endswith(f"-{folder.project_part}")]
         transferred = transfer.send_data(
             self.connection, folder, home=self.store.home, earlier=tuple(earlier[:1]), report=report
@@ -303,16 +323,17 @@ class Ssh(Transport):
         report.note(_sent_text("data", transferred))
 
     def put_code(self, code_folder: CodeFolder, home: Path, report: Reporter) -> None:
-        """Send the code to the store on the remote by rsync, unless it is there already.
+        """Send the code to the store on the remote with rsync, unless it is already there.
 
-        Files that earlier versions of the code have on the remote are not sent again.
+        Files that the remote has in an earlier version of the code are not sent again.
         """
         sha256 = code_folder.record.sha256
         if sha256 in self.store.code:
             report.note(f"to send: nothing of the code; {self.name} has that of {code_folder.folder}")
             return
         with tempfile.TemporaryDirectory(prefix="imgkit-") as work:
-            # rsync reads a copy, which has the digest even if somebody edits a file of the code meanwhile.
+            # rsync reads a copy of the code. The copy has the right digest even if somebody edits a file
+            # while it is sent.
             copy = Path(work, sha256)
             code_folder.tree.write(copy)
             transferred = transfer.send_folder(
@@ -329,9 +350,9 @@ class Ssh(Transport):
         report.note(_sent_text("code", transferred))
 
     def put_entry_points(self, job: Job, report: Reporter) -> None:
-        """Send the entry points, which are bound into the job's image, unless the remote has them already."""
+        """Send the entry points that are bound into the job's image, unless the remote already has them."""
         folder = entry_points.mounted_folder(job)
-        # `self.store` does not list this folder.
+        # `self.store` does not list the folder of the entry points, so a command looks for it.
         output = self.connection.run('if [ -d "$folder" ]; then echo exists; fi\n', {"folder": str(folder)})
         if output == b"exists\n":
             return
@@ -350,9 +371,9 @@ class Ssh(Transport):
             )
 
     def with_entry_points(self, prepared: PreparedJob) -> Job:
-        """Return the job with imgkit's entry points bound into an image that has none.
+        """Return the job with imgkit's entry points bound into its image, if the image has none.
 
-        The image is inspected on the remote for that, unless imgkit has built it.
+        The image is inspected on the remote, unless imgkit has built it and so knows its content.
         """
         assert prepared.source is not None  # noqa: S101 - `prepare` has been told the remote
         if not prepared.source.has_unknown_entry_points:
@@ -360,16 +381,22 @@ class Ssh(Transport):
         return entry_points.bind_entry_points(prepared.job, self.run)
 
     def start(self, job: Job, script: Script) -> Generator[bytes, None, None]:
-        """Submit the script in the job's folder. See `Transport`."""
+        """Submit the script on the remote, in the job's folder. See `Transport`."""
         return remote_jobs.submit_script(self.connection, job, script)
 
     def foreground_argv(self, job: Job, script: Script) -> Argv:
-        """Write the script to the remote, and return the ssh that runs it. See `Transport`."""
+        """Write the script to a file on the remote, and return the ssh command that runs it.
+
+        See `Transport`.
+        """
         return interactive.interactive_argv(self.connection, job, script)
 
 
 class VolumeStore(Transport):
-    """The transport of jobs in pods that this machine submits. A remote stores their files on a volume."""
+    """The transport of jobs in pods.
+
+    This machine submits them, and a remote stores their files on a volume.
+    """
 
     code_folder = "code"
 
@@ -382,32 +409,37 @@ class VolumeStore(Transport):
         self._files.login()
 
     def prepare_image(self, prepared: PreparedJob, report: Reporter) -> PreparedJob:
-        """Read imgkit's folder on the remote, and return the job with its paths in the pods.
+        """Read imgkit's folder on the remote, and return the job with the paths that its pods see.
 
-        The image itself needs no preparation, because pods pull theirs from a registry.
+        The image itself needs no preparation, because pods pull it from a registry.
         """
         checks.before_submission(prepared.job)
         self.login()
         remote = self.connection.remote
         report.stage(f"look at {remote.name}")
-        opened_store = self._files.open_store("sh", prepared.code)  # nothing is submitted there: sh is enough
+        # Nothing is submitted on this remote, so no scheduler is needed there. The program "sh" always
+        # exists.
+        opened_store = self._files.open_store("sh", prepared.code)
         job = volume.job_with_pod_paths(opened_store, prepared.job, remote)
         return dataclasses.replace(prepared, job=job)
 
     def bring_data(self, prepared: PreparedJob, report: Reporter) -> Job:
-        """Send the data to the remote. Paths that only pods have are not checked. See `Transport`."""
+        """Send the data to the remote. See `Transport`.
+
+        Paths that exist only in the pods are not checked.
+        """
         job = data_mounts.with_data(prepared.job, prepared.data, f"{prepared.job.directory}/{DATA_FOLDER}")
         self._files.send_data(prepared.data, report)
         return job
 
     def make_run_folder(self, job: Job, code_folder: CodeFolder | None, report: Reporter) -> None:
-        """Send the code, and make the run folder with the script that copies the code into it."""
+        """Send the code, and create the run folder with a script that copies the code into it."""
         if code_folder is not None:
             self._files.put_code(code_folder, self.home_of(job), report)
         volume.make_run_folder(self.connection, self._files.store, job)
 
     def run_script(self, script: str, args: Iterable[str], data: Iterable[bytes]) -> bytes:
-        """Run a script on the remote, which has the files. See `Transport`."""
+        """Run a script on the remote, because the job's files are there. See `Transport`."""
         return self._files.run_script(script, args, data)
 
     def home_of(self, job: Job) -> Path:
@@ -419,7 +451,7 @@ class VolumeStore(Transport):
         return prepared.job
 
     def with_store(self, record: SubmittedJob, job: Job) -> SubmittedJob:
-        """Return `record` with the name of the remote, and with the paths of the job's files on it."""
+        """Return `record` with the name of the remote and the paths of the job's files on the remote."""
         queued = dataclasses.replace(
             record.job,
             directory=Path(self._files.store.home),
@@ -430,13 +462,14 @@ class VolumeStore(Transport):
 
 
 def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
-    """Create the folder `target`, unless it exists. No other process sees it half written.
+    """Create the folder `target`, unless it exists. Other processes never see a half-written folder.
 
-    The content is written under a temporary name beside `target`, and one rename gives it its name.
+    The content is written under a temporary name beside `target`. A single rename then gives the folder its
+    name.
 
     Parameters
     ----------
-    fill : writes the content to the folder that it gets, which `write_folder` then moves to `target`.
+    fill : a function that writes the content to the folder which it gets as its argument.
 
     Raises
     ------
@@ -451,9 +484,10 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
     temporary = files.temporary_name(target)
     try:
         fill(temporary)
+        # The folder gets its final name only now, when it is complete.
         files.publish_file(temporary, target)
     except OSError:
-        if not target.is_dir():  # else another submission has created it in the meantime
+        if not target.is_dir():  # otherwise another submission has created it meanwhile, which is fine
             raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -462,7 +496,12 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
 def _sent_text(label: str, transferred: Transferred | None) -> str:
     """Return the line about what was sent: ``sent: code: 2 files, 100.0 kB``.
 
-    The numbers are left out if rsync did not report them.
+    Without numbers from rsync, the line ends after the label.
+
+    Parameters
+    ----------
+    label : what was sent, such as ``code``.
+    transferred : the numbers that rsync reported, or None.
     """
     if transferred is None:
         return f"sent: {label}"
@@ -472,17 +511,18 @@ def _sent_text(label: str, transferred: Transferred | None) -> str:
 def _report_left_out(
     code_folder: CodeFolder | None, sif: Path, sent_image: RemoteImage | None, report: Reporter
 ) -> None:
-    """Report files that stay out of the code although the job may need them.
+    """Report files that are not sent with the code although the job may need them.
 
     Parameters
     ----------
-    sif : the local .sif, which may not exist.
+    sif : the path of the local .sif, which need not exist.
     sent_image : the job's image on the remote, or None if imgkit did not send it.
     """
     if code_folder is None:
         return
     image_file = None
-    # The local .sif of a recipe may be of an earlier build than the image on the remote.
+    # The local .sif may come from an earlier build than the image on the remote. Then its list of files does
+    # not count.
     if sent_image is not None and delivery.has_content(sif, sent_image):
         image_file = sif
     notice = code.left_out_notice(code_folder, image_file)
@@ -491,7 +531,7 @@ def _report_left_out(
 
 
 def _image_id(job: Job) -> str:
-    """Return the id of the job's local .sif, or "" if the image is no .sif or imgkit did not build it."""
+    """Return the id of the job's image if it is a local .sif that imgkit built, or "" otherwise."""
     path = Path(job.container.image)
     if not image.is_sif(path):
         return ""

@@ -1,8 +1,8 @@
-"""Prepare jobs in pods whose files a remote stores.
+"""Prepare jobs in pods whose files are on a remote.
 
-ssh and rsync reach the files on the remote, and the pods have the same files on a volume. The two paths of
-imgkit's folder differ: it is ``/mnt/mlo/scratch/homes/me/imgkit`` on the remote, for example, and
-``/mloscratch/homes/me/imgkit`` in the pods. The client on this machine submits the jobs.
+ssh and rsync access the files on the remote. The pods see the same files on a volume, under another path. For
+example, imgkit's folder is ``/mnt/mlo/scratch/homes/me/imgkit`` on the remote, and
+``/mloscratch/homes/me/imgkit`` in the pods. The jobs are submitted by the Kubernetes client on this machine.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from imgkit_entrypoints.errors import UsageError
 # Text that stands for the user's ids on a remote until imgkit has connected to the remote.
 UNKNOWN_IDS = "UID:GID"
 
-# Make the run folder of a job. It must exist before the pods start, because Kubernetes would make it as root.
-# The note in the folder "jobs" is for `imgkit remote gc`, which keeps what the note names, because nobody on
-# the remote knows whether the pods still run.
+# This script creates the run folder of a job. The folder must exist before the pods start, because Kubernetes
+# would create it as root. The note in the folder "jobs" lists what the job uses, so that `imgkit remote gc`
+# keeps it. gc cannot find out on the remote whether the pods are still running.
 _MAKE_RUN_FOLDER = """\
 umask 077
 cd -- "$folder" && printf '%s\\n' "$note" > "jobs/$id" || exit 1
@@ -42,11 +42,11 @@ if [ -n "$record" ] && [ ! -d workspace ]; then printf '%s\\n' "$record" > code.
 
 
 def provisional_job(recipe: str, request: JobRequest, remote: Remote) -> Job:
-    """Return the job in pods before imgkit has connected to the remote that stores the job's files.
+    """Return the job in pods, before imgkit has connected to the remote that stores the job's files.
 
-    The job has a new run folder, or the folder of the run that it resumes. `job_with_pod_paths` replaces two
-    texts that only the remote can tell: `UNKNOWN_HOME` in paths stands for imgkit's folder, and `UNKNOWN_IDS`
-    for the user's ids.
+    The job gets a new run folder, or the folder of the run that it resumes. Two values are known only on the
+    remote, so texts stand for them until `job_with_pod_paths` replaces them: `UNKNOWN_HOME` for imgkit's
+    folder, and `UNKNOWN_IDS` for the ids of the user.
 
     Raises
     ------
@@ -68,7 +68,7 @@ def provisional_job(recipe: str, request: JobRequest, remote: Remote) -> Job:
 
 
 def job_with_pod_paths(store: Store, provisional: Job, remote: Remote) -> Job:
-    """Return the job of `provisional_job` with its real paths in the pods, and the user's ids on the remote.
+    """Return a job of `provisional_job` with its real paths in the pods, and the user's ids on the remote.
 
     Raises
     ------
@@ -80,12 +80,12 @@ def job_with_pod_paths(store: Store, provisional: Job, remote: Remote) -> Job:
 
 
 def _resolve_pod_job(target: Target, request: JobRequest, remote: Remote, home: str, ids: str) -> Job:
-    """Return the job of `request` in pods that mount the remote's volume.
+    """Return the job of `request` in pods, with the remote's volume mounted.
 
     Parameters
     ----------
-    home : path of imgkit's folder in the pods, in which the job runs.
-    ids : the user and group under which the pods run: ``UID:GID``.
+    home : the path of imgkit's folder in the pods. The job runs in this folder.
+    ids : the user id and group id of the pods: ``UID:GID``.
     """
     flags = request.flags(pods.PodFlags)
     volumes = tuple(dict.fromkeys((remote.pvc, *flags.pvcs)))  # each volume once
@@ -98,14 +98,14 @@ def _resolve_pod_job(target: Target, request: JobRequest, remote: Remote, home: 
 
 
 def make_run_folder(connection: Connection, store: Store, job: Job) -> None:
-    """Make the run folder of `job` on the remote, with the script that starts the job in its pods.
+    """Create the run folder of `job` on the remote, with the script that starts the job in its pods.
 
     The script copies the code and starts the command. A job without code needs no script. If the job resumes
-    a run, its folder exists, and only gets a new script.
+    a run, the folder already exists and only gets a new script.
 
     Raises
     ------
-    Cut, ScriptFailed : the remote cannot be reached, or cannot make the folder.
+    Cut, ScriptFailed : the remote cannot be reached, or cannot create the folder.
     """
     name = PurePosixPath(job.run_folder).name
     used = UsedPaths.of_job(job, run=name)

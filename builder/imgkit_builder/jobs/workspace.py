@@ -1,9 +1,9 @@
-"""Bring today's code into a run's copy of its code when the run is resumed.
+"""Bring today's code into a run's copy of the code when the run is resumed.
 
-Files that the run has changed or made stay as they are.
-Three versions of each file are compared: the one that was sent, today's, and that in the copy. A file of the
-copy is as it was sent if it has the size and the time of the file in the store, because the times of code
-follow from its content (`code_tree`).
+Today's code is the user's code as it is now. Files that the run has changed or created stay as they are. For
+that, three versions of each file are compared: the version that was sent, today's version, and the version in
+the run's copy. A file of the copy is unchanged if it has the size and the time of the file in the store. The
+time is reliable because it follows from the content of the file (`code_tree`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from imgkit_entrypoints.system import WORKSPACE
 
 # Number of changed files that an error names, so that it stays readable.
 _MAX_NAMES = 5
-# The format of find's -printf. It prints two texts for each file: the path, and then the kind, size, time,
-# mode and a link's target. For example: "./train.py" and "f 1024 1700000000.0000000000 644 ".
+# The format of find's -printf. For each file, it prints two texts: the path, and then the kind, size, time,
+# mode and link target. For example: "./train.py" and "f 1024 1700000000.0000000000 644 ".
 _FIELDS = "%p\\0%y %s %T@ %m %l\\0"
 
-# Print the files of the code that was sent, of today's code and of the run's copy, each list after its title.
-# The arguments are the run folder, the folder of all code in the store, and the digest of today's code, which
-# may be empty. The file code.json names the code of which the copy was made. Of folders, only empty ones are
-# listed, on which data is mounted. In the copy, only files that the code has are looked at, because a run can
-# write any number of others.
+# This script prints three lists of files, each after its title: the code that was sent, today's code, and the
+# run's copy. Its arguments are the run folder, the folder with all versions of the code, and the digest of
+# today's code, which may be empty. The file code.json names the version of which the copy was made. Folders
+# are listed only if they are empty, because data may be mounted there. From the copy, only files that are
+# also in the code are listed, because a run can create any number of other files.
 LIST = f"""\
 cd -- "$1/workspace" 2> /dev/null || {{ printf 'end\\0\\0'; exit 0; }}
 sent=$(sed -n 's/.*"sha256": "\\([0-9a-f]\\{{64\\}}\\)".*/\\1/p' ../code.json 2> /dev/null)
@@ -47,10 +47,11 @@ for digest in "$sent" $3; do (list_names "$2/$digest"); done |
     xargs -0 -r sh -c 'find "$@" -maxdepth 0 -printf "{_FIELDS}"' sh 2> /dev/null
 printf 'end\\0\\0'
 """
-# Copy files of today's code into the run's copy, and remove others from it. The arguments are the run folder,
-# the folder of today's code, the size of the list of files to copy, and the new text of code.json. The list
-# of files to copy is on standard input, followed by that of the files to remove. tar writes a new file for
-# each, so that it has no inode in common with the store. An archive that is cut short stops the script.
+# This script copies files of today's code into the run's copy, and removes other files from the copy. Its
+# arguments are the run folder, the folder of today's code, the size of the list of files to copy, and the new
+# text of code.json. Its standard input is the list of files to copy, followed by the list of files to remove.
+# tar creates a new file for each copied file, so that no file shares an inode with the store. If the archive
+# is cut short, the script stops.
 _UPDATE = """\
 set -e
 archive=$1/.imgkit-update.tar
@@ -66,42 +67,48 @@ xargs -0 -r sh -c '
 printf '%s\\n' "$4" > ../code.json
 """
 
-# The values by which versions of a file are compared, as `_parse_version` returns them: ("f", SIZE, TIME,
-# EXECUTABLE) for a file, ("l", TARGET) for a link, and ("d",) for an empty folder.
+# The values by which two versions of a file are compared, as `_parse_version` returns them. For a file, they
+# are ("f", SIZE, TIME, EXECUTABLE), for a link ("l", TARGET), and for an empty folder ("d",).
 Version = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """The files of a run's copy and of the code in the store, each with its version, by their paths."""
+    """The files of the code and of a run's copy, by path.
+
+    Each file has the values by which it is compared.
+    """
 
     has_copy: bool
-    """Whether the run has a copy. It has none if its job has not started."""
+    """Whether the run has a copy of the code. If its job has not started, it has none."""
     sent: Mapping[str, Version]
-    """The files of which the copy was made. It is empty if the store no longer has them."""
+    """The files that were sent and of which the copy was made.
+
+    It is empty if the store no longer has them.
+    """
     today: Mapping[str, Version]
     """The files of today's code."""
     current: Mapping[str, Version]
-    """The files of the copy, except those that neither `sent` nor `today` has."""
+    """The files of the run's copy, except for those that are neither in `sent` nor in `today`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """The changes that bring today's code into a run's copy and keep what the run has changed."""
+    """The changes that bring today's code into a run's copy, and that keep what the run has changed."""
 
     copied: tuple[str, ...]
-    """Files of today's code that are new or edited."""
+    """Files of today's code that the user has created or edited since the code was sent."""
     removed: tuple[str, ...]
-    """Files that were sent and that today's code no longer has."""
+    """Files that were sent, but that today's code no longer contains."""
     conflicts: tuple[str, ...]
     """Files that both the run and the user have changed, so that no update is possible."""
 
 
 def parse_listing(output: bytes) -> Listing:
-    """Return the three lists of files that the script `LIST` has printed, in `output`.
+    """Parse the output of the script `LIST`, which prints three lists of files.
 
-    The output consists of texts that end with a null byte. A list begins with its title and an empty text,
-    and each of its files has two texts: the path, and the kind, size and time.
+    The output consists of texts that end with a null byte. Each list begins with its title and an empty text.
+    Each file in a list has two texts: the path, and the fields such as kind, size and time.
 
     Raises
     ------
@@ -110,39 +117,45 @@ def parse_listing(output: bytes) -> Listing:
     texts = [os.fsdecode(text) for text in output.split(b"\0")]
     if texts[-3:] != ["end", "", ""]:
         raise ToolFailed("the list of the run's files is cut short", hint="run the command again")
+    # Drop the end marker: "end", an empty text, and the rest after the last null byte.
     texts = texts[:-3]
-    folders: dict[str, dict[str, Version]] = {"sent": {}, "today": {}, "current": {}}
-    title = ""
-    # Each file has two texts. The title of a list has an empty second one.
+    lists: dict[str, dict[str, Version]] = {"sent": {}, "today": {}, "current": {}}
+    list_name = ""
+    # The texts come in pairs. A pair whose second text is empty begins a new list.
     for path, fields in zip(texts[::2], texts[1::2], strict=True):
         if fields:
-            folders[title][path.removeprefix("./")] = _parse_version(fields)
+            lists[list_name][path.removeprefix("./")] = _parse_version(fields)
         else:
-            title = path
-    return Listing(has_copy=title != "", **folders)
+            list_name = path
+    return Listing(has_copy=list_name != "", **lists)
 
 
 def _parse_version(fields: str) -> Version:
-    """Return the version of a file from the second text of `_FIELDS`.
+    """Return the values by which two versions of a file are compared.
 
     ``f 1024 1700000000.5 755 `` -> ``("f", "1024", "1700000000.5", "True")``.
+
+    Parameters
+    ----------
+    fields : the second text that `LIST` prints for a file: its kind, size, time, mode and link target.
     """
     kind, size, time, mode, target = fields.split(" ", 4)
     if kind == "l":
         return (kind, target)
     if kind == "d":
         return (kind,)
-    # The store has files that nobody may write. So of the mode, only this counts: may the owner execute it?
+    # Files in the store are read-only, and files in the copy are not. So only the executable bit of the owner
+    # is compared, and not the whole mode.
     is_executable = bool(int(mode, 8) & 0o100)
     return (kind, size, time, str(is_executable))
 
 
 def plan_update(listing: Listing) -> Update:
-    """Return the changes that bring today's code into the run's copy of its code.
+    """Return the changes that bring today's code into the run's copy.
 
-    Each file has three versions: as it was sent, as it is in today's code, and as it is in the copy. A file
-    is copied or removed only if the user has changed it since it was sent. If the run has changed the file
-    too, it is a conflict; but if today's code no longer has it, the run's version stays.
+    A file is copied or removed only if the user has changed it since it was sent. If the run has changed the
+    same file too, the file is a conflict. There is one exception: if the user has removed a file that the run
+    has changed, the run's version stays and there is no conflict.
     """
     copied = []
     removed = []
@@ -152,7 +165,7 @@ def plan_update(listing: Listing) -> Update:
         sent = listing.sent.get(name)
         today = listing.today.get(name)
         current = listing.current.get(name)
-        if today in (sent, current):  # the user has not changed the file, or the copy has the change already
+        if today in (sent, current):  # the user has not changed the file, or the copy already has the change
             continue
         is_changed_by_run = current != sent
         if today is None and not is_changed_by_run:
@@ -165,20 +178,21 @@ def plan_update(listing: Listing) -> Update:
 
 
 def update_workspace(resumed: ResumedRun, store: Path, today: CodeRecord, run_script: RunScript) -> None:
-    """Bring today's code into the run's copy. Files that the run has changed or made stay.
+    """Bring today's code into the run's copy. Files that the run has changed or created stay.
 
-    Nothing is done if the run has no copy yet. The job's script then makes it from today's code.
+    If the run has no copy yet, nothing is done, because the job's script then creates the copy from today's
+    code.
 
     Parameters
     ----------
-    store : the folder with all code, on the machine that has the run folder.
-    today : today's code, which `store` has already.
+    store : the folder with all versions of the code, on the machine that has the run folder.
+    today : the user's code as it is now, which `store` already contains.
     run_script : runs the scripts `LIST` and `_UPDATE` on that machine.
 
     Raises
     ------
-    UsageError : the run has changed a file of which today's code has another version.
-    CheckFailed : the store no longer has the code that was sent, so nobody knows what the run has changed.
+    UsageError : both the run and the user have changed a file.
+    CheckFailed : the store no longer has the code that was sent, so the changes of the run are unknown.
     ToolFailed : the files cannot be listed or written.
     """
     run_folder = str(resumed.folder)
@@ -202,14 +216,15 @@ def update_workspace(resumed: ResumedRun, store: Path, today: CodeRecord, run_sc
             where=str(resumed.folder / WORKSPACE),
             hint=hint,
         )
-    copied = _null_separated(update.copied)
-    args = (run_folder, str(store / today.sha256), str(len(copied)), today.text)
-    run_script(_UPDATE, args, (copied, _null_separated(update.removed)))
+    copied_names = _null_separated(update.copied)
+    # The script reads both lists from one input, so it needs the length of the first list.
+    args = (run_folder, str(store / today.sha256), str(len(copied_names)), today.text)
+    run_script(_UPDATE, args, (copied_names, _null_separated(update.removed)))
 
 
 def _null_separated(names: Iterable[str]) -> bytes:
-    """Return a list of files for tar and xargs: ``["a.py", "b.py"]`` -> ``./a.py``, null byte, and so on.
+    """Return a list of files in the form that tar and xargs read: ``["a.py"]`` -> ``b"./a.py\\0"``.
 
-    ``./`` keeps a name that begins with "-" from being read as an option.
+    The prefix ``./`` keeps a name that begins with "-" from being read as an option.
     """
     return b"".join(os.fsencode(f"./{name}\0") for name in names)

@@ -1,4 +1,7 @@
-"""Check a remote: run one script there, in one round trip, and turn its answer into a list of checks."""
+"""Check a remote: run one script there, and turn its answer into a list of checks.
+
+A single script is used because each further command would need another round trip.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ if TYPE_CHECKING:
     from imgkit_builder.recipe.targets import Target
 
 _LOW_SPACE_BYTES = 20e9
-"""Free space below which the check warns: an image of a few GB, its partial copy and the runs must fit."""
+"""Free space below which the check warns.
+
+An image of a few GB, its partial copy and the runs must all fit.
+"""
 
 # The script that collects everything for the checks. Its arguments are the modules of the recipe. Each line
 # of its output is a key, a blank and a value:
@@ -98,11 +104,12 @@ echo end
 
 
 def check_remote(connection: Connection, target: Target | None) -> tuple[Check, ...]:
-    """Check everything that a job or a transfer needs on the remote, and return the results.
+    """Check everything on the remote that a job or a transfer needs, and return the results.
 
     Parameters
     ----------
-    target : the recipe of the remote, whose scheduler and modules are checked. It is None without a recipe.
+    target : the recipe of the remote, whose scheduler and modules are checked. None if the remote has no
+        recipe.
 
     Raises
     ------
@@ -114,7 +121,7 @@ def check_remote(connection: Connection, target: Target | None) -> tuple[Check, 
     values = {
         "folder": connection.remote.folder,
         "volume": connection.remote.volume,
-        # FIND_PROGRAM extends PATH until this program is found.
+        # FIND_PROGRAM adds the PATH of a login shell if this program is not on PATH.
         "program": expected_programs[0],
         "schedulers": " ".join(submit_programs.values()),
     }
@@ -125,7 +132,8 @@ def check_remote(connection: Connection, target: Target | None) -> tuple[Check, 
 def parse_probe(output: bytes, connection: Connection, target: Target | None) -> tuple[Check, ...]:
     """Return the checks for the `output` of `_PROBE`, the script that `check_remote` runs on the remote.
 
-    Each line of the output is a key and a value, such as ``home /scratch/me/imgkit``.
+    Each line of the output is a key and a value, such as ``home /scratch/me/imgkit``. A key can occur in
+    several lines.
 
     Parameters
     ----------
@@ -139,6 +147,7 @@ def parse_probe(output: bytes, connection: Connection, target: Target | None) ->
     for line in output.decode(errors="replace").splitlines():
         key, _, value = line.partition(" ")
         answer.setdefault(key, []).append(value.strip())
+    # The script prints "end" as its last line.
     if "end" not in answer:
         raise unreadable_answer(connection.remote.name, output)
     login = _check_login(answer, connection)
@@ -151,7 +160,10 @@ def parse_probe(output: bytes, connection: Connection, target: Target | None) ->
 
 
 def _submit_programs() -> Mapping[str, str]:
-    """Return the program that submits jobs by the name of the system: ``{"slurm": "sbatch", ...}``."""
+    """Return the program that submits jobs for each system: ``{"slurm": "sbatch", ...}``.
+
+    Systems to which a remote cannot submit jobs are left out.
+    """
     programs = {}
     for name in SHIPPED:
         program = systems.get_system(name).queue.submit
@@ -161,10 +173,10 @@ def _submit_programs() -> Mapping[str, str]:
 
 
 def _expected_schedulers(target: Target | None) -> Sequence[str]:
-    """Return the names of the schedulers of which the remote must have one, such as ``["slurm"]``.
+    """Return the names of the schedulers of which the remote must have at least one, such as ``["slurm"]``.
 
-    Without a recipe, they are all schedulers to which imgkit can submit. So they are for a recipe whose own
-    scheduler is none of these.
+    This is the scheduler of the recipe. If there is no recipe, or if imgkit cannot submit to its scheduler,
+    all schedulers are returned to which imgkit can submit.
     """
     programs = _submit_programs()
     if target is not None and target.system.scheduler in programs:
@@ -173,14 +185,14 @@ def _expected_schedulers(target: Target | None) -> Sequence[str]:
 
 
 def _modules_of_recipe(target: Target | None) -> tuple[str, ...]:
-    """Return the environment modules that jobs of the recipe load before they start the runtime."""
+    """Return the environment modules that jobs of the recipe load before they start the container runtime."""
     if target is None:
         return ()
     return tuple(target.system.runtime.modules)
 
 
 def _check_login(answer: Answer, connection: Connection) -> Iterator[Check]:
-    """Yield the checks of the connection and of the basic programs on the remote."""
+    """Yield the checks of the connection, and of the basic programs on the remote."""
     login = first_value(answer, "login") or "?"
     if connection.socket_folder:
         login += "; one connection for all commands"
@@ -200,7 +212,7 @@ def _check_login(answer: Answer, connection: Connection) -> Iterator[Check]:
 def _check_scheduler(answer: Answer, target: Target | None) -> Check:
     """Return the check of the recipe's scheduler, or of any scheduler if the remote has no recipe.
 
-    The remote must have the program that submits jobs, such as ``sbatch``, and the program must answer.
+    The remote must have the program that submits jobs, such as ``sbatch``, and this program must work.
     """
     programs = _submit_programs()
     if target is not None and target.system.scheduler not in programs:
@@ -222,7 +234,7 @@ def _check_scheduler(answer: Answer, target: Target | None) -> Check:
 
 
 def _describe_missing_scheduler(answer: Answer, target: Target | None) -> str:
-    """Return a text such as ``"sbatch is not on the PATH, but pbs is there"``."""
+    """Return which scheduler is missing: ``"sbatch is not on the PATH, but pbs is there"``."""
     programs = _submit_programs()
     expected_programs = [programs[name] for name in _expected_schedulers(target)]
     value = f"{' or '.join(expected_programs)} is not on the PATH"
@@ -233,7 +245,7 @@ def _describe_missing_scheduler(answer: Answer, target: Target | None) -> str:
 
 
 def _check_runtime(answer: Answer, modules: Sequence[str]) -> Check:
-    """Return the check of Singularity or Apptainer, one of which the remote needs to start a .sif.
+    """Return the check of Singularity or Apptainer. The remote needs one of them to start a .sif.
 
     Parameters
     ----------
@@ -241,7 +253,7 @@ def _check_runtime(answer: Answer, modules: Sequence[str]) -> Check:
     """
     if "runtime" in answer:
         return Check("runtime", "ok", first_value(answer, "runtime"))
-    if "modules" not in answer:  # the remote has no module command
+    if "modules" not in answer:  # the remote has no command "module"
         return _runtime_without_module_command(modules)
     available_modules = first_value(answer, "modules") or "none of that name"
     hint = f"system.runtime.modules of the recipe; module avail lists: {available_modules}"
@@ -251,17 +263,18 @@ def _check_runtime(answer: Answer, modules: Sequence[str]) -> Check:
 
 
 def _runtime_without_module_command(modules: Sequence[str]) -> Check:
-    """Return the check of a remote that has neither Singularity or Apptainer nor a command ``module``.
+    """Return the check of a remote without Singularity, Apptainer and the command ``module``.
 
     Parameters
     ----------
-    modules : the environment modules that the recipe's jobs load. Without a module command they would fail.
+    modules : the environment modules that the recipe's jobs load. Without the command ``module``, these jobs
+        would fail.
     """
     if modules:
         value = f"the recipe's jobs load {', '.join(modules)}, and there is no module command"
         hint = "a recipe of your own without system.runtime.modules; start from: imgkit show RECIPE"
         return Check("runtime", "fail", value, hint)
-    # Some sites have the runtime on the compute nodes only.
+    # At some sites, only the compute nodes have the runtime. So this is a warning and not a failure.
     hint = "look on a compute node: srun -N1 singularity --version"
     return Check("runtime", "warn", "no singularity or apptainer here", hint)
 
@@ -269,7 +282,7 @@ def _runtime_without_module_command(modules: Sequence[str]) -> Check:
 def _check_folder(answer: Answer, remote: Remote) -> Check:
     """Return the check of imgkit's folder on the remote: its access, its owner and its free space.
 
-    A folder that cannot be used fails the check. Too little space is only a warning.
+    If the folder cannot be used, the check fails. If it has too little space, the check only warns.
     """
     home = first_value(answer, "home")
     owner = first_value(answer, "owner")
@@ -286,7 +299,7 @@ def _check_folder(answer: Answer, remote: Remote) -> Check:
 
 
 def _check_space(answer: Answer, home: str) -> Check:
-    """Return the check of the free space and the quota in `home`, the path of imgkit's folder."""
+    """Return the check of the free space and the quota in imgkit's folder, whose path is `home`."""
     value = home
     free_bytes = store.free_bytes(first_value(answer, "disk"))
     if free_bytes is not None:
@@ -300,7 +313,7 @@ def _check_space(answer: Answer, home: str) -> Check:
 
 
 def _check_volume(answer: Answer, remote: Remote) -> Check:
-    """Return the check of the path by which pods have imgkit's folder, with the user's ids."""
+    """Return the check of the path at which pods see imgkit's folder. It also shows the user's ids."""
     home = first_value(answer, "home")
     try:
         path = store.pod_folder(remote, home, first_value(answer, "volume"))
@@ -311,10 +324,10 @@ def _check_volume(answer: Answer, remote: Remote) -> Check:
 
 
 def _format_quota(row: str) -> str:
-    """Return a short form of a row of ``quota`` or ``lfs quota``: ``"/home 3G 5G 6G ..." -> "3G used, ..."``.
+    """Return a short form of a line of ``quota`` or ``lfs quota``.
 
-    The columns are the file system, the used space, the soft limit and the hard limit. A limit of 0 means
-    that there is no limit.
+    For example: ``"/home 3G 5G 6G ..." -> "3G used, ..."``. The columns are the file system, the used space,
+    the soft limit and the hard limit. A limit of 0 means no limit.
     """
     columns = row.split()
     if len(columns) < 4:
@@ -322,7 +335,7 @@ def _format_quota(row: str) -> str:
     _, used, soft_limit, hard_limit, *_ = columns
     limits = []
     for kind, limit in (("soft", soft_limit), ("hard", hard_limit)):
-        is_zero = not limit.strip("0kKB")  # "0", "0k" and "0KB"
+        is_zero = not limit.strip("0kKB")  # the limit is "0", "0k" or "0KB"
         if not is_zero:
             limits.append(f"{kind} limit {limit}")
     if not limits:

@@ -1,6 +1,6 @@
-"""Read and write the list of remotes, ``~/.config/imgkit/remotes.toml``. The file has no secrets.
+"""Read and write the list of remotes, ``~/.config/imgkit/remotes.toml``. The file contains no secrets.
 
-Each table of the file is a remote::
+Each table in the file describes a remote::
 
     [mn5]
     address = "me@login.example.org"
@@ -37,30 +37,30 @@ _MAX_KEEP_S = 86400  # a day
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}"
 _NAME_HINT = "up to 32 letters, digits and _ -, for example mn5"
 _MAX_BYTES = 1 << 20
-"""Largest size of the file that is read. A remote takes about 200 bytes."""
+"""The file is not read if it is larger than this. A remote needs about 200 bytes."""
 # Quotes, "\", "$", "`" and a leading "~" have a meaning in a shell, and a leading "-" begins an option.
 # Singularity splits bind options at ":" and ",", and Slurm replaces "%" in the name of the output file.
 _NOT_IN_FOLDER = r"\x00-\x1f\x7f\"'\\%`$:,"
 _FOLDER = re.compile(f"[^{_NOT_IN_FOLDER}~-][^{_NOT_IN_FOLDER}]*")
-# "USER@HOST:DIR". Only the brackets tell the colons of an IPv6 address from the one before DIR:
-# "me@[2001:db8::1]:/scratch/me".
+# "USER@HOST:DIR". An IPv6 address is in brackets, because its colons could not be told from the one before
+# DIR: "me@[2001:db8::1]:/scratch/me".
 _ADDRESS = re.compile(
     r"(?P<user>[^@\[\]:]*@)?(\[(?P<ipv6>[^\]]*)\]|(?P<host>[^:\[\]]*))(:(?P<folder>.*))?", re.DOTALL
 )
 
 
 def check_folder(folder: str, *, where: str) -> str:
-    """Return `folder` without a leading ``~/``, after checking that a job script can contain its path.
+    """Return `folder` without a leading ``~/``, after checking that a job script can contain the path.
 
-    A relative path is below the home folder on the remote.
+    A relative path is relative to the home folder on the remote.
 
     Parameters
     ----------
-    where : what the error names as the place of the value.
+    where : the flag or file that contains the value, for the error.
 
     Raises
     ------
-    UsageError : the path has a character with a meaning in job scripts or bind options.
+    UsageError : the path contains a character with a special meaning in job scripts or bind options.
     """
     path = folder.removeprefix("~/")
     if not _FOLDER.fullmatch(path):
@@ -86,7 +86,7 @@ def check_host(text: str, *, where: str = "") -> str:
 
 
 def _keep_s_faults(seconds: int) -> Iterator[Fault]:
-    """Yield a fault if `seconds` is out of range. This is the rule of the field `RemoteTable.keep_s`."""
+    """Yield a fault if `seconds` is out of range. This is the rule for the field `RemoteTable.keep_s`."""
     if not 0 <= seconds <= _MAX_KEEP_S:
         yield f"must be 0 to {_MAX_KEEP_S} seconds", ""
 
@@ -105,7 +105,7 @@ def check_bwlimit(mb_per_s: float, *, where: str = "") -> float:
 
 
 def check_pvc(text: str, *, where: str = "") -> str:
-    """Return `text`, after checking that it has the form ``CLAIM:/PATH`` of a volume to which pods can write.
+    """Return `text`, after checking that it names a volume to which pods can write: ``CLAIM:/PATH``.
 
     Raises
     ------
@@ -119,12 +119,12 @@ def check_pvc(text: str, *, where: str = "") -> str:
 
 
 def check_volume(path: str, *, where: str = "") -> str:
-    """Return `path` without a slash at its end, after checking that it is the absolute path of a folder.
+    """Return `path` without a slash at its end, after checking that it is an absolute path of a folder.
 
     Raises
     ------
-    UsageError : the path is relative, or has a character that no path in a job can have. The error names
-        `where`.
+    UsageError : the path is relative, or contains a character that a path in a job must not contain. The
+        error names `where`.
     """
     if not path.startswith("/"):
         hint = "the path at which the remote has the volume, for example /mnt/mlo/scratch"
@@ -163,15 +163,15 @@ class RemoteTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remote(RemoteTable):
-    """A cluster that ssh reaches."""
+    """A cluster that imgkit reaches over ssh."""
 
     name: str
-    """The user's name for the cluster, such as ``mn5``: the key of its table in the file."""
+    """The user's name for the cluster, such as ``mn5``. It is the key of the cluster's table in the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RemoteFile:
-    """The content of the file under the key ``remotes``, which the file itself does not have."""
+    """The content of the file, under the key ``remotes``. The file itself does not contain this key."""
 
     __pydantic_config__ = KEYS
 
@@ -181,18 +181,18 @@ class _RemoteFile:
 
 
 def parse_address(text: str) -> tuple[str, str]:
-    """Return the address and the folder of ``USER@HOST[:DIR]``. The folder is `FOLDER` if DIR is left out.
+    """Split ``USER@HOST[:DIR]`` into the address and the folder. The default folder is `FOLDER`.
 
     ``me@mn5:/scratch/me`` -> ``("me@mn5", "/scratch/me")``
 
     Raises
     ------
-    UsageError : `text` has no valid host, or the folder's path cannot be used in a job.
+    UsageError : `text` contains no valid host, or the path of the folder cannot be used in a job.
     """
     match = _ADDRESS.fullmatch(text)
     address = ""
     if match is not None:
-        user = match["user"] or ""  # with the @
+        user = match["user"] or ""  # includes the "@"
         host = match["ipv6"] or match["host"] or ""
         address = user + host
     if match is None or not fanout.is_host(address):
@@ -206,11 +206,11 @@ def parse_address(text: str) -> tuple[str, str]:
 
 
 def check_name(name: str) -> str:
-    """Return `name` if it is a valid name of a remote.
+    """Return `name` if it is a valid name for a remote.
 
     Raises
     ------
-    UsageError : the name is too long, or has other characters than letters, digits, ``_`` and ``-``.
+    UsageError : the name is too long, or contains other characters than letters, digits, ``_`` and ``-``.
     """
     if not re.fullmatch(_NAME, name):
         raise UsageError(f"{name!r} is not a valid name of a remote", where="NAME", hint=_NAME_HINT)
@@ -223,21 +223,21 @@ def remotes_file() -> Path:
 
 
 def read_remotes() -> dict[str, Remote]:
-    """Return all remotes by name, in the order of the file. Return an empty dict if the file does not exist.
+    """Return all remotes by name, in the order of the file. Without the file, the result is empty.
 
     Raises
     ------
-    UsageError : the file cannot be read, is not TOML, or has a wrong value; names the file.
+    UsageError : the file cannot be read, is not TOML, or contains a wrong value. The error names the file.
     """
     return _parse_file(_read_file())
 
 
 def get_remote(name: str) -> Remote:
-    """Return the remote `name`.
+    """Return the remote with this name.
 
     Raises
     ------
-    UsageError : no remote has this name; the hint lists the names, the most similar one first.
+    UsageError : no remote has this name. The hint lists the existing names, the most similar one first.
     """
     remotes = read_remotes()
     if name in remotes:
@@ -252,15 +252,16 @@ def get_remote(name: str) -> Remote:
 
 
 def add_remote(remote: Remote, *, replace: bool = False) -> None:
-    """Append `remote` to the file. Comments and the tables of other remotes stay as the user wrote them.
+    """Append `remote` to the file. Comments and the tables of other remotes are not changed.
 
     Parameters
     ----------
-    replace : first remove the table of a remote with the same name.
+    replace : whether the table of a remote with the same name is first removed.
 
     Raises
     ------
-    UsageError : the name is already used and `replace` is false, or the file cannot be read or has an error.
+    UsageError : the name is already used and `replace` is false, or the file cannot be read or contains an
+        error.
     """
     text = _read_file()
     if remote.name not in _parse_file(text):
@@ -274,23 +275,26 @@ def add_remote(remote: Remote, *, replace: bool = False) -> None:
             hint=f"imgkit remote add {remote.name} ... --replace",
         )
     new_text = f"{other_tables.rstrip()}\n\n{_format_table(remote)}"
-    _write_file(new_text.lstrip())  # the first table of a file follows no blank lines
+    _write_file(new_text.lstrip())  # no blank lines before the first table
 
 
 def _format_table(remote: Remote) -> str:
-    """Return the TOML table of `remote`. Keys with their default value are left out, except the folder."""
+    """Return the TOML table for `remote`.
+
+    Keys with their default value are left out, except for the folder.
+    """
     defaults = RemoteTable(address="", folder="")
     lines = [f"[{remote.name}]"]
     for field in dataclasses.fields(RemoteTable):
         value = getattr(remote, field.name)
         if value != getattr(defaults, field.name):
-            # For text without control characters, JSON and TOML quote alike.
+            # JSON and TOML quote text in the same way if it contains no control characters.
             lines.append(f"{field.name} = {json.dumps(value, ensure_ascii=False)}")
     return "\n".join(lines) + "\n"
 
 
 def remove_remote(name: str) -> Remote:
-    """Remove the remote `name` from the file and return it. Nothing on the cluster changes.
+    """Remove the remote `name` from the file, and return it. Nothing on the cluster changes.
 
     Raises
     ------
@@ -302,11 +306,11 @@ def remove_remote(name: str) -> Remote:
 
 
 def _read_file() -> str:
-    """Return the text of the file. Return an empty text if the file does not exist.
+    """Return the text of the file, or "" if the file does not exist.
 
     Raises
     ------
-    UsageError : the file cannot be read, is larger than `_MAX_BYTES` or is not UTF-8.
+    UsageError : the file cannot be read, is larger than `_MAX_BYTES`, or is not UTF-8.
     """
     try:
         return files.read_text(remotes_file(), most_bytes=_MAX_BYTES)
@@ -319,7 +323,7 @@ def _read_file() -> str:
 
 
 def _write_file(text: str) -> None:
-    """Replace the file by one with `text` that only this user can read."""
+    """Replace the content of the file by `text`. Only this user can read the new file."""
     target = remotes_file()
     files.make_own_folder(target.parent)
     with files.replace_file(target, mode=0o600) as stream:
@@ -327,13 +331,13 @@ def _write_file(text: str) -> None:
 
 
 def _parse_file(text: str) -> dict[str, Remote]:
-    """Return the remotes that `text`, the content of ``remotes.toml``, describes: ``{"mn5": Remote(...)}``.
+    """Parse `text`, the content of ``remotes.toml``: the remotes by name, ``{"mn5": Remote(...)}``.
 
     Raises
     ------
-    UsageError : `text` is not TOML, or one of its values is wrong.
+    UsageError : `text` is not TOML, or contains a wrong value.
     """
-    if not text.strip():  # the usual case, which needs no parser
+    if not text.strip():  # most users have no remotes, and need no parser
         return {}
     try:
         tables = problems.parse_toml(text)
@@ -343,7 +347,7 @@ def _parse_file(text: str) -> dict[str, Remote]:
     content, mistakes = validate(_RemoteFile, {"remotes": tables})
     if content is None:
         mistake = mistakes[0]
-        keys = mistake.path[1:]  # the first key is "remotes", which is not in the file
+        keys = mistake.path[1:]  # the first key is "remotes", which the file does not contain
         message = f"{'.'.join(map(str, keys))}: {mistake.message}"
         raise UsageError(message, where=str(remotes_file()), hint=mistake.hint or "correct the value")
     remotes = {}
@@ -355,15 +359,15 @@ def _parse_file(text: str) -> dict[str, Remote]:
 def _remove_table(text: str, name: str) -> str:
     """Return `text`, the content of the file, without the table of the remote `name`.
 
-    The lines are edited as text, so that comments and other tables stay as the user wrote them. The table
-    begins with its header, ``[mn5]`` or ``["mn5"]``, and ends before the next header. The result is empty, or
-    ends with a line break.
+    The lines are edited as text, so that comments and other tables do not change. A table begins with its
+    header, ``[mn5]`` or ``["mn5"]``, and ends before the next header. The result is empty, or ends with a
+    line break.
     """
     header = re.compile(rf"\s*\[\s*([\"']?){re.escape(name)}\1\s*\]")
     remaining_lines = []
     is_in_table = False
     for line in text.splitlines():
-        if line.lstrip().startswith("["):  # the header of any table
+        if line.lstrip().startswith("["):  # this line is the header of a table
             is_in_table = header.match(line) is not None
         if not is_in_table:
             remaining_lines.append(line)

@@ -1,8 +1,8 @@
-"""Run a script on a remote with the system's ssh and the user's ssh_config, agent, jump hosts and host keys.
+"""Run a script on a remote by the system's ssh, with the user's settings, agent, jump hosts and host keys.
 
-The script and its data go through standard input, so other users of the remote see no value in an argument
-list. The login shell, which may be csh, reads one fixed line. The output of the script begins after a line
-with a random token; everything that the login shell prints before it (a banner) is skipped.
+The script and its data are sent through standard input. So other users of the remote cannot see any value in
+an argument list. The login shell, which may be csh, reads only one fixed line. The first line that the script
+prints is a random token. Everything before it is a banner that the login shell has printed, and is skipped.
 """
 
 from __future__ import annotations
@@ -24,25 +24,24 @@ from imgkit_builder.jobs.systems.fanout import SSH_FAILED
 from imgkit_entrypoints.errors import ToolFailed
 
 _MAX_SOCKET_BYTES = 103
-"""The longest path of a socket on macOS. On Linux, the path can have four bytes more."""
+"""The longest path of a socket on macOS. On Linux, the path can be four bytes longer."""
 _SOCKET_NAME_BYTES = 1 + 40 + 17
-"""The slash, the digest for ``%C``, and the random suffix that ssh appends while it creates the socket."""
-# Bytes before the line with the token after which the output counts as that of a login shell without a
-# command.
+"""The slash, the digest for ``%C``, and a random suffix that ssh appends while it creates the socket."""
+# If more bytes come before the line with the token, the login shell has not run imgkit's script.
 _MAX_BANNER_BYTES = 1 << 20
-# How much of a banner and of a script's errors a message shows.
+# How much of a banner, and how many lines of a script's errors, a message shows.
 _SHOWN_BANNER_BYTES = 200
 _SHOWN_LINES = 5
 _NO_VALUES: Mapping[str, str] = {}
 
-# A shell that reads the script from its standard input may read ahead, into the data that follows it. dd
-# reads the script's bytes and no more. Exit code 255 means that ssh failed, but sbatch can also exit with it,
-# so the script's 255 becomes 254.
+# A shell that reads a script from its standard input may read too far, into the data that follows the script.
+# dd reads exactly the bytes of the script. Exit code 255 would mean that ssh failed. sbatch can also exit
+# with 255, so the code 255 of the script is replaced by 254.
 LOGIN_SHELL_LINE = (
     "exec /bin/sh -c "
     """'(eval "$(dd bs=1 count={count} 2>/dev/null)"); code=$?; [ $code = 255 ] && code=254; exit $code'"""
 )
-"""The line that the login shell runs. `count` is the size of the script in bytes."""
+"""The line that the login shell runs. `count` is the size of imgkit's script in bytes."""
 
 FIND_PROGRAM = """\
 if ! command -v "$program" > /dev/null 2>&1; then
@@ -53,9 +52,9 @@ if ! command -v "$program" > /dev/null 2>&1; then
     PATH=${more:-$PATH}:/usr/local/bin:/usr/sbin
 fi
 """
-"""Lines of a script that extend PATH with that of a login shell if no folder of PATH has ``$program``.
+"""Lines of a script that extend PATH by the PATH of a login shell, if ``$program`` is not on PATH.
 
-Some sites put the scheduler on the PATH of login shells only, in /etc/profile or the user's start-up files.
+Some sites put the scheduler only on the PATH of login shells, in /etc/profile or the user's start-up files.
 """
 
 
@@ -69,7 +68,7 @@ class ScriptFailed(ToolFailed):
     Parameters
     ----------
     code : the exit code of the script.
-    output : the end of what the script wrote to its standard error.
+    output : the end of the script's standard error.
     """
 
     def __init__(self, message: str, *, where: str, code: int, output: str) -> None:
@@ -80,30 +79,39 @@ class ScriptFailed(ToolFailed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """A way to run scripts on a remote. It is not an open connection: each script starts its own ssh."""
+    """A way to run scripts on a remote.
+
+    It is not an open connection, because each script starts its own ssh.
+    """
 
     remote: Remote
     socket_folder: Path | None
-    """The folder of the sockets of shared connections. If it is None, every command opens a connection."""
+    """The folder with the sockets of shared connections.
+
+    If it is None, every command opens its own connection.
+    """
     unshared_reason: str
-    """The reason why connections cannot be shared. It is empty if they are, or if the user turned it off."""
+    """The reason why connections cannot be shared.
+
+    It is "" if they can, or if the user turned sharing off.
+    """
     ask: bool
     """Whether ssh may ask for a password or a second factor on the terminal."""
 
     def run(self, script: str, values: Mapping[str, str] = _NO_VALUES, *, by_transfer: bool = False) -> bytes:
-        """Return the complete output of `script`. The parameters are those of `stream`.
+        """Run `script`, and return its complete output. The parameters are those of `stream`.
 
         Raises
         ------
         Cut : ssh could not connect, or lost the connection.
         ScriptFailed : the script failed.
-        TooLong : the script printed more than `process.MOST_BYTES`; the connection has been closed.
+        TooLong : the script printed more than `process.MOST_BYTES`. The connection has been closed.
         ToolFailed : the login shell did not run the script, or printed error messages without end.
         """
         return self.answer(self.stream(script, values, by_transfer=by_transfer))
 
     def answer(self, output: Generator[bytes, None, None]) -> bytes:
-        """Return all of `output`, which `stream` yields. The errors are those of `run`."""
+        """Return all of `output`, which `stream` yields in chunks. The errors are those of `run`."""
         return process.read_answer(output, f"a command on {self.remote.name}")
 
     def stream(
@@ -118,17 +126,17 @@ class Connection:
     ) -> Generator[bytes, None, None]:
         """Run `script` on the remote, and yield its output in chunks while it runs.
 
-        The script goes through the standard input of ssh, before `data`, and not into an argument, which
-        other users of the remote could see.
+        The script is sent through the standard input of ssh, followed by `data`. It is not sent in an
+        argument, which other users of the remote could see.
 
         Parameters
         ----------
-        values : values of the script's variables, by name.
+        values : the values of the script's variables, by name.
         args : the script's arguments.
         data : the chunks of the script's standard input.
-        hold : keep the standard input open after `data` until the script ends. Then the end of the input
-            tells the script that imgkit has ended before it.
-        by_transfer : run the script on the remote's host for transfers if the remote has one.
+        hold : whether the standard input stays open after `data` until the script ends. If so, an earlier end
+            of the input tells the script that imgkit has ended.
+        by_transfer : whether to use the remote's host for transfers, if the remote has one.
 
         Raises
         ------
@@ -147,16 +155,21 @@ class Connection:
         except ErrorsTooLong as error:
             raise self.flood_error(error, host) from error
         finally:
-            stdout.close()  # ends ssh if the caller reads no more
+            stdout.close()  # ends ssh if the caller stops reading early
 
     def host(self, *, by_transfer: bool = False) -> str:
-        """Return the address of the login node, or that of the host for transfers if there is one."""
+        """Return the address of the login node, or of the host for transfers if the remote has one.
+
+        Parameters
+        ----------
+        by_transfer : whether the host for transfers is preferred.
+        """
         if by_transfer and self.remote.transfer:
             return self.remote.transfer
         return self.remote.address
 
     def prelude(self, token: str, values: Mapping[str, str]) -> str:
-        """Return the first lines of a script. They print `token` and set the variables `values`."""
+        """Return the first lines of a script, which print `token` and set the variables in `values`."""
         lines = [f"echo {token}", "unset CDPATH"]
         for name, value in values.items():
             lines.append(f"{name}={shlex.quote(value)}")
@@ -167,15 +180,18 @@ class Connection:
         return (*self._options(), "--", host)
 
     def interactive(self, argv: Sequence[str]) -> tuple[str, ...]:
-        """Return the argv that runs a program on the remote in this terminal, started by a login bash."""
-        # The login shell of the account, which may be csh, reads this line and starts bash.
+        """Return the argv that runs a program on the remote in this terminal.
+
+        A login bash starts the program, so that it gets the variables of a login shell.
+        """
+        # The login shell of the account, which may be csh, runs this line, which starts bash.
         line = shlex.join(("exec", "bash", "-lc", f"exec {shlex.join(argv)}"))
         return (*self._options("-tt"), "--", self.remote.address, line)
 
     def login(self) -> None:
-        """Open the shared connections if ssh may ask for a password.
+        """Open the shared connections now, if ssh may ask for a password.
 
-        Later commands then ask nothing, so that no question appears in the middle of a progress bar.
+        Later commands then ask no questions, which would otherwise appear in the middle of a progress bar.
         """
         if not self.ask:
             return
@@ -184,32 +200,43 @@ class Connection:
                 self.run(":", by_transfer=host == self.remote.transfer)
 
     def close(self) -> bool:
-        """Close the shared connections. Return whether at least one was open."""
+        """Close the shared connections, and return whether at least one was open."""
         were_open = [self._control_master("exit", host) for host in self._hosts()]
+        # The list is complete before `any` looks at it, so that all connections are closed.
         return any(were_open)
 
     def _hosts(self) -> tuple[str, ...]:
-        """Return the addresses of the login node and, if there is one, of the host for transfers."""
+        """Return the address of the login node, and that of the host for transfers if there is one."""
         if not self.remote.transfer:
             return (self.remote.address,)
         return self.remote.address, self.remote.transfer
 
     def _control_master(self, command: str, host: str) -> bool:
-        """Send ``ssh -O COMMAND`` to the shared connection of `host`. Return False if none is open."""
+        """Send a command to the shared connection of `host`. Return False if no such connection is open.
+
+        Parameters
+        ----------
+        command : a command for ``ssh -O``, such as ``check`` or ``exit``.
+        """
         if self.socket_folder is None:
             return False
         argv = (*self._options(), "-O", command, "--", host)
         return process.run(argv, check=False).returncode == 0
 
     def _options(self, terminal: str = "-T") -> tuple[str, ...]:
-        """Return ssh with its options. `terminal` is ``-tt`` for a terminal on the remote, else ``-T``."""
+        """Return the start of an ssh command with its options.
+
+        Parameters
+        ----------
+        terminal : ``-tt`` if the program on the remote needs a terminal, or ``-T`` if not.
+        """
         options = {
             "BatchMode": "no" if self.ask else "yes",
             "ConnectTimeout": "20",
-            "ServerAliveInterval": "15",  # a lost host is noticed within a minute
+            "ServerAliveInterval": "15",  # with these two options, a lost host is noticed within a minute
             "ServerAliveCountMax": "3",
             "LogLevel": "ERROR",
-            # Forwardings and a command in ssh_config are for the user's own sessions.
+            # Port forwardings and a command in the user's ssh_config are meant for the user's own sessions.
             "ClearAllForwardings": "yes",
             "RemoteCommand": "none",
             "ControlPath": "none",
@@ -223,12 +250,12 @@ class Connection:
     def exit_error(self, code: int, errors: str, host: str) -> ToolFailed:
         """Return the error for an ssh to `host` that exited with `code`.
 
-        ssh exits with the code of the script, or with `SSH_FAILED` if the connection failed. The code is
-        negative if a signal ended ssh.
+        ssh exits with the code of the script, or with `SSH_FAILED` if the connection failed. If a signal
+        ended ssh, the code is negative.
 
         Parameters
         ----------
-        errors : the end of the standard error of ssh and of the script.
+        errors : the end of what ssh and the script wrote to standard error.
         """
         last_lines = "\n".join(process.last_lines(errors, _SHOWN_LINES))
         name = self.remote.name
@@ -243,12 +270,17 @@ class Connection:
         return Cut(message, where=name, hint=hint)
 
     def _connection_hint(self, errors: str, host: str) -> str:
-        """Return what the user can do if ssh to `host` failed with `errors`, its error messages."""
+        """Return what the user can do after an ssh to `host` has failed.
+
+        Parameters
+        ----------
+        errors : the error messages of ssh.
+        """
         remedy = fanout.ssh_remedy(errors, host)
         if self.ask or "Permission denied" not in errors:
             return remedy
         login = f"in a terminal, where ssh can ask: imgkit doctor --on {self.remote.name}"
-        # After one login with a second factor, this command can use the shared connection.
+        # After one login with a second factor, this command can use the connection that the login has opened.
         if fanout.SECOND_FACTOR in errors and self.socket_folder is not None:
             return f"{login}; then this command again"
         return f"{login}; or without questions: {remedy}"
@@ -258,19 +290,25 @@ class Connection:
 
         Parameters
         ----------
-        error : the error of the local ssh. The result quotes the start of the messages from it.
+        error : the error of the ssh on this machine. It contains the first messages, which the result quotes.
         """
         message = ErrorsTooLong(f"a command on {host}", error.start).what
         return ToolFailed(message, where=self.remote.name, hint=_startup_hint(host))
 
 
 def _startup_hint(host: str) -> str:
-    """Return the hint for a `host` whose start-up files print text or do not let imgkit's script run."""
+    """Return the hint for a `host` whose start-up files print text or keep imgkit's script from running."""
     return f"look at the start-up files of that account: ssh {shlex.quote(host)} echo works"
 
 
 def unreadable_answer(remote: str, output: bytes) -> ToolFailed:
-    """Return the error for an `output` of `remote` that is cut short or not that of imgkit's script."""
+    """Return the error for an answer that is cut short, or that is not from imgkit's script.
+
+    Parameters
+    ----------
+    remote : the name of the remote.
+    output : the answer.
+    """
     return ToolFailed(
         f"the answer cannot be read, or is cut short; its first line: {process.first_line(output)}",
         where=remote,
@@ -279,9 +317,9 @@ def unreadable_answer(remote: str, output: bytes) -> ToolFailed:
 
 
 def connect(remote: Remote, *, ask: bool = False) -> Connection:
-    """Return the connection to `remote`. ssh starts with the first command, not here.
+    """Return the connection to `remote`. ssh is not started yet, but by the first command.
 
-    Commands share one ssh connection if `remote` allows that and there is a private folder for its socket.
+    Commands share one ssh connection if `remote` allows it and if there is a private folder for the socket.
 
     Parameters
     ----------
@@ -297,8 +335,8 @@ def connect(remote: Remote, *, ask: bool = False) -> Connection:
 def _find_socket_folder() -> tuple[Path | None, str]:
     """Return a private folder for the sockets of shared ssh connections, and an empty text.
 
-    If no folder can be used, return None and the reason why the first choice cannot be used, which is the one
-    that the user can correct (XDG_RUNTIME_DIR).
+    If no folder can be used, return None and the reason. The reason is about the first folder, which the user
+    can choose (XDG_RUNTIME_DIR).
     """
     candidates = []
     runtime_dir = os.environ.get("XDG_RUNTIME_DIR", "")
@@ -315,10 +353,10 @@ def _find_socket_folder() -> tuple[Path | None, str]:
 
 
 def _prepare_socket_folder(folder: Path) -> str:
-    """Create `folder` if it does not exist, and return the reason why ssh cannot have its sockets there.
+    """Create `folder` if it does not exist. Return why ssh cannot have its sockets there, or "" if it can.
 
-    The result is empty if ssh can. Who can reach a socket can use the connection, so other users must not be
-    able to enter the folder.
+    Anybody who can reach a socket can use the connection. So other users must not be able to enter the
+    folder.
     """
     socket_bytes = len(os.fsencode(folder)) + _SOCKET_NAME_BYTES
     # ssh splits the value of ControlPath at blanks and quotes, and expands "%".
@@ -330,27 +368,28 @@ def _prepare_socket_folder(folder: Path) -> str:
         mode = stat.S_IMODE(folder.stat().st_mode)
     except OSError as error:
         return f"{folder}: {error.strerror}"
+    # These bits are the permissions of the group and of other users.
     if mode & 0o077:
         return f"{folder}: other users can enter it"
     return ""
 
 
 def _skip_banner(output: Iterable[bytes], token_line: bytes, host: str) -> Generator[bytes, None, None]:
-    """Yield the part of `output` that follows `token_line`, the first line that imgkit's script prints.
+    """Yield the part of `output` after `token_line`, which is the first line that imgkit's script prints.
 
-    Everything before it is a banner, which the start-up files of the login shell print.
+    Everything before this line is a banner that the start-up files of the login shell print.
 
     Raises
     ------
-    ToolFailed : the line is missing, or does not come within the first `_MAX_BANNER_BYTES`.
+    ToolFailed : the line is missing, or is not within the first `_MAX_BANNER_BYTES`.
     """
     chunks = iter(output)
-    start = b""
+    first_bytes = b""
     for chunk in chunks:
-        start += chunk
-        if token_line in start or len(start) > _MAX_BANNER_BYTES:
+        first_bytes += chunk
+        if token_line in first_bytes or len(first_bytes) > _MAX_BANNER_BYTES:
             break
-    banner, separator, script_output = start.partition(token_line)
+    banner, separator, script_output = first_bytes.partition(token_line)
     if not separator:
         message = f"the login shell of {host} runs no command"
         banner_end = banner[-_SHOWN_BANNER_BYTES:].decode(errors="replace").strip()

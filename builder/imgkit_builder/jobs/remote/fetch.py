@@ -1,7 +1,7 @@
-"""Copy the run folder of a job from the remote with rsync.
+"""Copy the run folder of a job from a remote with rsync.
 
-Only new and changed files are transferred. A file is replaced when all of it has arrived, so that an
-interrupted fetch leaves each file complete, as it was before or as it is on the remote.
+Only new and changed files are transferred. A file is replaced only when it has arrived completely. So after
+an interrupted fetch, each file is complete: either its old version or its new one.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _WILDCARD = re.compile(r"[\[*?]")  # the characters that make a name a pattern f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
-    """The result of a fetch: the local folder, and what has changed in it."""
+    """The result of a fetch: the local folder, and which files in it have changed."""
 
     folder: Path
     new: tuple[Path, ...]
-    """The files that are new or have changed."""
+    """The files that are new or that have changed."""
     files: int
     """Number of files in the folder."""
     bytes: int
@@ -40,13 +40,13 @@ class Fetched:
 def fetch_run(
     connection: Connection, record: SubmittedJob, folder: Path, *, checkpoints: bool, report: Reporter
 ) -> Fetched:
-    """Copy the run folder and the output of the job into the local `folder`. Other files in `folder` stay.
+    """Copy the run folder and the output of the job to the local `folder`. Other files there stay.
 
-    Files of the run's copy of the code are copied only if the run has changed them.
+    From the run's copy of the code, only files that the run has changed are copied.
 
     Parameters
     ----------
-    checkpoints : copy the checkpoints of the training as well.
+    checkpoints : whether the checkpoints of the training run are copied as well.
 
     Raises
     ------
@@ -58,7 +58,7 @@ def fetch_run(
     report.stage(f"fetch {job.handle}")
     folder.mkdir(parents=True, exist_ok=True)
     files_before = _list_files(folder)
-    if not job.store:  # the output of pods is in the run folder
+    if not job.store:  # the output of a job in pods is in its run folder
         _fetch_log(connection, jobs.log_file(record), folder, report)
     _fetch_run_folder(connection, record, folder, checkpoints=checkpoints, report=report)
     files = _list_files(folder)
@@ -78,8 +78,9 @@ def fetch_run(
 
 
 def _fetch_log(connection: Connection, log: PurePosixPath, folder: Path, report: Reporter) -> None:
-    """Copy the file `log` on the remote into the local `folder`, if the job has already written it."""
-    # Including one name and excluding all others is no error while the file does not exist.
+    """Copy the file `log` on the remote to the local `folder`, if the job has already written it."""
+    # The file is selected by patterns and not by its path, because rsync would fail if the path did not
+    # exist.
     args = (
         "-rt",
         f"--include=/{_escape_pattern(log.name)}",
@@ -93,17 +94,18 @@ def _fetch_log(connection: Connection, log: PurePosixPath, folder: Path, report:
 def _fetch_run_folder(
     connection: Connection, record: SubmittedJob, folder: Path, *, checkpoints: bool, report: Reporter
 ) -> None:
-    """Copy the job's run folder into the local `folder`. A run folder that does not exist yet is no error.
+    """Copy the job's run folder to the local `folder`. If it does not exist yet, nothing is copied.
 
     Parameters
     ----------
-    checkpoints : copy the checkpoints of the training as well.
+    checkpoints : whether the checkpoints of the training run are copied as well.
     """
-    # Without -p, files get the permissions of new local files. The names of a run's secret and of an
-    # unfinished copy of its code begin with a dot, so that they are not copied.
+    # Without -p, the files get the permissions of new local files. The secret of a run and an unfinished copy
+    # of its code have names that begin with a dot, so they are excluded.
     options = ["-rt", "--exclude=.*"]
     if not checkpoints:
         options.append("--exclude=checkpoints/")
+    # Names of files may contain bytes that are not UTF-8. "surrogateescape" writes them unchanged.
     with tempfile.NamedTemporaryFile(
         "w", prefix="imgkit-", encoding="utf-8", errors="surrogateescape"
     ) as patterns:
@@ -112,6 +114,7 @@ def _fetch_run_folder(
             patterns.write(f"/{WORKSPACE}/{_escape_pattern(name)}\n")
         patterns.flush()
         if unchanged_names:
+            # Without --prune-empty-dirs, folders with only unchanged files would be created empty.
             options += [f"--exclude-from={patterns.name}", "--prune-empty-dirs"]
         try:
             rsync.run_rsync(
@@ -126,10 +129,10 @@ def _fetch_run_folder(
 
 
 def _unchanged_code(connection: Connection, record: SubmittedJob) -> list[str]:
-    """Return the names of the code files in the run's copy that are still as they were sent.
+    """Return the names of the code files in the run's copy that the run has not changed.
 
-    The result is empty for a job without code. A name with a line break is left out, since rsync reads the
-    names from a file with one pattern per line.
+    For a job without code, the result is empty. A name with a line break is left out, because rsync reads the
+    names from a file with one pattern on each line.
     """
     if record.code is None:
         return []
@@ -144,10 +147,10 @@ def _unchanged_code(connection: Connection, record: SubmittedJob) -> list[str]:
 
 
 def _escape_pattern(name: str) -> str:
-    """Return the rsync pattern that matches the file `name` only: ``a[1].txt`` -> ``a\\[1].txt``.
+    """Return an rsync pattern that matches only the file `name`: ``a[1].txt`` -> ``a\\[1].txt``.
 
-    rsync takes a backslash in a pattern literally, unless the pattern has a wildcard. So a name without
-    wildcards stays as it is.
+    In a pattern without wildcards, rsync takes a backslash literally. So a name without wildcards is not
+    escaped.
     """
     if not _WILDCARD.search(name):
         return name
@@ -156,7 +159,7 @@ def _escape_pattern(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _FileVersion:
-    """The attributes of a local file, of which rsync changes at least one when it replaces the file."""
+    """Attributes of a local file. When rsync replaces the file, at least one of them changes."""
 
     size_bytes: int
     modified_ns: int
@@ -164,11 +167,11 @@ class _FileVersion:
 
 
 def _list_files(folder: Path) -> Mapping[Path, _FileVersion]:
-    """Return all files in `folder` and in the folders below it."""
+    """Return the attributes of all files in `folder` and its subfolders, by path."""
     files = {}
-    for root, _, names in os.walk(folder):
+    for parent, _, names in os.walk(folder):
         for name in names:
-            path = Path(root, name)
+            path = Path(parent, name)
             status = path.lstat()
             files[path] = _FileVersion(status.st_size, status.st_mtime_ns, status.st_ino)
     return files

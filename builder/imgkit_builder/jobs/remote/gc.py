@@ -1,9 +1,9 @@
-"""Find the images and the folders of code and data that no job uses any more in a store, and remove them.
+"""Find the images and the folders of code and data that no job uses any more, and remove them from a store.
 
-An image or a folder is in use if it was sent or chosen in the last days, if a job that has not ended uses
-it, or if a run that changed its files in the last days used it. The submission of a job writes the file
-``jobs/ID`` in the store (a `JobNote`), which names the image, the code and the data of the job. Files and
-folders whose names imgkit does not give are never removed.
+An image or a folder is in use in three cases. First, it was sent or chosen in the last days. Second, a job
+that has not ended uses it. Third, a run that used it has changed its own files in the last days. The
+submission of a job writes the file ``jobs/ID`` to the store (a `JobNote`), which lists the image, the code
+and the data of the job. Files and folders with names that imgkit does not use are never removed.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from imgkit_builder.jobs.remote.store import IMAGE_NAME, SIF, RemoteImage, UsedP
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 DAY_S = 86400
-# The name of an image, of a folder of data (which has the same form) or of a folder of code.
+# The name of a folder with an image, data or code. Folders with images and data have names of the same form.
 _NAME = rf"(?:{IMAGE_NAME.pattern}|[0-9a-f]{{64}})"
 _PATH = re.compile(rf"(images|code|data)/(\.incoming/)?({_NAME}|\.{_NAME}\.gone)")
-"""The paths that imgkit gives to folders in a store.
+"""The paths that imgkit uses for folders in a store.
 
-``images/NAME`` is complete, ``images/.incoming/NAME`` is being sent, and ``_REMOVE`` has renamed
-``images/.NAME.gone`` before it removes it.
+``images/NAME`` is complete. ``images/.incoming/NAME`` is still being sent. ``images/.NAME.gone`` is a folder
+that ``_REMOVE`` is about to remove.
 """
 
-# The lines of the answer of `_LIST`, such as "folder 1764400000 805306368 1 images/NAME", "run 1764400000.5
-# NAME" and "note jobs/4711:slurm". The file jobs/4711 has a line "note" for each of its lines.
+# The lines that the script `_LIST` prints, such as "folder 1764400000 805306368 1 images/NAME", "run
+# 1764400000.5 NAME" and "note jobs/4711:slurm". For the file jobs/4711, it prints one line "note" for each
+# line of the file.
 _CLOCK = re.compile(r"clock (?P<time_s>\d{1,12})")
 _FOLDER = re.compile(r"folder (?P<time_s>\d{1,12}) (?P<size_bytes>\d{1,18}) (?P<links>\d{1,9}) (?P<path>.+)")
 _CHANGE = re.compile(r"(?P<kind>run|job) (?P<time_s>\d{1,12})(?:\.\d*)? (?P<name>.+)")
@@ -41,9 +42,9 @@ _CHECKPOINT = re.compile(r"checkpoint runs/(?P<run>.+)/checkpoints/step-\d+")
 _NOTE_LINE = re.compile(r"note jobs/(?P<id>[^:]+):(?P<text>.*)")
 
 
-# The script that lists the store. The time of a folder is the newer one of the folder and its .sif, because a
-# submission renews only that of the .sif. The size is that on disk, and `links` counts the hard links of the
-# .sif.
+# The script that lists the store. The time of a folder is the newer one of two times: that of the folder and
+# that of its .sif, because a submission renews only the time of the .sif. The size is the size on disk, and
+# `links` is the number of hard links to the .sif.
 _LIST = f"""\
 cd -- "$folder" 2> /dev/null || {{ echo "clock $(date +%s)"; echo end; exit 0; }}
 echo "clock $(date +%s)"
@@ -72,10 +73,11 @@ if [ -d jobs ]; then
 fi
 echo end
 """
-# The script that removes the folders in its standard input and the notes in its arguments. A folder is
-# renamed before it is removed. A submission that chooses the folder at the same time either renews its time
-# before the rename, and then the folder gets its name back, or finds no folder and fails with an error. In
-# both cases, no job is queued whose files are gone.
+# The script that removes the folders in its standard input and the notes in its arguments. It renames a
+# folder before it removes it, because a submission may choose the folder at the same time. If the submission
+# has renewed the time of the folder before the rename, the folder gets its name back. Otherwise the
+# submission does not find the folder, and fails with an error. In both cases, no job is in the queue whose
+# files are gone.
 _REMOVE = f"""\
 cd -- "$folder" || exit 1
 while IFS= read -r path; do
@@ -97,39 +99,42 @@ class StoredFolder:
     """An image, or a folder of code or data, in a store."""
 
     path: str
-    """The path relative to the remote's folder, in one of the forms of `_PATH`."""
+    """The path relative to imgkit's folder, in one of the forms of `_PATH`."""
     size_bytes: int
     used_s: float
     """Unix time of the last use, by the remote's clock."""
     is_linked: bool = False
-    """Whether the image's .sif has a second hard link, which somebody made to keep it."""
+    """Whether the .sif of the image has a second hard link, by which somebody wants to keep it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobNote:
-    """A job that imgkit submitted, as the file ``jobs/ID`` in the store describes it."""
+    """A job that was submitted with imgkit, as the file ``jobs/ID`` in the store describes it."""
 
     id: str
     system: str
-    """The system, or ``SYSTEM;CLUSTER`` where Slurm manages several clusters."""
+    """The system, or ``SYSTEM;CLUSTER`` if Slurm manages several clusters."""
     folders: tuple[str, ...]
     """Paths of the image, the code and the data that the job uses, as in `StoredFolder`."""
     used_s: float
-    """Unix time of the job's submission or of the last change in its run folder, whichever is later."""
+    """Unix time of the job's submission, or of the last change in its run folder if that was later."""
     is_resumable: bool = False
-    """Whether the job's run folder has a checkpoint and no result with exit code 0."""
+    """Whether the job's run folder contains a checkpoint, and no result with exit code 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnfinishedJobs:
-    """The jobs of a system that wait or run."""
+    """The jobs of a system that are waiting or running."""
 
     ids: frozenset[str] = frozenset()
     unknown_reason: str = ""
-    """Why the ids are unknown, or "" if they are known. With a reason, any job may still wait or run."""
+    """The reason why the ids are unknown, or "" if they are known.
+
+    With a reason, any job may still be running.
+    """
 
     def may_contain(self, job_id: str) -> bool:
-        """Return whether the job waits or runs, or may do so."""
+        """Return whether the job is waiting or running, or may be."""
         return self.unknown_reason != "" or job_id in self.ids
 
 
@@ -155,15 +160,18 @@ class Unused:
     used: int = 0
     """Number of folders in use."""
     ended_jobs: tuple[str, ...] = ()
-    """Ids of old jobs whose notes are no longer needed."""
+    """Ids of old jobs that have ended. Their notes are no longer needed."""
     before_s: float = 0
-    """Unix time on the remote: a folder that was used at this time or later counts as in use."""
+    """Unix time on the remote. A folder that was used at this time or later is in use."""
     unknown: tuple[str, ...] = ()
-    """For each system whose unfinished jobs are unknown, the reason. All folders of its jobs are in use."""
+    """The reason for each system whose unfinished jobs are unknown.
+
+    All folders of its jobs count as in use.
+    """
 
 
 def find_unused(connection: Connection, days: int) -> Unused:
-    """Return the folders in the store that no run of the last `days` days and no unfinished job uses.
+    """Return the folders in the store that no unfinished job uses, and no run of the last `days` days.
 
     Raises
     ------
@@ -181,9 +189,9 @@ def find_superseded(
 ) -> tuple[Unused, Mapping[str, RemoteImage]]:
     """Return the older images of a project that no job needs any more, after a new image was sent.
 
-    The newest of the older images is always kept, so that going back one version sends nothing. An image is
-    also kept if a job that has not ended or a run that can be resumed uses it, or if its file has a second
-    hard link, which somebody made to keep it.
+    The newest of the older images is always kept, so that the user can return to the previous version without
+    a transfer. An image is also kept if a job that has not ended uses it, or a run that can be resumed. It is
+    kept as well if its file has a second hard link, by which somebody wants to keep it.
 
     Parameters
     ----------
@@ -192,15 +200,15 @@ def find_superseded(
 
     Returns
     -------
-    The folders that can be removed, and all images that were candidates, by their paths in the store. These
-    are the project's older images except the newest of them.
+    The folders that can be removed, and all images that were considered, by their paths in the store. The
+    latter are the project's older images, except for the newest of them.
 
     Raises
     ------
     Cut, ScriptFailed, ToolFailed : in the cases of `find_unused`.
     """
     older = [image for image in images if image.project == current.project and image.name != current.name]
-    by_path = {f"images/{image.name}": image for image in older[1:]}  # without the newest of them
+    by_path = {f"images/{image.name}": image for image in older[1:]}  # without the newest one
     if not by_path:
         return Unused(folders=()), {}
     listing = _list_store(connection)
@@ -214,14 +222,14 @@ def find_superseded(
     unused = Unused(
         folders=tuple(folders),
         used=len(by_path) - len(folders),
-        before_s=listing.clock_s,  # a folder that a job uses from now on stays
+        before_s=listing.clock_s,  # a folder that a job uses from now on is kept
         unknown=_unknown_reasons(unfinished),
     )
     return unused, by_path
 
 
 def _paths_of_jobs_to_run(listing: StoreListing, unfinished: UnfinishedBySystem) -> Collection[str]:
-    """Return the paths of the folders that jobs use which may still run or can be resumed."""
+    """Return the paths of the folders that are used by jobs which may still run or can be resumed."""
     paths: set[str] = set()
     for note in listing.notes:
         if note.is_resumable or unfinished[note.system].may_contain(note.id):
@@ -232,9 +240,9 @@ def _paths_of_jobs_to_run(listing: StoreListing, unfinished: UnfinishedBySystem)
 def remove_unused(connection: Connection, unused: Unused) -> tuple[str, ...]:
     """Remove the folders and job notes of `unused` from the store.
 
-    A job note is the file ``jobs/ID``, which says what a job uses. A folder that a job has used since
-    `unused` was determined stays: the script compares its time with ``unused.before_s`` again. If the
-    connection is lost, call this function again with the same value.
+    A job note is the file ``jobs/ID``, which lists what a job uses. If a job has started to use a folder
+    since `unused` was determined, the folder stays, because the script compares its time with
+    ``unused.before_s`` again. If the connection is lost, call this function again with the same argument.
 
     Returns
     -------
@@ -247,7 +255,7 @@ def remove_unused(connection: Connection, unused: Unused) -> tuple[str, ...]:
     if not unused.folders and not unused.ended_jobs:
         return ()
     values = {"folder": connection.remote.folder, "before": str(int(unused.before_s))}
-    # The script reads the paths of the folders from its standard input; its arguments are the job ids.
+    # The script reads the paths of the folders from its standard input, and the job ids from its arguments.
     paths = [f"{folder.path}\n".encode() for folder in unused.folders]
     stream = connection.stream(_REMOVE, values, args=unused.ended_jobs, data=paths)
     output = connection.answer(stream).decode(errors="replace")
@@ -259,13 +267,18 @@ def remove_unused(connection: Connection, unused: Unused) -> tuple[str, ...]:
 
 
 def _list_store(connection: Connection) -> StoreListing:
-    """Return the listing of the store on the remote. It is empty if the remote has no folder of imgkit."""
+    """Return the folders and job notes in the store.
+
+    If the remote has no folder of imgkit, there are none.
+    """
     output = connection.run(_LIST, {"folder": connection.remote.folder})
     return parse_listing(output, connection.remote.name)
 
 
 def parse_listing(output: bytes, remote: str) -> StoreListing:
-    """Return the listing of a store from the `output` of `_LIST`. Unknown lines are left out.
+    """Return the folders and job notes from `output`, which the script `_LIST` prints.
+
+    Lines of an unknown form are left out.
 
     Parameters
     ----------
@@ -277,6 +290,7 @@ def parse_listing(output: bytes, remote: str) -> StoreListing:
     """
     lines = output.decode(errors="replace").splitlines()
     clock = _CLOCK.fullmatch(lines[0]) if lines else None
+    # The first line is the clock and the last line is "end". Otherwise the output is incomplete.
     if clock is None or lines[-1] != "end":
         raise unreadable_answer(remote, output)
     return StoreListing(
@@ -287,7 +301,7 @@ def parse_listing(output: bytes, remote: str) -> StoreListing:
 
 
 def _matches(pattern: re.Pattern[str], lines: Sequence[str]) -> Iterator[re.Match[str]]:
-    """Yield the match of each line that `pattern` matches as a whole."""
+    """Yield a match for each line that `pattern` matches completely."""
     for line in lines:
         match = pattern.fullmatch(line)
         if match is not None:
@@ -295,9 +309,9 @@ def _matches(pattern: re.Pattern[str], lines: Sequence[str]) -> Iterator[re.Matc
 
 
 def _parse_folders(lines: Sequence[str]) -> tuple[StoredFolder, ...]:
-    """Return the folders from the lines of the answer of `_LIST`.
+    """Return the folders in the lines that the script `_LIST` prints.
 
-    Folders whose paths imgkit does not give are left out.
+    Folders with paths that imgkit does not use are left out.
     """
     folders = []
     for match in _matches(_FOLDER, lines):
@@ -314,12 +328,12 @@ def _parse_folders(lines: Sequence[str]) -> tuple[StoredFolder, ...]:
 
 
 def _parse_job_notes(lines: Sequence[str]) -> tuple[JobNote, ...]:
-    """Return the job notes, which say what each job uses, from the lines of the answer of `_LIST`.
+    """Return the job notes in the lines that the script `_LIST` prints.
 
-    The lines about the files in ``jobs`` and about the folders in ``runs`` are put together. Files in
-    ``jobs`` whose name is not a job id are left out.
+    A job note says what a job uses. It combines the lines about a file in ``jobs`` with the lines about the
+    job's folder in ``runs``. A file whose name is not a job id is left out.
     """
-    note_lines = collections.defaultdict[str, list[str]](list)  # of each file in jobs, by the job's id
+    note_lines = collections.defaultdict[str, list[str]](list)  # by job id, the lines of the file in "jobs"
     for match in _matches(_NOTE_LINE, lines):
         note_lines[match["id"]].append(match["text"])
     run_times_s = _change_times_s("run", lines)
@@ -342,16 +356,21 @@ def _parse_job_notes(lines: Sequence[str]) -> tuple[JobNote, ...]:
 
 
 def _matching_runs(pattern: re.Pattern[str], lines: Sequence[str]) -> set[str]:
-    """Return the names of the run folders in the lines that match `_CHECKPOINT` or `_SUCCESS`."""
+    """Return the names of the run folders in the lines that `pattern` matches.
+
+    Parameters
+    ----------
+    pattern : `_CHECKPOINT` or `_SUCCESS`.
+    """
     return {match["run"] for match in _matches(pattern, lines)}
 
 
 def _change_times_s(kind: str, lines: Sequence[str]) -> dict[str, int]:
-    """Return the Unix time of the last change of each folder in ``runs`` or each file in ``jobs``, by name.
+    """Return the Unix time of the last change, by name, of all folders in ``runs`` or all files in ``jobs``.
 
     Parameters
     ----------
-    kind : ``run`` or ``job``.
+    kind : ``run`` for the folders in ``runs``, or ``job`` for the files in ``jobs``.
     """
     times_s = {}
     for match in _matches(_CHANGE, lines):
@@ -363,13 +382,13 @@ def _change_times_s(kind: str, lines: Sequence[str]) -> dict[str, int]:
 def select_unused(listing: StoreListing, unfinished: UnfinishedBySystem, before_s: float) -> Unused:
     """Return the folders and job notes of `listing` that are not in use.
 
-    A job note is in use if its job may still run or has changed files lately. A folder is in use if such a
-    job uses it, or if it was itself sent or chosen lately.
+    A job note is in use if its job may still run, or if the job has changed files recently. A folder is in
+    use if such a job uses it, or if it was itself sent or chosen recently.
 
     Parameters
     ----------
     unfinished : the jobs that have not ended, for each system in `listing`.
-    before_s : Unix time on the remote. Folders that were used at this time or later count as in use.
+    before_s : Unix time on the remote. "Recently" means at this time or later.
     """
     used_paths: set[str] = set()
     ended_jobs = []
@@ -382,6 +401,7 @@ def select_unused(listing: StoreListing, unfinished: UnfinishedBySystem, before_
     for folder in listing.folders:
         if folder.path not in used_paths and folder.used_s < before_s:
             folders.append(folder)
+    # The oldest folder comes first. Folders of equal age are in the order of their paths.
     folders.sort(key=lambda folder: (folder.used_s, folder.path))
     return Unused(
         folders=tuple(folders),
@@ -393,12 +413,12 @@ def select_unused(listing: StoreListing, unfinished: UnfinishedBySystem, before_
 
 
 def _unknown_reasons(unfinished: UnfinishedBySystem) -> tuple[str, ...]:
-    """Return, for each system whose unfinished jobs are unknown, the reason."""
+    """Return the reason for each system whose unfinished jobs are unknown."""
     return tuple(jobs.unknown_reason for jobs in unfinished.values() if jobs.unknown_reason)
 
 
 def _unfinished_by_system(connection: Connection, listing: StoreListing) -> UnfinishedBySystem:
-    """Return the jobs that have not ended of each system that a job note of the listing names."""
+    """Return the jobs that have not ended, for each system that occurs in a job note of `listing`."""
     unfinished: dict[str, UnfinishedJobs] = {}
     for note in listing.notes:
         if note.system not in unfinished:
@@ -407,7 +427,7 @@ def _unfinished_by_system(connection: Connection, listing: StoreListing) -> Unfi
 
 
 def unfinished_jobs(connection: Connection, name: str) -> UnfinishedJobs:
-    """Return the jobs of a system that have not ended, or why they are unknown.
+    """Return the jobs of a system that have not ended, or the reason why they are unknown.
 
     Parameters
     ----------
@@ -426,11 +446,11 @@ def unfinished_jobs(connection: Connection, name: str) -> UnfinishedJobs:
         return UnfinishedJobs(unknown_reason=f"{system_name} lists no jobs")
     argv = []
     for argument in system.queue.unfinished_ids:
-        is_for_cluster = "{cluster}" in argument  # the option that a scheduler of several clusters needs
+        is_for_cluster = "{cluster}" in argument  # this option is only for a site with several clusters
         if cluster or not is_for_cluster:
             argv.append(argument.format(cluster=cluster))
-    result = remote_jobs.run_scheduler_command(connection, argv)
-    if result.returncode != 0:
-        reason = f"{argv[0]} failed with exit code {result.returncode}: {result.tail()}"
+    finished = remote_jobs.run_scheduler_command(connection, argv)
+    if finished.returncode != 0:
+        reason = f"{argv[0]} failed with exit code {finished.returncode}: {finished.tail()}"
         return UnfinishedJobs(unknown_reason=reason)
-    return UnfinishedJobs(ids=frozenset(result.output.split()))
+    return UnfinishedJobs(ids=frozenset(finished.output.split()))

@@ -1,8 +1,8 @@
-"""Start an interactive job of a remote in this terminal. Over ssh, salloc or qsub -I gets a terminal there.
+"""Start an interactive job of a remote in this terminal. ssh gives salloc or qsub -I a terminal there.
 
-The script of the job may have values of variables. It cannot go through the input of that ssh, which is the
-terminal, nor through its arguments, which other users of the login node can see. So imgkit first writes it to
-a private file on the remote.
+The script of the job may contain values of variables. It cannot be sent through the standard input of that
+ssh, which is the terminal. It cannot be sent in arguments, which other users of the login node can see. So
+imgkit first writes it to a private file on the remote.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import shlex
 from imgkit_builder.jobs.job import Argv, Job, Script
 from imgkit_builder.jobs.remote.connection import Connection
 
-# Write the standard input to a new file, and print its name. mktemp makes the file private. A file that is an
-# hour old was never started, because its ssh could not connect.
+# Write the standard input to a new file, and print the name of the file. mktemp makes the file private. A
+# file that is an hour old is removed: its job was never started, because ssh could not connect.
 _WRITE = """\
 cd -- "$folder" || exit 1
 find . -maxdepth 1 -name '.interactive.*' -mmin +60 -exec rm -f {} +
 file=$(mktemp .interactive.XXXXXXXXXX) && cat > "$file" && echo "$file"
 """
-# The first lines of the job's script. They remove the script's own file, and renew the times of the image and
-# the code, so that `gc` keeps them. The job has no id yet, and so no note by which `gc.find_superseded` would
-# keep its image. A second hard link to the .sif does that until the script ends. On a file system without
-# hard links, two later images of the project replace it.
+# The first lines of the job's script. They remove the file of the script itself, and renew the times of the
+# image and the code, so that `gc` keeps both. The job has no id yet, so it has no note by which
+# `gc.find_superseded` would keep its image. Instead, a second hard link to the .sif keeps the image until the
+# script ends. On a file system without hard links, the image is removed after two later images of the
+# project.
 _START = """\
 rm -f -- "$0"
 cd -- {folder} || exit 1
@@ -41,15 +42,15 @@ case $image in images/*) ln -- "$image" "$link" 2> /dev/null && trap 'rm -f -- "
 
 
 def interactive_argv(connection: Connection, job: Job, script: Script) -> Argv:
-    """Write `script` to a file on the remote, and return the argv that runs it there in this terminal.
+    """Write `script` to a file on the remote, and return the argv that runs the file in this terminal.
 
     Raises
     ------
     Cut, ScriptFailed : the remote cannot be reached, or the file cannot be written.
     """
     folder = str(job.directory)
-    text = os.fsencode(_script_text(job, script))
-    answer = connection.answer(connection.stream(_WRITE, {"folder": folder}, data=[text]))
+    script_bytes = os.fsencode(_script_text(job, script))
+    answer = connection.answer(connection.stream(_WRITE, {"folder": folder}, data=[script_bytes]))
     file_name = answer.decode().strip()
     return connection.interactive(("bash", f"{folder}/{file_name}"))
 
@@ -57,8 +58,8 @@ def interactive_argv(connection: Connection, job: Job, script: Script) -> Argv:
 def _script_text(job: Job, script: Script) -> str:
     """Return the text of the file for `script`.
 
-    The first lines check that the image and the code still exist, and export the values of the user's
-    variables.
+    The first lines check that the image and the code still exist. Then the values of the user's variables are
+    exported.
     """
     folder = str(job.directory)
     image = job.container.image.removeprefix(f"{folder}/")

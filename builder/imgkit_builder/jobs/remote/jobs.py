@@ -1,4 +1,4 @@
-"""Submit a job on a remote, run scheduler commands there, and follow the job through lost connections."""
+"""Submit a job on a remote, run commands of its scheduler, and follow its output over lost connections."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from imgkit_builder.jobs.submitted import JobState, SubmittedJob, WaitInfo
 from imgkit_entrypoints.errors import ToolFailed
 
 ATTEMPTS = 5
-"""The number of connections in a row without new output after which `follow_output` gives up."""
+"""The number of connections in a row that may be lost without new output before `follow_output` gives up."""
 
-# The first character of the mark in `_FOLLOW`, "record separator", which text rarely has. Output from this
+# The first character of the mark in `_FOLLOW`: "record separator", which is rare in text. Output from this
 # character on is held back until the next bytes show whether it is a mark.
 _MARK_START = "\x1e"
 
 # The script that submits a job. Its arguments are the first line of the note jobs/ID, the other lines of the
-# note, the paths of the job's .sif, code and data (one per line), and then the submit command. The script
-# keeps these values in arguments, and not in variables, until it has submitted the job: the environment of
-# the submission has the user's variables, which may have any name.
+# note, the paths of the job's .sif, code and data (one on each line), and then the submit command. Until the
+# job is submitted, the script keeps these values in arguments and not in variables. The environment of the
+# submission contains the user's variables, which may have any name and could overwrite them.
 _SUBMIT = (
     FIND_PROGRAM
     + """\
@@ -53,7 +53,8 @@ esac 2> /dev/null
 exit 0
 """
 )
-# The script that runs a command of the scheduler. A zero byte and the content of $file follow its output.
+# The script that runs a command of the scheduler. After the output of the command, it prints a zero byte and
+# the content of $file.
 _RUN = (
     FIND_PROGRAM
     + """\
@@ -107,25 +108,25 @@ wait "$tail" 2> /dev/null
 exit 0
 """
 )
-# The script that prints the output which tail missed at the job's end. `tail -F` looks only once a second for
-# a file that does not exist yet, and then also reads it only once a second.
+# The script that prints the end of the job's output, which tail may have missed. As long as the file does not
+# exist, `tail -F` looks for it only once a second. Afterwards, it also reads the file only once a second.
 _REST = 'if [ -e "$log" ]; then exec tail -c "+$from" -- "$log"; fi\n'
 
 
 def submit_script(connection: Connection, job: Job, script: Script) -> Generator[bytes, None, None]:
     """Submit `script` in the job's folder on the remote, and yield what the scheduler prints.
 
-    The script on the remote also writes the file ``jobs/ID``, which says what the job uses
-    (`store.UsedPaths`).
+    The remote also gets the file ``jobs/ID``, which lists the files that the job uses (`store.UsedPaths`).
 
     Raises
     ------
-    ToolFailed : the scheduler rejected the job, or the connection was lost. After a lost connection, the job
+    ToolFailed : the scheduler refused the job, or the connection was lost. After a lost connection, the job
         may be in the queue.
     """
     remote = connection.remote
     program = script.submit[0]
-    # Values of variables go into the script and not into arguments, which other users of the remote can see.
+    # The values of the user's variables are part of the script. Other users of the remote could see them in
+    # arguments.
     values = {name: os.environ[name] for name in job.container.names}
     export_line = f"export {' '.join(values)}\n" if values else ""
     output = connection.stream(
@@ -149,10 +150,11 @@ def submit_script(connection: Connection, job: Job, script: Script) -> Generator
 
 
 def _note_args(job: Job) -> Argv:
-    """Return the first three arguments of `_SUBMIT`, from which it writes the file ``jobs/ID``.
+    """Return the first three arguments of the script `_SUBMIT`.
 
-    They are the system, the other lines of the file, and the paths of the image, code and data. These must
-    still exist: `imgkit remote gc` may have removed them meanwhile. The run folder need not exist yet.
+    They are the system, the other lines of the file ``jobs/ID``, and the paths of the image, code and data.
+    The script checks that these paths still exist, because `imgkit remote gc` may have removed them
+    meanwhile. The run folder need not exist yet.
     """
     resumed = job.request.resumed
     used = UsedPaths.of_job(job, run=resumed.folder.name if resumed else "")
@@ -160,18 +162,21 @@ def _note_args(job: Job) -> Argv:
 
 
 def run_scheduler_command(connection: Connection, argv: Sequence[str], *, file: str = "") -> Finished:
-    """Run a scheduler command on the remote, and return its exit code and its output with its errors.
+    """Run a command of the scheduler on the remote, and return its exit code and its output.
+
+    The output includes the standard error.
 
     Parameters
     ----------
-    file : the path of a file on the remote, or "". A zero byte and the file's content follow the output. If
-        there is no such file, the zero byte is the end.
+    file : the path of a file on the remote, or "". If it is given, a zero byte and the content of the file
+        follow the output. If the file does not exist, nothing follows the zero byte.
 
     Raises
     ------
     Cut : the remote cannot be reached.
     TooLong : the command printed more than `process.MOST_BYTES`.
     """
+    # The generator below changes this value if the command fails. The value is final when all output is read.
     exit_code = 0
 
     def stream_output() -> Generator[bytes, None, None]:
@@ -186,9 +191,9 @@ def run_scheduler_command(connection: Connection, argv: Sequence[str], *, file: 
 
 
 class RunnerWithFile:
-    """Runs scheduler commands on a remote. The first one also reads a file there, which saves a connection.
+    """Run commands of the scheduler on a remote. The first command also reads a file there.
 
-    A later command ``cat -- FILE`` is then answered with the content that was read, without a connection.
+    A later command ``cat -- FILE`` is then answered with the content that was read, which saves a connection.
     """
 
     def __init__(self, connection: Connection, file: str) -> None:
@@ -217,18 +222,18 @@ def follow_output(
     on_status: Callable[[JobState, WaitInfo], None],
     log: Callable[[str], None],
 ) -> None:
-    """Pass the job's output to `write` until the job has ended. Connect again if the connection is lost.
+    """Pass the job's output to `write` until the job has ended. If the connection is lost, connect again.
 
     A new connection continues after the last byte that was written, so no output is shown twice.
 
     Parameters
     ----------
-    on_status : gets the job's state and the reason for its wait from each answer of the scheduler.
-    log : gets a message for each lost connection.
+    on_status : is called with the job's state and the reason for its wait, for each answer of the scheduler.
+    log : is called with a message for each lost connection.
 
     Raises
     ------
-    Cut : `ATTEMPTS` connections in a row were lost before new output came.
+    Cut : `ATTEMPTS` connections in a row were lost before new output arrived.
     """
     system = systems.get_system(record.job.system)
     written_bytes = 0
@@ -236,7 +241,7 @@ def follow_output(
     while True:
         written_before = written_bytes
         try:
-            # _FOLLOW can miss the last output of the job, which _REST then prints.
+            # The script _FOLLOW may miss the last output of the job. The script _REST then prints that part.
             for script in (_FOLLOW, _REST):
                 for part in _stream_output(connection, record, script, start=written_bytes):
                     if isinstance(part, str):
@@ -246,8 +251,9 @@ def follow_output(
                         write(part)
                         written_bytes += len(part)
         except Cut as error:
+            # Only connections in a row that bring no new output count as failures.
             if written_bytes > written_before:
-                failures = 0  # only failures in a row without new output count
+                failures = 0
             failures += 1
             if failures >= ATTEMPTS:
                 raise
@@ -264,7 +270,8 @@ def _stream_output(
 
     Parameters
     ----------
-    start : the number of bytes of the job's output to leave out, because they have been written before.
+    start : the number of bytes at the start of the job's output that are skipped, because they were written
+        before.
     """
     system = systems.get_system(record.job.system)
     status_argv: Argv = ()
@@ -272,7 +279,7 @@ def _stream_output(
     if system.reports_state:
         status_argv = system.status_commands(record.job)[0]
         program = status_argv[0]
-    mark = _MARK_START + secrets.token_hex(16)  # a random number, so that no output has it
+    mark = _MARK_START + secrets.token_hex(16)  # random, so that the output of a job cannot contain it
     values = {
         "program": program,
         "log": str(log_file(record)),
@@ -280,27 +287,28 @@ def _stream_output(
         "mark": mark,
         "from": str(start + 1),  # tail -c counts bytes from 1
     }
-    # The script _FOLLOW ends when its input does, so the input stays open.
+    # The script _FOLLOW ends when its input ends, so the input is held open.
     stream = connection.stream(script, values, args=status_argv, hold=script is _FOLLOW)
     return split_stream(stream, mark.encode())
 
 
 def split_stream(chunks: Iterable[bytes], mark: bytes) -> Generator[bytes | str, None, None]:
-    """Yield the job's output in a stream of `_FOLLOW` as bytes, and each answer of the scheduler as text.
+    """Split the stream of `_FOLLOW`. Yield the job's output as bytes, and each scheduler's answer as text.
 
-    In the stream, ``OUTPUT MARK ROW MARK OUTPUT MARK MARK`` means an answer with one row: text between two
-    marks is a row, and an empty row ends the answer. Output is yielded as soon as it comes. An answer that a
-    lost connection has cut off is left out.
+    In the stream, each row of an answer is between two marks, and an empty row ends the answer. So ``OUTPUT
+    MARK ROW MARK OUTPUT MARK MARK`` contains an answer with one row. Output is yielded as soon as it arrives.
+    If a lost connection cuts off an answer, the answer is dropped.
 
     Parameters
     ----------
-    mark : a random text, which stands before and after each row of an answer.
+    mark : the random text before and after each row of an answer.
     """
     rows: list[bytes] = []
     is_row = False  # the stream begins with output
-    rest = b""  # the bytes that are not yielded yet, because they may belong to a mark or a row
+    pending = b""  # the bytes that are not yielded yet, because they may belong to a mark or a row
     for chunk in chunks:
-        *parts, rest = (rest + chunk).split(mark)
+        *parts, pending = (pending + chunk).split(mark)
+        # Output and rows alternate, because there is a mark between them.
         for part in parts:
             if not is_row:
                 yield part
@@ -311,16 +319,16 @@ def split_stream(chunks: Iterable[bytes], mark: bytes) -> Generator[bytes | str,
                 rows.clear()
             is_row = not is_row
         if not is_row:
-            output, rest = _split_before_mark(rest, mark)
+            output, pending = _split_before_mark(pending, mark)
             yield output
     if not is_row:
-        yield rest
+        yield pending
 
 
 def _split_before_mark(data: bytes, mark: bytes) -> tuple[bytes, bytes]:
-    """Return `data` in two parts: the first is surely output, the second may be the start of `mark`.
+    """Split `data` into a part that is certainly output, and a part that may be the start of `mark`.
 
-    The second part must wait for the next bytes, because a mark can be split between two chunks.
+    A mark can be split between two chunks. So the second part must wait for the next bytes.
     """
     mark_start = data.rfind(mark[:1], -len(mark))
     if mark_start < 0:
@@ -329,6 +337,6 @@ def _split_before_mark(data: bytes, mark: bytes) -> tuple[bytes, bytes]:
 
 
 def log_file(record: SubmittedJob) -> PurePosixPath:
-    """Return the path on the remote of the file to which the job's output goes."""
+    """Return the path of the file on the remote that contains the job's output."""
     argv = systems.get_system(record.job.system).log_source(record.job)
-    return PurePosixPath(argv[-1])  # "tail ... FILE"
+    return PurePosixPath(argv[-1])  # the command is "tail ... FILE"

@@ -1,6 +1,7 @@
-"""Bring the packages of a job to a remote, or add them to an image there.
+"""Bring the added packages of a job to a remote, or install them there.
 
-The files stay beside the image on the remote. Later jobs with the same requirements find them.
+The files with the packages stay beside the image on the remote, where later jobs with the same requirements
+find them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from imgkit_builder.packages import add, record
 from imgkit_builder.packages.add import AddRequest, ImageMachine
 from imgkit_builder.packages.record import PackagesRecord
 
-# Write the standard input into a new file, whose path is the argument. It gets its name when it is complete.
+# Write the standard input to a new file, whose path is the argument. The file gets its name when it is
+# complete.
 _WRITE = 'umask 077; cat > "$1.part" && mv -f -- "$1.part" "$1"\n'
 
 
@@ -28,7 +30,7 @@ def machine_of(connection: Connection, program: str, modules: Sequence[str] = ()
 
     Parameters
     ----------
-    program : the runtime's program there, such as ``singularity``.
+    program : the program of the container runtime on the remote, such as ``singularity``.
     modules : the environment modules that the program needs.
     """
 
@@ -44,26 +46,27 @@ def machine_of(connection: Connection, program: str, modules: Sequence[str] = ()
 def bring(job: Job, image_id: str, connection: Connection, run: Runner, report: Reporter) -> Job:
     """Return `job` with the paths of its added packages on the remote.
 
-    Added packages are files (.sqsh) with Python packages, which the container mounts. A file that the user
-    names is sent. For ``packages`` of imgkit.toml, pip makes the file on the remote, unless an earlier job
-    has made it.
+    Added packages are files (.sqsh) with Python packages that the container mounts. A file that the user
+    names is sent to the remote. For the ``packages`` of imgkit.toml, pip creates the file on the remote,
+    unless an earlier job has done so.
 
     Parameters
     ----------
-    image_id : the id of the job's image, or "" if it is unknown. Packages made for another image are refused.
+    image_id : the id of the job's image, or "" if it is unknown. Packages that were made for another image
+        are refused.
     run : runs a command on the remote.
 
     Raises
     ------
-    ImgkitError : a file was made for another image, or the packages cannot be installed there.
+    ImgkitError : a file was made for another image, or the packages cannot be installed on the remote.
     """
     job = added_packages.with_packages(job)
     if not job.container.packages:
         return job
     image = job.container.image
     image_digest = runtime_of(job).image_digest(job, run)
-    # A file beside an image in the store is removed together with the image. For other images, the file is in
-    # the job's folder.
+    # The file is beside an image in the store, so that both are removed together. For an image outside of the
+    # store, the file is in the job's folder.
     folder = str(job.directory)
     if image.startswith(f"{folder}/images/"):
         folder = posixpath.dirname(image)
@@ -72,15 +75,15 @@ def bring(job: Job, image_id: str, connection: Connection, run: Runner, report: 
         records = [_bring_file(path, folder, connection, report) for path in local_paths]
     else:
         request = _add_request(job, folder, image_digest)
-        added = add.add(request, report, machine=_machine_of_job(job, connection), image_id=image_id)
-        records = [(str(added.path), added.record)]
+        add_result = add.add(request, report, machine=_machine_of_job(job, connection), image_id=image_id)
+        records = [(str(add_result.path), add_result.record)]
     record.refuse_unfit(records, image=image, digests=[image_digest, image_id])
     added_packages.refuse_unseen(job, [stored for _, stored in records])
     return job.with_container(packages=tuple(path for path, _ in records))
 
 
 def _machine_of_job(job: Job, connection: Connection) -> ImageMachine:
-    """Return the remote as the machine on which pip runs with the runtime of the job."""
+    """Return the remote as the machine on which pip runs, with the container runtime of the job."""
     runtime = runtime_of(job)
     return machine_of(connection, runtime.program(job.recipe), runtime.modules(job))
 
@@ -96,10 +99,10 @@ def _add_request(job: Job, folder: str, image_digest: str) -> AddRequest:
 def _bring_file(
     path: str, folder: str, connection: Connection, report: Reporter
 ) -> tuple[str, PackagesRecord]:
-    """Return the path on the remote of a file with packages, and the record in it of how it was made.
+    """Return the path of a file with packages on the remote, and the record of how it was made.
 
-    If this machine has the file `path`, it is sent to `folder` on the remote, unless it is there already.
-    Otherwise `path` is taken as a path on the remote.
+    If this machine has the file `path`, it is sent to `folder` on the remote, unless the remote already has
+    it. Otherwise, `path` is a path on the remote.
     """
 
     def run_script(script: str, args: Sequence[str], data: Iterable[bytes] = ()) -> bytes:
@@ -107,6 +110,7 @@ def _bring_file(
 
     local_file = Path(path)
     if not local_file.exists():
+        # The record is at the end of the file.
         record_bytes = run_script('tail -c "$2" -- "$1"\n', (path, str(record.END_BYTES)))
         return path, record.parse_end(record_bytes, path)
     stored = record.read(local_file)

@@ -1,8 +1,8 @@
 """Run rsync over the shared ssh connection.
 
-Use only options that rsync 2.6.9 and openrsync support, since macOS has had one or the other. Never use
-``--append``, ``--append-verify`` or ``--inplace``: rsync 3.2.7 with ``--append-verify`` skips an edited file
-of the same size without an error, and rewrites a longer one in place.
+Use only options that both rsync 2.6.9 and openrsync support, because macOS ships one or the other. Never use
+``--append``, ``--append-verify`` or ``--inplace``. With ``--append-verify``, rsync 3.2.7 skips an edited file
+of the same size without an error, and rewrites a longer file in place.
 """
 
 from __future__ import annotations
@@ -29,31 +29,32 @@ from imgkit_entrypoints.errors import ToolFailed, ToolMissing
 
 INSTALL = "apt-get install rsync, dnf install rsync or brew install rsync"
 PARTIAL = ".imgkit-part"
-"""Name of the folder beside a file in which rsync keeps the part that arrived before a lost connection."""
+"""Name of the folder beside a file where rsync keeps the part that arrived before a connection was lost."""
 FOLDER = "/imgkit-folder"
-"""Placeholder for the absolute path of the folder on the remote in options such as ``--link-dest``.
+"""Placeholder for the absolute path of the folder on the remote, in options such as ``--link-dest``.
 
-From 3.2.4 on, rsync escapes blanks and quotes in its arguments for a shell on the remote, but imgkit passes
-the arguments on without a shell. So `rsync_shell` replaces the placeholder after rsync has written them.
+From 3.2.4 on, rsync escapes blanks and quotes in its arguments for a shell on the remote. imgkit passes the
+arguments on without a shell, so the escapes would stay. Instead, `rsync_shell` replaces the placeholder by
+the path after rsync has written its arguments.
 """
 FILE_ERROR = 11
-"""Exit code of rsync if a file cannot be read or written, for example because the disk is full."""
+"""Exit code of rsync if it cannot read or write a file, for example because the disk is full."""
 NO_FOLDER = 125
-"""Exit code of the remote command if the folder does not exist."""
+"""Exit code of the command on the remote if the folder does not exist."""
 _NOT_FOUND = 127
-"""Exit code of the remote command if it does not find rsync."""
+"""Exit code of the command on the remote if rsync is not installed there."""
 _CONNECTION_LOST = (10, 12, 30, 35, SSH_FAILED)
 """Exit codes that mean a lost connection.
 
-Those of rsync are for errors in the socket (10) and the protocol (12), and for two time limits (30 and 35).
-The last one is that of ssh.
+rsync uses them for errors in the socket (10) and the protocol (12), and for two time limits (30 and 35). The
+last code is that of ssh.
 """
 _OPTIONS = (f"--partial-dir={PARTIAL}", "--timeout=60", "--progress", "--stats")
-# The script that starts rsync's server in the folder. Its arguments are those with which rsync calls the
+# The script that starts rsync's server in the folder. Its arguments are the command by which rsync calls the
 # server.
 _SERVER = FIND_PROGRAM + f'umask 077\ncd -- "$folder" || exit {NO_FOLDER}\nexec "$@"\n'
 _POSITION = re.compile(rb"\r\s*(?P<bytes>[\d,.']+)\s+(?P<percent>\d+)%")
-"""A line of ``--progress`` about the current file: ``\\r  1,048,576  25%  12.30MB/s  0:00:01``."""
+"""A line that ``--progress`` prints about the current file: ``\\r  1,048,576  25%  12.30MB/s  0:00:01``."""
 _STATISTICS = re.compile(
     r"files transferred: (?P<files>[\d,.']+)\s.*file size: (?P<bytes>[\d,.']+)"
     r"(?:.*Literal data: (?P<new_bytes>[\d,.']+))?",
@@ -64,7 +65,7 @@ _STATISTICS = re.compile(
 ``Number of regular files transferred: 2 ... Total transferred file size: 4,096 bytes ... Literal data: 12``
 """
 _TAIL_BYTES = 1 << 14
-"""Size of the end of rsync's output in which the statistics are searched."""
+"""How many bytes at the end of rsync's output are searched for the statistics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,7 @@ class Transferred:
     size_bytes: int
     """Size of these files."""
     new_bytes: int
-    """Number of bytes that were sent because the basis on the other side did not have them."""
+    """Number of bytes that were sent, because the basis on the receiving side did not contain them."""
 
     def __str__(self) -> str:
         plural = "" if self.files == 1 else "s"
@@ -88,11 +89,12 @@ def run_rsync(
 ) -> Transferred | None:
     """Run rsync with `args`, in which ``remote:PATH`` is a path relative to `folder` on the remote.
 
-    rsync starts its own server on the remote through the script `rsync_shell` instead of plain ssh. So it
-    uses imgkit's shared ssh connection, and the server runs in `folder`.
+    rsync starts its server on the remote by the script `rsync_shell` instead of plain ssh. So the shared ssh
+    connection of imgkit is used, and the server runs in `folder`.
 
     Parameters
     ----------
+    args : the options of rsync, its source and its target.
     size_bytes : the expected size of all files, for the progress report. None if it is unknown.
 
     Returns
@@ -107,8 +109,8 @@ def run_rsync(
     """
     process.require_program("rsync", hint=INSTALL)
     host = connection.host(by_transfer=True)
-    # openrsync splits the value of --rsh at blanks, so the folder is in /tmp, whose path has none. `shell` is
-    # started by sh, because some sites mount /tmp without permission to execute files.
+    # openrsync splits the value of --rsh at blanks. So the folder is in /tmp, whose path contains none. The
+    # file `shell` is run by sh, because some sites do not allow programs to be executed in /tmp.
     with tempfile.TemporaryDirectory(prefix="imgkit-", dir="/tmp") as work:
         status_file = Path(work, "status")  # rsync_shell writes the exit code of ssh into it
         files.write_file(status_file, "")
@@ -121,19 +123,19 @@ def run_rsync(
         except ErrorsTooLong as error:
             raise connection.flood_error(error, host) from error
         except Exited as error:
-            # The status is empty or 0 if only rsync on this machine failed.
+            # If only rsync on this machine failed, the file is empty or contains 0.
             remote_code = int(files.read_text(status_file) or 0)
             raise _exit_error(connection, host, remote_code or error.code, error.errors) from error
 
 
 def _shell_config(connection: Connection, host: str, folder: str, status_file: Path) -> str:
-    """Return the first argument of `rsync_shell`: a JSON object that says how to run rsync's server.
-
-    The server runs in `folder` on `host`.
+    """Return the first argument of `rsync_shell`: a JSON object that describes how to run rsync's server.
 
     Parameters
     ----------
-    status_file : the file into which `rsync_shell` writes the exit code of ssh.
+    host : the host on which the server runs.
+    folder : the folder on the host in which the server runs.
+    status_file : the file to which `rsync_shell` writes the exit code of ssh.
     """
     token = secrets.token_hex(16)
     config = {
@@ -150,7 +152,7 @@ def _shell_config(connection: Connection, host: str, folder: str, status_file: P
 
 
 def _exit_error(connection: Connection, host: str, code: int, errors: str) -> ToolFailed | ToolMissing:
-    """Return the error for an rsync that exited with `code`, on this machine or on `host`."""
+    """Return the error for an rsync that exited with `code` on this machine or on `host`."""
     if code == _NOT_FOUND:
         hint = f"there: {INSTALL}; or a host that has it: imgkit remote add ... --transfer USER@HOST"
         return ToolMissing(f"there is no rsync on {host}", where=connection.remote.name, hint=hint)
@@ -160,9 +162,9 @@ def _exit_error(connection: Connection, host: str, code: int, errors: str) -> To
 
 
 def _run_with_progress(argv: Sequence[str], report: Reporter, size_bytes: int | None) -> Transferred | None:
-    """Run rsync, and report the bytes of all finished files and of the current file as progress.
+    """Run rsync, and report how many bytes of all files it has processed.
 
-    rsync prints the position in the current file only, so the sizes of the finished files are added to it.
+    rsync prints only the position in the current file. So the sizes of the finished files are added to it.
 
     Parameters
     ----------
@@ -175,6 +177,7 @@ def _run_with_progress(argv: Sequence[str], report: Reporter, size_bytes: int | 
     finished_bytes = 0
     output_end = b""
     for chunk in process.filter_through(argv, ()):
+        # Only the end of the output is kept, because the statistics are there and the output can be long.
         output_end = (output_end + chunk)[-_TAIL_BYTES:]
         for match in _POSITION.finditer(chunk):
             position = finished_bytes + _parse_number(match["bytes"].decode())
@@ -192,5 +195,5 @@ def _run_with_progress(argv: Sequence[str], report: Reporter, size_bytes: int | 
 
 
 def _parse_number(text: str) -> int:
-    """Return the number that rsync printed with the thousands separators of the user's locale."""
+    """Return a number that rsync printed with thousands separators, which depend on the user's locale."""
     return int(re.sub(r"\D", "", text) or 0)

@@ -1,8 +1,8 @@
-"""Start rsync's server on the remote over the shared connection. rsync runs this file as its remote shell.
+"""Start rsync's server on the remote over the shared connection. rsync runs this file instead of ssh.
 
-The arguments are ``CONFIG HOST rsync --server ...``. CONFIG is a JSON object from `jobs.remote.rsync`. With
-the ssh that rsync starts by default, a banner of the login shell would be an error, and other users of the
-remote would see the names of folders in an argument list.
+The arguments are ``CONFIG HOST rsync --server ...``. CONFIG is a JSON object from `jobs.remote.rsync`. The
+plain ssh that rsync starts by default would have two problems: a banner of the login shell would be an error,
+and other users of the remote would see the names of folders in an argument list.
 """
 
 from __future__ import annotations
@@ -20,59 +20,61 @@ from typing import IO
 
 CHUNK_BYTES = 1 << 20
 _END_S = 10.0
-"""Time for which ssh may go on after rsync has closed its connection."""
+"""Seconds for which ssh may go on after rsync has closed its connection."""
 _CONNECTION_LOST = 255
 """Exit status of ssh if it could not connect or lost the connection."""
 
 
 def main(config_json: str, _host: str, *args: str) -> int:
-    """Run the command `args`, rsync's server, on the remote. Return the exit status of ssh.
+    """Run rsync's server, the command in `args`, on the remote. Return the exit code of ssh.
 
-    The exit status is also written into the file ``config["status"]``, since rsync may exit with another one.
+    The exit code is also written to the file ``config["status"]``, because rsync itself may exit with another
+    code.
     """
     config = json.loads(config_json)
     server_argv = [argument.replace(config["placeholder"], config["folder"]) for argument in args]
     script = f"{config['prelude']}\nset -- {shlex.join(server_argv)}\n{config['script']}".encode()
     ssh_argv = [*config["ssh"], config["line"].format(count=len(script))]
     code = _run_ssh(ssh_argv, script, config["token"].encode() + b"\n")
-    # "r+b" does not create the file: this process may outlive imgkit's temporary folder, and a new file would
-    # make its removal fail.
+    # "r+b" opens only a file that exists. This process may outlive imgkit, which removes its temporary folder
+    # at its end. A new file in that folder would make the removal fail.
     with contextlib.suppress(FileNotFoundError), Path(config["status"]).open("r+b") as stream:
         stream.write(str(code).encode())
     return code
 
 
 def _run_ssh(argv: Sequence[str], script: bytes, token_line: bytes) -> int:
-    """Run ssh between rsync, on standard input and output, and the remote. Return the exit status of ssh.
+    """Run ssh and pass data between ssh and rsync, in both directions. Return the exit code of ssh.
 
-    A thread sends the script and then rsync's data to ssh. Meanwhile this function passes ssh's output to
-    rsync, except for a banner of the login shell.
+    rsync is on the standard input and output of this process. A thread sends the script and then rsync's data
+    to ssh. Meanwhile, this function passes the output of ssh to rsync, without the banner of the login shell.
 
     Parameters
     ----------
-    script : is sent before the data of rsync.
-    token_line : the first line that the script prints. The data for rsync follows it.
+    script : the script that starts rsync's server. It is sent before the data of rsync.
+    token_line : the first line that the script prints. The data for rsync follows this line.
     """
     for descriptor in (0, 1):
         os.set_blocking(descriptor, True)  # rsync opens them in non-blocking mode
-    # With a buffer, Python would write the rest again when it closes the pipe, and fail if ssh has ended.
+    # If ssh has ended, a buffered pipe would raise an error when it is closed, because Python would write the
+    # rest of the buffer again. So the pipe has no buffer.
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as ssh:
         assert ssh.stdin is not None  # noqa: S101 - for the type checker: both are pipes
         assert ssh.stdout is not None  # noqa: S101
         threading.Thread(target=_send_script_and_output, args=(ssh, ssh.stdin, script), daemon=True).start()
         ssh_output = ssh.stdout.fileno()
         data = _skip_banner(ssh_output, token_line)
-        if data is None:  # the script has not run
+        if data is None:  # the login shell has not run the script
             return _end_without_command(ssh)
         _copy_stream(data, ssh_output, 1)
         return ssh.wait()
 
 
 def _end_without_command(ssh: subprocess.Popen[bytes]) -> int:
-    """Wait for an ssh whose output has no token, and return the exit status for rsync.
+    """Wait for the end of an ssh that did not print the token, and return the exit code for rsync.
 
-    It is ssh's own status if the connection was lost. Otherwise the login shell did not run the script, and
-    the status is 1. A login shell that prints without end is killed.
+    If the connection was lost, this is the exit code of ssh. Otherwise, the login shell did not run the
+    script, and the exit code is 1. If the login shell prints without end, ssh is killed.
     """
     try:
         code = ssh.wait(_END_S)
@@ -85,7 +87,7 @@ def _end_without_command(ssh: subprocess.Popen[bytes]) -> int:
 
 
 def _send_script_and_output(ssh: subprocess.Popen[bytes], sink: IO[bytes], script: bytes) -> None:
-    """Send the script and then the output of rsync to ssh. Kill ssh if it goes on after rsync has ended."""
+    """Send the script and then the output of rsync to ssh. If ssh does not end after that, kill it."""
     _copy_stream(script, 0, sink.fileno())
     sink.close()
     try:
@@ -95,7 +97,7 @@ def _send_script_and_output(ssh: subprocess.Popen[bytes], sink: IO[bytes], scrip
 
 
 def _copy_stream(data: bytes, source: int, sink: int) -> None:
-    """Write `data` and then everything from `source` to `sink`, until `source` ends or `sink` is closed.
+    """Write `data` and then all data from `source` to `sink`, until `source` ends or `sink` is closed.
 
     Parameters
     ----------
@@ -103,6 +105,7 @@ def _copy_stream(data: bytes, source: int, sink: int) -> None:
     """
     with contextlib.suppress(OSError):
         while data:
+            # os.write may write only a part of the data.
             written_bytes = os.write(sink, data)
             data = data[written_bytes:]
             if not data:
@@ -110,21 +113,21 @@ def _copy_stream(data: bytes, source: int, sink: int) -> None:
 
 
 def _skip_banner(source: int, token_line: bytes) -> bytes | None:
-    """Return the first data from the file descriptor `source` that follows `token_line`.
+    """Return the first data after `token_line` from the file descriptor `source`.
 
-    What comes before that line is a banner of the login shell. If the line is missing, this function prints
-    an error and returns None.
+    Everything before that line is a banner of the login shell. If the line is missing, an error is printed
+    and the result is None.
     """
-    start = b""
-    while len(start) < CHUNK_BYTES:
+    first_bytes = b""
+    while len(first_bytes) < CHUNK_BYTES:
         data = os.read(source, CHUNK_BYTES)
         if not data:
             break
-        start += data
-        _, separator, script_output = start.partition(token_line)
+        first_bytes += data
+        _, separator, script_output = first_bytes.partition(token_line)
         if separator:
             return script_output or os.read(source, CHUNK_BYTES)
-    banner_end = start[-200:].decode(errors="replace").strip()
+    banner_end = first_bytes[-200:].decode(errors="replace").strip()
     print(f"the login shell runs no command; it printed: {banner_end}", file=sys.stderr)
     return None
 

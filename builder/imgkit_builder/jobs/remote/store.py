@@ -1,17 +1,17 @@
-"""imgkit's folder on a remote, and what is in it.
+"""imgkit's folder on a remote ("the store"), and its content.
 
 ::
 
     images/IMAGE-ROOT/image.sif     a complete .sif. IMAGE is the image's id, ROOT the start of the digest of
                                     its root partition
-    images/IMAGE-ROOT/image.json    `RemoteImage`
-    code/DIGEST/                    a folder of code that jobs copy
-    data/DIGEST-PROJECT/            a folder of data, which all runs of a project bind
+    images/IMAGE-ROOT/image.json    the description of the image, a `RemoteImage`
+    code/DIGEST/                    a folder of code, which jobs copy
+    data/DIGEST-PROJECT/            a folder of data, which all runs of a project mount
     runs/NAME-ID/                   the files of a job
-    jobs/ID                         what a job uses, for `gc`
+    jobs/ID                         the paths that a job uses, for `gc`
 
-Each image has a folder of its own because rsync finds an older version of a file only under the same name. A
-folder without a leading dot is complete: it got its name by one rename.
+Each image has its own folder, because rsync finds an older version of a file only under the same name. A
+folder whose name has no leading dot is complete, because it got its name by a single rename.
 """
 
 from __future__ import annotations
@@ -36,20 +36,23 @@ from imgkit_entrypoints.errors import UsageError
 FOLDERS = ("images", "code", "data")
 """The folders in the store into which imgkit sends files."""
 SIF = "image.sif"
-"""Name of the .sif in an image's folder, whatever its name was on the machine that sent it."""
+"""Name of the .sif in the folder of an image, whatever its name is on the machine that sent it."""
 IMAGE_JSON = "image.json"
 """Name of the file beside the .sif that describes the image."""
 Answer = Mapping[str, Sequence[str]]
-"""The values in the answer of a script on a remote, by their key: ``{"home": ["/scratch/me"], ...}``."""
+"""The values in the answer of a script on a remote, by key: ``{"home": ["/scratch/me"], ...}``."""
 IMAGE_NAME = re.compile(r"[0-9a-f]{64}-[0-9a-f]{12}")
-"""The name of an image's folder. A folder of data has a name of the same form."""
+"""The name of an image's folder. The name of a data folder has the same form."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _DESCRIPTION_SIZE = re.compile(r"\d{1,9}", re.ASCII)
 _DESCRIPTION_SCHEMA = 1
 _MAX_DESCRIPTION_BYTES = 1 << 16
 """Largest size of an `IMAGE_JSON` that is read. With 500 layers, it has 40 kB."""
 _DF_NUMBERS = re.compile(r"\s\d+\s+\d+\s+(?P<free_kib>-?\d{1,15})\s+(?:\d+%|-)\s")
-"""The numbers in a row of ``df -Pk``: size, used space, free space and use. Free space can be negative."""
+"""The numbers in a line of ``df -Pk``: size, used space, free space and use.
+
+The free space can be negative.
+"""
 
 FIND_OWNER = """\
 owner=
@@ -57,9 +60,9 @@ if [ -e "$folder" ] && [ ! -O "$folder" ]; then
     owner=$(find -H "$folder" -maxdepth 0 -printf %u) && echo "owner $owner"
 fi
 """
-"""Lines of a script that print the owner of ``$folder`` if it belongs to another user.
+"""Lines of a script that print the owner of ``$folder`` if the folder belongs to another user.
 
-That user could replace the files that this user's jobs run.
+That user could replace the files that this user's jobs execute.
 """
 
 FIND_VOLUME = """\
@@ -73,12 +76,13 @@ echo "ids $(id -u):$(id -g)"
 """
 """Lines of a script that print the root of the volume with the current folder, and the ids of the user.
 
-Pods need both, to find the files on the volume and to be allowed to read them.
+Pods need the root to find the files on the volume, and the ids to be allowed to read them.
 """
 
-# The code and the output of a run may be private, so the umask keeps other users out of all new folders. The
-# script renews the time of the code's folder, by which `imgkit remote gc` knows that it is in use. For code
-# that is missing, it makes the folder into which it will be sent, which saves a round trip after each edit.
+# The script that lists the store. The code and the output of a run may be private, so the umask keeps other
+# users out of all new folders. The script renews the time of the code's folder, which tells `imgkit remote
+# gc` that the folder is in use. If the code is missing, the script creates the folder that will receive it,
+# which saves a round trip after each edit of the code.
 _LIST_STORE = (
     FIND_PROGRAM
     + """\
@@ -114,7 +118,7 @@ echo end
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteImage:
-    """An image in a store: the content of the file `IMAGE_JSON` beside its .sif."""
+    """The description of an image in a store: the content of the file `IMAGE_JSON` beside its .sif."""
 
     image_id: str
     """``sha256:...``, the digest of the image's configuration.
@@ -124,28 +128,34 @@ class RemoteImage:
     root_sha256: str
     """Hex digest of the root partition."""
     root_offset: int
-    """Byte of the .sif at which the root partition begins."""
+    """Position in the .sif, in bytes, at which the root partition begins."""
     root_bytes: int
     """Size of the root partition."""
     sif_bytes: int
     arch: str
     diff_ids: tuple[str, ...] = ()
-    """``sha256:...`` of each layer, the lowest first. It is empty for an image that imgkit did not build."""
+    """``sha256:...`` of each layer, the lowest layer first.
+
+    It is empty for an image that imgkit did not build.
+    """
     title: str = ""
     """The file name of the .sif on the machine that sent it, such as ``letters.sif``."""
     input_sha256: str = ""
-    """Digest of the build's input if `imgkit run` built the image. It is empty for a .sif of the user."""
+    """Digest of the build's input if `imgkit run` built the image.
+
+    It is empty for a .sif that the user named.
+    """
     project: str = ""
-    """The host and folder of the project whose run sent the image."""
+    """The host and folder of the project whose job sent the image."""
 
     @property
     def name(self) -> str:
-        """Return the name of the image's folder in ``images``."""
+        """The name of the image's folder in ``images``."""
         return f"{self.image_id.removeprefix('sha256:')}-{self.root_sha256[:12]}"
 
     @property
     def path(self) -> str:
-        """Return the path of the .sif below the remote's folder."""
+        """The path of the .sif, relative to imgkit's folder."""
         return f"images/{self.name}/{SIF}"
 
     def to_json(self) -> bytes:
@@ -155,29 +165,29 @@ class RemoteImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Store:
-    """The content of the store on a remote."""
+    """The content of imgkit's folder on a remote."""
 
     home: str
     """Absolute path of imgkit's folder on the remote."""
     has_program: bool
     """Whether the remote has the scheduler's program."""
     images: tuple[RemoteImage, ...]
-    """The images, in the order of their last change, the newest first."""
+    """The images. The image that was changed last comes first."""
     code: tuple[str, ...]
-    """Digests of the folders of code, in the order of their last use, the newest first."""
+    """Digests of the folders of code. The folder that was used last comes first."""
     data: tuple[str, ...] = ()
-    """Names of the folders of data, in the order of their last use, the newest first."""
+    """Names of the data folders. The folder that was used last comes first."""
     incoming_code: str = ""
-    """Digest of the code for which `open_store` has made an empty folder in ``code/.incoming``, or empty."""
+    """Digest of the code for which `open_store` has created an empty folder in ``code/.incoming``, or ""."""
     volume: str = ""
-    """Absolute path of the root of the volume with imgkit's folder, or empty if the remote cannot name it."""
+    """Absolute path of the root of the volume with imgkit's folder, or "" if the remote cannot find it."""
     ids: str = ""
     """``UID:GID`` of the user on the remote."""
 
     def find_image(self, image_id: str, root_sha256: str = "") -> RemoteImage | None:
-        """Return the newest image with this id, and with this root partition if `root_sha256` is not empty.
+        """Return the newest image with this id, or None if the store has no such image.
 
-        Return None if the store has no such image.
+        If `root_sha256` is not empty, the root partition of the image must have this digest too.
         """
         for stored in self.images:
             if stored.image_id == image_id and root_sha256 in ("", stored.root_sha256):
@@ -185,9 +195,9 @@ class Store:
         return None
 
     def find_built(self, input_sha256: str) -> RemoteImage | None:
-        """Return the newest image whose build had the input with this digest.
+        """Return the newest image that was built from the input with this digest, or None if there is none.
 
-        Return None if the store has no such image, or if `input_sha256` is empty.
+        If `input_sha256` is empty, the result is None.
         """
         if not input_sha256:
             return None
@@ -197,13 +207,16 @@ class Store:
         return None
 
     def closest_image(self, new: RemoteImage) -> RemoteImage | None:
-        """Return the stored image that is most similar to `new`, so that the fewest blocks must be sent.
+        """Return the stored image that is most similar to `new`, or None if no image is similar.
 
-        It is the one that shares most layers with `new`. Among images that share equally many, one with the
-        same title is preferred. Return None if no image of the same architecture shares a layer or the title.
+        rsync needs to send only the blocks that differ from this image. The image with the most layers in
+        common with `new` is chosen. Among images with equally many common layers, an image with the same
+        title is preferred. An image of another architecture, or without a common layer and the same title, is
+        not similar.
         """
         closest = None
-        # The number of common layers, and whether the titles are equal. Tuples compare in this order.
+        # The number of common layers, and whether the titles are equal. Python compares the first values of
+        # two tuples first.
         closest_similarity = (0, False)
         for stored in self.images:
             if stored.arch != new.arch:
@@ -216,15 +229,14 @@ class Store:
 
 
 def describe_sif(path: Path, *, input_sha256: str = "", project: str = "") -> RemoteImage:
-    """Return the description of the local .sif `path`, which is stored beside it on a remote.
+    """Return the description of the local .sif `path`. It is stored beside the .sif on a remote.
 
-    A .sif that another tool built has no image id. The digest of its root partition takes the place of the
-    id.
+    A .sif that another tool built has no image id. It gets the digest of its root partition as its id.
 
     Parameters
     ----------
-    input_sha256 : digest of the build's input if imgkit has built the image for this job, or "".
-    project : the host and folder of the project whose run sends the image.
+    input_sha256 : digest of the build's input if imgkit built the image for this job, or "".
+    project : the host and folder of the project whose job sends the image.
 
     Raises
     ------
@@ -249,38 +261,47 @@ def describe_sif(path: Path, *, input_sha256: str = "", project: str = "") -> Re
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsedPaths:
-    """What a job uses in the store. The file ``jobs/ID`` has it for `gc`, with one value per line."""
+    """The paths that a job uses in the store.
+
+    The file ``jobs/ID`` contains them, one on each line, so that `gc` does not remove them.
+    """
 
     system: str
     """The system that took the job."""
     job_name: str
     stored_paths: tuple[str, ...]
-    """Paths of the image, code and data below imgkit's folder: ``("images/.../image.sif", "code/...")``."""
+    """Paths of the image, code and data in imgkit's folder: ``("images/.../image.sif", "code/...")``."""
     run: str = ""
-    """Name of the run folder, or "" for ``NAME-ID``. A resumed job has the folder of an earlier job."""
+    """Name of the run folder, or "" for ``NAME-ID``. A resumed job uses the folder of an earlier job."""
 
     @classmethod
     def of_job(cls, job: Job, run: str = "") -> UsedPaths:
-        """Return what `job` uses. `run` is the name of its run folder, or "" for ``NAME-ID``."""
+        """Return the paths that `job` uses.
+
+        Parameters
+        ----------
+        run : the name of its run folder, or "" for ``NAME-ID``.
+        """
         store_prefix = f"{job.directory}/"
         container = job.container
         paths = []
-        if container.image.startswith("/"):  # pods pull their image
+        if container.image.startswith("/"):  # pods have no such path, because they pull their image
             paths.append(container.image.removeprefix(store_prefix))
         data_folders = [mount.source for mount in container.data]
         for path in (container.code_folder, *data_folders):
-            # Folders of data outside of the store are left out, because `gc` never removes them.
+            # Data outside of the store is left out, because `gc` never removes it.
             if path.startswith(store_prefix):
                 paths.append(path.removeprefix(store_prefix))
         return cls(system=job.system, job_name=job.name, stored_paths=tuple(paths), run=run)
 
     @classmethod
     def parse(cls, lines: Sequence[str]) -> UsedPaths:
-        """Return what the lines of a file ``jobs/ID`` say.
+        """Parse the lines of a file ``jobs/ID``.
 
-        A file that is cut short has fewer lines; the missing ones count as empty.
+        If the file is cut short, missing lines count as empty.
         """
-        system, job_name, *paths = [*lines, "", ""]  # at least two values, also from an empty file
+        # The two empty texts stand for the lines that an empty file lacks.
+        system, job_name, *paths = [*lines, "", ""]
         run = ""
         stored_paths = []
         for path in paths:
@@ -292,7 +313,7 @@ class UsedPaths:
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """The folders with the image, code and data: ``images/NAME`` instead of ``images/NAME/image.sif``."""
+        """The folders of the image, code and data: ``images/NAME`` instead of ``images/NAME/image.sif``."""
         return tuple(path.removesuffix(f"/{SIF}") for path in self.stored_paths)
 
     def run_name(self, job_id: str) -> str:
@@ -300,7 +321,7 @@ class UsedPaths:
         return self.run or f"{self.job_name}-{job_id}"
 
     def lines_after_system(self) -> str:
-        """Return the text of the file without its first line, which is the system."""
+        """Return the text of the file ``jobs/ID`` without its first line, which contains the system."""
         lines = [self.job_name, *self.stored_paths]
         if self.run:
             lines.append(f"runs/{self.run}")
@@ -308,15 +329,15 @@ class UsedPaths:
 
 
 def open_store(connection: Connection, *, program: str, code: str = "") -> Store:
-    """Return the content of the store, imgkit's folder on the remote. Create it if it does not exist.
+    """Return the content of imgkit's folder on the remote. If the folder does not exist, create it.
 
-    The same script also renews the time of the code that the job uses, so that `imgkit remote gc` keeps it.
-    One script saves round trips to the remote.
+    The script on the remote also renews the time of the code that the job uses, so that `imgkit remote gc`
+    keeps it. A single script does all this, which saves round trips.
 
     Parameters
     ----------
     program : the scheduler's program, such as ``sbatch``. The result says whether the remote has it.
-    code : digest of the code that the job uses. It is empty for a job without code.
+    code : digest of the code that the job uses, or "" for a job without code.
 
     Raises
     ------
@@ -330,9 +351,9 @@ def open_store(connection: Connection, *, program: str, code: str = "") -> Store
 
 
 def parse_store(output: bytes, remote: Remote) -> Store:
-    """Return the content of the store of `remote` from the `output` of the script that lists it.
+    """Return the content of the store from `output`, which the script for `open_store` prints.
 
-    Folders whose names are not of imgkit's form and images with a damaged description are left out.
+    Folders with names that imgkit does not use, and images with a damaged description, are left out.
 
     Raises
     ------
@@ -341,8 +362,10 @@ def parse_store(output: bytes, remote: Remote) -> Store:
     """
     answer, descriptions = _parse_answer(output, remote)
     home = first_value(answer, "home")
-    owner = first_value(answer, "owner")  # if another user owns the folder, the script prints nothing else
-    has_line_break = len(answer.get("home", ())) > 1  # the path itself has a line "home ..."
+    # If the folder belongs to another user, the script prints only the owner.
+    owner = first_value(answer, "owner")
+    # The path itself contains a line that begins with "home ".
+    has_line_break = len(answer.get("home", ())) > 1
     if not owner and (not home or has_line_break):
         raise unreadable_answer(remote.name, output)
     error = home_error(home, owner, remote)
@@ -351,6 +374,7 @@ def parse_store(output: bytes, remote: Remote) -> Store:
     images = []
     for name, description in descriptions.items():
         stored = _parse_description(description)
+        # A folder whose name does not match its description is left out.
         if stored is not None and stored.name == name:
             images.append(stored)
     return Store(
@@ -366,22 +390,22 @@ def parse_store(output: bytes, remote: Remote) -> Store:
 
 
 def first_value(answer: Answer, key: str) -> str:
-    """Return the value of the first line with this key. Return "" if the answer has no such line."""
+    """Return the value of the first line with this key, or "" if the answer has no such line."""
     if key not in answer:
         return ""
     return answer[key][0]
 
 
 def home_error(home: str, owner: str, remote: Remote) -> UsageError | None:
-    """Return the error if jobs cannot use the remote's folder. Return None if they can.
+    """Return the error if jobs cannot use imgkit's folder on the remote, or None if they can.
 
-    A folder of another user is an error, because that user could replace the files that the jobs run. So is a
-    path with characters that a job script cannot contain.
+    A folder of another user is refused, because that user could replace the files that the jobs execute. A
+    path with characters that a job script cannot contain is refused as well.
 
     Parameters
     ----------
     home : the folder's absolute path on the remote, without symbolic links.
-    owner : the user to whom the folder belongs; empty if it belongs to this user.
+    owner : the user to whom the folder belongs. It is empty if that is this user.
     """
     if owner:
         command = _replace_command(remote, f"{remote.folder}/YOU")
@@ -390,8 +414,9 @@ def home_error(home: str, owner: str, remote: Remote) -> UsageError | None:
             where=remote.name,
             hint=f"a folder of your own, for example below it: {command}",
         )
-    # A byte that is not UTF-8 was decoded as U+FFFD. A script with U+FFFD would name another folder, so it is
-    # replaced by a character that no path in a job can have.
+    # Bytes of the path that are not UTF-8 were decoded as U+FFFD. A script with U+FFFD would use another
+    # folder, so such a path must be refused. For that, U+FFFD is replaced by a character that no path in a
+    # job may contain.
     checked_path = home.replace("\N{REPLACEMENT CHARACTER}", "\0")
     try:
         quoting.check_flag_value("--directory", checked_path)
@@ -404,15 +429,16 @@ def home_error(home: str, owner: str, remote: Remote) -> UsageError | None:
 
 
 def pod_folder(remote: Remote, home: str, volume: str) -> str:
-    """Return the path that imgkit's folder on the remote has in the pods, which mount the same volume.
+    """Return the path at which pods see imgkit's folder, which is on a volume that they mount.
 
-    If the remote has the volume at ``/mnt/v`` and pods mount it at ``/data``, ``/mnt/v/me`` -> ``/data/me``.
+    For example, the volume is ``/mnt/v`` on the remote and ``/data`` in the pods. Then ``/mnt/v/me`` ->
+    ``/data/me``.
 
     Parameters
     ----------
     home : the absolute path of imgkit's folder on the remote, without symbolic links.
-    volume : the path of the volume's root on the remote. It is empty if the folder that the user named as the
-        root does not exist.
+    volume : the path of the volume's root on the remote. It is empty if the user has named a root that does
+        not exist.
 
     Raises
     ------
@@ -444,12 +470,12 @@ def pod_folder(remote: Remote, home: str, volume: str) -> str:
 
 
 def _replace_command(remote: Remote, folder: str) -> str:
-    """Return the command that gives the remote another folder."""
+    """Return the command by which the user chooses another folder on the remote."""
     return f"imgkit remote add {remote.name} {remote.address}:{folder} --replace"
 
 
 def free_bytes(row: str) -> int | None:
-    """Return the free space in a row of the output of ``df -Pk``. Return None if the row has no numbers."""
+    """Return the free space in a line of ``df -Pk``, or None if the line contains no numbers."""
     match = _DF_NUMBERS.search(row)
     if match is None:
         return None
@@ -459,8 +485,8 @@ def free_bytes(row: str) -> int | None:
 def _parse_answer(output: bytes, remote: Remote) -> tuple[Answer, Mapping[str, bytes]]:
     """Split `output`, the answer of `_LIST_STORE`, into its values and the descriptions of images.
 
-    Most lines are ``KEY VALUE``, such as ``home /scratch/me``. After the line ``image SIZE NAME``, the next
-    SIZE bytes are the content of the image's file `IMAGE_JSON`. The last line is ``end``; without it, the
+    Most lines are ``KEY VALUE``, such as ``home /scratch/me``. A line ``image SIZE NAME`` is followed by SIZE
+    bytes, which are the content of the image's file `IMAGE_JSON`. The last line is ``end``. Without it, the
     answer is cut short.
 
     Returns
@@ -469,7 +495,7 @@ def _parse_answer(output: bytes, remote: Remote) -> tuple[Answer, Mapping[str, b
 
     Raises
     ------
-    ToolFailed : the line ``end`` is missing, or an image has no valid size.
+    ToolFailed : the line ``end`` is missing, or the size of an image is not valid.
     """
     answer: dict[str, list[str]] = {}
     descriptions: dict[str, bytes] = {}
@@ -492,9 +518,9 @@ def _parse_answer(output: bytes, remote: Remote) -> tuple[Answer, Mapping[str, b
 
 
 def _parse_description(text: bytes) -> RemoteImage | None:
-    """Return the image that `text`, the content of its file `IMAGE_JSON`, describes.
+    """Parse the content of a file `IMAGE_JSON`, which describes an image.
 
-    Return None if the text is damaged, or has the schema of another version of imgkit.
+    If the text is damaged, or if another version of imgkit wrote it in another schema, the result is None.
     """
     try:
         values = json_text.parse(text, most_bytes=_MAX_DESCRIPTION_BYTES)

@@ -1,18 +1,21 @@
-"""Send a folder into the store with rsync, and try again when the connection is lost.
+"""Send a folder to the store on a remote with rsync, and try again when the connection is lost.
 
-The folder arrives in ``.incoming`` beside its target, where a later attempt resumes the transfer. When all of
-it has arrived and has been checked, one rename gives it its name, so the target is complete or does not
-exist. Two attempts at the same time write the same bytes to the same files, so neither harms the other.
+The folder is received in ``.incoming`` beside its target, where a later attempt can resume the transfer. When
+all of it has arrived and has been checked, a single rename gives it its name. So the target is either
+complete or does not exist. Two transfers at the same time write the same bytes to the same files, so they do
+not harm each other.
 
-An older image on the remote is the basis of a new one: rsync sends only the blocks that the basis lacks. The
-behaviour of rsync that this module relies on, observed with version 3.2.7:
+An older image on the remote is the basis of a new one: rsync sends only the blocks that the basis does not
+contain. This module relies on the following behavior of rsync, which was observed with version 3.2.7:
 
-* rsync looks for the basis under the same file name in the folder of ``--copy-dest``.
-* That folder must be an absolute path. Debian's 3.2.7 and 3.4.3 fail with a relative path with ``..`` in it.
-* After a lost connection, rsync uses the partial file as the basis and would send all the rest. So `_JOIN`
-  appends the real basis to the partial file before the next attempt. It appends the whole of it, since rsync
-  changes the partial file in place and uses no block that lies before the position that it writes. If only
-  the rest were appended, no block that has moved towards the end of the new image would be used.
+* rsync looks for the basis under the same file name, in the folder of ``--copy-dest``.
+* That folder must be an absolute path. Debian's 3.2.7 and 3.4.3 fail with a relative path that contains
+  ``..``.
+* After a lost connection, rsync uses the partial file as the basis, and would send all blocks that are
+  missing there. So `_JOIN` appends the real basis to the partial file before the next attempt. It appends the
+  complete basis. rsync changes the partial file in place, and uses no block before the position that it
+  writes. If only the end of the basis were appended, blocks that have moved towards the end of the new image
+  could not be used.
 * Without ``--ignore-times``, rsync would copy a basis of the same size and time instead of sending the image.
 """
 
@@ -37,21 +40,23 @@ from imgkit_builder.jobs.remote.store import IMAGE_JSON, SIF, RemoteImage, free_
 from imgkit_entrypoints.errors import CheckFailed
 
 ATTEMPTS = 4
-"""The number of attempts in a row without progress after which the transfer gives up."""
+"""The number of attempts in a row without progress after which a transfer gives up."""
 _WAIT_S = 60
-"""The longest time for which a new attempt waits until the earlier rsync has ended on the remote."""
+"""Seconds for which a new attempt waits at most, until the rsync of the earlier attempt has ended."""
 _FULL_DISK = re.compile(r"(No space left on device|Disk quota exceeded) \(\d+\)")
-"""The text and number of the system's error, as rsync prints them: ``mkstemp "..." failed: TEXT (28)``."""
+"""The text and number of a system error, as rsync prints them: ``mkstemp "..." failed: TEXT (28)``."""
 _DATA_MODES = "--chmod=Du+rwx,Fa-w"
-"""Option of rsync that makes files read-only and folders writable for the user.
+"""Option of rsync that makes files read-only and keeps folders writable for the user.
 
-All runs read the same files of data, and a later version has hard links to them, so nothing may change them.
+All runs read the same data files, and a later version of the data has hard links to them. So nothing may
+change the files.
 """
 
-# When a connection is lost, rsync on the remote moves its temporary file .image.sif.XXXXXX into the folder
-# for partial files, at once or at its time limit. If it was killed, the temporary file stays beside that
-# folder, and the script moves it. The file `joined` has two numbers: the size of the partial image before
-# `_JOIN` appended the basis, and the size after that.
+# This script prepares the folder that receives the files. After a lost connection, rsync on the remote moves
+# its temporary file .image.sif.XXXXXX to the folder for partial files, either at once or at its time limit.
+# If rsync was killed, the temporary file stays beside that folder, and the script moves it. The file `joined`
+# contains two numbers: the size of the partial image before `_JOIN` appended the basis, and its size
+# afterwards.
 _PREPARE = f"""\
 umask 077
 cd -- "$home" || exit 1
@@ -78,7 +83,7 @@ fi
 echo "arrived $((arrived))"
 """
 _PREPARED = re.compile(rb"disk (?P<df_row>.*)\narrived (?P<arrived_bytes>\d{1,15})\n")
-"""The answer of `_PREPARE`."""
+"""The answer of `_PREPARE`: the free space, and how many bytes have arrived."""
 _JOIN = f"""\
 cd -- "$home/$folder/.incoming/$name/$partial" 2> /dev/null && [ -f {SIF} ] || exit 0
 basis_file=$home/$folder/$basis/{SIF}
@@ -88,10 +93,10 @@ if [ "$before" != "$after" ]; then
     cat -- "$basis_file" >> {SIF} && echo "$before $((before + added))" > joined
 fi
 """
-# Check the digest of the root partition, and rename the folder. Another transfer of the same content may do
-# so at any moment; then mv fails, and the folder that already has the name is as good. The disk is written
-# while the digest is computed. The sha256sum of many systems does not use the processor's instructions for
-# SHA-256, and takes four times the processor time of openssl.
+# This script checks the digest of the root partition, and renames the folder. Another transfer of the same
+# content may do so at any moment. Then mv fails, and the folder that already has the name is used. The disk
+# is written while the digest is computed. openssl is preferred: on many systems, sha256sum does not use the
+# processor's instructions for SHA-256 and takes four times the processor time.
 _PUBLISH = f"""\
 cd -- "$home/$folder" || exit 1
 if [ -d ".incoming/$name" ]; then
@@ -114,28 +119,28 @@ if [ -e "$name" ]; then echo published; else echo "$name cannot be made" >&2; ex
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A folder to send."""
+    """A folder to send, and how to send it."""
 
     path: Path
     label: str
     """The name of the content in messages: ``image``, ``data``, ``code`` or ``entry points``."""
     size_bytes: int
     options: tuple[str, ...]
-    """Options of rsync for this kind of content.
+    """Options of rsync for this kind of content, which begin with ``-rpt``.
 
-    They begin with ``-rpt``. ``-a`` would also keep the owner: if the remote user is root, the files would
-    get a user id of this machine.
+    ``-a`` is not used because it would also keep the owner. If the user on the remote is root, the files
+    would get a user id of this machine.
     """
     check: Callable[[], None] | None = None
-    """Function that raises an error if the content has changed since the transfer began."""
+    """A function that raises an error if the content has changed since the transfer began."""
     may_be_linked: bool = False
-    """Whether most files may get hard links to those of an earlier folder, and then need no space."""
+    """Whether most files can become hard links to files of an earlier folder, which need no space."""
     is_prepared: bool = False
-    """Whether the remote has an empty folder for it in ``.incoming``."""
+    """Whether the remote already has an empty folder for the content in ``.incoming``."""
     image: RemoteImage | None = None
-    """The image whose .sif is in the folder. It is None if the folder has other files."""
+    """The description of the image in the folder, or None if the folder contains no image."""
     basis: str = ""
-    """Name of an older image on the remote, whose equal blocks are not sent. It is empty without a basis."""
+    """Name of an older image on the remote, or "". Blocks that it shares with the new image are not sent."""
 
 
 def send_folder(
@@ -150,15 +155,17 @@ def send_folder(
     is_prepared: bool = False,
     report: Reporter,
 ) -> Transferred | None:
-    """Send the folder `path` to the remote. Its path there is ``HOME/TARGET``.
+    """Send the folder `path` to the remote, where its path is ``HOME/TARGET``.
 
     Parameters
     ----------
     label : the name of the content in messages.
+    size_bytes : the size of the content.
     home : the absolute path of imgkit's folder on the remote.
-    target : a path of the form ``FOLDER/NAME`` below `home`.
-    similar : names of folders beside the target. Their equal files get a hard link and are not sent.
-    is_prepared : whether the remote has an empty folder for it in ``.incoming``.
+    target : a path of the form ``FOLDER/NAME``, relative to `home`.
+    similar : names of folders beside the target. Files that they have in common with `path` are not sent, but
+        become hard links.
+    is_prepared : whether the remote already has an empty folder for the content in ``.incoming``.
 
     Returns
     -------
@@ -180,12 +187,13 @@ def send_folder(
 def send_data(
     connection: Connection, folder: DataFolder, *, home: str, earlier: tuple[str, ...], report: Reporter
 ) -> Transferred | None:
-    """Send a folder of data to the store in the folder `home` of the remote.
+    """Send a data folder to the store on the remote.
 
     Parameters
     ----------
-    earlier : names of earlier versions of the folder. A file with the same size and time as in an earlier
-        version is not sent, but becomes a hard link to the earlier file.
+    home : the absolute path of imgkit's folder on the remote.
+    earlier : names of earlier versions of the folder. A file that has the same size and time in an earlier
+        version is not sent, but becomes a hard link to that file.
 
     Returns
     -------
@@ -217,12 +225,15 @@ def send_image(
     basis: RemoteImage | None,
     report: Reporter,
 ) -> Transferred | None:
-    """Send the .sif to the store in the folder `home` of the remote, with the file that describes it.
+    """Send a .sif to the store on the remote, together with the file that describes it.
 
     Parameters
     ----------
+    sif : the local .sif.
     image : the description of `sif`.
-    basis : an older image on the remote, whose blocks rsync reuses instead of sending them. None sends all.
+    home : the absolute path of imgkit's folder on the remote.
+    basis : an older image on the remote. rsync uses its blocks instead of sending them. With None, all blocks
+        are sent.
 
     Returns
     -------
@@ -255,15 +266,15 @@ def send_image(
 def _send_and_publish(
     connection: Connection, source: Source, *, home: str, target: str, report: Reporter
 ) -> Transferred | None:
-    """Send `source` and publish it as `target`. Connect again while the transfer makes progress.
+    """Send `source` and publish it as `target`. Connect again as long as the transfer makes progress.
 
-    To publish means to check what has arrived in ``.incoming`` and to give it its name in the store. The
+    To publish means to check what has arrived in ``.incoming``, and to give it its name in the store. The
     parameters, the result and the errors are those of `send_folder` and `send_image`.
     """
     folder, _, name = target.rpartition("/")
     values = {"home": home, "folder": folder, "name": name, "partial": rsync.PARTIAL}
-    failures = 0  # connections that were lost in a row without progress in between
-    most_arrived_bytes = -1  # at the start of an attempt; -1 until an attempt has reached the remote
+    failures = 0  # connections in a row that were lost without progress
+    most_arrived_bytes = -1  # at the start of any attempt so far; -1 until an attempt has reached the remote
     while True:
         try:
             arrived_bytes = 0
@@ -275,14 +286,15 @@ def _send_and_publish(
             return _send_rest(connection, values, source, arrived_bytes, report)
         except Cut as error:
             failures += 1
-            # Without a first connection, the address is probably wrong, and further attempts would not help.
+            # If not even the first connection succeeded, the address is probably wrong, and further attempts
+            # would not help.
             if most_arrived_bytes < 0 or failures >= ATTEMPTS:
                 hint = str(error.hint)
                 if most_arrived_bytes > 0:
                     hint += "; the same command resumes the transfer"
                 raise Cut(error.what, where=error.where, hint=hint) from error
             report.note(f"the connection was lost, and imgkit connects again: {error.what}")
-        time.sleep(failures - 1)  # at once after the first failure
+        time.sleep(failures - 1)  # no pause after the first failure
 
 
 def _send_rest(
@@ -293,7 +305,7 @@ def _send_rest(
     Parameters
     ----------
     values : the variables of the scripts on the remote: ``home``, ``folder``, ``name`` and ``partial``.
-    arrived_bytes : how much has arrived in earlier attempts.
+    arrived_bytes : how many bytes have arrived in earlier attempts.
 
     Raises
     ------
@@ -305,6 +317,7 @@ def _send_rest(
     report.stage(f"send the {source.label} to {remote}")
     transferred = _send_files(connection, values, source, report)
     if source.check is not None:
+        # Raise an error if the content has changed while it was sent.
         source.check()
     report.stage(f"check the {source.label} on {remote}")
     _publish(connection, values, source)
@@ -320,7 +333,8 @@ def _publish(connection: Connection, values: Mapping[str, str], source: Source) 
 
     Raises
     ------
-    CheckFailed : the root partition of the image on the remote has another digest. It has been removed.
+    CheckFailed : the root partition of the image on the remote has a wrong digest. The script has removed the
+        folder.
     ToolFailed : the remote's answer cannot be read.
     """
     remote = connection.remote.name
@@ -339,7 +353,7 @@ def _publish(connection: Connection, values: Mapping[str, str], source: Source) 
 def _checked_partition(image: RemoteImage | None) -> dict[str, str]:
     """Return the variables of `_PUBLISH` with the digest, start and length of the image's root partition.
 
-    Folders without an image are not checked. For them, the digest is "".
+    A folder without an image is not checked. The script skips the check if the digest is "".
     """
     if image is None:
         return {"sum": ""}
@@ -353,10 +367,10 @@ def _checked_partition(image: RemoteImage | None) -> dict[str, str]:
 def _prepare_incoming(
     connection: Connection, values: Mapping[str, str], source: Source, *, is_retry: bool
 ) -> int:
-    """Create the folder in ``.incoming`` that receives the files, and return how many bytes it has already.
+    """Create the folder in ``.incoming`` for the files, and return how many bytes have already arrived there.
 
-    If an earlier attempt has left a part of an image, the basis is appended to that part (`_JOIN`), so that
-    rsync can use the blocks of both.
+    If an earlier attempt has left a part of an image, the basis is appended to it (`_JOIN`), so that rsync
+    can use the blocks of both.
 
     Parameters
     ----------
@@ -373,15 +387,18 @@ def _prepare_incoming(
     if answer is None:
         raise unreadable_answer(connection.remote.name, output)
     free = free_bytes(answer["df_row"].decode(errors="replace"))
-    # rsync writes a new file beside the partial one, so the bytes that have arrived do not count.
+    # rsync writes a new file beside the partial one. So the bytes that have already arrived do not reduce the
+    # space that is needed.
     if free is not None and free < source.size_bytes and not source.may_be_linked:
         raise CheckFailed(
             f"{size_text(source.size_bytes)} to send to {connection.remote.name}, but {size_text(free)} free",
             where=values["home"],
             hint=_space_hint(connection),
         )
+    # The count can exceed the size of the content: du counts whole disk blocks, and `_JOIN` may have appended
+    # the basis.
     arrived_bytes = min(int(answer["arrived_bytes"]), source.size_bytes)
-    # `_JOIN` lets the partial image grow by the size of the basis, and rsync may write a new image beside it.
+    # `_JOIN` enlarges the partial image by the size of the basis. rsync may then write a new image beside it.
     has_space_to_join = free is None or free > 2 * source.size_bytes
     if arrived_bytes and source.basis and has_space_to_join:
         connection.run(_JOIN, {**values, "basis": source.basis}, by_transfer=True)
@@ -389,23 +406,23 @@ def _prepare_incoming(
 
 
 def _space_hint(connection: Connection) -> str:
-    """Return the commands that make space on the remote, or choose another folder."""
+    """Return commands that free space on the remote, or that choose another folder."""
     name = connection.remote.name
-    another = f"imgkit remote add {name} {connection.remote.address}:/PATH --replace"
-    return f"what no job uses: imgkit remote gc {name} --delete; or another folder: {another}"
+    replace_command = f"imgkit remote add {name} {connection.remote.address}:/PATH --replace"
+    return f"what no job uses: imgkit remote gc {name} --delete; or another folder: {replace_command}"
 
 
 def _send_files(
     connection: Connection, values: Mapping[str, str], source: Source, report: Reporter
 ) -> Transferred | None:
-    """Send the files of `source` into its folder in ``.incoming``, and return what was transferred.
+    """Send the files of `source` to its folder in ``.incoming``, and return what was transferred.
 
-    The result is None if rsync prints no statistics.
+    If rsync prints no statistics, the result is None.
 
     Parameters
     ----------
     values : ``home`` is imgkit's folder on the remote, ``folder`` a folder in it such as ``images``, and
-        ``name`` the name of the new folder there.
+        ``name`` the name of the new folder in that one.
 
     Raises
     ------
@@ -415,8 +432,9 @@ def _send_files(
     folder = f"{values['home']}/{values['folder']}"
     options = list(source.options)
     if connection.remote.bwlimit:
-        limit_kib = round(connection.remote.bwlimit * 1e6 / 1024)  # the unit of rsync
-        options.append(f"--bwlimit={max(1, limit_kib)}")  # 0 would be no limit
+        # The user gives the limit in MB/s, and rsync takes it in KiB/s.
+        limit_kib = round(connection.remote.bwlimit * 1e6 / 1024)
+        options.append(f"--bwlimit={max(1, limit_kib)}")  # at least 1, because 0 would mean no limit
     args = (*options, f"{source.path.absolute()}/", f"remote:.incoming/{values['name']}/")
     try:
         return rsync.run_rsync(connection, folder, args, report, source.size_bytes)
@@ -433,13 +451,14 @@ def _send_files(
 def _full_disk_message(
     connection: Connection, folder: str, error: ScriptFailed, size_bytes: int
 ) -> str | None:
-    """Return the message if rsync failed because the remote's disk is full. Return None after other errors.
+    """Return an error message if rsync failed because the remote's disk is full, and None otherwise.
 
-    rsync's own error says so in most cases. In the others, the free space on the remote decides.
+    Usually, the error of rsync names the reason. If it does not, the free space on the remote decides.
 
     Parameters
     ----------
-    folder : a path on the full file system.
+    folder : a path on the file system that may be full.
+    error : the failure of rsync.
     size_bytes : the size of the content that rsync could not write.
     """
     message = f"the disk of {connection.remote.name} is full"
@@ -447,10 +466,10 @@ def _full_disk_message(
         return message
     if error.code != rsync.FILE_ERROR:
         return None
-    # rsync on the remote ends after such an error. Its message is lost if rsync on this machine notices the
-    # closed pipe before it has read the message. Then only the free space tells.
+    # After such an error, rsync on the remote ends. If rsync on this machine notices the closed pipe first,
+    # it does not read the message, and the message is lost. Then only the free space shows the reason.
     df_row = connection.run('df -Pk -- "$folder"\n', {"folder": folder}, by_transfer=True)
-    free = free_bytes(df_row.decode(errors="replace"))
-    if free is None or free >= size_bytes:
+    free_space_bytes = free_bytes(df_row.decode(errors="replace"))
+    if free_space_bytes is None or free_space_bytes >= size_bytes:
         return None
-    return f"{message}: {size_text(free)} free"
+    return f"{message}: {size_text(free_space_bytes)} free"

@@ -1,7 +1,7 @@
-"""Runtimes, which start a job's command on a node. Each one is a class.
+"""Runtimes: the ways to start a job's command on a node, such as Singularity, Docker or no container.
 
-A runtime writes argv and lines of shell, and reads image files that are on this machine. It runs no commands,
-except that `image_digest` runs one with the function that its caller passes.
+Each runtime is a class. It writes argument lists and shell lines, and reads image files on this machine. It
+runs no commands itself. Only `image_digest` runs one, through a function of its caller.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _RUNTIMES: Mapping[str, Runtime] = {
 
 
 def get_runtime(kind: str) -> Runtime:
-    """Return the runtime of this kind, which the recipe's ``system.runtime.kind`` or ``--runtime`` names."""
+    """Return the runtime with this name, a value of ``system.runtime.kind`` or ``--runtime``."""
     return _RUNTIMES[kind]
 
 

@@ -1,7 +1,7 @@
-"""The base class of the runtimes. It has what most of them share, and names what each of them defines.
+"""The base class of the runtimes. It implements what most of them share.
 
 The variables of a job reach the command in one of two ways. Docker gets them as options
-(`environment_by_options`). The other runtimes inherit the settings from the shell that starts them, and
+(`environment_by_options`). Other runtimes inherit imgkit's settings from the shell that starts them, and
 ``env`` sets the user's variables inside the container.
 """
 
@@ -31,19 +31,22 @@ from imgkit_entrypoints.system import HOST, HOST_FOLDERS, JOB_FOLDER, SYSTEM_JSO
 if TYPE_CHECKING:
     from imgkit_builder.recipe.targets import Target
 
-# Options by which the containers of Apptainer, Singularity, Docker and Podman see the GPUs of their node. A
-# job without GPUs leaves them out.
+# Options of Apptainer, Singularity, Docker and Podman that give a container access to the GPUs of its node.
+# They are left out in a job without GPUs.
 _GPU_OPTIONS = ("--nv", "--nvccli", "--rocm", "--gpus=all", "--gpu", "--device=nvidia.com/gpu=all")
 
 _EXPORT_ENV_FILE = (
     'while IFS= read -r text || [ "$text" ]; do case ${{text%%=*}} in "" | [0-9]* | *[!A-Za-z0-9_]*) ;; '
     '*) export "${{text?}}" ;; esac; done < {file}'
 )
-"""Shell text that exports the lines ``NAME=VALUE`` of a file without executing them, and skips all others."""
+"""Shell text that exports the lines ``NAME=VALUE`` of a file.
 
-# Runs the command of --activate, and then the program in the same shell, which has the variables that the
-# command has set. What the command prints goes to standard error, so that it does not mix with the program's
-# output.
+It executes nothing, and skips all other lines.
+"""
+
+# Shell text that runs the command of --activate, and then the program in the same shell, so that the program
+# gets the variables that the command has set. The output of the command goes to standard error, so that it is
+# separate from the program's output.
 _RUN_ACTIVATED = """\
 eval "$1" >&2 || { echo "imgkit: the command of --activate failed with exit code $?: $1" >&2; exit 3; }
 shift
@@ -51,96 +54,99 @@ exec "$@"
 """
 
 
-# The end of the shell's message about a variable that a job uses: "SCRATCH: imgkit: no module has set it".
+# The end of the shell's message about a missing variable: "SCRATCH: imgkit: no module has set it ...".
 _UNSET_VARIABLE_MESSAGE = "no module has set it on this node (system.runtime.modules)"
 
 SQSH_SUFFIXES = (".sqsh", ".squashfs")
-"""Suffixes of a plain squashfs. They decide where the file itself is not on this machine."""
+"""Suffixes of a plain squashfs. They are used to recognize a file that is not on this machine."""
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
-"""Variable with the numbers of the GPUs that a program may use: ``0,1,2,3``.
+"""Variable with the indices of the GPUs that a program may use: ``0,1,2,3``.
 
 At some sites, Slurm shows only one GPU to the only task of a node, unless srun inherits this variable.
 """
-# Starts of paths that are seen already if `HOST_FOLDERS` are mounted: "/usr/lib64/", ...
+# Starts of paths that are inside one of `HOST_FOLDERS`, such as "/usr/lib64/". They need no mount of their
+# own.
 _BELOW_HOST_FOLDERS = tuple(f"{folder}/" for folder in HOST_FOLDERS)
 
 
-# Prints the digest of the image file that is the first argument, "folder" for a folder, or else nothing.
+# Shell text that prints the digest of the image file in its first argument. For a folder it prints "folder",
+# and for a file that cannot be read nothing.
 _PRINT_DIGEST = f'if [ -d "$1" ]; then echo folder; elif [ -r "$1" ]; then {record.digest_command("$1")}; fi'
 
 
 class Runtime(abc.ABC):
-    """A way to start a job's command on a node: by a container runtime, or on the node itself."""
+    """A way to start a job's command on a node, in a container or on the node itself."""
 
     kind: RuntimeKind
     """Name of the runtime in ``system.runtime.kind`` and ``--runtime``."""
     usual_options: Argv = ()
-    """Options of every start if the recipe does not set them, because its runtime is of another kind."""
+    """Options for a recipe whose own runtime is of another kind, so that it sets no options for this one."""
     image_suffix: str = ""
     """Suffix of the image files that the runtime starts. It is empty if the runtime starts no files."""
     has_container: bool = True
     """Whether the command runs in a container."""
     is_isolated: bool = False
-    """Whether the command sees neither folders nor variables of the machine that submits the job."""
+    """Whether the command sees no folders and no variables of the machine that submits the job."""
     environment_by_options: bool = False
     """Whether options of the runtime set the variables and the working directory of the command.
 
-    Otherwise the command has those of the shell that starts the runtime.
+    If not, the command inherits them from the shell that starts the runtime.
     """
     serves_image: bool = False
-    """Whether a process of the job serves the image's files.
+    """Whether a process of the job serves the files of the image.
 
-    Such a process must not get the signals that are meant for the program, because the files would be lost.
+    Such a process must not receive the signals that are meant for the program. If it ended, the files would
+    be gone.
     """
     squashfs_options: str = ""
-    """Options of a mount that shows the content of a squashfs, or empty if the runtime has no such mount."""
+    """Options of a mount for the content of a squashfs. It is empty if the runtime has no such mounts."""
     without_mounts: str = ""
-    """Hint for a user who chooses a Python of the image with a runtime that mounts no folders."""
+    """Hint for a user who chooses a Python in the image, if the runtime mounts no folders."""
     opens_shells: bool = False
-    """Whether a login shell on a node of a running job can open a shell in the job's image."""
+    """Whether a login shell on a node of a running job can open another shell in the job's image."""
     options_index: int = 2
     """Index of the first option in the argv that starts a container: 2 for ``docker run OPTIONS``."""
 
     def data_links(self, job: Job) -> Mapping[str, str]:
-        """Return the links to folders of data to make in the run's copy of its code, each with its target.
+        """Return the links to data folders to create in the run's copy of its code, each with its target.
 
-        An example is ``{"data/letters": "/scratch/me/imgkit/data/..."}``. The links take the place of mounts
-        for runtimes that mount no folders. For all others the result is empty.
+        For example: ``{"data/letters": "/scratch/me/imgkit/data/..."}``. The links replace mounts for
+        runtimes that mount no folders. For all other runtimes, the result is empty.
         """
         if self.mounts_folders:
             return {}
         return {data.target.removeprefix(f"/{WORKSPACE}/"): data.source for data in job.container.data}
 
     def used_flags(self) -> tuple[str, ...]:
-        """Return the flags out of `systems.OPTIONAL` for which the runtime has options of its own."""
+        """Return the flags in `systems.OPTIONAL` that this runtime itself passes on to the container."""
         return ()
 
     @property
     def mounts_folders(self) -> bool:
-        """Return whether the command runs in a container that mounts folders of its node."""
+        """Whether the command runs in a container that mounts folders of its node."""
         return self.has_container and not self.is_isolated
 
     # The image
 
     @abc.abstractmethod
     def image(self, reference: str, recipe_name: str, directory: Path) -> str:
-        """Return the path or the name of the image that `reference` means, the value of ``--image``.
+        """Return the path or the name of the image for `reference`, the value of ``--image``.
 
         Parameters
         ----------
-        recipe_name : name of the recipe, which is part of the default.
-        directory : folder of the job.
+        reference : the value of ``--image``. If it is empty, the runtime chooses a default.
+        recipe_name : the name of the recipe, which is part of the default.
+        directory : the folder of the job.
 
         Raises
         ------
-        UsageError : the runtime cannot start such an image, or needs an image and `reference` is empty.
+        UsageError : the runtime cannot start such an image, or has no default and `reference` is empty.
         """
 
     def is_foreign(self, job: Job) -> bool:
         """Return whether imgkit must bind its entry points (``dist-run`` and others) into the image.
 
-        It must if imgkit did not build the image, so that no record of imgkit is in it, or if the user
-        chooses a Python in the image.
+        This is necessary if imgkit did not build the image, or if the user chooses another Python in it.
 
         Raises
         ------
@@ -160,15 +166,18 @@ class Runtime(abc.ABC):
         return job.request.container.python_flag != "" or self._lacks_manifest(path)
 
     def _lacks_manifest(self, path: Path) -> bool:
-        """Return whether `path` is an image file on this machine that holds no manifest of imgkit."""
+        """Return whether `path` is an image file on this machine that contains no manifest of imgkit.
+
+        Every image that imgkit builds contains a manifest.
+        """
         is_image = image.is_sif(path) or sqsh.is_sqsh(path)
         return is_image and not baked.has_manifest(path)
 
     def arch_error(self, job: Job) -> UsageError | None:
-        """Return the error for an image file that the nodes' processors cannot run.
+        """Return the error for an image file that the processors of the nodes cannot run.
 
-        Return None if they can run it, or if its architecture is unknown, for example because the file is not
-        on this machine.
+        The result is None if they can run it. It is also None if the architecture of the image is unknown,
+        for example because the file is not on this machine.
         """
         path = Path(job.container.image)
         arch = self._image_arch(path)
@@ -182,17 +191,17 @@ class Runtime(abc.ABC):
         )
 
     def _image_arch(self, path: Path) -> str:
-        """Return the architecture of the image file, such as ``arm64``. It is empty if it is unknown."""
+        """Return the architecture of the image file, such as ``arm64``, or "" if it is unknown."""
         if not sqsh.is_sqsh(path):
             return ""
         return baked.read_arch(path)
 
     def image_digest(self, job: Job, run: Runner) -> str:
-        """Return a digest that stands for the content of the job's image.
+        """Return a digest of the job's image, which changes when the content of the image changes.
 
-        The digest is computed on the machine where `run` runs commands. The result is empty if the image does
-        not exist or cannot be read there. For an image that is a folder, the result is the text "folder",
-        because a digest of all its files would take too long.
+        The digest is computed on the machine where `run` runs commands. If the image does not exist or cannot
+        be read there, the result is empty. If the image is a folder, the result is the text "folder", because
+        a digest of all its files would take too long.
         """
         fields = run(("sh", "-c", _PRINT_DIGEST, "sh", job.container.image)).output.split()
         return fields[0] if fields else ""
@@ -204,7 +213,7 @@ class Runtime(abc.ABC):
 
         Raises
         ------
-        UsageError : the job has a .sqsh, and this runtime does not start such files.
+        UsageError : the image is a .sqsh, which this runtime cannot start.
         """
         if job.container.image and sqsh.is_sqsh(Path(job.container.image)):
             raise UsageError(
@@ -214,11 +223,12 @@ class Runtime(abc.ABC):
             )
 
     def check_submission(self, job: Job) -> None:
-        """Check the image and the variables of this machine before the job waits in a queue.
+        """Check the image, and the variables of this machine, before the job waits in a queue.
 
         Raises
         ------
-        UsageError : the image does not exist or is for other nodes, or a variable would change the start.
+        UsageError : the image does not exist or is for other nodes, or a variable would change how the job
+            starts.
         CheckFailed : the image is cut short.
         """
         error = self.arch_error(job)
@@ -226,17 +236,22 @@ class Runtime(abc.ABC):
             raise error
 
     def refuse_python(self, job: Job, flag: str) -> None:
-        """Raise UsageError if imgkit cannot bind its entry points into the image for the Python of `flag`."""
+        """Raise UsageError if imgkit cannot bind its entry points for a Python that the user chooses.
+
+        Parameters
+        ----------
+        flag : the flag by which the user chooses the Python.
+        """
         if not self.mounts_folders:
             message = f"{self.kind} binds nothing into an image"
             raise UsageError(message, where=flag, hint=self.without_mounts)
 
     def can_mount(self, path: str) -> bool:
-        """Return whether the runtime can mount something at `path`."""
+        """Return whether the runtime can mount something at `path`, which must be absolute."""
         return re.fullmatch(r"/[^:,\x00-\x1f]*", path) is not None
 
     def warnings(self, job: Job) -> Iterator[str]:
-        """Yield warnings about requests that the user may not have meant."""
+        """Yield warnings about requests that the user may not have intended."""
         yield from ()
 
     # The start
@@ -246,19 +261,22 @@ class Runtime(abc.ABC):
 
         Parameters
         ----------
-        forward : names of variables that docker copies from its own environment; other runtimes copy all.
+        forward : names of variables that docker passes on from its own environment. Other runtimes pass on
+            all variables.
         """
         python = self._entry_point_python(job)
         python_options: Argv = ()
         if python and command and command[0].startswith("dist-"):
-            # PYTHONPATH could not lead to the package: Python ignores it with -I, and the entry points start
-            # their workers with -I, too.
+            # PYTHONPATH cannot be used to find the package. Python ignores it with -I, and the entry points
+            # start their workers with -I as well.
             python_options = (python, "-I", "-m", PACKAGE)
-        start = (*_activation_argv(job), *self._env_argv(job), *_packages_argv(job), *python_options)
-        return self._start(job, (*start, *command), forward)
+        prefix = (*_activation_argv(job), *self._env_argv(job), *_packages_argv(job), *python_options)
+        return self._start(job, (*prefix, *command), forward)
 
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
-        """Return the argv that starts `command` in the container, without further variables of the user.
+        """Return the argv that starts `command` in the container.
+
+        `argv` has already added the user's variables.
 
         Parameters
         ----------
@@ -269,14 +287,15 @@ class Runtime(abc.ABC):
     def _entry_point_python(self, job: Job) -> str:
         """Return the path of the Python that runs a ``dist-*`` command: ``PYTHON -I -m PACKAGE dist-run``.
 
-        This is for images that imgkit did not build: imgkit binds only the package of the entry points into
-        them, and no programs. The result is empty for an image of imgkit, which has the programs.
+        This is needed in an image that imgkit did not build. imgkit binds only the package of the entry
+        points into it, and not their programs. An image of imgkit contains the programs, so the result is
+        empty.
         """
         entry_points = job.container.entry_points
         return entry_points.python if entry_points else ""
 
     def _env_argv(self, job: Job) -> Argv:
-        """Return the start of a command, ``env NAME=VALUE ...``, that sets variables inside the container.
+        """Return the start of a command that sets variables inside the container: ``env NAME=VALUE ...``.
 
         They are the variables of the user and of the recipe's system. The result is empty if there are none,
         or if options of the runtime set them.
@@ -285,23 +304,27 @@ class Runtime(abc.ABC):
             return ()
         assignments = quoting.assignments(job.container.env)
         if self.has_container:
-            # `exports` sets these on the node; the shell of the node replaces $NAME.
+            # `exports` sets these variables on the node, and the shell of the node replaces $NAME by the
+            # value.
             assignments += [quoting.ShellText(f'"{name}=${name}"') for name in self.system_variables(job)]
         if not assignments:
             return ()
-        # Apptainer and older versions of Singularity execute $(...) in the values of --env and
-        # SINGULARITYENV_*, and a variable that the image sets overrides an exported one. env avoids both.
+        # env is used instead of --env and SINGULARITYENV_*, in whose values Apptainer and older versions of
+        # Singularity execute $(...). It is used instead of exported variables, because a variable that the
+        # image sets would override them.
         return ("env", *assignments)
 
     def shell(self, job: Job) -> Argv:
         """Return the argv of a shell in the job's image."""
+        # Without a command, `system_variables` returns all variables, including those that a dist-* command
+        # sets itself.
         return self.argv(dataclasses.replace(job, command=()), ("bash",))
 
     def shell_line(self, job: Job) -> str:
         """Return a command line that opens a shell in the job's image, with the variables of the job.
 
-        `imgkit shell --job` runs the line in a login shell on a node of the running job. The line is "" if
-        the runtime cannot open a second container while the job runs.
+        `imgkit shell --job` runs this line in a login shell on a node of the running job. If the runtime
+        cannot open a second container beside the job, the line is "".
         """
         if not self.opens_shells:
             return ""
@@ -316,7 +339,7 @@ class Runtime(abc.ABC):
 
         Raises
         ------
-        UsageError : there are options, but the runtime has no container that they could be for.
+        UsageError : there are options, but the runtime has no container.
         """
         if options and not self.has_container:
             raise UsageError(
@@ -328,23 +351,23 @@ class Runtime(abc.ABC):
         return (*program_and_verb, *options, *argv[self.options_index :])
 
     def with_input(self, argv: Argv, *, is_terminal: bool) -> Argv:
-        """Return `argv`, which starts the job's container, so that its command reads the standard input.
+        """Return `argv`, which starts the job's container, so that its command can read the standard input.
 
         Parameters
         ----------
-        is_terminal : whether the input is a terminal, which the command then gets.
+        is_terminal : whether the input is a terminal.
         """
         return argv  # only Docker needs options for that
 
     def node_check(self, job: Job) -> Argv:
         """Return the argv that checks each node before Slurm starts the container there.
 
-        Only pyxis needs such a check. The result is empty for all other runtimes.
+        Only pyxis needs such a check. For all other runtimes, the result is empty.
         """
         return ()
 
     def _configuration(self, recipe: Target) -> system.Runtime:
-        """Return ``system.runtime`` of the recipe, or this runtime's defaults if it is of another kind."""
+        """Return ``system.runtime`` of the recipe, or defaults if that is for a runtime of another kind."""
         configuration = recipe.system.runtime
         if configuration.kind == self.kind:
             return configuration
@@ -355,7 +378,7 @@ class Runtime(abc.ABC):
         return self._configuration(recipe).command
 
     def options(self, job: Job) -> Argv:
-        """Return the runtime's options for each start of the job. Without GPUs, GPU options are left out."""
+        """Return the options of the runtime for the job. In a job without GPUs, GPU options are left out."""
         options = self._configuration(job.recipe).options
         if job.allocation.gpus:
             return options
@@ -366,7 +389,7 @@ class Runtime(abc.ABC):
         return not self.has_container or bool(set(self.options(job)) & set(_GPU_OPTIONS))
 
     def modules(self, job: Job) -> tuple[str, ...]:
-        """Return the environment modules that the start needs, in load order."""
+        """Return the environment modules that the runtime needs, in the order in which to load them."""
         return self._configuration(job.recipe).modules
 
     # The variables
@@ -378,10 +401,10 @@ class Runtime(abc.ABC):
         return lines
 
     def exports(self, job: Job) -> tuple[str, ...]:
-        """Return shell lines that set the variables of the job before the command starts on a node.
+        """Return shell lines that set the variables of the job on a node, before the command starts.
 
-        They also end the job if a variable of the site, such as $SCRATCH, is not set, or if the image in
-        which imgkit looked for Python has changed.
+        The lines end the job in two cases: if a variable of the site, such as $SCRATCH, is not set, or if the
+        image has changed since imgkit looked for Python in it.
         """
         container = job.container
         variables = self.system_variables(job)
@@ -391,7 +414,8 @@ class Runtime(abc.ABC):
             lines.append(_EXPORT_ENV_FILE.format(file=shlex.quote(container.env_file)))
         if container.entry_points is not None and container.entry_points.digest:
             lines.append(self._refuse_changed_image(job, container.entry_points.digest))
-        # A value of system.env can begin with the job's folder, which only imgkit knows.
+        # A value in system.env can contain the path of the job's folder, as a variable that only imgkit can
+        # set.
         if JOB_FOLDER in site_variables(*variables.values()):
             lines += quoting.export_lines({JOB_FOLDER: str(job.directory)})
         if not self.environment_by_options:
@@ -401,8 +425,13 @@ class Runtime(abc.ABC):
     def _require_site_variables(self, job: Job, variables: Mapping[str, str]) -> list[str]:
         """Return shell lines that end the job on a node where a variable of the site is not set.
 
-        Paths and values of the recipe can contain such variables, for example $SCRATCH, which modules of the
-        site set. An empty value would lead to another folder. imgkit itself sets `JOB_FOLDER`.
+        Paths and values in the recipe can contain variables that modules of the site set, such as $SCRATCH.
+        If such a variable is empty, a path would lead to another folder. `JOB_FOLDER` is not checked, because
+        imgkit itself sets it.
+
+        Parameters
+        ----------
+        variables : the variables of the recipe's system, whose values may contain variables of the site.
         """
         texts = [*job.recipe.system.runtime.host_libs, *variables.values()]
         if self.has_container:
@@ -414,17 +443,17 @@ class Runtime(abc.ABC):
         return lines
 
     def system_variables(self, job: Job) -> Mapping[str, str]:
-        """Return the variables of the recipe's ``system.env`` that are set for the job's command.
+        """Return the variables in the recipe's ``system.env`` that are set for the job's command.
 
-        A variable that the user sets is left out. A ``dist-*`` command in a container gets only
-        `VISIBLE_GPUS` (CUDA_VISIBLE_DEVICES): it reads ``system.env`` in the image itself, and leaves out
-        values that are wrong for the node.
+        A variable that the user sets is left out. In a container, a ``dist-*`` command gets only
+        `VISIBLE_GPUS`, which is CUDA_VISIBLE_DEVICES. Such a command itself reads ``system.env`` in the
+        image, and leaves out values that are wrong for its node.
         """
         system_facts = job.recipe.system
         overridden = user_variables(job.container)
         partition = system_facts.partitions.get(job.allocation.queue)
         if partition is not None and partition.interfaces:
-            # The nodes of this partition have other interfaces than system.env names.
+            # The nodes of this partition have other network interfaces than those in system.env.
             overridden |= {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
         reads_env_in_image = self.has_container and job.runs_entry_point
         variables = {}
@@ -432,7 +461,7 @@ class Runtime(abc.ABC):
             if name in overridden:
                 continue
             if name == VISIBLE_GPUS:
-                # The system names all GPUs of a node; the job may have fewer.
+                # system.env lists all GPUs of a node, but the job may have requested fewer.
                 indices = value.split(",")[: job.allocation.gpus]
                 variables[name] = ",".join(indices)
             elif not reads_env_in_image:
@@ -440,10 +469,10 @@ class Runtime(abc.ABC):
         return variables
 
     def _refuse_changed_image(self, job: Job, digest: str) -> str:
-        """Return shell lines that end the job on a node where its image is missing or has another digest.
+        """Return shell lines that end the job on a node if its image is missing or has another digest.
 
-        imgkit looked for Python in the image with this `digest`, and binds its entry points to the path that
-        it found. In a changed image, that path may be wrong.
+        imgkit has looked for Python in the image with this `digest`, and binds its entry points to a path
+        that it found there. In a changed image, this path may be wrong.
         """
         command, expected_output = self._digest_command(job, digest)
         return f"""\
@@ -454,7 +483,7 @@ if [ "$({command})" != "{expected_output}" ]; then
 fi"""
 
     def _digest_command(self, job: Job, digest: str) -> tuple[str, str]:
-        """Return the shell command that prints the digest of ``$image``, and what it prints for `digest`."""
+        """Return the shell command that prints the digest of ``$image``, and the output that is expected."""
         return record.digest_command("$image"), f"{digest}  -"
 
     # The mounts
@@ -462,17 +491,17 @@ fi"""
     def mounts(self, job: Job) -> tuple[str, ...]:
         """Return the mounts of the job's container, each as ``SRC[:DEST[:ro]]``. SRC is a path on the node.
 
-        They are, in this order, the run's copy of the code, the data, added packages, the host's libraries,
-        the folders of the recipe and of the user, the entry points for an image that imgkit did not build,
-        and the job's folder.
+        The order is: the run's copy of the code, the data, added packages, the host's libraries, the folders
+        of the recipe and of the user, the entry points for an image that imgkit did not build, and the job's
+        folder.
         """
         container = job.container
         mounts = []
         if container.code:
             mounts.append(f"{job.workspace}:/{WORKSPACE}")
         mounts += [f"{data.source}:{data.target}:ro" for data in container.data]
-        for number, file in enumerate(container.packages, 1):
-            mounts.append(f"{file}:{record.mount_path(number)}:{self.squashfs_options}")
+        for position, file in enumerate(container.packages, 1):
+            mounts.append(f"{file}:{record.mount_path(position)}:{self.squashfs_options}")
         mounts += self._library_mounts(job)
         mounts += container.binds
         entry_points = container.entry_points
@@ -484,11 +513,11 @@ fi"""
         return tuple(mounts)
 
     def _library_mounts(self, job: Job) -> Iterator[str]:
-        """Yield mounts of the host's libraries, such as those of its network, each as ``SRC:DEST:ro``.
+        """Yield mounts of the host's libraries, such as those for its network, each as ``SRC:DEST:ro``.
 
-        With ``fabric.host_libs: auto`` the node agent chooses single libraries in the container. So the
-        host's folders are mounted below `HOST`, where no program finds them by itself. Otherwise the folders
-        of the recipe are mounted at their own paths.
+        With ``fabric.host_libs: auto``, the node agent chooses single libraries in the container. The host's
+        folders are then mounted below `HOST`, where no program finds them without the node agent. Otherwise,
+        the folders that the recipe lists are mounted at their own paths.
         """
         system_facts = job.recipe.system
         libraries = system_facts.runtime.host_libs
@@ -496,16 +525,16 @@ fi"""
             other_folders = [folder for folder in libraries if not folder.startswith(_BELOW_HOST_FOLDERS)]
             for folder in (*HOST_FOLDERS, *other_folders):
                 yield f"{folder}:{HOST}{folder}:ro"
-        # Docker would also need an option for LD_LIBRARY_PATH, so with Docker only the node agent uses
-        # libraries of the host.
+        # Docker would also need an option for LD_LIBRARY_PATH. So with Docker, libraries of the host are used
+        # only if the node agent chooses them.
         elif not self.environment_by_options:
             for folder in libraries:
                 yield f"{folder}:{folder}:ro"
 
     def listed_libraries(self, job: Job) -> tuple[str, ...]:
-        """Return the recipe's folders of libraries, which go into LD_LIBRARY_PATH.
+        """Return the recipe's folders of libraries that are added to LD_LIBRARY_PATH.
 
-        The result is empty if the node agent chooses among the libraries (``fabric.host_libs: auto``).
+        If the node agent chooses single libraries (``fabric.host_libs: auto``), the result is empty.
         """
         system_facts = job.recipe.system
         if system_facts.fabric.host_libs == "auto" and self.has_container:
@@ -515,49 +544,56 @@ fi"""
     # Inspecting an image that imgkit did not build
 
     def probe_argv(self, job: Job, probe: Argv) -> Argv:
-        """Return the argv that runs `probe` in the image on this machine, after loading the site's modules.
+        """Return the argv that runs `probe` in the image on this machine.
+
+        The probe is a short program that reports what the image contains. If the recipe has environment
+        modules, they are loaded first.
 
         Raises
         ------
-        ToolMissing : no program on this machine starts the image.
+        ToolMissing : no program on this machine can start the image.
         """
         argv = self.argv(job, probe)
         modules = self.modules(job)
         if not modules:
             return argv
-        # Without the module command, the runtime may be on PATH. If it is not, bash reports the missing
-        # program.
+        # If there is no module command, the runtime may be on PATH already. If it is not, bash reports the
+        # missing program.
         load_modules = shlex.join(("module", "load", *modules))
         script = f'if type module > /dev/null 2>&1; then {load_modules} || exit; fi; exec "$@"'
         return ("bash", "-lc", script, "bash", *argv)
 
     def probe_program(self, job: Job) -> str:
-        """Return what this machine must have for `probe_argv`, for messages: ``module load singularity``.
+        """Return what `probe_argv` needs on this machine, for error messages: ``module load singularity``.
 
-        It is the line that loads the modules of the recipe, or else the name of the runtime's program. The
-        result is empty if `probe_argv` itself finds a program.
+        It is the command that loads the recipe's modules, or otherwise the name of the runtime's program. If
+        `probe_argv` itself looks for a program, the result is empty.
         """
         return job.recipe.module_line or self.program(job.recipe)
 
     def typed_shell(self, job: Job) -> str:
-        """Return the command that people type for a shell in the image."""
+        """Return the command that a user can type to open a shell in the image."""
         return f"{self.program(job.recipe)} exec {job.container.image} bash"
 
 
 def check_reference(text: str) -> str:
-    """Return `text`, the name of an image. Raise UsageError if it begins with "-", like an option."""
+    """Return `text`, the name of an image.
+
+    Raise UsageError if it begins with "-" and so looks like an option.
+    """
     if text.startswith("-"):
         raise UsageError(f"{text!r} is not an image", where="--image")
     return text
 
 
 def user_variables(container: Container) -> set[str]:
-    """Return the names of the variables that the user sets, by ``--env`` or in the file of ``--env-file``."""
+    """Return the names of the variables that the user sets by ``--env`` or ``--env-file``."""
     names = {*container.env, *container.names}
     if container.env_file:
-        # A variable that the file sets must not count as one of system.env: `_env_argv` would make the file's
-        # value, which may be secret, an argument, and Docker would prefer the value of system.env. The names
-        # stay unknown if the file is only on the nodes.
+        # The names in the file are needed because a variable of system.env must not replace a variable in the
+        # file. Otherwise `_env_argv` would put the value from the file, which may be secret, into an
+        # argument, and Docker would prefer the value of system.env. If the file is only on the nodes, the
+        # names are unknown.
         with contextlib.suppress(OSError):
             lines = files.read_text(Path(container.env_file), errors="replace").splitlines()
             names.update(line.partition("=")[0] for line in lines)
@@ -565,7 +601,7 @@ def user_variables(container: Container) -> set[str]:
 
 
 def with_targets(mounts: Iterable[str]) -> Iterator[str]:
-    """Yield `mounts` as ``SRC:DEST[:ro]``, for runtimes that take no shorter form: ``/data:/data``."""
+    """Yield each mount with its target, for runtimes that require one: ``/data`` -> ``/data:/data``."""
     for mount in mounts:
         if ":" in mount:
             yield mount
@@ -576,23 +612,24 @@ def with_targets(mounts: Iterable[str]) -> Iterator[str]:
 def _activation_argv(job: Job) -> Argv:
     """Return the start of a command that first runs the command line of ``--activate`` in the image.
 
-    ``--activate 'conda activate ml'`` sets variables in the container, and the job's command follows in the
-    same shell. The result is empty without ``--activate``.
+    For example, ``--activate 'conda activate ml'`` sets variables in the container. The job's command then
+    runs in the same shell. Without ``--activate``, the result is empty.
     """
     command_line = job.request.container.activate
     if not command_line:
         return ()
     if re.fullmatch(r"\$\w+|\$\{\w+\}", command_line):
-        # A variable that holds the command, for example "$WITH_CONDA". The shell would take its value for one
-        # program with arguments; a second eval reads it as a line with several commands.
+        # The command is in a variable, for example "$WITH_CONDA". The shell would split its value into words
+        # and run a single program. A second eval parses the value as shell text, which may contain several
+        # commands.
         command_line = f'eval "{command_line}"'
     return ("bash", "-c", _RUN_ACTIVATED, "bash", command_line)
 
 
 def _packages_argv(job: Job) -> Argv:
-    """Return the start of a command whose Python finds the files of `imgkit add` before the image's packages.
+    """Return the start of a command that lets Python find added packages before those of the image.
 
-    The result is empty for a job without such files.
+    Added packages are the files of `imgkit add`. Without such files, the result is empty.
     """
     count = len(job.container.packages)
     if not count:

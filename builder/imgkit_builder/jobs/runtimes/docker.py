@@ -1,4 +1,4 @@
-"""Docker, and Podman, whose command has the same options. Jobs under Slurm use Podman."""
+"""Docker, and Podman, whose command accepts the same options. Jobs under Slurm use Podman."""
 
 from __future__ import annotations
 
@@ -15,27 +15,31 @@ from imgkit_builder.jobs.runtimes.base import Runtime, check_reference, with_tar
 _OPEN_FILES = "--ulimit=nofile=16384"
 """Docker's option for the number of open files.
 
-Docker 29 lowers the limit to 1,024, which is too low for data workers and for a head. With a larger number,
-no container would start where the engine's own limit is lower, as in rootless engines and sandboxes.
+Docker 29 lowers the limit to 1,024. This is too low for data workers, and for the head (the node to which all
+others connect). With a number above this one, no container would start if the engine's own limit is lower, as
+in rootless engines and sandboxes.
 """
 
 _PODMAN_OPTIONS = ("--network=host", "--ipc=host", "--cgroups=disabled", "--pull=never")
-"""Options that Podman gets under Slurm unless the recipe sets them.
+"""Options that Podman gets under Slurm, unless the recipe sets them.
 
-The nodes communicate on the host's network, and the workers of a node in its shared memory. With
-``--cgroups=disabled`` the processes stay in the cgroup of the step, so that Slurm accounts for them and ends
-them. With ``--pull=never`` a thousand nodes do not ask a registry at the same time.
+The nodes communicate over the network of the host, and the workers of a node through its shared memory. With
+``--cgroups=disabled``, the processes stay in the cgroup of the Slurm step, so that Slurm accounts for them
+and ends them. With ``--pull=never``, a thousand nodes do not ask a registry at the same time.
 """
 
 _WITHOUT_SCHEDULER = ("standalone", "mpi")
-"""Systems on which no scheduler limits the memory of a job, so that an option of the container has to."""
+"""Systems without a scheduler that limits the memory of a job.
+
+An option of the container must do so there.
+"""
 
 
 class Docker(Runtime):
     """Docker or Podman."""
 
     kind = "docker"
-    # NVIDIA's page of its PyTorch image asks for the options of the first line.
+    # NVIDIA's page about its PyTorch image asks for the options on the first line.
     usual_options = (
         *("--gpus=all", "--ipc=host", "--ulimit=memlock=-1", "--ulimit=stack=67108864"),
         "--network=host",  # NCCL and the rendezvous choose their own ports between the nodes
@@ -43,25 +47,28 @@ class Docker(Runtime):
     environment_by_options = True
 
     def image(self, reference: str, recipe_name: str, directory: Path) -> str:
-        """Return the name of the image. By default, it is the recipe's image ``RECIPE:latest``."""
+        """Return the name of the image. The default is the recipe's image, ``RECIPE:latest``."""
         return check_reference(reference) or f"{recipe_name}:latest"
 
     def is_foreign(self, job: Job) -> bool:
-        """Return whether the user names an image or chooses a Python in it. The default image is imgkit's."""
+        """Return whether the user names an image, or chooses a Python in it.
+
+        The default image is from imgkit.
+        """
         container = job.request.container
         return bool(container.image or container.python_flag)
 
     def image_digest(self, job: Job, run: Runner) -> str:
-        """Return the id of the image, ``sha256:...``. It is empty if the engine has no such image."""
+        """Return the id of the image, ``sha256:...``, or "" if the engine has no such image."""
         argv = (self.program(job.recipe), "image", "inspect", "--format", "{{.Id}}", job.container.image)
-        result = run(argv)
-        image_id = result.output.strip().rpartition("\n")[2]  # warnings come before it
-        if result.returncode or not re.fullmatch(r"(sha256:)?[0-9a-f]{64}", image_id):
+        finished = run(argv)
+        image_id = finished.output.strip().rpartition("\n")[2]  # warnings can come before the last line
+        if finished.returncode or not re.fullmatch(r"(sha256:)?[0-9a-f]{64}", image_id):
             return ""
         return image_id
 
     def warnings(self, job: Job) -> Iterator[str]:
-        """Yield a warning if the command starts in a folder of the image, where new files are lost."""
+        """Yield a warning if the command starts in a folder of the image, where new files get lost."""
         requested = job.request.container
         if job.container.workdir and not requested.workdir and requested.code is None:
             yield (
@@ -71,13 +78,13 @@ class Docker(Runtime):
             )
 
     def used_flags(self) -> tuple[str, ...]:
-        """Return the flags of memory, for which Docker has an option. See `Runtime`."""
+        """Return the flags that request memory, because Docker has an option to limit it."""
         return ("mem", "mem-per-gpu")
 
     def options(self, job: Job) -> Argv:
-        """Return the options of each start: those of the recipe, and then those that imgkit adds.
+        """Return the options for each start: those in the recipe, followed by those that imgkit adds.
 
-        Of the options for Podman and the limit of open files, imgkit adds only what is not set already.
+        imgkit adds the options for Podman and the limit of open files only if they are not set already.
         """
         options = list(super().options(job))
         memory = job.allocation.memory
@@ -88,12 +95,16 @@ class Docker(Runtime):
             for option in _PODMAN_OPTIONS:
                 if option.partition("=")[0] not in names:
                     options.append(option)
+        # The option is searched as text, because it can be written in several forms.
         elif "nofile" not in " ".join((*options, *job.request.allocation.options)):
             options.append(_OPEN_FILES)
         return tuple(options)
 
     def with_input(self, argv: Argv, *, is_terminal: bool) -> Argv:
-        """Return `argv` with the options for the standard input. Docker refuses a pipe as a terminal."""
+        """Return `argv` with the options that connect the standard input.
+
+        Docker would refuse ``--tty`` if the input is not a terminal.
+        """
         if is_terminal:
             return self.with_options(argv, ("--interactive", "--tty"))
         return self.with_options(argv, ("--interactive",))
@@ -102,7 +113,7 @@ class Docker(Runtime):
         """Return the ``docker run`` command that starts `command` in the job's image.
 
         The shell of the node replaces variables of the site, such as $SCRATCH, in mounts and in values of the
-        recipe. A value of the user (``--env``) is passed on as it is.
+        recipe. It does not replace variables in a value of the user (``--env``).
         """
         container = job.container
         variables = {name: value for name, value in job.settings.items() if name not in container.env}
@@ -121,7 +132,7 @@ class Docker(Runtime):
         ]
         if container.env_file:
             options += ("--env-file", container.env_file)
-        # A name without a value: docker takes the value from its own environment.
+        # For a name without a value, docker takes the value from its own environment.
         options += quoting.repeat_option("--env", (*container.names, *forward))
         return (self.program(job.recipe), "run", "--rm", *options, container.image, *command)
 

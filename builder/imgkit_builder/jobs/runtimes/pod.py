@@ -1,4 +1,7 @@
-"""Pods of Kubernetes, which starts the command in the image. Folders and variables are fields of a pod."""
+"""Pods of Kubernetes, which itself starts the command in the image.
+
+Folders and variables are fields of a pod, so this runtime sets none.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ from imgkit_entrypoints.errors import UsageError
 
 
 class Pod(Runtime):
-    """Pods, which pull their image from a registry."""
+    """Pods of Kubernetes, which pull their image from a registry."""
 
     kind = "kubernetes"
     is_isolated = True
     without_mounts = "build an image with that one as its base"
 
     def image(self, reference: str, recipe_name: str, directory: Path) -> str:
-        """Return the name of the image in a registry. Raise UsageError if the user names none."""
+        """Return the name of the image in a registry. Raise UsageError if the user has not named an image."""
         if not reference:
             example = f"REGISTRY/{recipe_name}:1"
             raise UsageError(
@@ -28,7 +31,7 @@ class Pod(Runtime):
         return check_reference(reference)
 
     def check(self, job: Job) -> None:
-        """Raise UsageError if the job requests files of this machine, which pods do not have."""
+        """Raise UsageError if the job needs files of this machine, which pods cannot read."""
         super().check(job)
         env_file = job.request.container.env_file
         if env_file is not None:

@@ -1,16 +1,17 @@
-"""pyxis, a plug-in of Slurm. With its options, srun starts the job's step in a container of enroot.
+"""pyxis, a plug-in of Slurm. Its options let srun start a step of a job in a container of enroot.
 
 Notes
 -----
-The following was observed with pyxis 0.24 and enroot 4.1, or read in pyxis' args.c:
+The following facts were observed with pyxis 0.24 and enroot 4.1, or read in pyxis' args.c:
 
-* Variables of the image override those of the job, and LANG, LANGUAGE and LC_ALL of the job are dropped,
-  except for variables that --container-env (from 0.15 on) names. PATH is that of a login shell in the image,
-  from /etc/profile, and not that of the image's ENV. So the container starts with a line of shell that reads
-  PATH from enroot's /etc/environment, and env sets the job's variables.
-* A mount becomes a line of fstab with three fields, which are separated by blanks. So no path in it can have
-  a blank.
-* The whole step is in the container, where the commands of Slurm are missing. So nothing in it can ask Slurm.
+* Variables of the image override those of the job, and LANG, LANGUAGE and LC_ALL of the job are dropped. The
+  only exceptions are variables that --container-env (from 0.15 on) names. PATH does not come from the image's
+  ENV, but from /etc/profile, as in a login shell in the image. So the container first runs a line of shell
+  that reads PATH from enroot's /etc/environment, and env sets the job's variables.
+* A mount becomes a line of fstab with three fields, which are separated by blanks. So no path in it can
+  contain a blank.
+* The whole step runs in the container, where the commands of Slurm are missing. So nothing in the step can
+  ask Slurm.
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ _SET_IMAGE_PATH = (
     'if [ -r /etc/environment ]; then while IFS= read -r line || [ "$line" ]; do '
     'case $line in PATH=/*) export "$line" ;; esac; done < /etc/environment; fi; '
 )
-"""Shell text that sets PATH to that of the image's ENV, from /etc/environment.
+"""Shell text that sets PATH to the value in the image's ENV, which it reads from /etc/environment.
 
-enroot and imgkit write the value into that file without quotes.
+enroot and imgkit write the value to that file without quotes.
 """
 _NEEDS_FILE_HINT = (
     "imgkit binds its entry points only into a file: "
     "enroot import -o NAME.sqsh docker://REGISTRY#NAME:TAG, then --image NAME.sqsh"
 )
-# Shell text that ends a job of dist-* commands in an image of a registry that imgkit did not build.
+# Shell text that ends a job with a dist-* command if its image, from a registry, was not built by imgkit.
 _REQUIRE_ENTRY_POINTS = (
     "command -v dist-run > /dev/null || "
     '{ echo "imgkit: the image has no dist-run, so imgkit did not build it; '
     f'{_NEEDS_FILE_HINT}" >&2; exit 2; }}; '
 )
-# "SRC", "SRC:DEST" or "SRC:DEST:ro", without characters that end the option or a field of fstab, or have a
-# meaning for a shell.
+# "SRC", "SRC:DEST" or "SRC:DEST:ro". Characters are excluded that would end the option or a field of fstab,
+# or that have a meaning for a shell.
 _MOUNT = re.compile(r"[^\s,$\\\"'#:]+(:[^\s,$\\\"'#:]+){0,2}")
 
 _CHECK_NODE = (
@@ -64,29 +65,29 @@ _CHECK_NODE = (
 )
 """Shell text that checks a node before the container starts there. `Pyxis.node_check` describes the checks.
 
-The arguments are the image file, which is empty for an image of a registry, and a note for the warning. If
-unsquashfs cannot read the image, the text only prints a warning: squashfuse may be able to, and only pyxis
-knows which of them it uses.
+The first argument is the image file, or empty for an image in a registry. The second is a note for the
+warning. If unsquashfs cannot read the image, the text only prints a warning, because squashfuse may be able
+to read it. Only pyxis knows which of the two it uses.
 """
 
 _STARTERS = ("apptainer", "singularity", "enroot")
-"""Programs that start a .sqsh without srun. imgkit inspects an image with the first of them on PATH."""
+"""Programs that can start a .sqsh without srun. imgkit inspects an image with the first one on PATH."""
 
 
 class Pyxis(Runtime):
-    """pyxis and enroot, under Slurm."""
+    """pyxis and enroot, which start containers under Slurm."""
 
     kind = "pyxis"
     image_suffix = ".sqsh"
 
     def image(self, reference: str, recipe_name: str, directory: Path) -> str:
-        """Return the image in the form that pyxis takes: the path of a .sqsh, or ``[REGISTRY#]NAME[:TAG]``.
+        """Return the image in the form that pyxis accepts: a path of a .sqsh, or ``[REGISTRY#]NAME[:TAG]``.
 
         If `reference` is empty, the image is the recipe's .sqsh in the job's `directory`.
 
         Raises
         ------
-        UsageError : pyxis would start another image than the user means, or `reference` names no image.
+        UsageError : pyxis would start another image than the user means, or `reference` is not an image.
         """
         if reference.endswith(".sif"):
             hint = "imgkit sif IMAGE -o NAME.sqsh"
@@ -106,7 +107,7 @@ class Pyxis(Runtime):
 
         Raises
         ------
-        UsageError : the job must go on when a node is lost, or the path of a mount has characters that pyxis
+        UsageError : the job must go on when a node fails, or the path of a mount has characters that pyxis
             cannot mount.
         """
         size = job.allocation.size
@@ -122,17 +123,18 @@ class Pyxis(Runtime):
         self._refuse_unmountable(str(job.directory), where="--directory")
 
     def _refuse_unmountable(self, mount: str, *, where: str) -> None:
-        """Raise UsageError for a mount that pyxis cannot write into fstab."""
+        """Raise UsageError for a mount that pyxis cannot write to fstab, the list of mounts."""
         if not self.can_mount(mount):
             hint = "a path without blanks, quotes and \\ $ # ,"
             raise UsageError(f"pyxis cannot mount {mount!r}", where=where, hint=hint)
 
     def check_submission(self, job: Job) -> None:
-        """Check the image and the variables of this machine before the job waits in a queue.
+        """Check the image, and the variables of this machine, before the job waits in a queue.
 
         Raises
         ------
-        UsageError : the image does not exist or is for other nodes, or a variable would change the start.
+        UsageError : the image does not exist or is for other nodes, or a variable would change how the job
+            starts.
         CheckFailed : the image is cut short.
         """
         _refuse_pyxis_variables()
@@ -147,24 +149,24 @@ class Pyxis(Runtime):
         super().check_submission(job)
 
     def refuse_python(self, job: Job, flag: str) -> None:
-        """Raise UsageError if `flag` chooses a Python in an image of a registry, which is no file."""
+        """Raise UsageError if `flag` chooses a Python in an image that is in a registry and not in a file."""
         if not _is_file(job.container.image):
             message = f"imgkit does not look into {job.container.image}, an image of a registry"
             raise UsageError(message, where=flag, hint=_NEEDS_FILE_HINT)
 
     def can_mount(self, path: str) -> bool:
-        """Return whether pyxis can mount `path`, ``SRC[:DEST[:ro]]``.
+        """Return whether pyxis can mount `path`, which has the form ``SRC[:DEST[:ro]]``.
 
-        pyxis writes the mount into a line of fstab, whose fields are separated by blanks, so no path can have
-        one. A variable of the site counts as a plain character here, because a shell replaces it before pyxis
-        gets the mount.
+        pyxis writes the mount to a line of fstab, whose fields are separated by blanks. So the path must not
+        contain a blank. A variable of the site is allowed, because a shell replaces it before pyxis gets the
+        mount.
         """
-        # "x" stands for the value of a variable.
+        # "x" stands for the value of a variable, which is not known here.
         expanded = SITE_VARIABLE.sub("x", path)
         return _MOUNT.fullmatch(expanded) is not None
 
     def warnings(self, job: Job) -> Iterator[str]:
-        """Yield a warning about an image that only some nodes can start."""
+        """Yield a warning if the compression of the image cannot be read by all nodes."""
         path = Path(job.container.image)
         compressor = _read_compression(path)
         supported = ("gzip", "xz", "lzo", job.recipe.system.runtime.compression)
@@ -177,14 +179,14 @@ class Pyxis(Runtime):
     def node_check(self, job: Job) -> Argv:
         """Return the argv that checks each node before Slurm starts the container there.
 
-        The check ends the job if a node cannot read the image file, and warns if the node's unsquashfs cannot
-        unpack it. It is a step of its own without a container, because pyxis mounts the image before anything
-        of the job's step runs. enroot's own message ("Invalid image format") names neither the compression
-        nor unsquashfs.
+        The job ends if a node cannot read the image file. If the unsquashfs of a node cannot unpack the
+        image, a warning is printed, because enroot's own message ("Invalid image format") names neither the
+        compression nor unsquashfs. The check is a separate step without a container, because pyxis mounts the
+        image before anything in the job's step can run.
 
-        In a job that Slurm has requeued, it first removes the containers of the earlier start. Slurm can kill
-        pyxis before pyxis removes them, and the container of the new start, which has the same name, would
-        fail with "File already exists".
+        If Slurm has requeued the job, the check also removes the containers of the earlier start. Slurm may
+        kill pyxis before pyxis removes them. The container of the new start has the same name, and would fail
+        with "File already exists".
         """
         image_file = job.container.image
         if not _is_file(image_file):
@@ -196,15 +198,16 @@ class Pyxis(Runtime):
         return ("sh", "-c", _CHECK_NODE, "sh", image_file, compression_note)
 
     def exports(self, job: Job) -> tuple[str, ...]:
-        """Return shell lines that set and unset variables before srun."""
+        """Return shell lines that set and unset variables before srun is called."""
         # The user's shell may set these variables for other containers. PYXIS_CONTAINER_NAME would start
-        # another image, PYXIS_CONTAINER_SAVE would write a file, and PYXIS_CONTAINER_UNSHARE=net would cut
-        # the nodes off from each other.
+        # another image, PYXIS_CONTAINER_SAVE would write a file, and PYXIS_CONTAINER_UNSHARE=net would
+        # prevent the nodes from reaching each other.
         unset = 'unset "${!PYXIS_CONTAINER_@}" "${!ENROOT_UNSHARE_@}" ENROOT_REMAP_ROOT ENROOT_RESTRICT_DEV'
         lines = [unset]
         if not job.allocation.gpus:
-            # A node without GPUs may lack nvidia-container-cli. Then enroot's hook ends a container whose ENV
-            # has NVIDIA_VISIBLE_DEVICES; the hook takes the job's value before the image's.
+            # A node without GPUs may not have nvidia-container-cli. If the image's ENV contains
+            # NVIDIA_VISIBLE_DEVICES, enroot's hook then ends the container. The hook prefers the value of the
+            # job, and does nothing for "void".
             lines.append("export NVIDIA_VISIBLE_DEVICES=void")
         return (*lines, *super().exports(job))
 
@@ -213,21 +216,21 @@ class Pyxis(Runtime):
         container = job.container
         options = self.options(job)
         mounts = ",".join(dict.fromkeys(with_targets(self.mounts(job))))  # each once, in order
-        start = [
+        pyxis_options = [
             f"--container-image={container.image}",
             quoting.quote_with_site_variables(f"--container-mounts={mounts}"),
             f"--container-workdir={container.workdir or job.directory}",
         ]
         if "--container-mount-home" not in options:
-            start.append("--no-container-mount-home")
+            pyxis_options.append("--no-container-mount-home")
         if container.names:
-            # srun passes the values in its environment, and no argument has them. Without this option, pyxis
-            # would prefer the image's own values.
-            start.append(f"--container-env={','.join(container.names)}")
-        return (*start, *options, "sh", "-c", self._start_script(job), "sh", *command)
+            # srun passes on the values in its environment, so no argument contains them. Without this option,
+            # pyxis would use the image's own values of these variables.
+            pyxis_options.append(f"--container-env={','.join(container.names)}")
+        return (*pyxis_options, *options, "sh", "-c", self._start_script(job), "sh", *command)
 
     def _start_script(self, job: Job) -> str:
-        """Return the shell script that sets the search paths in the container and then runs its arguments."""
+        """Return the script that sets the search paths in the container and then runs its arguments."""
         script = _SET_IMAGE_PATH
         if not _is_file(job.container.image) and job.runs_entry_point:
             script += _REQUIRE_ENTRY_POINTS
@@ -239,11 +242,12 @@ class Pyxis(Runtime):
     def probe_argv(self, job: Job, probe: Argv) -> Argv:
         """Return the argv that runs `probe` in the .sqsh on this machine, with the image's variables.
 
-        pyxis itself needs srun and a node, so apptainer, singularity or enroot starts the image here.
+        The probe is a short program that reports what the image contains. pyxis cannot start it, because that
+        needs srun and a node. So apptainer, singularity or enroot starts it.
 
         Raises
         ------
-        ToolMissing : no program on this machine starts a .sqsh.
+        ToolMissing : no program on this machine can start a .sqsh.
         """
         programs = [program for program in _STARTERS if shutil.which(program)]
         if not programs:
@@ -253,42 +257,45 @@ class Pyxis(Runtime):
                 hint=f"one of {', '.join(_STARTERS)} on PATH; or submit where there is one",
             )
         program = programs[0]
-        # The options in the recipe are those of pyxis: Singularity starts the image with its usual ones.
+        # The options in the recipe are for pyxis, so the usual options of Singularity are used here.
         singularity = Singularity()
         singularity_argv = singularity.argv(job, probe)
         if program != "enroot":
+            # The first argument is the program of Singularity, which is replaced by the one on PATH.
             return (program, *singularity_argv[1:])
         mounts = []
         for mount in with_targets(singularity.mounts(job)):
             source, target = mount.split(":")[:2]
+            # x-create=auto lets enroot create the mount point in the container.
             mounts.append(f"{source}:{target}:x-create=auto,bind")
-        # enroot's hook for GPUs ends the container on a machine without GPUs.
+        # Without this value, enroot's hook for GPUs would end the container on a machine without GPUs.
         options = ("--env", "NVIDIA_VISIBLE_DEVICES=void", *quoting.repeat_option("--mount", mounts))
         image_index = singularity_argv.index(job.container.image)  # the probe follows the image
         return (program, "start", *options, *singularity_argv[image_index:])
 
     def probe_program(self, job: Job) -> str:
-        """Return an empty text, because `probe_argv` itself finds a program on PATH."""
+        """Return an empty text, because `probe_argv` itself looks for a program on PATH."""
         return ""
 
     def typed_shell(self, job: Job) -> str:
-        """Return the command that people type for a shell in the image."""
+        """Return the command that a user can type to open a shell in the image."""
         return f"srun --container-image={shlex.quote(job.container.image)} --pty bash"
 
 
 def _check_registry(text: str) -> None:
-    """Check that pyxis reads the registry in `text`, the name of an image.
+    """Check that pyxis recognizes the registry in `text`, the name of an image.
 
-    enroot separates the registry from the image by "#". It would take ``nvcr.io/nvidia/pytorch:24.05`` or
-    ``docker://...`` for an image at Docker Hub.
+    enroot separates the registry from the image by "#". It would look for ``nvcr.io/nvidia/pytorch:24.05`` or
+    ``docker://...`` on Docker Hub.
 
     Raises
     ------
-    UsageError : `text` has a scheme, or its registry ends with "/".
+    UsageError : `text` contains a scheme, or its registry ends with "/".
     """
     scheme, _, reference = text.rpartition("://")
     first_part, slash, name = reference.partition("/")
-    # As for Docker, the first part of a name is a registry if it has a dot or a port, or is "localhost".
+    # The rule is that of Docker: the first part of a name is a registry if it contains a dot or a port, or is
+    # "localhost".
     is_registry = re.search(r"[.:]|^localhost$", first_part) is not None
     ends_with_slash = is_registry and slash != "" and "#" not in text
     if not scheme and not ends_with_slash:
@@ -301,10 +308,10 @@ def _check_registry(text: str) -> None:
 
 
 def _refuse_pyxis_variables() -> None:
-    """Raise UsageError if a variable of this shell would start the job's script in a container.
+    """Raise UsageError if a variable of this shell would start the job's script itself in a container.
 
-    sbatch passes the variables to the job. pyxis reads them at the start of the script, before the script can
-    unset them, and srun is missing in the container that pyxis would start.
+    sbatch passes on the variables to the job. pyxis reads them when the script starts, before the script can
+    unset them. The script would then run in a container in which srun is missing.
     """
     for name in ("PYXIS_CONTAINER_IMAGE", "PYXIS_CONTAINER_NAME"):
         if name in os.environ:
@@ -313,12 +320,15 @@ def _refuse_pyxis_variables() -> None:
 
 
 def _is_file(text: str) -> bool:
-    """Return whether `text` is the path of an image file, and not the name of an image in a registry."""
+    """Return whether `text` is the path of an image file.
+
+    If not, it is the name of an image in a registry.
+    """
     return text.endswith(SQSH_SUFFIXES) or text.startswith(("/", "./", "../"))
 
 
 def _read_compression(path: Path) -> str:
-    """Return the compression of a .sqsh, such as "zstd". It is empty if `path` is not a .sqsh here."""
+    """Return the compression of a .sqsh, such as "zstd", or "" if `path` is not a .sqsh on this machine."""
     if not sqsh.is_sqsh(path):
         return ""
     superblock = image.read_superblock(path)

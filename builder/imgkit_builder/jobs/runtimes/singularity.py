@@ -1,4 +1,4 @@
-"""Singularity and Apptainer, which start a .sif, a sandbox (a folder) or a plain squashfs."""
+"""Singularity and Apptainer, which start a .sif, a sandbox (an image as a folder) or a plain squashfs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from imgkit_builder.sif import image, sqsh
 from imgkit_entrypoints.errors import UsageError
 
 _WITHOUT_INFO_LINES = "--quiet"
-"""Option that leaves out the INFO lines, which each node would print. Warnings and errors stay."""
+"""Option that suppresses INFO lines, which each node would print. Warnings and errors are still printed."""
 
 _CLEAN_ENVIRONMENT = re.compile(r"--(cleanenv|containall)(=.*)?|-[cfinpuw]*[eC].*")
 """Options that keep the node's variables out of the container. Short ones can be combined: ``-ce``."""
@@ -22,10 +22,10 @@ _CLEAN_ENVIRONMENT = re.compile(r"--(cleanenv|containall)(=.*)?|-[cfinpuw]*[eC].
 _UNSET_CLEAN_VARIABLES = (
     "unset APPTAINER_CLEANENV SINGULARITY_CLEANENV APPTAINER_CONTAINALL SINGULARITY_CONTAINALL"
 )
-"""Shell line that unsets variables which have the effect of the options in `_CLEAN_ENVIRONMENT`.
+"""Shell line that unsets variables with the same effect as the options in `_CLEAN_ENVIRONMENT`.
 
-A user's shell may set them. Without the node's variables in the container, the node agents would not find
-each other, and each node would run alone.
+A user's shell may set them. The container would then have no variables of the node. Without these, the node
+agents would not find each other, and each node would run alone.
 """
 
 
@@ -41,18 +41,24 @@ class Singularity(Runtime):
     opens_shells = True
 
     def image(self, reference: str, recipe_name: str, directory: Path) -> str:
-        """Return the path of the image. If `reference` is empty, that is the recipe's .sif in `directory`."""
+        """Return the path of the image. If `reference` is empty, it is the recipe's .sif in `directory`."""
         return str(directory / (reference or f"{recipe_name}.sif"))
 
     def _lacks_manifest(self, path: Path) -> bool:
-        """Return whether `path` is an image file or a sandbox on this machine that has no imgkit manifest."""
+        """Return whether `path` is an image file or a sandbox on this machine without a manifest of imgkit.
+
+        A sandbox is an image in the form of a folder.
+        """
         if not path.is_dir():
             return super()._lacks_manifest(path)
         is_sandbox = (path / "usr").is_dir()
         return is_sandbox and not Path(f"{path}{MANIFEST_JSON}").exists()
 
     def _image_arch(self, path: Path) -> str:
-        """Return the architecture of a .sif from its header. See `Runtime`."""
+        """Return the architecture of the image, such as ``arm64``.
+
+        For a .sif, it is in the header of the file.
+        """
         if image.is_sif(path):
             return image.read(path).arch
         return super()._image_arch(path)
@@ -70,7 +76,7 @@ class Singularity(Runtime):
         """
         sets_variables = job.settings or job.container.names or job.container.env_file
         if job.system == "standalone" and not sets_variables:
-            return  # without a scheduler, the node sets none either
+            return  # without a scheduler, the node sets no variables either
         for option in self.options(job):
             if _CLEAN_ENVIRONMENT.fullmatch(option):
                 raise UsageError(
@@ -92,7 +98,7 @@ class Singularity(Runtime):
     def shell(self, job: Job) -> Argv:
         """Return the argv of a shell in the job's image.
 
-        It is ``singularity shell``, unless something has to be set in the container before the shell starts.
+        It is ``singularity shell``, unless something must be set up in the container before the shell starts.
         """
         job = dataclasses.replace(job, command=())
         has_variables = job.container.env or self.system_variables(job)
@@ -101,9 +107,9 @@ class Singularity(Runtime):
         return self._argv_to_image(job, "shell")
 
     def exports(self, job: Job) -> tuple[str, ...]:
-        """Return shell lines that set the variables on the node, and the library path in the container.
+        """Return shell lines that set the variables of the job, and the library path for the container.
 
-        The runtime takes the library path from a variable such as ``SINGULARITYENV_LD_LIBRARY_PATH``.
+        Singularity takes the library path from a variable such as ``SINGULARITYENV_LD_LIBRARY_PATH``.
         """
         lines = (_UNSET_CLEAN_VARIABLES, *super().exports(job))
         libraries = ":".join(self.listed_libraries(job))
@@ -111,8 +117,8 @@ class Singularity(Runtime):
             return lines
         program = PurePath(self.program(job.recipe)).name
         prefix = "APPTAINERENV" if program == "apptainer" else "SINGULARITYENV"
-        # The shell of the node replaces the variables of the site in the folders. The container replaces
-        # LD_LIBRARY_PATH by its own value, so it stands in single quotes.
+        # The shell of the node replaces variables of the site in the folders. LD_LIBRARY_PATH must be
+        # replaced later, inside the container, so it is in single quotes.
         return (
             *lines,
             f"libraries={quoting.quote(quoting.quote_with_site_variables(libraries))}",
@@ -122,8 +128,8 @@ class Singularity(Runtime):
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
         """Return the ``singularity exec`` command that starts `command`.
 
-        The runtime sets the image's own variables (ENV) only for a .sif. For a plain squashfs, a shell before
-        `command` sets them.
+        Singularity sets the image's own variables (ENV) only for a .sif. For a plain squashfs, a shell sets
+        them before `command` starts.
         """
         argv = self._argv_to_image(job, "exec")
         if not _is_sqsh(job):
@@ -135,7 +141,10 @@ class Singularity(Runtime):
         return (*argv, *sqsh.environment_argv(set_library_path), *command)
 
     def _argv_to_image(self, job: Job, verb: str) -> Argv:
-        """Return the runtime's command line up to the image: ``singularity --quiet VERB OPTIONS IMAGE``."""
+        """Return the command line up to and including the image.
+
+        For example: ``singularity --quiet VERB OPTIONS IMAGE``.
+        """
         mounts = map(quoting.quote_with_site_variables, self.mounts(job))
         options = [*self.options(job), *quoting.repeat_option("--bind", mounts)]
         if job.container.workdir:
@@ -144,5 +153,8 @@ class Singularity(Runtime):
 
 
 def _is_sqsh(job: Job) -> bool:
-    """Return whether the image is a plain squashfs. The suffix decides if the file is not on this machine."""
+    """Return whether the image is a plain squashfs.
+
+    If the file is not on this machine, its suffix decides.
+    """
     return job.container.image.endswith(SQSH_SUFFIXES) or sqsh.is_sqsh(Path(job.container.image))

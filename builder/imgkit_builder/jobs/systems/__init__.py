@@ -1,8 +1,8 @@
-"""Systems: everything that ``imgkit run`` knows about a scheduler. Each one is a module, loaded by its name.
+"""Systems: what ``imgkit run`` knows about each scheduler. Each system is a module, which is loaded by name.
 
-``recipe/systems.py`` has what recipes need to know about the systems that imgkit ships. A plug-in adds a
-system with an entry point of the group ``imgkit.systems``, whose object is an instance of a subclass of
-`System`.
+``recipe/systems.py`` contains what recipes need to know about the systems that imgkit ships. A plug-in adds a
+system by an entry point in the group ``imgkit.systems``. The entry point leads to an instance of a subclass
+of `System`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ MODULES = {
     "standalone": "local",
     "kubeflow": "kubeflow",
 }
-"""The module in this package that has the `SYSTEM` of each name.
+"""The name of each system, and the module in this package that contains its `SYSTEM`.
 
-No recipe names ``kubeflow``, which takes jobs of RunAI with another ``--format``.
+No recipe names ``kubeflow``. It takes the jobs of RunAI if ``--format`` selects it.
 """
 
 
@@ -60,78 +60,85 @@ class JobShell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueCommands:
-    """Commands of a scheduler, and the meaning of one of its messages and of some of its options."""
+    """Commands of a scheduler, and how to read one of its messages and some of its options."""
 
     submit: str = ""
-    """The program that queues scripts on a login node. It is empty if no remote takes jobs of this system."""
+    """The program that submits scripts on a login node.
+
+    It is empty if jobs of this system cannot be submitted on a remote.
+    """
     own_jobs: Argv = ()
-    """The command that lists this user's jobs. It is the hint for a user whose job id is unknown."""
+    """The command that lists the jobs of this user. It is the hint if the id of a job is unknown."""
     unfinished_ids: Argv = ()
     """The command that prints the ids of all jobs that wait or run.
 
-    An argument with ``{cluster}`` is left out unless the job's id names a cluster.
+    An argument that contains ``{cluster}`` is left out if the job's id names no cluster.
     """
     unknown_job: str = ""
-    """Regular expression for the output of a status command that failed because there is no such job.
+    """Regular expression for the message of a status command that there is no such job.
 
-    It must mean the same for Python and for ``grep -E``, which searches on a remote.
+    It must have the same meaning in Python and in ``grep -E``, which a remote uses.
     """
     fields: Mapping[str, Literal["name", "qos"]] = field(default_factory=dict)
-    """The field of ``system.queue`` that an option of the scheduler sets: ``{"--qos": "qos", ...}``."""
+    """The fields of ``system.queue`` that options of the scheduler set: ``{"--qos": "qos", ...}``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
-    """What a system can do for its jobs beyond starting them."""
+    """What a system can do for its jobs besides starting them."""
 
     passes_names: bool = False
-    """Whether ``--env NAME`` works: the program gets the value of this shell, which no script contains."""
+    """Whether ``--env NAME`` works.
+
+    The program then gets the value that the variable has in this shell, and no script contains the value.
+    """
     hides_gpus: bool = True
-    """Whether programs see only the GPUs that the job asked for."""
+    """Whether programs see only the GPUs that the job has requested."""
     takes_hosts: bool = False
-    """Whether the user names the nodes (``--hosts``), because no scheduler chooses them."""
+    """Whether the user names the nodes with ``--hosts``, because no scheduler chooses them."""
     spares_take_over: bool = False
-    """Whether the other node agents go on when a node is lost, so that a spare node can replace it."""
+    """Whether the other nodes go on when a node fails, so that a spare node can replace it."""
     resumes_jobs: bool = False
     """Whether a job can continue in the run folder of an earlier job."""
 
 
 class System(abc.ABC):
-    """A scheduler, or the way to start jobs without one.
+    """A scheduler, or a way to start jobs without a scheduler.
 
-    A system writes the script of a job and the commands about it, and reads their output. It runs no
-    commands.
+    A system writes the script of a job and the commands about the job, and it parses the output of these
+    commands. It does not run any commands itself.
     """
 
     flags: type[Any] = SystemFlags
     """A `SystemFlags` dataclass with the flags that only this system has (`request.flag`)."""
     uses: tuple[str, ...] = ()
-    """Flags out of `OPTIONAL` that have a meaning on this system. The others cause a warning."""
+    """The flags in `OPTIONAL` that have an effect on this system. The others cause a warning."""
     registration: Registration = Registration()
-    """What recipes need to know about the system: its aliases, its runtimes and the checks of its section."""
+    """What recipes need to know about the system, such as its aliases and its runtimes."""
     placement: str = ""
-    """How each of several nodes detects its rank, as a name that ``dist-run --scheduler`` takes.
+    """How each of several nodes finds out its rank, as a value of ``dist-run --scheduler``.
 
-    If it is empty, the node agent decides by the variables that the scheduler or the script sets.
+    If it is empty, the node agent (imgkit's process on each node) recognizes the scheduler by the variables
+    that are set.
     """
     abilities: Abilities = Abilities()
     needs_fields_for_shells: bool = True
-    """Whether an interactive job must have the fields that ``system.queue.required`` names."""
+    """Whether interactive jobs, too, must set the fields in ``system.queue.required`` of the recipe."""
     reports_state: bool = True
-    """Whether `parse_status` can tell a job that runs from one that has ended."""
+    """Whether `parse_status` can distinguish a running job from a job that has ended."""
     code_copier: Literal["", "script", "imgkit"] = ""
     """What copies a job's code into its run folder before the start.
 
-    With ``script``, the job's script copies it (template ``workspace.sh.j2``). With ``imgkit``, imgkit copies
-    it and makes the run folder, because the run starts at once. If it is empty, jobs of this system take no
-    code.
+    With ``script``, the job's script copies the code (template ``workspace.sh.j2``). With ``imgkit``, imgkit
+    itself creates the run folder and copies the code, because the run starts at once. If it is empty, jobs of
+    this system take no code.
     """
     queue: QueueCommands = QueueCommands()
-    """Commands of the scheduler, other than those about one job."""
+    """Commands of the scheduler that are not about a single job."""
 
     @abc.abstractmethod
     def script(self, job: Job) -> Script:
-        """Return the text of the submission and the command that submits it.
+        """Return the text of the job's script and the command that submits it.
 
         Raises
         ------
@@ -139,13 +146,13 @@ class System(abc.ABC):
         """
 
     def conversion_script(self, job: Job) -> Script:
-        """Return the script of a job that makes an image file on a node, and the command that submits it.
+        """Return the script of a job that creates an image file on a node, and the command that submits it.
 
-        Only systems with a queue for such jobs override this method, which refuses them.
+        The base class refuses such jobs. Only systems that have a queue for them override this method.
 
         Raises
         ------
-        UsageError : the system has no queue for such a job, or no use for such a file.
+        UsageError : the system has no queue for such a job, or cannot use such a file.
         """
         if runtimes.get_runtime(job.recipe.system.runtime.kind).is_isolated:
             message = "pods pull their image from a registry; a .sif is of no use to them"
@@ -156,12 +163,12 @@ class System(abc.ABC):
         raise UsageError(message, where="--submit", hint=hint)
 
     def check(self, job: Job, *, is_submitted: bool = False) -> Iterable[str]:
-        """Return warnings about requests that the user may not have meant.
+        """Return warnings about requests that the user may not have intended.
 
         Parameters
         ----------
-        is_submitted : whether this machine submits the job now. Then the check includes what depends on this
-            machine, for example a program on its PATH.
+        is_submitted : whether this machine submits the job now. If so, facts about this machine are checked
+            too, for example a program on its PATH.
 
         Raises
         ------
@@ -173,24 +180,30 @@ class System(abc.ABC):
         return warnings
 
     def parse_job_id(self, output: str, name: str) -> str:
-        """Find the job's id in the `output` of the command that submitted the job `name`.
+        """Return the job's id from the output of the command that submitted the job.
 
-        Return ``ID``, or ``ID;CLUSTER`` where Slurm manages several clusters. The result is empty if the
-        output has no id. The caller checks that the result has the form of an id.
+        The id is ``ID``, or ``ID;CLUSTER`` if Slurm manages several clusters. If the output contains no id,
+        the result is empty. The caller checks that the result has the form of an id.
+
+        Parameters
+        ----------
+        output : the output of the command.
+        name : the name of the job.
         """
         return output.strip().rpartition("\n")[2]
 
     @abc.abstractmethod
     def status_commands(self, record: QueuedJob) -> tuple[Argv, ...]:
-        """Return the commands that print the job's state, to be run in turn until one of them knows the job.
+        """Return the commands that print the job's state.
 
-        The first one asks the queue. It prints nothing, or fails, once the job has left the queue.
+        They are run in order until one of them knows the job. The first command asks the queue. Once the job
+        has left the queue, this command prints nothing or fails.
         """
 
     def parse_status(self, output: str) -> JobStatus:
-        """Parse the output of a status command: the job's state, and the reason of its wait.
+        """Parse the output of a status command: the job's state, and the reason why it waits.
 
-        The states of its tasks decide about the state of an array (`array_state`).
+        For an array, the output contains one state for each task. `array_state` combines them.
         """
         return JobStatus(state="", text=output)
 
@@ -198,7 +211,8 @@ class System(abc.ABC):
     def log_source(self, record: QueuedJob) -> Argv:
         """Return the command that follows the job's output.
 
-        If the command is ``tail``, its last argument must be the path of the file, which remotes use.
+        If this command is ``tail``, the path of the file must be its last argument, because remotes read the
+        path from there.
         """
 
     @abc.abstractmethod
@@ -227,22 +241,23 @@ class System(abc.ABC):
 def array_state(states: Iterable[JobState]) -> JobState:
     """Return the state of an array job from the states of its tasks: ``succeeded, failed`` -> ``failed``.
 
-    An array runs while one of its tasks runs, and else waits while one waits. It has failed if all tasks have
-    ended and one has failed. Without tasks, the state is unknown ("").
+    If a task runs, the array runs. Otherwise, if a task waits, the array waits. If all tasks have ended and
+    one has failed, the array has failed. Without tasks, the state is unknown ("").
     """
     precedence = ("running", "waiting", "", "failed", "cancelled", "succeeded")
+    # The state that comes first in the list decides.
     return min(states, key=precedence.index, default="")
 
 
 def task_id(array: QueuedJob, text: str) -> str:
-    """Return the complete id of a task of an array job, or "" if the array has no such task.
+    """Return the complete id of a task of an array job, or "" if the array cannot have such a task.
 
-    An array job runs the same script several times, and each run is a task. For Slurm, the task 3 of the
-    array ``4711`` is ``4711_3``. For PBS, the task 3 of the array ``4711[].server`` is ``4711[3].server``.
+    An array job runs the same script several times, and each run is a task. In Slurm, task 3 of the array
+    ``4711`` is ``4711_3``. In PBS, task 3 of the array ``4711[].server`` is ``4711[3].server``.
 
     Parameters
     ----------
-    text : the id as a user types it, who may leave out the server: ``4711[3]``.
+    text : the id as the user types it. The server may be left out: ``4711[3]``.
     """
     sequence, brackets, server = array.id.partition("[]")
     if not brackets:
@@ -255,9 +270,10 @@ def task_id(array: QueuedJob, text: str) -> str:
 
 
 def refuse_whole_array(record: QueuedJob, example: str) -> None:
-    """Raise UsageError if `record` is an array job, for a command that needs one output or one run folder.
+    """Raise UsageError if `record` is an array job.
 
-    An array as a whole has neither: each of its tasks has its own.
+    Commands that need one output or one run folder call this function. Each task of an array has its own, and
+    the array as a whole has none.
 
     Parameters
     ----------
@@ -272,25 +288,25 @@ def refuse_whole_array(record: QueuedJob, example: str) -> None:
 
 
 def scheduler_options(job: Job) -> Argv:
-    """Return the options for the scheduler, first from the recipe and then from ``--option``.
+    """Return the options for the scheduler: those in the recipe, followed by those of ``--option``.
 
     Raises
     ------
-    UsageError : an option is not one word, so that it cannot be a directive of a script.
+    UsageError : an option contains a blank or quote, so it cannot be a directive in a script.
     """
     return (*recipe_options(job, "options"), *user_options(job))
 
 
 def recipe_options(job: Job, key: str) -> Argv:
-    """Return the options for the scheduler that the recipe has under ``system.queue``.
+    """Return the options for the scheduler that the recipe sets under ``system.queue``.
 
     Parameters
     ----------
-    key : the field with the options, ``options`` or ``chunk``.
+    key : the field that contains the options, ``options`` or ``chunk``.
 
     Raises
     ------
-    UsageError : an option is not one word. The error names the recipe's line.
+    UsageError : an option contains a blank or quote. The error names the line of the recipe.
     """
     options: Argv = getattr(job.recipe.system.queue, key)
     for index, option in enumerate(options):
@@ -299,24 +315,26 @@ def recipe_options(job: Job, key: str) -> Argv:
 
 
 def options_with_values(options: Mapping[str, object]) -> Argv:
-    """Return ``OPTION=VALUE`` for each option whose value is neither empty nor zero nor None."""
+    """Return ``OPTION=VALUE`` for each option. Options with the value "", 0 or None are left out."""
     return tuple(f"{option}={value}" for option, value in options.items() if value)
 
 
 def user_options(job: Job) -> Argv:
-    """Return the scheduler options of ``--option``. Raise UsageError if one of them is not one word."""
+    """Return the values of ``--option``. Raise UsageError if one of them contains a blank or quote."""
     return tuple(map(quoting.check_scheduler_option, job.request.allocation.options))
 
 
 def find_job_id(output: str, pattern: str) -> str:
-    """Return the job's id from the output of the command that submitted it: ``welcome\\n4711`` -> ``4711``.
+    """Return the job's id from the output of a submission: ``welcome\\n4711`` -> ``4711``.
 
-    Sites can print text before the id, which is in the last line. Return "" if the last line is no id. Return
-    "" as well if an earlier line is another id, because nobody can tell which of them is the job's.
+    Sites may print text before the id, so the id must be in the last line. The result is "" if the last line
+    is not an id. It is also "" if an earlier line is another id, because it is unclear which of them is the
+    job's.
 
     Parameters
     ----------
-    pattern : regular expression for a whole id.
+    output : the output of the command that submitted the job.
+    pattern : regular expression for a complete id.
     """
     lines = output.strip().splitlines()
     ids = {line for line in lines if re.fullmatch(pattern, line)}
@@ -336,8 +354,8 @@ _REQUIRE_FOLDERS = (
 def with_folder_check(job: Job, argv: Argv) -> Argv:
     """Return an argv that runs `argv` only if the node has all paths that the job mounts.
 
-    Without this check, a container runtime's message would not name the node, and docker would create an
-    empty folder in place of a missing one.
+    Without this check, the error message of a container runtime would not name the node. Docker would even
+    create an empty folder in place of a missing one.
     """
     folders = mounted_folders(job)
     if not folders:
@@ -346,37 +364,43 @@ def with_folder_check(job: Job, argv: Argv) -> Argv:
 
 
 def mounted_folders(job: Job) -> tuple[str, ...]:
-    """Return the paths on the nodes of ``--bind``, ``system.runtime.binds`` and the data, each once.
+    """Return the paths on the nodes that the job mounts, as shell text. Each path occurs once.
 
-    The paths are shell text: the shell of a node replaces variables of the site in them, such as
-    ``$SCRATCH``. The result is empty for a runtime that mounts no folders.
+    They come from ``--bind``, ``system.runtime.binds`` and the data. As shell text, a path can contain a
+    variable of the site, such as ``$SCRATCH``, which the shell of the node replaces. For a runtime that
+    mounts no folders, the result is empty.
     """
     if not runtime_of(job).mounts_folders:
         return ()
     paths = [bind.partition(":")[0] for bind in job.container.binds]
     paths += [mount.source for mount in job.container.data]
-    unique_paths = dict.fromkeys(paths)  # in order
+    unique_paths = dict.fromkeys(paths)  # keeps the order
     return tuple(map(quoting.quote_with_site_variables, unique_paths))
 
 
 def single_process_warnings(command: Sequence[str]) -> tuple[str, ...]:
-    """Return a warning if `command` starts only one process per node, or an empty tuple.
+    """Return a warning if `command` starts only one process per node, or an empty tuple otherwise.
 
-    It starts one process per GPU if the command or one of its arguments is a ``dist-...`` program.
+    A ``dist-...`` program, as the command or in one of its arguments, starts one process per GPU. Any other
+    command is assumed to start only one process.
     """
     if not command or re.search(r"\bdist-[a-z]", "\n".join(command)):
         return ()
     name = script = command[0]
     is_python = re.fullmatch(r"python[0-9.]*", PurePath(name).name)
     if is_python and len(command) > 1:
-        script = command[1]  # dist-run starts Python itself
+        script = command[1]  # dist-run itself starts Python
     return (f"{name} starts once per node; `dist-run {shlex.quote(script)} ...` starts one process per GPU",)
 
 
 def partial_node_warnings(job: Job, note: str = "") -> tuple[str, ...]:
-    """Return a warning, which includes `note`, if a job of several nodes uses only some GPUs of each.
+    """Return a warning if a job on several nodes uses only some of the GPUs of each node.
 
-    The result is an empty tuple otherwise, and for a job without GPUs.
+    Otherwise, and for a job without GPUs, the result is an empty tuple.
+
+    Parameters
+    ----------
+    note : a text that the warning includes.
     """
     nodes = job.allocation.nodes
     gpus = job.allocation.gpus
@@ -387,9 +411,10 @@ def partial_node_warnings(job: Job, note: str = "") -> tuple[str, ...]:
 
 
 def idle_spare_warnings(job: Job) -> tuple[str, ...]:
-    """Return a warning if the job has spare nodes, for systems on which a lost node ends the run.
+    """Return a warning if the job has spare nodes, for systems on which a lost node ends the whole run.
 
-    A spare is a node beyond those that train, which usually replaces a node that is lost (``--nodes 16+1``).
+    A spare node (``--nodes 16+1``) can replace a node that fails. On these systems, it can only replace a
+    node that fails the check before the start.
     """
     if not job.allocation.size.spares:
         return ()
@@ -419,19 +444,20 @@ _OWN_NAMES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
-    """All systems that a recipe can name, and the errors of plug-ins that imgkit cannot use."""
+    """All systems that a recipe can name, and the errors of plug-ins that cannot be used."""
 
     systems: Mapping[str, System]
     errors: tuple[ImgkitError, ...]
 
 
 def get_system(name: str) -> System:
-    """Load the system `name` from its module here or from a plug-in, and return it.
+    """Load the system `name` from its module in this package, or from a plug-in, and return it.
 
     Raises
     ------
-    ToolFailed : imgkit cannot use the plug-in; the error names its distribution.
-    UsageError : no system has the name, for example because its plug-in was removed after it submitted a job.
+    ToolFailed : the plug-in cannot be used. The error names its distribution.
+    UsageError : no system has this name. For example, the plug-in that submitted a job was removed
+        afterwards.
     """
     if name in MODULES:
         module = importlib.import_module(f"{__name__}.{MODULES[name]}")
@@ -449,13 +475,13 @@ def get_system(name: str) -> System:
 
 
 def load_systems() -> Installed:
-    """Load all systems. Return them with the errors of the plug-ins that imgkit leaves out."""
+    """Load and return all systems, with the errors of the plug-ins that cannot be used."""
     systems = {name: get_system(name) for name in registry.SHIPPED}
     errors = list(registry.refused_plugins())
     for name in registry.plugin_names():
         try:
-            # `get_system` has compared the plug-in's flags with the shipped systems. Here they are compared
-            # with the plug-ins before it, too.
+            # `get_system` has compared the flags of the plug-in with those of the shipped systems. Here, they
+            # are also compared with those of the plug-ins that were loaded before.
             systems[name] = _validate_plugin(name, get_system(name), systems.values())
         except ToolFailed as error:
             errors.append(error)
@@ -463,12 +489,18 @@ def load_systems() -> Installed:
 
 
 def _validate_plugin(name: str, plugin: object, systems: Iterable[System]) -> System:
-    """Return `plugin`, the object that a plug-in has for the system `name`, if imgkit can use it.
+    """Return `plugin` if it is a system that imgkit can use.
+
+    Parameters
+    ----------
+    name : the name of the system.
+    plugin : the object to which the entry point of the plug-in leads.
+    systems : the systems whose flags the plug-in must not repeat.
 
     Raises
     ------
-    ToolFailed : the plug-in is no `System`, declares values that imgkit does not have, or has a flag that
-        imgkit or one of `systems` has already.
+    ToolFailed : the plug-in is no `System`, declares unknown values, or has a flag that imgkit or one of
+        `systems` already has.
     """
     from imgkit_entrypoints.schedulers.resolve import NAMES
 
@@ -484,14 +516,14 @@ def _validate_plugin(name: str, plugin: object, systems: Iterable[System]) -> Sy
 
 
 def _refuse_taken_flags(name: str, plugin: System, systems: Iterable[System]) -> None:
-    """Raise ToolFailed if the plug-in that adds the system `name` has a flag of imgkit or of `systems`.
+    """Raise ToolFailed if the plug-in for the system `name` has a flag of imgkit or of one of `systems`.
 
-    ``imgkit run`` has the flags of all systems, so no two of them can have the same name.
+    ``imgkit run`` accepts the flags of all systems, so each name can be used only once.
     """
     try:
-        plugin.flags()  # raises if a flag has no default
+        plugin.flags()  # raises an error if a flag has no default
         flag_names = _flag_names(plugin.flags)
-    except Exception as error:  # whatever the plug-in's own code raises
+    except Exception as error:  # the plug-in's own code can raise anything
         raise _plugin_error(name, f"declares flags that cannot be read: {error}", "") from None
     taken_names = {*_OWN_NAMES, *_flag_names(JobRequest)}
     for system in systems:
@@ -514,6 +546,6 @@ def _plugin_error(name: str, problem: str, hint: str) -> ToolFailed:
 
     Parameters
     ----------
-    problem : the end of a sentence about the plug-in, such as ``is no System``.
+    problem : what is wrong with the plug-in, as the end of a sentence, such as ``is no System``.
     """
     return registry.plugin_error(registry.entry_point_of(name), problem, hint=hint)

@@ -1,9 +1,9 @@
-"""Run one ssh command per host, all at the same time, and leave no process on the hosts.
+"""Run one ssh command on each host, all at the same time, and leave no process behind on the hosts.
 
-ssh does not end what it started: without a terminal, the other host never notices a lost connection. So a
-guard, a small shell script, runs there between the connection and the command. It reads its standard input. A
-line in it asks the command to end. The end of the input forces the command to end, which also happens when
-this process is killed.
+ssh does not end the command that it has started. Without a terminal, the other host never notices that the
+connection is lost. So a guard, which is a small shell script, runs on the host between ssh and the command.
+It reads its standard input. If it reads a line, it asks the command to end. At the end of the input, it
+forces the command to end. The input also ends when this process is killed.
 """
 
 from __future__ import annotations
@@ -32,34 +32,40 @@ from imgkit_entrypoints.rollcall.secret import VARIABLE
 
 SSH = (
     *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
-    # A separate connection: a shared one would outlive this process.
+    # Open a new connection. A shared connection would outlive this process.
     *("-o", "ControlPath=none"),
-    # A lost host is noticed within a minute.
+    # With these options, a lost host is noticed within a minute.
     *("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3"),
 )
-"""The start of each ssh command. ssh asks for nothing, neither a password nor about an unknown host key."""
+"""The start of each ssh command.
+
+ssh never asks a question, neither for a password nor about an unknown host key.
+"""
 SSH_FAILED = 255
-"""Exit code of ssh if it could not connect or lost the connection (ssh(1))."""
+"""Exit code of ssh if it could not connect, or if it lost the connection (ssh(1))."""
 PEERS_S = 20.0
-"""Seconds that the other hosts have to end with their own message after a command has failed."""
+"""Seconds after a failed command in which the other hosts can end with an error message of their own."""
 KILL_S = 5
-"""Seconds from TERM to KILL after the input of a guard has ended."""
+"""Seconds between TERM and KILL, after the input of a guard has ended."""
 END_S = KILL_S + 3.0
-"""Seconds until all guards should have finished after the end of their input: the KILL needs some time."""
+"""Seconds after the end of their input until all guards should have ended. KILL itself needs some time."""
 LINE_BYTES = 1 << 16
-"""Bytes of the longest line that is shown as one. Longer lines are shown in parts."""
+"""Bytes of the longest line that is shown in one piece. Longer lines are shown in several pieces."""
 
 POLL_S = 0.1
-"""Seconds between two polls of the ssh processes."""
+"""Seconds between two checks whether the ssh processes have ended."""
 
 Show = Callable[[str, bytes, bool], None]
-"""A function that shows output. It gets the host, a line, and whether that came from standard error."""
+"""A function that shows output.
 
-# The guard. `{start}` starts the command in the background, in a process group of its own.
-# KILL goes to the whole group, even after the command has ended, because a process that it left behind would
-# keep the connection open. The loop after the first `wait` is needed because a trapped signal ends `wait`
-# before the command has ended. The shell's own output is dropped, because it reports every process that a
-# signal ended.
+Its arguments are the host, a line, and whether the line is from standard error.
+"""
+
+# The guard, a shell script that ends the command on a host. `{start}` starts the command in the background,
+# in a process group of its own. KILL is sent to the whole group, even after the command has ended. Otherwise,
+# a process that the command left behind would keep the connection open. A trapped signal ends `wait` before
+# the command has ended, so the loop waits again. The shell's own output is dropped, because it reports every
+# process that a signal has ended.
 _GUARD = """\
 exec 3<&0 </dev/null
 {start}
@@ -79,10 +85,10 @@ exit "$code"
 
 
 def _input_lines(host_input: HostInput) -> bytes:
-    """Return the lines that each guard, the shell script on a host, reads first from its standard input.
+    """Return the lines that each guard (the shell script on a host) first reads from its standard input.
 
-    They are the secret, one ``NAME=VALUE`` line for each variable, and an empty line. The line of the
-    secret is empty if only variables are sent. Without either, there are no lines.
+    The lines are the secret, one line ``NAME=VALUE`` for each variable, and an empty line as the end. If only
+    variables are sent, the line of the secret is empty. If nothing is sent, there are no lines.
     """
     if host_input == NO_INPUT:
         return b""
@@ -91,12 +97,12 @@ def _input_lines(host_input: HostInput) -> bytes:
     return os.fsencode("\n".join((secret, *variables, "", "")))
 
 
-# With setsid, the command gets a process group of its own, which the guard can end. Descriptor 3 is the
-# guard's input, which the command must not read.
+# setsid starts the command in a process group of its own, which the guard can end. Descriptor 3 is the input
+# of the guard, which the command must not read.
 _START_COMMAND = 'setsid "$@" 3<&- &'
-# The text reads the lines of `_input_lines`. `unset` is needed because a variable of that name may be
-# exported. The value stands in no argument and in no variable of the command, which reads it from its input
-# (`_START_WITH_INPUT`).
+# Shell text that reads the lines of `_input_lines`. `unset` is needed because a variable of that name may be
+# exported. The secret is in no argument and in no variable of the command. The command reads it from its
+# standard input (`_START_WITH_INPUT`).
 _READ_INPUT_LINES = """\
 unset imgkit_secret
 IFS= read -r imgkit_secret <&3
@@ -109,39 +115,39 @@ END"""
 
 
 def guard_command(command: Argv, host_input: HostInput = NO_INPUT) -> Argv:
-    """Return an argv that runs `command` under a guard: a shell script that ends it when its input ends.
+    """Return an argv that runs `command` under a guard, a shell script that ends it when its input ends.
 
-    The input also ends when imgkit is killed, so no command is left behind on a host. The host needs a POSIX
-    shell and ``setsid``.
+    The input ends when imgkit ends, even if imgkit is killed. So no command is left behind on a host. The
+    host needs a POSIX shell and ``setsid``.
 
     Parameters
     ----------
-    host_input : what the guard reads first, and passes on to the command.
+    host_input : what the guard reads first from its input and passes on to the command.
     """
-    start = _START_COMMAND
+    start_text = _START_COMMAND
     if host_input.secret:
-        start = _START_WITH_INPUT.format(variable=VARIABLE)
+        start_text = _START_WITH_INPUT.format(variable=VARIABLE)
     if host_input != NO_INPUT:
-        start = _READ_INPUT_LINES + start
-    script = _GUARD.format(kill_s=KILL_S, start=start)
+        start_text = _READ_INPUT_LINES + start_text
+    script = _GUARD.format(kill_s=KILL_S, start=start_text)
     return ("sh", "-c", script, "imgkit", *command)
 
 
 class _Host:
-    """The ssh of one host, and the threads that show its output.
+    """The ssh process for one host, and the threads that show its output.
 
     Parameters
     ----------
-    line : the command line for the host's shell. It starts a guard (`guard_command`), the script that ends
-        the command when its input ends.
-    data : the first bytes for the guard's input, from `_input_lines`.
-    show : gets the lines of the output, from two threads.
+    line : the command line for the host's shell. It starts a guard (`guard_command`), which ends the command
+        when its input ends.
+    data : the first bytes of the guard's input, from `_input_lines`.
+    show : is called with each line of the output, by two threads.
     """
 
     def __init__(self, name: str, line: str, data: bytes, show: Show) -> None:
         self.name = name
-        # In a session of its own, ssh does not get the terminal's Ctrl-C. `run_on_hosts` asks the guard
-        # instead.
+        # ssh runs in a session of its own, so that Ctrl-C in the terminal does not end it. Instead,
+        # `run_on_hosts` asks the guard to end the command.
         self.process = subprocess.Popen(
             [*SSH, name, line],
             stdin=subprocess.PIPE,
@@ -157,14 +163,14 @@ class _Host:
         self.send(data)
 
     def _show(self, stream: BinaryIO, is_error: bool, show: Show) -> None:
-        """Pass the lines of `stream` to `show` until it ends. This runs in a thread of its own."""
+        """Call `show` with each line of `stream` until the stream ends. This runs in a thread of its own."""
         for line in iter(functools.partial(stream.readline, LINE_BYTES), b""):
             show(self.name, line.removesuffix(b"\n"), is_error)
 
     def send(self, data: bytes) -> None:
         """Write `data` to the input of the guard, the script on the host that controls the command.
 
-        An error is ignored: it means that ssh has ended, and ssh's own message says why.
+        An error is ignored. It means that ssh has ended, and ssh itself prints the reason.
         """
         assert self.process.stdin is not None  # noqa: S101 - for the type checker: it is a pipe
         with contextlib.suppress(OSError, ValueError):
@@ -172,19 +178,19 @@ class _Host:
             self.process.stdin.flush()
 
     def end(self) -> None:
-        """End the input of the guard, which then ends the command."""
+        """End the input of the guard. The guard then ends the command on the host."""
         assert self.process.stdin is not None  # noqa: S101 - as above
         with contextlib.suppress(OSError):
             self.process.stdin.close()
 
     def exit_code(self) -> int | None:
-        """Return the exit code of ssh, or None while ssh runs or some of its output has not been shown yet.
+        """Return the exit code of ssh, or None if ssh is still running or its output is not completely shown.
 
-        After signal N the code is 128 + N, as a shell reports it.
+        If a signal N ended ssh, the code is 128 + N, as in a shell.
         """
         code = self.process.poll()
         for reader in self.readers:
-            if reader.is_alive():  # it still shows output
+            if reader.is_alive():  # some output is not shown yet
                 return None
         if code is not None and code < 0:  # subprocess returns -N after signal N
             return 128 - code
@@ -199,21 +205,21 @@ def run_on_hosts(
     host_input: HostInput = NO_INPUT,
     head_decides: bool = False,
 ) -> int:
-    """Run a command line on each host, and return the first exit code that was not 0, or 0.
+    """Run a command on each host, and return the first exit code that is not 0, or 0.
 
-    When the command of one host has failed, the others have `PEERS_S` seconds to end. The first Ctrl-C or
-    TERM asks all commands to end. The second one forces them to end within seconds. If no
-    command failed before the signal, the result is 128 + N for signal N.
+    If the command of one host fails, the other hosts have `PEERS_S` seconds to end by themselves. The first
+    Ctrl-C or TERM signal asks all commands to end, and the second one forces them to end within seconds. If
+    no command failed before signal N, the result is 128 + N.
 
     Parameters
     ----------
-    commands : the command line for the shell of each host. It starts a guard: a script that ends the
-        command when imgkit asks or ends.
-    show : gets the output. Several threads call it, but only one at a time.
-    say : gets messages for the user.
-    host_input : what the guards read first from their input, such as the values of variables.
-    head_decides : whether only the exit code of the first host, the head, counts. Then the other hosts go on
-        after one of them has failed.
+    commands : the command line for the shell of each host. It starts a guard, a script on the host that ends
+        the command when imgkit asks it to or ends.
+    show : is called with each line of the output. Several threads call it, but only one at a time.
+    say : is called with messages for the user.
+    host_input : what the guards first read from their input, such as the values of variables.
+    head_decides : whether only the exit code of the first host, the head, counts. The other hosts then go on
+        when one of them fails.
     """
     lock = threading.Lock()
 
@@ -223,7 +229,8 @@ def run_on_hosts(
 
     data = _input_lines(host_input)
     with _collect_stop_signals() as signals, _close_at_exit() as hosts:
-        for command in commands:  # if a later ssh cannot start, `_close_at_exit` ends the hosts before it
+        # If ssh cannot be started for one host, `_close_at_exit` ends the commands on the hosts before it.
+        for command in commands:
             hosts.append(_Host(command.host, command.line, data, show_line))
         return _wait_for_hosts(hosts, signals, say, head_decides=head_decides)
 
@@ -231,22 +238,22 @@ def run_on_hosts(
 def _wait_for_hosts(
     hosts: Sequence[_Host], signals: list[int], say: Callable[[str], None], *, head_decides: bool
 ) -> int:
-    """Wait until all hosts have ended, and return the exit code of the run.
+    """Wait until the commands on all hosts have ended, and return the exit code of the run.
 
-    After a command has failed, the other hosts have `PEERS_S` seconds to end with their own message, and are
-    then asked to end. The first signal asks all hosts to end, and a further one forces them to.
+    If a command fails, the other hosts first have `PEERS_S` seconds to end with a message of their own. Then
+    they are asked to end. The first signal asks all hosts to end, and the second one forces them to end.
 
     Parameters
     ----------
-    signals : the numbers of the signals that have arrived. A signal handler appends to it meanwhile.
-    head_decides : as in `run_on_hosts`: only the exit code of the first host, the head, counts.
+    signals : the numbers of the signals that have arrived. A signal handler appends to this list at any time.
+    head_decides : as in `run_on_hosts`, whether only the exit code of the first host, the head, counts.
     """
     running = list(hosts)
     first_code = handled_signals = 0
-    # Times at which the other hosts are asked to end, and at which this function stops waiting. They are set
-    # by the first failure and by the second signal.
+    # Times of the monotonic clock. The first failure sets the time at which the other hosts are asked to end.
+    # The second signal sets the time at which this function stops waiting.
     peers_end_s = give_up_s = math.inf
-    # A host whose connection is cut never answers, so the time after a second signal is limited.
+    # A host whose connection is cut never ends by itself, so the wait after a second signal is limited.
     while running and time.monotonic() < give_up_s:
         time.sleep(POLL_S)
         for host in tuple(running):
@@ -256,11 +263,12 @@ def _wait_for_hosts(
             running.remove(host)
             if code and not signals:
                 say(_failure_message(host, code))
-            # With `head_decides`, the run is over when the head ends, also without an error.
+            # If the head decides, the run is over when its command ends, even without an error.
             ends_run = host is hosts[0] if head_decides else code != 0
             if ends_run and first_code == 0:
                 first_code = code
                 peers_end_s = time.monotonic() + PEERS_S
+        # A signal has arrived since the last poll.
         if len(signals) > handled_signals:
             if handled_signals == 0:
                 say("asking all hosts to end; Ctrl-C again forces them to")
@@ -279,7 +287,7 @@ def _wait_for_hosts(
 
 
 def _failure_message(host: _Host, code: int) -> str:
-    """Return the message about a host whose ssh has ended with an exit code that is not 0."""
+    """Return the message about a host whose ssh has ended with a non-zero exit code."""
     subject = "its command"
     if code == SSH_FAILED:
         subject = "could not be reached, or ssh"
@@ -287,22 +295,22 @@ def _failure_message(host: _Host, code: int) -> str:
 
 
 def _ask_to_end(hosts: Sequence[_Host]) -> None:
-    """Send a line to all guards, each of which then sends TERM to its command."""
+    """Send a line to the guard on each host, which then sends TERM to its command."""
     for host in hosts:
         host.send(b"end\n")
 
 
 def _force_to_end(hosts: Sequence[_Host]) -> None:
-    """End the input of all guards, each of which then sends TERM to its command, and KILL after `KILL_S`."""
+    """End the input of the guard on each host, which then sends TERM to its command, and KILL later."""
     for host in hosts:
         host.end()
 
 
 @contextlib.contextmanager
 def _close_at_exit() -> Iterator[list[_Host]]:
-    """Yield an empty list, to which the caller appends hosts. On exit, end their commands, and then each ssh.
+    """Yield an empty list for the caller's hosts. On exit, end the commands on these hosts.
 
-    The hosts have `END_S` seconds for their commands to end. After that, their ssh is killed.
+    After `END_S` seconds, each ssh that is still running is killed.
     """
     hosts: list[_Host] = []
     try:
@@ -311,18 +319,18 @@ def _close_at_exit() -> Iterator[list[_Host]]:
         _force_to_end(hosts)
         end_s = time.monotonic() + END_S
         for host in hosts:
-            left_s = max(0.0, end_s - time.monotonic())
+            remaining_s = max(0.0, end_s - time.monotonic())
             with contextlib.suppress(subprocess.TimeoutExpired):
-                host.process.wait(left_s)
-            host.process.kill()  # does nothing if ssh has ended
+                host.process.wait(remaining_s)
+            host.process.kill()  # has no effect if ssh has already ended
             host.process.wait()
 
 
 @contextlib.contextmanager
 def _collect_stop_signals() -> Iterator[list[int]]:
-    """Yield a list to which each INT, TERM or HUP signal is appended, instead of ending this process.
+    """Collect INT, TERM and HUP signals in the yielded list, so that they do not end this process.
 
-    The earlier signal handlers are restored when the context ends.
+    On exit, the previous signal handlers are restored.
     """
     received: list[int] = []
 
@@ -343,9 +351,13 @@ SECOND_FACTOR = "Permission denied (keyboard-interactive)"
 
 
 def ssh_remedy(message: str, host: str) -> str:
-    """Return a hint, with a command to type, about an ssh to `host` that ended with the error `message`.
+    """Return advice, with a command to type, for an ssh to `host` that failed.
 
     ``"Permission denied (publickey)"`` -> ``"ssh-keygen -t ed25519 (once), then ssh-copy-id HOST"``
+
+    Parameters
+    ----------
+    message : the error message of ssh.
     """
     quoted_host = shlex.quote(host)
     if "IDENTIFICATION HAS CHANGED" in message:
@@ -365,7 +377,7 @@ def ssh_remedy(message: str, host: str) -> str:
     return f"ssh -v {quoted_host} true"
 
 
-# Neither part can begin with "-", because ssh and mpirun would take it for an option.
+# Neither part may begin with "-", because ssh and mpirun would take it for an option.
 _USER = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 
@@ -377,8 +389,8 @@ _MOST_BYTES = 4 << 20
 def parse_hosts(text: str) -> tuple[str, ...]:
     """Return the hosts that `text` lists, in order: ``"node1,me@node2"`` -> ``("node1", "me@node2")``.
 
-    The first host is the head, which all others connect to. No host has a slash in its name, so a `text` with
-    a slash (``./hosts``) is the path of a file with one host per line. ``#`` begins a comment there.
+    If `text` contains a slash (``./hosts``), it is the path of a file with one host on each line. In the
+    file, ``#`` begins a comment. The first host is the head, to which all others connect.
 
     Raises
     ------
@@ -407,7 +419,7 @@ def parse_hosts(text: str) -> tuple[str, ...]:
 def is_this_machine(host: str) -> bool:
     """Return whether `host` is a name or an address of this machine.
 
-    Only this machine can bind a socket to one of its own addresses, so the function tries that.
+    The function tries to bind a socket to the address. Only an address of this machine allows that.
     """
     try:
         addresses = socket.getaddrinfo(host.rpartition("@")[2], 0, type=socket.SOCK_STREAM)
@@ -421,11 +433,11 @@ def is_this_machine(host: str) -> bool:
 
 
 def _read_hosts_file(file: Path) -> list[tuple[str, str]]:
-    """Return the hosts in a file, each with the line that messages name: ``("./FILE:3", "node2")``.
+    """Return the hosts in a file, each after its position for error messages: ``("./FILE:3", "node2")``.
 
     Raises
     ------
-    UsageError : the file cannot be read, or has no hosts.
+    UsageError : the file cannot be read, or contains no hosts.
     """
     try:
         lines = files.read_text(file, most_bytes=_MOST_BYTES).splitlines()
@@ -434,18 +446,21 @@ def _read_hosts_file(file: Path) -> list[tuple[str, str]]:
             f"cannot be read: {error}", where=str(file), hint="name a file with one host per line"
         ) from None
     hosts = []
-    for number, line in enumerate(lines, 1):
+    for line_number, line in enumerate(lines, 1):
         fields = line.partition("#")[0].split()
         if fields:
-            host = fields[0]  # files for Open MPI have "slots=N" after it
-            hosts.append((f"{file}:{number}", host))
+            host = fields[0]  # in files for Open MPI, "slots=N" follows
+            hosts.append((f"{file}:{line_number}", host))
     if not hosts:
         raise UsageError("the file has no hosts", where=str(file), hint="write one host per line")
     return hosts
 
 
 def is_host(text: str) -> bool:
-    """Return whether `text` is ``HOST`` or ``USER@HOST``. HOST is a name or an address without brackets."""
+    """Return whether `text` is ``HOST`` or ``USER@HOST``.
+
+    HOST is a name or an address. An IPv6 address is written without brackets.
+    """
     user, at_sign, name = text.rpartition("@")
     if at_sign and not re.fullmatch(_USER, user):
         return False

@@ -1,6 +1,7 @@
 """Kubeflow: write jobs of RunAI as a PyTorchJob (Training Operator v1) or a TrainJob (Trainer v2).
 
-The recipe's options are those of RunAI's client. Each of them becomes a part of the document for Kubernetes.
+The scheduler options in the recipe are options of RunAI's client. Each of them is translated to a part of the
+document for Kubernetes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rollcall.secret import MOUNTED
 
 RUNTIME = "torch-distributed"
-"""The ClusterTrainingRuntime for PyTorch that comes with Kubeflow Trainer."""
+"""The ClusterTrainingRuntime for PyTorch that Kubeflow Trainer provides."""
 
 STATES: Mapping[str, JobState] = {
     "Created": "waiting",
@@ -28,8 +29,8 @@ STATES: Mapping[str, JobState] = {
     "Complete": "succeeded",
     "Failed": "failed",
 }
-"""The meaning of the types of conditions of a PyTorchJob (kubeflow.org/v1) and of a TrainJob (v1alpha1)."""
-# The label by which the pods of a job are found, by the kind of the job.
+"""The meaning of the types of conditions, for a PyTorchJob (kubeflow.org/v1) and a TrainJob (v1alpha1)."""
+# The label that selects the pods of a job, by the kind of the job.
 _SELECTORS = {
     "pytorchjob": "training.kubeflow.org/job-name",
     "trainjob": "jobset.sigs.k8s.io/jobset-name",
@@ -37,16 +38,19 @@ _SELECTORS = {
 
 
 class Kubeflow(pods.Pods):
-    """Kubeflow, whose jobs are documents that kubectl creates. No recipe names it: RunAI passes jobs on."""
+    """Kubeflow, whose jobs are documents that kubectl creates.
+
+    No recipe names this system. It takes the jobs of RunAI if ``--format`` selects it.
+    """
 
     queue = QueueCommands(
-        # The command lists pods, whose names begin with the job's name.
+        # The command lists pods, because their names begin with the name of the job.
         own_jobs=("kubectl", "get", "pods", "--namespace=runai-PROJECT"),
         unknown_job="NotFound",
     )
 
     def script(self, job: Job) -> Script:
-        """Return the document for ``kubectl create``. That of an interactive job begins with comments."""
+        """Return the document for ``kubectl create``. For an interactive job, it begins with comments."""
         kind = pods.output_format(job)
         if job.recipe.system.queue.node_pools:
             raise UsageError(
@@ -60,9 +64,9 @@ class Kubeflow(pods.Pods):
         return Script(text=text, submit=("kubectl", "create", "-f", "-"), on_stdin=True)
 
     def parse_job_id(self, output: str, name: str) -> str:
-        """Return the id ``KIND.NAME`` of the job from ``pytorchjob.kubeflow.org/NAME created``.
+        """Return the id ``KIND.NAME`` from the output ``pytorchjob.kubeflow.org/NAME created`` of kubectl.
 
-        Later commands of kubectl need both parts.
+        Later commands of kubectl need both the kind and the name.
         """
         match = re.search(r"^(\w+)\.\S*/(\S+) created", output, re.MULTILINE)
         if match is None:
@@ -75,7 +79,10 @@ class Kubeflow(pods.Pods):
         return (("kubectl", "describe", kind, name, *_namespace_options(record.queue)),)
 
     def parse_status(self, output: str) -> JobStatus:
-        """Return the state of the newest condition that is true, which ``kubectl describe`` lists last."""
+        """Return the state of the job from the newest condition that is true.
+
+        ``kubectl describe`` lists the conditions in the order of time.
+        """
         true_conditions = re.findall(r"^ *Status: +True\n +Type: +(\w+)$", output, re.MULTILINE)
         state: JobState = ""
         if true_conditions:
@@ -86,6 +93,8 @@ class Kubeflow(pods.Pods):
         """Return the command that follows the output of all pods."""
         kind, name = _kind_and_name(record)
         selector = f"--selector={_SELECTORS[kind]}={name}"
+        # With a selector, kubectl by default prints only the last 10 lines of each pod, and follows at most 5
+        # pods.
         options = ("--follow", "--prefix", "--tail=-1", "--max-log-requests=1000")
         return ("kubectl", "logs", selector, *options, *_namespace_options(record.queue))
 
@@ -94,7 +103,8 @@ class Kubeflow(pods.Pods):
         kind, name = _kind_and_name(record)
         pod = node
         if not pod and kind == "trainjob":
-            # JobSet gives its Jobs fixed names, but their pods get random suffixes: kubectl finds the pod.
+            # JobSet gives its Jobs fixed names, but the names of their pods end with random characters. With
+            # "job/NAME", kubectl itself finds the pod.
             pod = f"job/{name}-node-0"
         elif not pod:
             pod = f"{name}-master-0"
@@ -112,7 +122,7 @@ SYSTEM = Kubeflow()
 
 
 def _interactive_comments(job: Job, kind: str) -> tuple[str, ...]:
-    """Return comment lines that say how to enter the pods of an interactive job and how to delete it."""
+    """Return comment lines that explain how to enter the pods of an interactive job and how to delete it."""
     namespace = _namespace_options(job.allocation.queue)
     enter_commands = (
         " ".join(("kubectl", "get", "pods", *namespace, f"--selector={_SELECTORS[kind]}={job.name}")),
@@ -123,12 +133,12 @@ def _interactive_comments(job: Job, kind: str) -> tuple[str, ...]:
 
 
 def _to_yaml(document: Mapping[str, Any]) -> str:
-    """Return the document as YAML, with quotes around text that kubectl could read as another type.
+    """Return the document as YAML, with quotes around texts that kubectl could read as another type.
 
-    PyYAML writes some text without quotes that other readers take for a number or a boolean. kubectl reads
-    1e-4 as a number, and Kubernetes refuses a number as an argument of a command. So only text that begins
-    like a word, an option or a path stays without quotes. "y" and "n" get quotes, because they are booleans
-    in YAML 1.1.
+    PyYAML writes some texts without quotes although other readers take them for a number or a boolean. For
+    example, kubectl reads 1e-4 as a number, and Kubernetes refuses a number as an argument of a command. So
+    only texts that begin like a word, an option or a path are written without quotes. "y" and "n" get quotes,
+    because they are booleans in YAML 1.1.
     """
     import yaml
 
@@ -140,12 +150,13 @@ def _to_yaml(document: Mapping[str, Any]) -> str:
             return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
     Dumper.add_representer(str, Dumper.represent_text)
+    # The large width keeps each text on a single line.
     text: str = yaml.dump(document, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1000)
     return text
 
 
 def _without_empty_values(value: Any) -> Any:
-    """Return a copy of `value` without the keys of mappings, at any depth, whose value is None, {} or []."""
+    """Return a copy of `value` in which no mapping has a key with the value None, {} or [], at any depth."""
     if isinstance(value, list):
         return [_without_empty_values(item) for item in value]
     if not isinstance(value, dict):
@@ -156,30 +167,31 @@ def _without_empty_values(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ClientOptions:
-    """The options for RunAI's client that the recipe and the user set, as parts of a document."""
+    """The options of RunAI's client that the recipe and the user set, as parts of a document."""
 
     annotations: Mapping[str, str]
     """Annotations of the pods, from ``--annotation NAME=VALUE``."""
     resources: Mapping[str, str]
     """Limits of the pods, from ``--extended-resource NAME=COUNT``."""
     large_shm: bool
-    """Whether ``--large-shm`` asks for shared memory without the default limit."""
+    """Whether ``--large-shm`` requests shared memory without the default limit."""
 
 
 def _parse_client_options(job: Job) -> _ClientOptions:
-    """Parse the options for RunAI's client of the recipe and the user into parts of a Kubeflow document.
+    """Translate options of RunAI's client, from the recipe and the user, to parts of a Kubeflow document.
 
-    ``["--annotation", "team=a", "--large-shm"]`` -> the annotation ``{"team": "a"}``, and large shared
-    memory. An option and its value are one item, ``--name=value``, or two, ``--name`` and ``value``.
+    ``["--annotation", "team=a", "--large-shm"]`` -> the annotation ``{"team": "a"}`` and large shared memory.
+    The value of an option is in the same item (``--name=value``) or in the next one (``--name``, ``value``).
 
     Raises
     ------
-    UsageError : an option has no counterpart in a document of Kubeflow.
+    UsageError : an option cannot be translated.
     """
     annotations: dict[str, str] = {}
     resources: dict[str, str] = {}
     values_of_flag = {"--annotation": annotations, "-a": annotations, "--extended-resource": resources}
     large_shm = False
+    # An iterator, so that the value of an option can be taken from the next item.
     options = iter((*job.recipe.system.queue.options, *job.request.allocation.options))
     for option in options:
         flag, equals_sign, pair = option.partition("=")
@@ -196,7 +208,7 @@ def _parse_client_options(job: Job) -> _ClientOptions:
 
 
 def _unsupported_option_error(job: Job, flag: str) -> UsageError:
-    """Return the error for an option of RunAI's client that no field of the document stands for."""
+    """Return the error for an option of RunAI's client that no field of the document can express."""
     return UsageError(
         f"{flag} cannot be part of a {pods.output_format(job)}",
         where="--option",
@@ -208,20 +220,22 @@ def _unsupported_option_error(job: Job, flag: str) -> UsageError:
 def _pytorchjob(job: Job) -> dict[str, Any]:
     """Return a PyTorchJob with a master pod for the first node and a worker pod for each other node.
 
-    No pod starts again, and all pods stay with their logs after the end of the job, unless the job must go on
-    when a node is lost.
+    Usually, pods are never restarted, and all pods stay after the end of the job so that their logs can be
+    read. This is different for a job that must go on when a node fails.
     """
     master_restarts = worker_restarts = "Never"
     pods_to_delete = "None"
     if job.outlives_nodes:
-        # The job ends with the master's exit code. With ExitCode, a master that was killed (exit code 128 or
-        # more) starts again.
+        # The job ends with the exit code of the master. With ExitCode, the master is restarted if it was
+        # killed (exit code 128 or more).
         master_restarts = "ExitCode"
-        # Workers fail without the master, and start again with it. With Never, the operator would mark the
-        # job as failed after one lost pod, although the run goes on; with OnFailure it makes a new pod.
+        # Without the master, the workers fail and must be restarted with it. OnFailure creates a new pod for
+        # a lost one. With Never, the operator would mark the job as failed after one lost pod, although the
+        # run goes on.
         worker_restarts = "OnFailure"
-        # At the end of the job the operator deletes pods that still run: a worker that comes back too late
-        # would call the master for ever. Pods that have ended stay, and so do their logs.
+        # At the end of the job, the operator deletes the pods that are still running. A worker that was
+        # restarted too late would try to reach the master forever. Pods that have ended stay, and so do their
+        # logs.
         pods_to_delete = "Running"
     pod = _pytorch_pod(job)
     replicas = {"Master": {"replicas": 1, "restartPolicy": master_restarts, "template": pod}}
@@ -235,9 +249,9 @@ def _pytorchjob(job: Job) -> dict[str, Any]:
 def _pytorch_pod(job: Job) -> dict[str, Any]:
     """Return the template of all pods of a PyTorchJob."""
     container = {
-        "name": "pytorch",  # the operator sets its variables only in the container of this name
+        "name": "pytorch",  # the operator sets its variables only in a container with this name
         "image": job.container.image,
-        # args, not command: the image's entry point stays, as with RunAI's client.
+        # "args" keeps the entry point of the image, as RunAI's client does. "command" would replace it.
         "args": [*pods.pod_command(job)],
         "workingDir": pods.pod_workdir(job) or None,
         "env": _pod_variables(job),
@@ -248,9 +262,9 @@ def _pytorch_pod(job: Job) -> dict[str, Any]:
 
 
 def _trainjob(job: Job) -> dict[str, Any]:
-    """Return a TrainJob: the values that this job has for the cluster's training runtime `RUNTIME`.
+    """Return a TrainJob, which contains the values of this job for the cluster's training runtime `RUNTIME`.
 
-    The runtime is a template for jobs, from which Kubeflow Trainer makes the pods.
+    The runtime is a template for jobs. Kubeflow Trainer creates the pods from it.
 
     Raises
     ------
@@ -263,8 +277,8 @@ def _trainjob(job: Job) -> dict[str, Any]:
             where="--format",
             hint=f"--format pytorchjob, or --nodes {size.training}",
         )
-    # command, not args: the runtime may have a command, for example torchrun, which this one replaces. A
-    # trainer has no field for the working directory, so env changes to it.
+    # "command" replaces the command of the runtime, for example torchrun, which "args" would keep. A trainer
+    # has no field for the working directory, so the program env changes to it.
     command = list(pods.pod_command(job))
     folder = pods.pod_workdir(job)
     if folder:
@@ -276,8 +290,8 @@ def _trainjob(job: Job) -> dict[str, Any]:
         "env": _pod_variables(job),
         "resourcesPerNode": _pod_resources(job),
     }
-    # Kubeflow Trainer has the field runtimePatches from 2.2 on. Earlier versions have fields of other names
-    # for the same purpose.
+    # Kubeflow Trainer has the field runtimePatches from version 2.2 on. In earlier versions, the fields for
+    # this purpose have other names.
     node = {"name": "node", "template": {"spec": {"template": _pod_template(job, {"name": "node"})}}}
     job_set = {"template": {"spec": {"replicatedJobs": [node]}}}
     patch = {"manager": "imgkit/job", "trainingRuntimeSpec": job_set}
@@ -286,7 +300,7 @@ def _trainjob(job: Job) -> dict[str, Any]:
 
 
 def _kubernetes_document(job: Job, version: str, kind: str, spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a document of Kubernetes with the job's name and namespace."""
+    """Return a document for Kubernetes with the job's name and namespace."""
     metadata = {"name": pods.pod_name(job)}
     if job.allocation.queue:
         metadata["namespace"] = _runai_namespace(job.allocation.queue)
@@ -294,10 +308,10 @@ def _kubernetes_document(job: Job, version: str, kind: str, spec: Mapping[str, A
 
 
 def _pod_template(job: Job, container: Mapping[str, Any], **spec: Any) -> dict[str, Any]:
-    """Return the template of a pod with `container` and the volumes that it mounts.
+    """Return the template of a pod with `container` and the volumes that the container mounts.
 
-    If `container` has only a name and mounts nothing, it is left out. That is so for a TrainJob, whose
-    runtime has the container already and would be patched with nothing.
+    For a TrainJob, `container` has only a name, because the runtime already defines the container. If such a
+    container mounts nothing, it is left out, because there is nothing to patch.
 
     Parameters
     ----------
@@ -307,12 +321,12 @@ def _pod_template(job: Job, container: Mapping[str, Any], **spec: Any) -> dict[s
     mounts: list[dict[str, Any]] = []
     volumes: list[dict[str, Any]] = []
     if client_options.large_shm:
-        # Data workers pass tensors in shared memory; the default size in a container is 64 MiB.
+        # Data workers pass tensors through shared memory, which has only 64 MiB in a container by default.
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
     if job.makes_secret:
         mounts.append({"name": "secret", "mountPath": str(MOUNTED.parent), "readOnly": True})
-        # The key for the roll call, from the user's Secret.
+        # The secret by which the nodes of the run recognize each other comes from the user's Secret.
         source = {
             "secretName": pods.SECRET_NAME,
             "items": [{"key": MOUNTED.name, "path": MOUNTED.name}],
@@ -339,25 +353,25 @@ def _pod_template(job: Job, container: Mapping[str, Any], **spec: Any) -> dict[s
 
 
 def _security_context(job: Job) -> dict[str, Any]:
-    """Return the ids of the pods' user. The result is empty if the image or the cluster sets them."""
+    """Return the ids of the user in the pods. If the image or the cluster sets them, the result is empty."""
     ids = pods.user_ids(job)
     if ids is None:
         return {}
-    # Kubernetes takes the ids as numbers, not as text. Before imgkit has connected to the remote, the texts
-    # "UID" and "GID" stand for the numbers.
+    # Kubernetes accepts the ids only as numbers. Before imgkit has connected to the remote, the ids are the
+    # texts "UID" and "GID", which cannot be converted.
     uid, gid = (int(text) if text.isdecimal() else text for text in ids)
     return {"runAsUser": uid, "runAsGroup": gid}
 
 
 def _runai_namespace(project: str) -> str:
-    """Return the namespace of a RunAI project (docs.run.ai, "Support for other Kubernetes Applications")."""
+    """Return the namespace of a project (docs.run.ai, "Support for other Kubernetes Applications")."""
     return f"runai-{project}"
 
 
 def _pod_variables(job: Job) -> list[dict[str, Any]]:
     """Return the variables of each pod, in the form of a document for Kubernetes.
 
-    The variables of ``--env NAME``, which may be secret, get their values from the user's Secret.
+    A variable of ``--env NAME`` may be secret. So its value comes from the user's Secret.
     """
     env: list[dict[str, Any]] = []
     for name, value in pods.pod_variables(job).items():
@@ -370,7 +384,7 @@ def _pod_variables(job: Job) -> list[dict[str, Any]]:
 def _pod_resources(job: Job) -> dict[str, Any]:
     """Return the resources of each pod: GPUs as limits, and CPUs and memory as requests.
 
-    Kubernetes takes GPUs only as limits.
+    Kubernetes accepts GPUs only as limits.
     """
     allocation = job.allocation
     limits = {}
@@ -393,7 +407,7 @@ def _kind_and_name(record: QueuedJob) -> tuple[str, str]:
 
 
 def _namespace_options(project: str) -> Argv:
-    """Return kubectl's option for the namespace of a RunAI project, or nothing if `project` is empty."""
+    """Return kubectl's option for the namespace of a RunAI project. Without a project, it is empty."""
     if not project:
         return ()
     return (f"--namespace={_runai_namespace(project)}",)

@@ -1,4 +1,4 @@
-"""One machine without a scheduler, on which the job's container starts at once."""
+"""A single machine without a scheduler, on which the job's container starts at once."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from imgkit_entrypoints.errors import UsageError
 
 
 class ForegroundSystem(System):
-    """Base of the systems on which a run is the command itself, so that there is no queue and no job id."""
+    """Base class of systems that run the command at once. They have no queue and no job ids."""
 
-    # The command inherits the environment of this process, so a value of --env NAME stands in no script. All
-    # GPUs of the machine are visible, because no scheduler has assigned any.
+    # The command inherits the environment of this process, so no script needs the values of --env NAME. No
+    # scheduler assigns GPUs, so programs see all GPUs of the machine.
     abilities = Abilities(passes_names=True, hides_gpus=False)
     reports_state = False
     code_copier = "imgkit"
     where = "on this machine"
-    """Where the command runs, as a part of messages."""
+    """Where the command runs, for error messages."""
 
     def status_commands(self, record: QueuedJob) -> NoReturn:
-        """Raise UsageError, because there is no queue to ask about a run."""
+        """Raise UsageError, because there is no queue that knows the run."""
         raise UsageError(f"a run {self.where} has no job id", hint="it ends with its command")
 
     log_source = cancel_command = status_commands
 
 
 class Standalone(ForegroundSystem):
-    """One machine without a scheduler."""
+    """A single machine without a scheduler."""
 
     registration = SHIPPED["standalone"]
 
     def script(self, job: Job) -> Script:
-        """Return the command that starts the container."""
+        """Return the command that starts the container on this machine."""
         if job.allocation.nodes > 1:
             raise UsageError(
                 f"{job.allocation.nodes} nodes, but this is one machine",
@@ -58,9 +58,9 @@ SYSTEM = Standalone()
 
 
 def code_comment(job: Job) -> str:
-    """Return a comment line for a user who runs a printed command by hand.
+    """Return a comment line for a user who runs a printed command without ``imgkit run``.
 
-    It is empty if the job has no code.
+    The comment says that the copy of the code must exist first. It is empty if the job has no code.
     """
     if job.container.code is None:
         return ""
@@ -79,9 +79,9 @@ node.
 
 
 def host_argv(job: Job, argv: Argv) -> Argv:
-    """Return the argv that starts `argv` on a host, with the checks and variables of a job script.
+    """Return the argv that starts `argv` on a host, with the checks and variables that a job script has.
 
-    There is no job script on such a host, so the checks and variables are part of the command itself.
+    Such a host runs no job script, so the checks and variables become part of the command.
     """
     argv = with_folder_check(job, argv)
     if job.container.code is not None and runtime_of(job).has_container:
@@ -90,16 +90,17 @@ def host_argv(job: Job, argv: Argv) -> Argv:
 
 
 def _with_settings(job: Job, argv: Argv) -> Argv:
-    """Return `argv` after the variables that a job script would export before it: ``env NAME=VALUE ARGV``.
+    """Return an argv that sets the variables of a job script and then runs `argv`: ``env NAME=VALUE ARGV``.
 
-    If a value depends on the node, a shell sets the variables there: ``sh -c "export NAME=...; exec ..."``.
-    Docker's `argv` has the variables already, as options.
+    If a value depends on the node, a shell sets the variables on the node: ``sh -c "export NAME=...; exec
+    ..."``. For Docker, `argv` already contains the variables as options.
     """
     runtime = runtime_of(job)
     export_lines = runtime.exports(job)
     has_site_variables = any(isinstance(argument, quoting.ShellText) for argument in argv)
     if has_site_variables:
-        # The arguments must be part of the shell's text, so that it expands the variables in them.
+        # The arguments must be part of the shell's text. Otherwise the shell would not expand the variables
+        # in them.
         command = " ".join(map(quoting.quote, argv))
         return ("sh", "-c", "; ".join((*export_lines, f"exec {command}")))
     if runtime.environment_by_options:
@@ -114,8 +115,8 @@ def _with_settings(job: Job, argv: Argv) -> Argv:
 def _has_node_values(job: Job) -> bool:
     """Return whether a variable of the job depends on the node, so that only a shell there can set it.
 
-    Folders of libraries are put before the node's own value, and a default of ``system.env`` applies only if
-    the node has none.
+    Two kinds of variables depend on the node. Folders of libraries are put before the node's own
+    LD_LIBRARY_PATH. A default in ``system.env`` is used only if the node has no value of its own.
     """
     if job.recipe.system.runtime.host_libs or job.container.env_file:
         return True
@@ -124,9 +125,9 @@ def _has_node_values(job: Job) -> bool:
 
 
 def _check_gpus(job: Job) -> None:
-    """Raise UsageError if the job requests GPUs, but the recipe's options start its container without them.
+    """Raise UsageError if the job requests GPUs, but the recipe's options start the container without them.
 
-    The program would find no GPU, and might run on the CPU without a message.
+    Without this check, the program would find no GPU, and might run on the CPU without a message.
     """
     if not job.allocation.gpus or runtime_of(job).passes_gpus(job):
         return

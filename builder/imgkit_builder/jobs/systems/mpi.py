@@ -1,7 +1,7 @@
-"""Hosts without a scheduler. mpirun starts the job, or one ssh command per host, which run at the same time.
+"""Hosts without a scheduler. The job is started by mpirun, or by one ssh command for each host.
 
-With ``--mpi-start ranks``, mpirun starts each rank. Otherwise a node agent starts on each host, and starts
-the ranks there.
+With ``--mpi-start ranks``, mpirun starts each rank. Otherwise, a node agent (imgkit's process on each node)
+is started on each host, and starts the ranks there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ from imgkit_entrypoints.schedulers.mpi import OPENMPI
 from imgkit_entrypoints.schedulers.placement import FIRST_PORT, PORTS
 
 MASTER_PORT = 29500
-"""Default port of torchrun, for the user's own programs. Node agents of imgkit agree on a free port."""
+"""The default port of torchrun, for programs of the user.
+
+The node agents of imgkit agree on a free port instead.
+"""
 FORWARD = (
     *OPENMPI.fields.rank,
     *OPENMPI.fields.world_size,
@@ -47,7 +50,10 @@ FORWARD = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-"""Variables that docker is told to pass into the container. Other runtimes pass all variables of mpirun."""
+"""Variables that docker must be told to pass into the container.
+
+Other runtimes pass all variables of mpirun.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +76,12 @@ class MpiFlags(SystemFlags):
 
     @property
     def default_nodes(self) -> int:
-        """Return the number of nodes without ``--nodes``: one for each host, or 1 without hosts."""
+        """The number of nodes without ``--nodes``: one for each host, or 1 without hosts."""
         return len(self.names) or 1
 
 
 class Mpi(local.ForegroundSystem):
-    """Hosts that mpirun or ssh reaches."""
+    """Hosts that mpirun or ssh can reach."""
 
     flags = MpiFlags
     registration = SHIPPED["mpi"]
@@ -83,11 +89,11 @@ class Mpi(local.ForegroundSystem):
     where = "over ssh"
 
     def check(self, job: Job, *, is_submitted: bool = False) -> Iterator[str]:
-        """Yield warnings about requests that the user may not have meant.
+        """Yield warnings about requests that the user may not have intended.
 
         Raises
         ------
-        UsageError : with `is_submitted`, mpirun would give rank 0 to another host than the first one.
+        UsageError : with `is_submitted`, mpirun would start rank 0 on another host than the first one.
         """
         flags = job.flags(MpiFlags)
         if is_submitted and flags.mpi_start != "ssh":
@@ -99,7 +105,7 @@ class Mpi(local.ForegroundSystem):
             yield from idle_spare_warnings(job)
 
     def script(self, job: Job) -> Script:
-        """Return the ``mpirun`` line of the job, or one ``ssh`` line for each host."""
+        """Return the ``mpirun`` command of the job, or one ``ssh`` command for each host."""
         _check_hosts(job)
         if job.is_interactive and not job.command:
             return _interactive_script(job)
@@ -112,25 +118,31 @@ SYSTEM = Mpi()
 
 
 def _hosts(job: Job) -> tuple[str, ...]:
-    """Return the hosts of ``--hosts``, the head first. The result is empty for a job on this machine."""
+    """Return the hosts of ``--hosts``. The first one is the head, where rank 0 runs.
+
+    For a job on this machine, the result is empty.
+    """
     return job.flags(MpiFlags).names
 
 
 def _check_hosts(job: Job) -> None:
-    """Check that ``--hosts`` names one host for each node, and that mpirun can use them if it starts the job.
+    """Check that ``--hosts`` names one host for each node.
+
+    If mpirun starts the job, check that it can use them.
 
     Raises
     ------
-    UsageError : the number of hosts differs, or mpirun cannot use a host.
+    UsageError : the number of hosts differs from the number of nodes, or mpirun cannot use a host.
     """
     flags = job.flags(MpiFlags)
     nodes = job.allocation.nodes
     by_ssh = flags.mpi_start == "ssh"
-    needs_hosts = bool(flags.names) or nodes > 1 or by_ssh  # mpirun starts one node without hosts
+    # Without hosts, mpirun starts one node on this machine.
+    needs_hosts = bool(flags.names) or nodes > 1 or by_ssh
     if needs_hosts and len(flags.names) != nodes:
         raise _host_count_error(flags.names, nodes)
     for host in flags.names:
-        is_plain_name = "@" not in host and ":" not in host  # no USER@HOST, and no IPv6 address
+        is_plain_name = "@" not in host and ":" not in host  # neither USER@HOST nor an IPv6 address
         if not by_ssh and not is_plain_name:
             raise UsageError(
                 f"mpirun cannot use {host!r}: it reads slots after a colon, and has no syntax for a user",
@@ -140,7 +152,7 @@ def _check_hosts(job: Job) -> None:
 
 
 def _host_count_error(hosts: Sequence[str], nodes: int) -> UsageError:
-    """Return the error for a job whose number of hosts differs from its number of `nodes`."""
+    """Return the error for a job whose number of hosts is not its number of nodes."""
     if not hosts:
         return UsageError(
             f"{nodes} nodes, but 0 hosts",
@@ -155,10 +167,10 @@ def _host_count_error(hosts: Sequence[str], nodes: int) -> UsageError:
 
 
 def _refuse_other_head(hosts: Sequence[str]) -> None:
-    """Raise UsageError if this machine is one of the hosts, but not the first.
+    """Raise UsageError if this machine is one of the hosts, but not the first one.
 
     All ranks connect to the first host, where they expect rank 0. But Open MPI 4.1 starts rank 0 on the
-    machine where mpirun runs, wherever that machine stands in the list of hosts.
+    machine where mpirun itself runs, whatever its position in the list of hosts is.
     """
     local_host = _find_local_host(hosts)
     if not local_host or local_host == hosts[0]:
@@ -172,7 +184,7 @@ def _refuse_other_head(hosts: Sequence[str]) -> None:
 
 
 def _find_local_host(hosts: Sequence[str]) -> str:
-    """Return the first of `hosts` that is this machine, or "" if none is."""
+    """Return the first of `hosts` that is this machine, or "" if none of them is."""
     for host in hosts:
         if fanout.is_this_machine(host):
             return host
@@ -180,7 +192,7 @@ def _find_local_host(hosts: Sequence[str]) -> str:
 
 
 def _mpirun_script(job: Job) -> Script:
-    """Return a script with the ``mpirun`` line, which follows comments for a user who runs it by hand."""
+    """Return a script with the ``mpirun`` command. Comments above it help a user who runs it by hand."""
     argv = _mpirun_argv(job)
     comments = local.code_comment(job)
     if job.allocation.nodes > 1:
@@ -192,13 +204,14 @@ def _mpirun_script(job: Job) -> Script:
 
 
 def _mpirun_argv(job: Job) -> Argv:
-    """Return the ``mpirun`` command. It starts a node agent on each host, or each rank."""
+    """Return the ``mpirun`` command. It starts a node agent on each host, or each rank (``--mpi-start``)."""
     nodes = job.allocation.nodes
     forward = _forwarded_variables(job)
     options = _mpirun_options(job)
     command = local.host_argv(job, runtime_of(job).argv(job, job.command, forward=FORWARD))
     if job.flags(MpiFlags).mpi_start != "ranks":
         return OPENMPI.start_argv(command, nnodes=nodes, forward=forward, options=options)
+    # mpirun starts every rank. With "--bind-to none", it does not bind the ranks to CPUs.
     ranks = nodes * _processes_per_node(job)
     return (
         *("mpirun", "-np", str(ranks), "--map-by", "slot", "--bind-to", "none"),
@@ -209,14 +222,15 @@ def _mpirun_argv(job: Job) -> Argv:
 
 
 def _mpirun_options(job: Job) -> Argv:
-    """Return the options of mpirun: the hosts, the user's variables, and what the recipe and the user add."""
+    """Return the options of mpirun: the hosts, variables, and the options of the recipe and the user."""
     hosts = list(_hosts(job))
     if job.flags(MpiFlags).mpi_start == "ranks":
-        # "node1:4,node2:4": mpirun fills the slots of a host before it starts ranks on the next one.
+        # For example "node1:4,node2:4". mpirun fills all slots of a host before it starts ranks on the next
+        # one.
         hosts = [f"{host}:{_processes_per_node(job)}" for host in hosts]
     options = ["-H", ",".join(hosts)] if hosts else []
     if not runtime_of(job).has_container:
-        # ssh sets another PATH on the other hosts, without the virtual environment.
+        # On other hosts, ssh sets a PATH that does not contain the virtual environment.
         options += ("-x", "PATH")
     return (
         *options,
@@ -227,10 +241,10 @@ def _mpirun_options(job: Job) -> Argv:
 
 
 def _forwarded_variables(job: Job) -> Mapping[str, str]:
-    """Return the variables by which the nodes find each other, and which mpirun sets on all of them.
+    """Return the variables by which the nodes find each other. mpirun sets them on all nodes.
 
-    A value that the user sets replaces imgkit's. The result is empty if mpirun starts only one node agent,
-    which has nobody to find.
+    A value from the user replaces imgkit's own value. If mpirun starts only one node agent, no other node has
+    to be found, and the result is empty.
     """
     if job.allocation.nodes == 1 and job.flags(MpiFlags).mpi_start != "ranks":
         return {}
@@ -240,7 +254,10 @@ def _forwarded_variables(job: Job) -> Mapping[str, str]:
 
 
 def _processes_per_node(job: Job) -> int:
-    """Return the number of processes on each node, from ``--nproc``. The default is one per GPU, or 1."""
+    """Return the number of processes on each node.
+
+    It is the value of ``--nproc``, or otherwise one process for each GPU, or 1 without GPUs.
+    """
     return job.request.launch.nproc or job.allocation.gpus or 1
 
 
@@ -248,11 +265,11 @@ def _ssh_script(job: Job) -> Script:
     """Return a script with one command for each host.
 
     The text of the script shows the commands as ``ssh`` lines, which a user can type in several terminals.
-    ``imgkit run`` starts the commands of `Script.host_commands` instead. There, a guard runs around the
-    command: a shell script on the host that ends the command when imgkit ends (`fanout`).
+    ``imgkit run`` uses `Script.host_commands` instead. These start a guard around the command, a shell script
+    on the host that ends the command when imgkit ends (`fanout`).
     """
-    # A run by hand has no job id from which a port could be computed. With a fixed port, two runs on one head
-    # would meet, and a stranger would know the port. So the port is random.
+    # A run by hand has no job id from which a port could be computed. A fixed port would let two runs with
+    # the same head connect to each other, and other users would know it. So the port is random.
     port = job.container.env.get("IMGKIT_PORT") or str(FIRST_PORT + secrets.randbelow(PORTS - 1))
     ssh_lines = []
     guarded_commands = []
@@ -287,9 +304,10 @@ def _ssh_comments(job: Job) -> list[str]:
 
 
 def _torch_comments(job: Job) -> list[str]:
-    """Return comment lines that start the same job with PyTorch's own launcher, ``torch.distributed.launch``.
+    """Return comment lines that show how to start the job with ``torch.distributed.launch``.
 
-    The result is empty if that launcher cannot start the job, for example one with spare nodes.
+    This is PyTorch's own launcher. If it cannot start the job, for example because of spare nodes, the result
+    is empty.
     """
     program = _torch_program(job.command)
     if not program or job.allocation.size.spares:
@@ -304,15 +322,15 @@ def _torch_comments(job: Job) -> list[str]:
 
 
 def _node_command(job: Job, rank: int, port: str) -> Argv:
-    """Return the job's command for one host, which tells it its node rank and the address of the head.
+    """Return the job's command for one host, with its node rank and the address of the head.
 
-    The head is the first host, to which the others connect. A node agent gets the values as flags, and a
-    program of the user as variables. A job on one host needs neither.
+    The head is the first host, to which all others connect. A node agent gets these values as flags, and a
+    program of the user as variables. A job on a single host needs no such values.
 
     Parameters
     ----------
-    rank : the position of the host in the list of hosts, from 0.
-    port : the port on the head to which the others connect.
+    rank : the index of the host in the list of hosts.
+    port : the port on the head to which the other hosts connect.
     """
     hosts = _hosts(job)
     if len(hosts) == 1:
@@ -333,25 +351,31 @@ def _node_command(job: Job, rank: int, port: str) -> Argv:
 
 
 def _starts_node_agent(job: Job) -> bool:
-    """Return whether the job's command starts a node agent, as all ``dist-...`` except ``dist-env`` do."""
+    """Return whether the job's command starts a node agent (imgkit's process on each node).
+
+    All ``dist-...`` commands except ``dist-env`` do so.
+    """
     return job.runs_entry_point and job.command[0] != "dist-env"
 
 
 def _head_host(job: Job) -> str:
-    """Return the name of the first host, without its user."""
+    """Return the name of the first host without the ``USER@``."""
     return _hosts(job)[0].rpartition("@")[2]
 
 
 def _node_argv(job: Job, command: Argv) -> Argv:
-    """Return the argv that starts `command` on a host, in the job's container if there is one."""
+    """Return the argv that starts `command` on a host.
+
+    If the job has a container, it starts in the container.
+    """
     return local.host_argv(job, runtime_of(job).argv(job, command))
 
 
 def _guarded_node_argv(job: Job, command: Argv) -> Argv:
     """Return the argv that starts `command` on a host under a guard, which ends it when ssh ends.
 
-    The guard is a shell script that reads its standard input, and ends `command` at the end of the input. It
-    must run in the container, because a container need not end with the program that has started it.
+    The guard is a shell script that reads its standard input. At the end of the input, it ends `command`. The
+    guard must run inside the container, because a container may outlive the program that has started it.
     """
     host_input = _ssh_input(job)
     runtime = runtime_of(job)
@@ -362,17 +386,18 @@ def _guarded_node_argv(job: Job, command: Argv) -> Argv:
 
 
 def _ssh_input(job: Job) -> HostInput:
-    """Return what imgkit sends to each host through the input of ssh.
+    """Return the values that imgkit sends to each host through the standard input of ssh.
 
-    The secret is sent only to node agents, which expect it on their standard input.
+    Only node agents expect a secret there, so it is sent only to them.
     """
     return HostInput(secret=job.makes_secret and _starts_node_agent(job), names=job.container.names)
 
 
 def _remote_line(job: Job, argv: Argv) -> str:
-    """Return `argv` as one line for a host's shell. ssh would join several arguments with blanks.
+    """Return `argv` as a single line for the shell of a host.
 
-    The line changes into the job's folder first, unless options of the runtime set the working directory.
+    The line is quoted here, because ssh would join several arguments with blanks. It first changes to the
+    job's folder, unless an option of the runtime sets the working directory.
     """
     if runtime_of(job).environment_by_options:
         return shlex.join(argv)
@@ -383,8 +408,9 @@ def _torch_program(command: Argv) -> Argv:
     """Return the arguments by which ``torch.distributed.launch`` starts the program of `command`.
 
     ``dist-run train.py --lr 1`` -> ``train.py --lr 1``, and ``dist-train --lr 1`` -> ``-m MODULE --lr 1``.
-    The result is empty if torch cannot start the program. That is so if `command` is not a ``dist-...`` of
-    imgkit, asks for its help, or has options of ``dist-run``, which mean nothing to torch.
+    The result is empty if torch cannot start the program. There are three such cases: `command` is not one of
+    imgkit's ``dist-...`` commands, it only prints its help or version, or it has options of ``dist-run``,
+    which torch does not know.
     """
     name, *arguments = command
     if {"-h", "--help", "--version"} & set(arguments):
@@ -398,23 +424,25 @@ def _torch_program(command: Argv) -> Argv:
 
 
 def _torch_app(entry_point: Command, arguments: Sequence[str]) -> Argv:
-    """Return the module of a ``dist-...`` program, and the arguments that are not for its node agent.
+    """Return the module of a ``dist-...`` program, and its arguments without those for the node agent.
 
-    The result is empty if the program does not accept the arguments.
+    If the program does not accept the arguments, the result is empty.
     """
     from imgkit_entrypoints.cli import options
 
     parser = options.launch_parser(entry_point, {})
     try:
+        # argparse prints a message and ends the process if it does not accept the arguments. Both are
+        # prevented here.
         with contextlib.redirect_stderr(io.StringIO()):
             _, app_arguments = parser.parse_known_args(arguments)
-    except SystemExit:  # argparse ends the process if it does not accept the arguments
+    except SystemExit:
         return ()
     return ("-m", str(entry_point.app), *app_arguments)
 
 
 def _torch_launch(job: Job, program: Argv, rank: int) -> Argv:
-    """Return the command with which PyTorch's launcher starts `program` on the host of node rank `rank`."""
+    """Return the command by which PyTorch's launcher starts `program` on the host with node rank `rank`."""
     options = (
         "--use-env",
         f"--nproc_per_node={_processes_per_node(job)}",
@@ -427,7 +455,7 @@ def _torch_launch(job: Job, program: Argv, rank: int) -> Argv:
 
 
 def _interactive_script(job: Job) -> Script:
-    """Return the script of an interactive job: a shell in the container on its only host, over ``ssh -t``.
+    """Return the script of an interactive job: a shell in the container on a single host, over ``ssh -t``.
 
     Without ``--hosts``, the shell opens on this machine.
 

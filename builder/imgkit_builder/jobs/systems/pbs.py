@@ -1,8 +1,8 @@
-"""PBS: write a batch script, or the line that allocates nodes for interactive work.
+"""PBS: write a batch script, or the command that allocates nodes for interactive work.
 
-By default, the mpiexec of PALS starts one process per node. It passes the environment on and returns the exit
-code. On Slingshot it sets the SLINGSHOT_* variables that libfabric's cxi provider needs. pbsdsh and ssh are
-for systems without PALS.
+By default, mpiexec of PALS starts one process on each node. It passes on the environment and returns the exit
+code. On a Slingshot network, it also sets the SLINGSHOT_* variables that libfabric's cxi provider needs.
+pbsdsh and ssh are for systems without PALS.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ from imgkit_entrypoints.schedulers.mpi import PALS
 RUN_DIR = "IMGKIT_RUN_DIR"
 """Variable with the path of the run folder."""
 PEER_EXIT_S = 30
-"""Seconds that other node agents have to end after one has failed. They learn of it within seconds."""
+"""Seconds for which the other nodes may go on after one node has failed.
+
+They learn of the failure within seconds.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +63,9 @@ STATES: Mapping[str, JobState] = {
     **dict.fromkeys("QHWTSM", "waiting"),
     **dict.fromkeys("RBEU", "running"),
 }
-"""The meaning of PBS' letters for the state of a job in the queue (qstat(1)).
+"""The meaning of the letters by which PBS reports the state of a job in the queue (qstat(1)).
 
-Among them, B is an array that has started, and E is a job that is about to end.
+For example, B is an array that has started, and E is a job that is about to end.
 """
 _SHOWN_ATTRIBUTES = frozenset(
     {
@@ -79,7 +82,7 @@ _SHOWN_ATTRIBUTES = frozenset(
         "Exit_status",
     }
 )
-"""Attributes in the output of ``qstat -f`` that a status shows. There are dozens of others."""
+"""The attributes in the output of ``qstat -f`` that a status shows. qstat prints dozens of others."""
 
 
 class Pbs(System):
@@ -99,14 +102,14 @@ class Pbs(System):
     )
 
     def script(self, job: Job) -> Script:
-        """Return the script for ``qsub``, or for an interactive job the ``qsub -I`` line.
+        """Return the script for ``qsub``, or the ``qsub -I`` command for an interactive job.
 
-        PBS runs the script on the first node only. So on several nodes, the script itself starts the command
-        on the others, with pbsdsh, ssh or PALS' mpiexec (``--pbs-start``).
+        PBS runs the script only on the first node. In a job on several nodes, the script itself starts the
+        command on the other nodes, by pbsdsh, ssh or mpiexec of PALS (``--pbs-start``).
         """
         if job.is_interactive:
             return _interactive_script(job)
-        # The script itself starts the processes on the other hosts, with pbsdsh or ssh, unless PALS does.
+        # Without PALS, the script starts the processes on the other hosts one by one, by pbsdsh or ssh.
         starter = ""
         start_on_host = ""
         has_peers = job.allocation.nodes > 1
@@ -114,8 +117,8 @@ class Pbs(System):
         if has_peers and pbs_start != "pals":
             starter = pbs_start
             start_on_host = command_line(_remote_command(pbs_start))
-        # The recipe chooses a rendezvous protocol of the cxi provider for which PALS needs an option (see the
-        # template).
+        # With this rendezvous protocol of the cxi provider, PALS needs a further option. The template
+        # explains it.
         needs_rdzv = has_peers and job.recipe.system.env.get("FI_CXI_RDZV_PROTO") == "alt_read"
         text = render_template(
             job,
@@ -131,11 +134,11 @@ class Pbs(System):
         return Script(text=text, submit=("qsub",), on_stdin=True, is_array=is_array)
 
     def conversion_script(self, job: Job) -> Script:
-        """Return the script for ``qsub`` of a job that runs imgkit on a node, to make an image file.
+        """Return the script for ``qsub`` of a job that runs imgkit on a node to create an image file.
 
         Raises
         ------
-        UsageError : the recipe does not say which nodes make a .sif.
+        UsageError : the recipe does not name the nodes on which a .sif can be created.
         """
         if not job.recipe.system.queue.sif:
             name = job.recipe.name
@@ -158,15 +161,16 @@ class Pbs(System):
         return find_job_id(output, r"[0-9]+(\[[0-9]*\])?(\..+)?")
 
     def status_commands(self, record: QueuedJob) -> tuple[Argv, ...]:
-        """Return the commands that ask the queue, and the history that a server may keep."""
+        """Return the commands that ask the queue, and then the history, which not every server keeps."""
         return (("qstat", "-f", record.id), ("qstat", "-x", "-f", record.id))
 
     def parse_status(self, output: str) -> JobStatus:
-        """Parse the output of ``qstat -f``: the job's state, its exit code, and the fields for people.
+        """Parse the output of ``qstat -f``: the job's state, its exit code, and the text for people.
 
-        The state of a finished job (``F``) does not tell whether it succeeded, so its exit status decides.
+        The state of a finished job (``F``) does not show whether the job succeeded. So its exit status is
+        used.
         """
-        output = output.replace("\n\t", "")  # qstat breaks long values at 80 columns
+        output = output.replace("\n\t", "")  # qstat continues a long value on a new line, after a tab
         letter = _find_attribute(output, "job_state", r"\w")
         state: JobState = STATES.get(letter, "")
         code = None
@@ -179,17 +183,17 @@ class Pbs(System):
         return JobStatus(state=state, text=_shown_attributes(output), code=code, wait=wait)
 
     def log_source(self, record: QueuedJob) -> Argv:
-        """Return the command that follows the output in the file ``NAME.oSEQUENCE`` in the job's folder.
+        """Return the command that follows the job's output file, ``NAME.oSEQUENCE`` in the job's folder.
 
         Most systems copy the file there only when the job ends. ``tail -F`` waits until the file exists.
 
         Raises
         ------
-        UsageError : the job is an array. Each task writes another file.
+        UsageError : the job is an array, in which each task writes to another file.
         """
-        sequence = record.id.partition(".")[0]  # without the server
+        sequence = record.id.partition(".")[0]  # without the name of the server
         refuse_whole_array(record, sequence.replace("[]", "[0]"))
-        suffix = re.sub(r"\[([0-9]+)\]", r".\1", sequence)  # of a task: NAME.oSEQUENCE.INDEX
+        suffix = re.sub(r"\[([0-9]+)\]", r".\1", sequence)  # for a task of an array: NAME.oSEQUENCE.INDEX
         path = record.directory / f"{record.name}.o{suffix}"
         return ("tail", "-n", "+1", "-F", str(path))
 
@@ -198,7 +202,10 @@ class Pbs(System):
         return ("qdel", record.id)
 
     def shell_command(self, record: QueuedJob, line: str, node: str) -> NoReturn:
-        """Raise UsageError, because PBS starts tasks only from within a job. The hint uses ssh instead."""
+        """Raise UsageError, because PBS starts processes only from inside a job.
+
+        The hint suggests ssh instead.
+        """
         shell = f"ssh -t {node or 'NODE'} {shlex.quote('bash -lc ' + shlex.quote(line))}"
         raise UsageError(
             "PBS starts no shell in a running job from outside",
@@ -214,7 +221,7 @@ SYSTEM = Pbs()
 def _find_attribute(output: str, name: str, pattern: str) -> str:
     """Return the value of an attribute in the output of ``qstat -f``: ``    job_state = R`` -> ``R``.
 
-    The result is empty without the attribute, or if `pattern` does not match the whole value.
+    The result is empty if the attribute is missing, or if `pattern` does not match its whole value.
     """
     match = re.search(rf"^\s*{re.escape(name)} = ({pattern})\s*$", output, re.MULTILINE)
     if match is None:
@@ -223,10 +230,11 @@ def _find_attribute(output: str, name: str, pattern: str) -> str:
 
 
 def _shown_attributes(output: str) -> str:
-    """Return those lines of the output of ``qstat -f`` that a status shows."""
+    """Return the lines in the output of ``qstat -f`` that a status shows."""
     lines = []
     for line in output.splitlines():
-        attribute = re.split(r" = |: ", line.strip())[0]  # "Job Id: 4711.server", "job_state = R"
+        # From a line such as "Job Id: 4711.server" or "job_state = R".
+        attribute = re.split(r" = |: ", line.strip())[0]
         if attribute in _SHOWN_ATTRIBUTES:
             lines.append(f"{line}\n")
     return "".join(lines)
@@ -235,29 +243,31 @@ def _shown_attributes(output: str) -> str:
 def _wait_info(output: str) -> WaitInfo:
     """Return why a job waits, and its expected start, from the output of ``qstat -f``.
 
-    The reason is the scheduler's comment. The start is estimated only where the site has turned that on.
+    The reason is the scheduler's comment. The scheduler estimates the start only if the site has enabled
+    this.
     """
     expected_start = ""
     estimate = _find_attribute(output, "estimated.start_time", ".*")
-    # PBS can also print a text that is no time, such as UNSET.
+    # PBS can also print a text that is not a time, such as UNSET. Then there is no estimate.
     with contextlib.suppress(ValueError):
-        start = datetime.strptime(estimate, "%a %b %d %H:%M:%S %Y")
-        expected_start = start.isoformat(timespec="minutes")
+        start_time = datetime.strptime(estimate, "%a %b %d %H:%M:%S %Y")
+        expected_start = start_time.isoformat(timespec="minutes")
     return WaitInfo(reason=_find_attribute(output, "comment", ".*"), expected_start=expected_start)
 
 
 def _resource_options(job: Job) -> Argv:
-    """Return the options for the resources to request, in the form that directives and ``qsub -I`` share."""
+    """Return the options that request resources, for ``#PBS`` lines as well as for ``qsub -I``."""
     allocation = job.allocation
-    # PBS cannot request memory per GPU, and writes units in lower case: "440gb".
+    # PBS has no option for memory per GPU, so the memory of a whole node is requested. Units are in lower
+    # case: "440gb".
     memory = ""
     if allocation.memory:
         memory = f"{size_text(allocation.memory.node_MiB)}b".lower()
     chunk = (
         f"select={allocation.nodes}",
         *options_with_values({"ncpus": allocation.cpus, "ngpus": allocation.gpus, "mem": memory}),
-        # The node file has a line for each MPI process of a chunk. With one process per chunk, it has one
-        # line per node. That process starts the others.
+        # The node file of PBS has one line for each MPI process. With one process per chunk, it has exactly
+        # one line for each node. That process then starts the others on its node.
         "mpiprocs=1",
         *recipe_options(job, "chunk"),
     )
@@ -265,7 +275,7 @@ def _resource_options(job: Job) -> Argv:
 
 
 def _common_options(job: Job) -> Argv:
-    """Return the options for the name, the queue, the account and the time limit, which all jobs have."""
+    """Return the options for the name, queue, account and time limit, which every job has."""
     allocation = job.allocation
     options = ["-N", job.name]
     if allocation.queue:
@@ -278,9 +288,10 @@ def _common_options(job: Job) -> Argv:
 
 
 def _directive_texts(options: Sequence[str]) -> list[str]:
-    """Return the texts of ``#PBS`` lines: ``["-N", "run", "-q", "gpu"] -> ["-N run", "-q gpu"]``."""
+    """Return the text of each ``#PBS`` line: ``["-N", "run", "-q", "gpu"] -> ["-N run", "-q gpu"]``."""
     texts: list[str] = []
     for option in options:
+        # Each option begins a new line. Its value follows on the same line.
         if option.startswith("-") or not texts:
             texts.append(option)
         else:
@@ -289,11 +300,11 @@ def _directive_texts(options: Sequence[str]) -> list[str]:
 
 
 def _node_command(job: Job, *, rdzv: bool) -> Argv:
-    """Return the command that starts the job's command on one node, or with PALS' mpiexec on all nodes.
+    """Return the command that starts the job's command on one node, or through mpiexec of PALS on all nodes.
 
     Parameters
     ----------
-    rdzv : whether the script sets options for the network in the array ``network``, which PALS' mpiexec gets.
+    rdzv : whether mpiexec gets options for the network. The script sets them in its array ``network``.
     """
     nodes = job.allocation.nodes
     by_pals = nodes > 1 and job.flags(PbsFlags).pbs_start == "pals"
@@ -309,7 +320,7 @@ def _node_command(job: Job, *, rdzv: bool) -> Argv:
 
 
 def _remote_command(starter: str) -> Argv:
-    """Return the command with which the job's script runs the shell text ``$task`` on another of its hosts.
+    """Return the command by which the job's script runs the shell text ``$task`` on another host.
 
     Parameters
     ----------
@@ -319,13 +330,15 @@ def _remote_command(starter: str) -> Argv:
         return pbs.start_argv(
             ("/bin/bash", "-lc", ShellText('"$task; node"')), line_index=ShellText('"${lines[rank]}"')
         )
+    # ssh gets the shell text through the standard input of bash (-s), and not as an argument.
     return ("ssh", "-o", "BatchMode=yes", ShellText('"${hosts[rank]}"'), "/bin/bash", "-l", "-s")
 
 
 def _interactive_script(job: Job) -> Script:
-    """Return the script of an interactive job: the ``qsub -I`` line, which opens a shell on a node.
+    """Return the script of an interactive job: the ``qsub -I`` command, which opens a shell on a node.
 
-    ``qsub -I`` cannot be told what to run there. So comments above it have the lines that the user types.
+    ``qsub -I`` cannot run commands in that shell. So comments above it list the lines that the user has to
+    type there.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What jobs in pods have in common for RunAI and Kubeflow: flags, names, volumes, variables and warnings."""
+"""Common parts of jobs in pods, for RunAI and Kubeflow: flags, names, volumes, variables and warnings."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ from imgkit_entrypoints.schedulers import kubernetes
 from imgkit_entrypoints.system import WORKSPACE
 
 SLEEP_COMMAND: Argv = ("sleep", "infinity")
-"""The command of the pods of an interactive job. They wait until the user enters them."""
+"""The command of the pods in an interactive job. They sleep until the user enters them."""
 SECRET_NAME = "imgkit"  # noqa: S105 - a name
 """Name of the user's Secret in the job's namespace.
 
-Its key ``secret`` is for the roll call. The other keys are the values of ``--env NAME``.
+Its key ``secret`` is the secret by which the nodes of a run recognize each other. Its other keys are the
+values of ``--env NAME``.
 """
-# A label of a host name (RFC 1123), which Kubernetes demands of many names.
+# A label of a host name (RFC 1123). Kubernetes requires this form for many names.
 _LABEL = r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?"
 START_SCRIPT = "start.sh"
-"""The file in the run folder that copies the code and starts the command."""
+"""The script in the run folder that copies the code and starts the command."""
 # The description of a shell in the job's own container: see `JobShell.description`.
 SAME_CONTAINER = (
     "a shell in the container of the job's first pod (--node POD: another one), next to its program"
@@ -47,15 +48,15 @@ SAME_CONTAINER = (
 NAME_LIMIT = 50
 """Longest name of a job.
 
-Operators append text such as ``-worker-123``, and the result can have 63 letters (RFC 1123).
+Operators append a text such as ``-worker-123``, and the result may have at most 63 characters (RFC 1123).
 """
 
 
-# RunAI's own command, in the version that the client tells or in one of the two, a PyTorchJob of Kubeflow's
-# Training Operator, and a TrainJob of Kubeflow Trainer.
+# What ``imgkit run`` writes for a job: a command of RunAI's client, whose version is detected or named, a
+# PyTorchJob of Kubeflow's Training Operator, or a TrainJob of Kubeflow Trainer.
 KubernetesFormat = Literal["runai", "runai-v1", "runai-v2", "pytorchjob", "trainjob"]
 _CLIENTS: Mapping[str, runai_client.Client] = {"runai-v1": "v1", "runai-v2": "v2"}
-"""The version of RunAI's client that a value of ``--format`` names."""
+"""The version of RunAI's client, by the value of ``--format`` that selects it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +76,12 @@ class PodFlags(SystemFlags):
 
     @property
     def system(self) -> str:
-        """Return the system that takes the job for this ``--format``: ``kubeflow``, or empty for RunAI."""
+        """The system that takes the job for this ``--format``: ``kubeflow``, or "" for RunAI."""
         return "" if self.format.startswith("runai") else "kubeflow"
 
 
 class Pods(System):
-    """Base of the systems whose jobs run in pods, RunAI and Kubeflow."""
+    """Base class of RunAI and Kubeflow, the systems whose jobs run in pods."""
 
     flags = PodFlags
     registration = SHIPPED["runai"]
@@ -89,12 +90,12 @@ class Pods(System):
     code_copier = "script"
 
     def check(self, job: Job, *, is_submitted: bool = False) -> Iterator[str]:
-        """Yield warnings about requests that the user may not have meant.
+        """Yield warnings about requests that the user may not have intended.
 
         Raises
         ------
-        UsageError : the job has code that the pods cannot get, or its command names a file of the image
-            instead.
+        UsageError : the job has code that the pods cannot get, or its command names a file in the image
+            instead of the code.
         """
         request = job.request
         if request.container.code is not None:
@@ -103,7 +104,7 @@ class Pods(System):
         yield from partial_node_warnings(job, ": pods may share a node")
         if request.container.binds:
             yield "--bind is not used: pods get their folders from volumes, --pvc CLAIM:/PATH"
-        has_writable_volume = any(not text.endswith(":ro") for text in job.flags(PodFlags).pvcs)
+        has_writable_volume = any(not claim_text.endswith(":ro") for claim_text in job.flags(PodFlags).pvcs)
         if not has_writable_volume and not request.launch.interactive:
             yield "no --pvc to write to: output, checkpoints and logs disappear with the pods"
         if output_format(job).startswith("runai"):
@@ -111,10 +112,10 @@ class Pods(System):
 
 
 def _check_code(job: Job) -> None:
-    """Raise UsageError if no remote stores the job's code, or if the command names a file of the image.
+    """Raise UsageError if the pods cannot get the job's code, or if the command names a file in the image.
 
-    Without a remote, nothing brings the code to the pods. With a remote, the run's copy of the code is in its
-    run folder, and ``/workspace/train.py`` would run the older code of the image.
+    The code must be on a remote that shares a volume with the pods. The run's copy of the code is then in its
+    run folder. A command such as ``/workspace/train.py`` would run the older code in the image.
     """
     if not job.flags(PodFlags).run_as:
         raise UsageError(
@@ -134,7 +135,7 @@ def _check_code(job: Job) -> None:
 
 
 def _runai_warnings(job: Job) -> Iterator[str]:
-    """Yield warnings about a job that RunAI's own client submits, and not kubectl.
+    """Yield warnings about a job that RunAI's own client submits instead of kubectl.
 
     They are about spare nodes, about arguments that older clients change, and about a missing client.
     """
@@ -142,12 +143,12 @@ def _runai_warnings(job: Job) -> Iterator[str]:
     if size.spares:
         yield f"--nodes {size}: RunAI decides what follows a lost pod; --format pytorchjob states it"
     if client_version(job) == "v1":
-        # The RCP tutorial needs '"..."' around an argument with blanks, later pages of epfml/getting-started
-        # do not: whether the client splits arguments again depends on its version.
+        # Some versions of the client split arguments again. The RCP tutorial puts '"..."' around an argument
+        # with blanks, and later pages of epfml/getting-started do not.
         arguments = (*job.command, *job.request.container.env, str(job.request.directory))
-        special = [argument for argument in arguments if quote(argument) != argument]
-        if special:
-            yield f"{special[0]!r}: older runai clients split and expand arguments once more"
+        special_arguments = [argument for argument in arguments if quote(argument) != argument]
+        if special_arguments:
+            yield f"{special_arguments[0]!r}: older runai clients split and expand arguments once more"
     if not _requested_version(job) and not runai_client.on_path():
         yield "no runai on PATH: the command is for the later client; --format runai-v1 names the first one"
 
@@ -155,8 +156,8 @@ def _runai_warnings(job: Job) -> Iterator[str]:
 def client_version(job: Job) -> runai_client.Client:
     """Return the version of RunAI's client for which the job's command is written.
 
-    ``--format`` names it, or the recipe, or else the client on PATH is asked. Without any of them, the result
-    is ``v2``.
+    ``--format`` selects it, or otherwise the recipe. If neither does, the version of the client on PATH is
+    used, and ``v2`` if there is no client.
 
     Raises
     ------
@@ -166,13 +167,13 @@ def client_version(job: Job) -> runai_client.Client:
 
 
 def _requested_version(job: Job) -> runai_client.Client | None:
-    """Return the client that ``--format`` or else the recipe names. Return None if neither names one."""
+    """Return the client version that ``--format`` or the recipe selects, or None if neither selects one."""
     return _CLIENTS.get(output_format(job)) or job.recipe.system.queue.client or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A persistent volume claim, and the path at which pods mount its volume."""
+    """A persistent volume claim, and the path at which pods mount the volume."""
 
     name: str
     path: PurePosixPath
@@ -189,7 +190,9 @@ def output_format(job: Job) -> KubernetesFormat:
 
 
 def pod_name(job: Job) -> str:
-    """Return the job's name, which is its id and a part of its pods' host names, if Kubernetes accepts it.
+    """Return the job's name if Kubernetes accepts it as the name of pods.
+
+    The name is also the id of the job, and a part of the host names of its pods.
 
     Raises
     ------
@@ -208,9 +211,9 @@ def pod_name(job: Job) -> str:
 
 
 def parse_claim(text: str, *, where: str = "--pvc") -> Claim:
-    """Return the volume that ``CLAIM:/PATH[:ro]`` names.
+    """Parse the name of a volume: ``CLAIM:/PATH[:ro]``.
 
-    A claim is the name by which pods ask Kubernetes for a volume. PATH is where the pods mount it, and
+    CLAIM is the name by which pods request the volume from Kubernetes. PATH is where the pods mount it, and
     ``:ro`` makes it read-only.
 
     Raises
@@ -231,8 +234,8 @@ def volume_claims(job: Job) -> tuple[Claim, ...]:
     UsageError : a value is not ``CLAIM:/PATH[:ro]``, or two volumes have the same path.
     """
     claims: dict[PurePosixPath, Claim] = {}
-    for text in job.flags(PodFlags).pvcs:
-        claim = parse_claim(text)
+    for claim_text in job.flags(PodFlags).pvcs:
+        claim = parse_claim(claim_text)
         if claim.path in claims:
             raise UsageError(f"two volumes at {claim.path}", where="--pvc", hint="give each its own path")
         claims[claim.path] = claim
@@ -240,14 +243,15 @@ def volume_claims(job: Job) -> tuple[Claim, ...]:
 
 
 def pod_directory(job: Job) -> PurePosixPath | None:
-    """Return the job's folder in the pods: that of the remote with its files, or that of ``--directory``.
+    """Return the job's folder in the pods, or None if the pods work in the folder that the image sets.
 
-    Return None if there is neither. Then the pods work in the folder that the image sets. A folder that
-    imgkit.toml sets does not count, because it is on this machine and not in the pods.
+    If a remote stores the job's files, the folder is the remote's folder as the pods see it. Otherwise it is
+    the folder of ``--directory``. A folder that is set in imgkit.toml does not count, because it is on this
+    machine and not in the pods.
 
     Raises
     ------
-    UsageError : the folder is not on a volume that ``--pvc`` mounts, so the pods do not have it.
+    UsageError : the folder is not on a volume of ``--pvc``, so the pods do not have it.
     """
     if job.flags(PodFlags).run_as:
         return PurePosixPath(job.directory)
@@ -267,8 +271,9 @@ def pod_directory(job: Job) -> PurePosixPath | None:
 def pod_workdir(job: Job) -> str:
     """Return the folder in which the pods start, or "" for the folder that the image sets.
 
-    A job with code starts in its run folder, although its command runs in the run's copy of the code: the
-    pod's start script makes this copy later, and Kubernetes would create a missing folder as root.
+    A job with code starts in its run folder, and its command later changes to the copy of the code. The pods
+    cannot start in that copy: it does not exist until the start script makes it, and Kubernetes would create
+    the missing folder as root.
 
     Raises
     ------
@@ -276,17 +281,18 @@ def pod_workdir(job: Job) -> str:
     """
     if job.container.code is not None:
         return job.run_folder
-    folder = pod_directory(job)  # also refuses a folder that the pods do not have
+    folder = pod_directory(job)  # also raises the error for a folder that the pods do not have
     return job.container.workdir or str(folder or "")
 
 
 def start_script(job: Job) -> str:
     """Return the text of the file `START_SCRIPT`, which copies the code and starts the command in a pod.
 
-    The text is in a file and not in an argument, because older runai clients split and expand arguments once
-    more.
+    The text is in a file instead of an argument, because older runai clients split and expand arguments
+    again.
     """
-    # Pods mount nothing at /workspace, which is a folder of the image. The run's copy takes its place.
+    # Pods mount nothing at /workspace, which is a folder of the image for them. So a working directory below
+    # /workspace is replaced by the same folder in the run's copy of the code.
     folder = PurePosixPath(job.container.workdir or job.directory)
     if folder.is_relative_to(f"/{WORKSPACE}"):
         folder = PurePosixPath(job.workspace) / folder.relative_to(f"/{WORKSPACE}")
@@ -294,7 +300,7 @@ def start_script(job: Job) -> str:
 
 
 def pod_command(job: Job) -> Argv:
-    """Return the command of each pod. The pods of an interactive job sleep until the user enters them."""
+    """Return the command of each pod. In an interactive job, the pods sleep until the user enters them."""
     argv = SLEEP_COMMAND if job.is_interactive else kubernetes.start_argv(job.command)
     if job.container.code is not None:
         argv = ("bash", f"{job.run_folder}/{START_SCRIPT}", *argv)
@@ -302,10 +308,10 @@ def pod_command(job: Job) -> Argv:
 
 
 def user_ids(job: Job) -> tuple[str, str] | None:
-    """Return the user id and the group id of the pods. Return None if the image or the cluster sets them.
+    """Return the user id and the group id of the pods, or None if the image or the cluster sets them.
 
-    A job whose files are on a remote has the ids of the user there, because only that user can enter the
-    folder.
+    If a remote stores the job's files, the ids are those of the user on the remote. Only that user can enter
+    the folder of the job.
     """
     uid, _, gid = job.flags(PodFlags).run_as.partition(":")
     if not uid:
@@ -316,14 +322,16 @@ def user_ids(job: Job) -> tuple[str, str] | None:
 def pod_variables(job: Job) -> Mapping[str, str]:
     """Return the variables of each pod.
 
-    If a variable is set more than once, the user's value is used, or else the recipe's, or else imgkit's own.
+    If a variable is set several times, the user's value takes precedence over the recipe's value, and the
+    recipe's over imgkit's own.
 
     Raises
     ------
     UsageError : a value in the recipe contains another variable, such as ``$SCRATCH``. Only a shell would
-        replace it, and no shell starts a pod.
+        replace it, and pods are started without a shell.
     """
-    # In an interactive job, the user can type any command. So its pods get the variables that a shell gets.
+    # In an interactive job, the user can run any command. So the pods get the variables that a shell would
+    # get.
     program_job = dataclasses.replace(job, command=()) if job.is_interactive else job
     system_variables = runtime_of(job).system_variables(program_job)
     for name, value in system_variables.items():
@@ -339,9 +347,9 @@ def pod_variables(job: Job) -> Mapping[str, str]:
 def _output_folders(job: Job) -> dict[str, str]:
     """Return the variables with the paths of the run folder and its logs.
 
-    If a remote stores the job's files, imgkit has made the run folder there. Otherwise the run folder is
-    named by the job's name, which is also its id, so imgkit knows the folder without asking the cluster. The
-    result is empty if there is no volume to which the pods can write.
+    If a remote stores the job's files, imgkit has created the run folder there. Otherwise, the run folder is
+    named by the job's name, which is also its id. So imgkit knows the folder without asking the cluster. If
+    the pods have no writable volume, the result is empty.
     """
     run_folder = job.run_folder
     if not run_folder:
@@ -353,9 +361,10 @@ def _output_folders(job: Job) -> dict[str, str]:
 
 
 def _writable_folder(job: Job) -> PurePosixPath | None:
-    """Return the job's folder if it is on a writable volume, or else the path of the first writable volume.
+    """Return a folder on a writable volume of the job, or None if no volume is writable.
 
-    Return None if no volume of the job is writable.
+    It is the job's folder if that is on a writable volume, and otherwise the path of the first writable
+    volume.
     """
     folder = pod_directory(job)
     volume_paths = [claim.path for claim in volume_claims(job) if not claim.read_only]
@@ -367,7 +376,7 @@ def _writable_folder(job: Job) -> PurePosixPath | None:
 
 
 def memory_quantity(job: Job) -> str:
-    """Return the memory of each pod as Kubernetes writes it, ``440Gi``, or "" if the job requests none."""
+    """Return the memory of each pod in the notation of Kubernetes, ``440Gi``, or "" if none is requested."""
     memory = job.allocation.memory
     if memory is None:
         return ""
@@ -375,17 +384,17 @@ def memory_quantity(job: Job) -> str:
 
 
 def escape_for_kubernetes(text: str) -> str:
-    """Return `text` escaped for Kubernetes, which replaces ``$(NAME)`` and reads ``$$`` as ``$``.
+    """Return `text` with ``$(`` and ``$$`` escaped: ``$(date)`` becomes ``$$(date)``.
 
-    ``$(date)`` becomes ``$$(date)``.
+    Kubernetes would replace ``$(NAME)`` by the value of a variable, and ``$$`` by ``$``.
     """
     return re.sub(r"\$(?=[$(])", "$$", text)
 
 
 def interactive_comments(job: Job, enter_commands: Sequence[str], delete_command: str) -> tuple[str, ...]:
-    """Return comment lines that say how to enter the pods of an interactive job and how to end it.
+    """Return comment lines that explain how to enter the pods of an interactive job and how to end it.
 
-    The pods of such a job sleep, and the user starts the program in a shell in each of them.
+    The pods of such a job sleep. The user starts the program in a shell in each of them.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
 """RunAI: write the command that submits a job, for the first client of RunAI or for the later one.
 
-The two clients have different commands and options. tests/golden/runai has the options that the reference of
-each client lists, with its address. The job's command follows ``--`` as separate arguments, so that no shell
-reads it again and nothing has to be quoted twice.
+The two clients have different commands and options. tests/golden/runai contains the options from the
+reference of each client, with its address. The job's command follows ``--`` as separate arguments. So no
+shell parses it again, and nothing must be quoted twice.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ from imgkit_builder.jobs.systems import JobShell, pods, runai_client, user_optio
 from imgkit_entrypoints.errors import UsageError
 
 KINDS = ("training", "training pytorch")
-"""The kinds of jobs of the later client, for one pod and for several: ``runai training pytorch submit``.
+"""The kinds of jobs of the later client, for one pod and for several pods: ``runai training pytorch submit``.
 
-The kind of a job of the first client is empty.
+A job of the first client has no kind, so its kind is empty.
 """
 
 
 class RunAI(pods.Pods):
-    """RunAI by its own client. With another ``--format``, `Kubeflow` takes the job."""
+    """RunAI with its own client.
+
+    If ``--format`` selects a document for Kubernetes, `Kubeflow` takes the job.
+    """
 
     uses = ("queue", "cpus", "mem", "mem-per-gpu")
 
-    # The output of the client's "describe" is shown to the user as it is; imgkit reads no state from it.
+    # The output of the client's "describe" is only shown to the user. imgkit does not parse it.
     reports_state = False
 
     def script(self, job: Job) -> Script:
@@ -47,13 +50,14 @@ class RunAI(pods.Pods):
         return Script(text=text, submit=argv, kind=kind)
 
     def check(self, job: Job, *, is_submitted: bool = False) -> Iterator[str]:
-        """Yield warnings about requests that the user may not have meant.
+        """Yield warnings about requests that the user may not have intended.
 
-        With `is_submitted`, check that the client on PATH has all options of a command for the later client.
+        With `is_submitted`, a command for the later client is compared with the options of the client on
+        PATH.
 
         Raises
         ------
-        UsageError : the client on PATH lacks the command, or an option of the recipe or of imgkit.
+        UsageError : the client on PATH does not have the command, or an option of the recipe or of imgkit.
         """
         yield from super().check(job, is_submitted=is_submitted)
         if not is_submitted:
@@ -74,7 +78,7 @@ class RunAI(pods.Pods):
     def log_source(self, record: QueuedJob) -> Argv:
         """Return the command that follows the output of the first pod.
 
-        The logs of all pods are in the run folder, if the job has a volume that can be written to.
+        If the job has a writable volume, the run folder contains the logs of all pods.
         """
         project = _project_arguments(record.queue)
         return _client_command(record.kind, "logs", record.name, "--follow", *project)
@@ -95,14 +99,17 @@ SYSTEM = RunAI()
 
 
 def _job_kind(job: Job) -> str:
-    """Return the kind of the job, one of `KINDS`: ``training pytorch``. It is empty for the first client."""
+    """Return the kind of the job, one of `KINDS`, such as ``training pytorch``.
+
+    For the first client, it is "".
+    """
     if pods.client_version(job) == "v1":
         return ""
     return _v2_kind(job)
 
 
 def _v2_kind(job: Job) -> str:
-    """Return the kind that the later client has for a job of this number of pods."""
+    """Return the kind that the later client uses for a job with this number of pods."""
     one_pod, several_pods = KINDS
     return several_pods if job.allocation.nodes > 1 else one_pod
 
@@ -119,7 +126,7 @@ def _client_command(kind: str, *arguments: str) -> Argv:
 
     Raises
     ------
-    UsageError : the record of the job has a kind that is not one of `KINDS`.
+    UsageError : `kind`, which comes from the job's record, is not one of `KINDS`.
     """
     if kind and kind not in KINDS:
         raise UsageError(
@@ -129,14 +136,14 @@ def _client_command(kind: str, *arguments: str) -> Argv:
 
 
 def _project_arguments(queue: str) -> Argv:
-    """Return the option for RunAI's project, which is the job's queue. It is empty without a queue."""
+    """Return the option for RunAI's project, which is the job's queue. Without a queue, it is empty."""
     return ("--project", queue) if queue else ()
 
 
 def _command_options(job: Job, name: str) -> Iterator[str]:
-    """Yield the arguments of the submission that imgkit chooses: ``runai training submit NAME --image ...``.
+    """Yield the arguments that imgkit chooses for the submission: ``runai training submit NAME --image ...``.
 
-    The options of the recipe and of the user follow them. RunAI's two clients, v1 and v2, have different
+    The options of the recipe and of the user come after them. RunAI's two clients, v1 and v2, have different
     names for most options.
 
     Raises
@@ -150,7 +157,7 @@ def _command_options(job: Job, name: str) -> Iterator[str]:
     yield from _submit_command(job, name, is_v1=is_v1)
     yield from (*_project_arguments(allocation.queue), "--image", job.container.image)
     if allocation.nodes > 1:
-        yield from ("--workers", str(allocation.nodes - 1))  # the pods after the first
+        yield from ("--workers", str(allocation.nodes - 1))  # all pods except the first
     yield from _resource_options(job, is_v1=is_v1)
     yield from _node_pool_options(job, is_v1=is_v1)
     for claim in claims:
@@ -167,13 +174,13 @@ def _command_options(job: Job, name: str) -> Iterator[str]:
 def _resource_options(job: Job, *, is_v1: bool) -> Iterator[str]:
     """Yield the options for the GPUs, CPUs and memory of each pod.
 
-    ``--gpu 4 --cpu 32`` of the first client is ``--gpu-devices-request 4 --cpu-core-request 32`` of the later
-    one.
+    ``--gpu 4 --cpu 32`` of the first client corresponds to ``--gpu-devices-request 4 --cpu-core-request 32``
+    of the later one.
     """
     allocation = job.allocation
     if is_v1:
         yield from ("--gpu", str(allocation.gpus))
-    elif allocation.gpus:  # the option takes a positive number; without it a pod has no GPU
+    elif allocation.gpus:  # the option accepts only positive numbers; without it, a pod has no GPU
         yield from ("--gpu-devices-request", str(allocation.gpus))
     if allocation.cpus:
         yield from ("--cpu" if is_v1 else "--cpu-core-request", str(allocation.cpus))
@@ -183,7 +190,7 @@ def _resource_options(job: Job, *, is_v1: bool) -> Iterator[str]:
 
 
 def _submit_command(job: Job, name: str, *, is_v1: bool) -> Argv:
-    """Return the command that submits a job, with the job's name. It depends on the number of pods."""
+    """Return the start of the command that submits a job. It depends on the client and the number of pods."""
     if not is_v1:
         return ("runai", *_v2_kind(job).split(), "submit", name)
     if job.allocation.nodes == 1:
@@ -192,10 +199,11 @@ def _submit_command(job: Job, name: str, *, is_v1: bool) -> Argv:
 
 
 def _node_pool_options(job: Job, *, is_v1: bool) -> Argv:
-    """Return the options that name the node pools, in the order in which RunAI tries them."""
+    """Return the options with the node pools, in the order in which RunAI tries them."""
     node_pools = job.recipe.system.queue.node_pools
     if is_v1 and node_pools:
-        return ("--node-pools", ",".join(node_pools))  # a string, unlike the later client's array
+        # A single text; the later client takes the option several times.
+        return ("--node-pools", ",".join(node_pools))
     return repeat_option("--node-pools", node_pools)
 
 
@@ -204,7 +212,7 @@ def _volume_option(claim: pods.Claim, *, is_v1: bool) -> Argv:
 
     Raises
     ------
-    UsageError : the volume is read-only, and the later client has no option for that.
+    UsageError : the volume is read-only, which the later client cannot express.
     """
     if is_v1:
         return ("--pvc", str(claim))
@@ -219,13 +227,13 @@ def _volume_option(claim: pods.Claim, *, is_v1: bool) -> Argv:
 
 def _variable_options(job: Job, *, is_v1: bool) -> Iterator[str]:
     """Yield the options that set the variables of the pods."""
-    # All references have the short form -e. The long one is --environment in 2.18, and --environment-variable
-    # in 2.24.
+    # The short form -e is the same in all versions. The long form is --environment in 2.18 and
+    # --environment-variable in 2.24.
     for name, value in pods.pod_variables(job).items():
         yield from ("-e", f"{name}={pods.escape_for_kubernetes(value)}")
     for name in job.container.names:
         if is_v1:
-            # docs.run.ai/v2.13/admin/workloads/secrets: the client passes only the reference to the Secret.
+            # The client passes only the reference to the Secret (docs.run.ai/v2.13/admin/workloads/secrets).
             yield from ("-e", f"{name}=SECRET:{pods.SECRET_NAME},{name}")
         else:
             yield from ("--env-secret", f"{name}={pods.SECRET_NAME},key={name}")
@@ -234,10 +242,10 @@ def _variable_options(job: Job, *, is_v1: bool) -> Iterator[str]:
 def _command_text(argv: Argv) -> str:
     """Return the command as shell text, with one line for each option and its value.
 
-    The job's own command after ``--`` stays on one line.
+    The job's own command, which follows ``--``, stays on one line.
     """
     text = argv[0]
-    is_in_options = True  # until "--", after which the job's command comes
+    is_in_options = True  # until "--", which the job's command follows
     for argument in argv[1:]:
         separator = " "
         if is_in_options and argument.startswith("-"):
@@ -249,9 +257,9 @@ def _command_text(argv: Argv) -> str:
 
 
 def _interactive_comments(job: Job, name: str, kind: str) -> Argv:
-    """Return comment lines that say how to enter the pods of an interactive job and how to delete it.
+    """Return comment lines that explain how to enter the pods of an interactive job and how to delete it.
 
-    With several pods, there is a command to enter each of them.
+    If the job has several pods, there is one command for each of them.
     """
     project = _project_arguments(job.allocation.queue)
     enter_command = " ".join(_client_command(kind, "bash", name, *project))

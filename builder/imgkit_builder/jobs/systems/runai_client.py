@@ -1,7 +1,7 @@
 """Find out which of RunAI's clients is on PATH, and which options its commands have.
 
-The client's help decides and not its version. The first client and the later one were both released with 2.18
-of the platform, and the output of ``runai version`` is not documented.
+The client is recognized by its help and not by its version. The first client and the later one were both
+released with version 2.18 of the platform, and the output of ``runai version`` is not documented.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from imgkit_builder.base import process
 from imgkit_entrypoints.errors import UsageError
 
 Client = Literal["v1", "v2"]
-"""``v1`` is the first client, which has ``runai submit`` and ``runai submit-dist``.
+"""``v1`` is the first client, with the commands ``runai submit`` and ``runai submit-dist``.
 
-``v2`` is the later one, which has ``runai training submit`` and ``runai training pytorch submit``.
+``v2`` is the later client, with ``runai training submit`` and ``runai training pytorch submit``.
 """
 PROGRAM = "runai"
 PYTORCH = ("training", "pytorch")
-"""The start of the later client's commands about a job of several pods: ``runai training pytorch submit``."""
+"""The start of the later client's commands for a job with several pods: ``runai training pytorch submit``."""
 
 
 def on_path() -> Client | None:
@@ -39,15 +39,15 @@ def on_path() -> Client | None:
 
 
 def refuse_unknown(command: Sequence[str], argv: Iterable[str]) -> None:
-    """Raise UsageError if the client on PATH lacks the command, or an option that imgkit passes to it.
+    """Raise UsageError if the client on PATH does not have a command, or an option that imgkit passes to it.
 
-    The options in `argv` are compared with the help of ``runai COMMAND``. Nothing is checked without
-    ``runai`` on PATH. This is for the later client only, because the help of the first one does not list all
-    options that it takes; for example, ``--pvc`` is missing.
+    The options in `argv` are compared with the help of ``runai COMMAND``. If ``runai`` is not on PATH,
+    nothing is checked. This check works only for the later client. The help of the first client does not list
+    all of its options, for example ``--pvc``.
 
     Raises
     ------
-    UsageError : the client has no such command, or the command lacks one of the options.
+    UsageError : the client has no such command, or the command has no such option.
     """
     program = shutil.which(PROGRAM)
     if program is None:
@@ -72,11 +72,11 @@ def refuse_unknown(command: Sequence[str], argv: Iterable[str]) -> None:
 
 @functools.cache
 def _identify_client(program: str) -> Client:
-    """Return the version of the client `program`, by the commands that its help lists.
+    """Return the version of the client `program`, which is recognized by its commands.
 
     Raises
     ------
-    UsageError : the program has neither client's command for several pods.
+    UsageError : `program` has neither client's command for jobs with several pods.
     """
     if "--workers" in _read_options(program, (*PYTORCH, "submit")):
         return "v2"
@@ -92,12 +92,12 @@ def _identify_client(program: str) -> Client:
 
 @functools.cache
 def _read_options(program: str, command: tuple[str, ...]) -> frozenset[str]:
-    """Return the options in the help of a command. The result is empty if the program has no such command."""
-    result = process.run([program, *command, "--help"], check=False)
-    if result.returncode:
+    """Return the options in the help of a command, or an empty set if the program has no such command."""
+    finished = process.run([program, *command, "--help"], check=False)
+    if finished.returncode:
         return frozenset()
-    # Both clients list one option a line: "  -e, --environment stringArray   What it does".
+    # Both clients list one option on each line: "  -e, --environment stringArray   What it does".
     options: set[str] = set()
-    for short_and_long in re.findall(r"^\s+(?:(-\w), )?(--[\w-]+)", result.output, re.MULTILINE):
+    for short_and_long in re.findall(r"^\s+(?:(-\w), )?(--[\w-]+)", finished.output, re.MULTILINE):
         options.update(short_and_long)
     return frozenset(options - {""})

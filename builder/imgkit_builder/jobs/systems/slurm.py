@@ -1,7 +1,7 @@
-"""Slurm: write a batch script, or the line that allocates nodes for interactive work.
+"""Slurm: write a batch script, or the command that allocates nodes for interactive work.
 
-One task per node starts by srun, in which the node agent starts the workers. The steps before it check the
-nodes.
+srun starts one task on each node, the node agent of imgkit, which starts the workers there. Earlier steps of
+the script check the nodes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from imgkit_builder.jobs.templates import render_template, run_folder_lines
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.schedulers import slurm
 
-# With --parsable, sbatch prints only the id, and the cluster if there are several.
+# With --parsable, sbatch prints only the job id, and the cluster if the site has several.
 SUBMIT = ("sbatch", "--parsable")
 STATES: Mapping[str, JobState] = {
     "PENDING": "waiting",
@@ -62,31 +62,37 @@ STATES: Mapping[str, JobState] = {
     "REVOKED": "failed",
     "TIMEOUT": "failed",
 }
-"""The meaning of Slurm's states (slurm.schedmd.com/job_state_codes.html)."""
+"""The meaning of Slurm's job states (slurm.schedmd.com/job_state_codes.html)."""
 _STATE = re.compile(
     r"\bJobState=(?P<scontrol>[A-Z_]+)"
     r"|^ *[0-9]\S*  \S+ (?P<squeue>[A-Z_]+),"
     r"|^ *[0-9]\S* +(?P<sacct>[A-Z_]{3,})\b",
     re.MULTILINE,
 )
-"""The state in the output of each of `status_commands`, of which rows of squeue and sacct begin with an id.
+"""The state in the output of each of `status_commands`. Rows of squeue and sacct begin with a job id.
 
-``JobState=RUNNING`` is of scontrol, ``4711  gpu RUNNING, ...`` of squeue, and ``4711  RUNNING  0:0`` of
-sacct.
+scontrol prints ``JobState=RUNNING``, squeue prints ``4711  gpu RUNNING, ...``, and sacct prints ``4711
+RUNNING  0:0``.
 """
 _CODE = re.compile(
     r"\bExitCode=([0-9]{1,3}):|^ *[0-9]\S* +[A-Z_]{3,}(?: by [0-9]+)? +([0-9]{1,3}):", re.MULTILINE
 )
-"""The exit code in the output of scontrol or sacct. ``1:0`` means exit code 1, and no signal."""
+"""The exit code in the output of scontrol or sacct.
+
+``1:0`` means that the exit code is 1 and the signal is 0.
+"""
 _SCONTROL_FIELD = re.compile(
     r"\b(?:JobId|ArrayJobId|ArrayTaskId|JobState|Reason|ExitCode|RunTime|StartTime|EndTime|NodeList)=\S+"
 )
-"""The fields in the output of scontrol that a status shows. There are dozens of others."""
+"""The fields in the output of scontrol that a status shows. scontrol prints dozens of others."""
 _WAITING_ROW = re.compile(
     r"^ *(?P<id>[0-9]\S*)  \S+ [A-Z_]+, \S+ nodes, elapsed \S+, start (?P<start>\S+)  \((?P<reason>.*)\) *$",
     re.MULTILINE,
 )
-"""A row of squeue about a job that waits. The row of a job that runs has nodes in place of ``(REASON)``."""
+"""A row of squeue about a job that waits.
+
+The row of a running job has the names of its nodes instead of ``(REASON)``.
+"""
 _START_TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}")
 """The expected start of a job, without its seconds. Slurm prints ``N/A`` if it has no estimate."""
 REASON_CHANGES = {
@@ -106,16 +112,17 @@ REASON_CHANGES = {
     "BadConstraints": "another --option=--constraint=...",
     "DependencyNeverSatisfied": "another --option=--dependency=...",
 }
-"""The options to change, by the pattern of a reason for which a job waits until it changes.
+"""What the user must change so that a job can start, by the reason why it waits.
 
-Slurm's list of reasons is slurm.schedmd.com/job_reason_codes.html.
+Each key is a pattern for one of Slurm's reasons. A job with such a reason never starts unless it is changed.
+The list of reasons is slurm.schedmd.com/job_reason_codes.html.
 """
 REASON_NOTES = {
     "AssocGrp[A-Za-z]+": "a limit of all jobs of the account together",
     "ReqNodeNotAvail": "scontrol show reservation and sinfo --list-reasons may tell until when",
     "JobHeldUser": "scontrol release {id} lets it start",
 }
-"""A note for the user, by the pattern of a reason that may end while the job stays as it is."""
+"""A note for the user, by the pattern of a reason that can end although the job stays as it is."""
 
 
 class Slurm(System):
@@ -123,7 +130,7 @@ class Slurm(System):
 
     registration = SHIPPED["slurm"]
     uses = OPTIONAL
-    # sbatch and salloc hand their environment on, so the program gets the values of --env NAME.
+    # sbatch and salloc pass on their environment, so the program gets the values of --env NAME.
     abilities = Abilities(passes_names=True, spares_take_over=True, resumes_jobs=True)
     code_copier = "script"
     queue = QueueCommands(
@@ -135,13 +142,15 @@ class Slurm(System):
     )
 
     def script(self, job: Job) -> Script:
-        """Return the script for ``sbatch``, or for an interactive job the ``salloc`` line."""
+        """Return the script for ``sbatch``, or the ``salloc`` command for an interactive job."""
         if job.is_interactive:
             argv = ("salloc", *_resource_options(job), "bash", "-lc", _interactive_line(job))
             return Script(text=command_line(argv) + "\n", submit=argv, foreground=True)
-        # "--array=1-9" or "-a1-9"
+        # An array job has an option such as "--array=1-9" or "-a1-9".
         is_array = any(re.match(r"--array\b|-a", option) for option in scheduler_options(job))
         container = runtime_of(job).argv(job, job.command, forward=PODMAN_FORWARD)
+        # The job's script has two ways to start the container: by srun directly, or in a shell function of
+        # the template for jobs with spare nodes.
         text = render_template(
             job,
             "slurm.sh.j2",
@@ -155,7 +164,7 @@ class Slurm(System):
         return Script(text=text, submit=SUBMIT, on_stdin=True, is_array=is_array)
 
     def conversion_script(self, job: Job) -> Script:
-        """Return the script for ``sbatch`` of a job that runs imgkit on a node, to make an image file."""
+        """Return the script for ``sbatch`` of a job that runs imgkit on a node to create an image file."""
         directives = (
             f"--job-name={job.name}",
             *_output_options(job, "%j"),
@@ -175,11 +184,12 @@ class Slurm(System):
     def status_commands(self, record: QueuedJob) -> tuple[Argv, ...]:
         """Return the commands that ask the queue, the accounting and Slurm's controller.
 
-        The controller remembers a job for some minutes after its end.
+        The controller still knows a job for some minutes after its end.
         """
         cluster = _cluster_options(record.cluster)
-        # %S is the start, or the expected start of a job that waits. --noheader also leaves out the line with
-        # the name of a single cluster, from 20.02 on.
+        # %S is the start of a running job, and the expected start of a waiting one. On a site with several
+        # clusters, squeue prints the name of a cluster before its jobs. From 20.02 on, --noheader leaves that
+        # line out.
         row = "%i  %P %T, %D nodes, elapsed %M, start %S  %R"
         columns = "JobID%-20,State%-20,ExitCode,Elapsed,Start,End,NodeList%-30"
         return (
@@ -191,15 +201,16 @@ class Slurm(System):
     def parse_status(self, output: str) -> JobStatus:
         """Parse the output of squeue, sacct or scontrol: the job's state, its exit code, and why it waits.
 
-        The output has one row for each task of an array. Its state is made from the states of the tasks, and
-        its exit code is the highest code of a task.
+        For an array, the output has one row for each task. The state of the array follows from the states of
+        its tasks, and its exit code is the highest code of a task.
         """
-        # Each match has one group for each command, of which all but one are empty.
+        # The pattern has one group for each command. In each match, all groups but one are empty, so joining
+        # them gives the value.
         names = map("".join, _STATE.findall(output))
         codes = map("".join, _CODE.findall(output))
         state = array_state(STATES.get(name, "") for name in names)
         code = max(map(int, codes), default=None)
-        if "JobState=" in output:  # of scontrol
+        if "JobState=" in output:  # the output is from scontrol
             return JobStatus(state=state, text=_shown_fields(output), code=code)
         wait = _wait_info(output) if state == "waiting" else WaitInfo()
         return JobStatus(state=state, text=output, code=code, wait=wait)
@@ -209,13 +220,13 @@ class Slurm(System):
 
         Raises
         ------
-        UsageError : the job is an array. Each task writes another file.
+        UsageError : the job is an array, in which each task writes to another file.
         """
         refuse_whole_array(record, f"{record.id}_0")
         output = record.directory / f"{record.name}-{record.id}.out"
         errors = output.with_name(f"{record.name}-{record.id}.err")
-        # Most recipes have one file for output and errors. The folder of a job on a remote is not on this
-        # machine, so only its output is followed.
+        # Most recipes write output and errors to a single file. For a job on a remote, the file of errors is
+        # not on this machine, so only the output is followed.
         files = [str(output)]
         if errors.is_file():
             files = [str(errors), str(output)]
@@ -226,11 +237,11 @@ class Slurm(System):
         return ("scancel", *_cluster_options(record.cluster), record.id)
 
     def shell_command(self, record: QueuedJob, line: str, node: str) -> JobShell:
-        """Return the command of another step of the job, which shares the nodes with the step that runs.
+        """Return the command that starts a shell as another step of the job, beside the running step.
 
         Raises
         ------
-        UsageError : the job is an array. Each task has other nodes.
+        UsageError : the job is an array, in which each task has other nodes.
         """
         refuse_whole_array(record, f"{record.id}_0")
         options = [*_cluster_options(record.cluster), "--overlap", "--nodes=1", "--ntasks=1"]
@@ -239,6 +250,7 @@ class Slurm(System):
         step = (*options, f"--chdir={record.directory}", "--pty", "bash", "-lc", line)
         argv: Argv = ("srun", f"--jobid={record.id}", *step)
         if not record.id.isdecimal():
+            # The id of a task of an array, such as 4711_3, is not a number.
             argv = _array_task_argv(record, step)
         return JobShell(argv=argv, description=NEW_CONTAINER)
 
@@ -247,9 +259,10 @@ SYSTEM = Slurm()
 
 
 def _array_task_argv(task: QueuedJob, step: Argv) -> Argv:
-    """Return the command that starts a step in a task of an array.
+    """Return the command that starts a step in one task of an array job.
 
-    srun does not take the task's ARRAY_INDEX, but the job number that it has as well. squeue prints it.
+    srun does not accept the id of a task, ``ARRAY_INDEX``. Each task also has a job number of its own, which
+    srun accepts and squeue prints.
 
     Parameters
     ----------
@@ -258,12 +271,13 @@ def _array_task_argv(task: QueuedJob, step: Argv) -> Argv:
     cluster = _cluster_options(task.cluster)
     print_number = shlex.join(("squeue", *cluster, "--noheader", f"--jobs={task.id}", "--format=%A"))
     script = f'id=$({print_number}) && : "${{id:?{task.id} does not run}}" && exec srun --jobid="$id" "$@"'
-    # bash, not sh: dash would drop the shell function `module` from the environment.
+    # The script runs in bash and not in sh, because dash would remove the shell function `module` from the
+    # environment.
     return ("bash", "-c", script, "srun", *step)
 
 
 def _shown_fields(output: str) -> str:
-    """Return the fields that people read from the output of scontrol, with one line for each task."""
+    """Return the fields in the output of scontrol that people read, with one line for each task."""
     lines = []
     for line in output.splitlines():
         fields = _SCONTROL_FIELD.findall(line)
@@ -276,27 +290,33 @@ def _wait_info(output: str) -> WaitInfo:
     """Return why a job waits, and its expected start, from the output of squeue.
 
     ``4711  gpu PENDING, 2 nodes, elapsed 0:00, start N/A  (Priority)`` -> the reason ``Priority``, and no
-    start. An array has several rows, of which the first with tasks that wait counts.
+    expected start. For an array, squeue prints several rows. The first row about waiting tasks is used.
     """
     row = _WAITING_ROW.search(output)
     if row is None:
         return WaitInfo()
     reason = row["reason"]
-    if reason == "None":  # the scheduler has not looked at the job yet
+    if reason == "None":  # the scheduler has not considered the job yet
         reason = ""
-    # "ReqNodeNotAvail, UnavailableNodes:node1" -> "ReqNodeNotAvail"
+    # The name of a reason ends at the first other character: "ReqNodeNotAvail, UnavailableNodes:node1" ->
+    # "ReqNodeNotAvail".
     reason_name, *_ = re.split(r"\W", reason, maxsplit=1)
-    start = _START_TIME.match(row["start"])
+    start_match = _START_TIME.match(row["start"])
     return WaitInfo(
         reason=reason,
-        expected_start=start[0] if start else "",
+        expected_start=start_match[0] if start_match else "",
         note=_find_text(REASON_NOTES, reason_name).format(id=row["id"]),
         change=_find_text(REASON_CHANGES, reason_name),
     )
 
 
 def _find_text(texts: Mapping[str, str], reason: str) -> str:
-    """Return the text of the first pattern that matches the whole `reason`. It is empty if none matches."""
+    """Return the text of the first pattern that matches the whole `reason`, or "" if none does.
+
+    Parameters
+    ----------
+    texts : the texts by pattern, such as `REASON_NOTES`.
+    """
     for pattern, text in texts.items():
         if re.fullmatch(pattern, reason):
             return text
@@ -304,9 +324,10 @@ def _find_text(texts: Mapping[str, str], reason: str) -> str:
 
 
 def _cluster_options(cluster: str) -> Argv:
-    """Return the option by which Slurm's commands ask the cluster `cluster` of a site with several clusters.
+    """Return the option that selects a cluster for Slurm's commands, on a site with several clusters.
 
-    sbatch names the cluster with the job's id (``4711;CLUSTER``). The result is empty if sbatch named none.
+    sbatch prints the cluster with the job's id (``4711;CLUSTER``). On a site with a single cluster, it prints
+    none. Then `cluster` is empty, and the result is empty too.
     """
     if not cluster:
         return ()
@@ -314,7 +335,7 @@ def _cluster_options(cluster: str) -> Argv:
 
 
 def _directive_options(job: Job, *, is_array: bool) -> Argv:
-    """Return the options in the ``#SBATCH`` lines of the job's script."""
+    """Return the options for the ``#SBATCH`` lines of the job's script."""
     directives = [
         f"--job-name={job.name}",
         *_output_options(job, "%A_%a" if is_array else "%j"),
@@ -322,22 +343,22 @@ def _directive_options(job: Job, *, is_array: bool) -> Argv:
     ]
     stop_before_s = job.allocation.stop_before_s
     if stop_before_s:
-        # With "B:" the signal goes to the script alone. Without it, the signal would reach all processes of
-        # the step. For ordinary users, one of them serves the image's files, and the run would die of a bus
-        # error.
+        # "B:" sends the signal to the script only. Otherwise, all processes of the step would get it. For
+        # ordinary users, one of these processes serves the files of the image. If it ended, the run would die
+        # of a bus error.
         directives.append(f"--signal=B:USR1@{stop_before_s}")
     if stop_before_s or job.outlives_nodes:
-        # A requeued job continues its output files; by default Slurm would empty them.
+        # A requeued job appends to its output files. By default, Slurm would empty them.
         directives += ("--requeue", "--open-mode=append")
     return tuple(directives)
 
 
 def _output_options(job: Job, id_pattern: str) -> Argv:
-    """Return the options for the folder in which a script runs, and for the files of its output.
+    """Return the options for the folder in which a script runs, and for its output files.
 
     Parameters
     ----------
-    id_pattern : the part of the files' names that sbatch replaces by the job's id, for example ``%j``.
+    id_pattern : the part of the file names that sbatch replaces by the job's id, for example ``%j``.
     """
     folder = str(job.directory)
     if " " in folder:
@@ -349,7 +370,7 @@ def _output_options(job: Job, id_pattern: str) -> Argv:
 
 
 def _resource_options(job: Job) -> Argv:
-    """Return the options for the resources to request, in the form that directives and salloc share."""
+    """Return the options that request resources, for ``#SBATCH`` lines as well as for salloc."""
     allocation = job.allocation
     options = [f"--nodes={allocation.nodes}"]
     if job.outlives_nodes:
@@ -364,7 +385,7 @@ def _resource_options(job: Job) -> Argv:
 
 
 def _queue_options(job: Job) -> Argv:
-    """Return the options for the time limit, account, queue and QoS, and further ones of recipe and user."""
+    """Return the options for the time limit, account, queue and QoS, and those of the recipe and the user."""
     allocation = job.allocation
     options = {
         "--time": allocation.time,
@@ -379,8 +400,8 @@ _IN_NODE_FUNCTION = ("bash", "-c", ShellText('"$task"'), "node")
 """Arguments that start a node agent in the shell function of templates/job/slurm-spares.sh.j2."""
 
 
-# With --overlap, the next step does not wait until Slurm has cleaned up after this one. With --input=none,
-# this step does not read what the user types for the next one.
+# With --overlap, the next step can start before Slurm has cleaned up after this one. With --input=none, this
+# step does not read what the user types for the next one.
 _STEP_BEFORE = ("srun", "--overlap", "--input=none", "--ntasks-per-node=1")
 """The start of a command that runs once on each node before the job's own step."""
 
@@ -389,10 +410,10 @@ PODMAN_FORWARD = ("SLURM*", "IMGKIT_*", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DE
 
 
 def _with_folder_check(job: Job, argv: Argv) -> Argv:
-    """Return `argv` after the check of `with_folder_check` that the node has all folders that the job mounts.
+    """Return an argv that runs `argv` only if the node has all folders that the job mounts.
 
     An argv for pyxis is returned unchanged, because it begins with options of srun and not with a program.
-    For pyxis, the step of `_node_check` makes this check.
+    For pyxis, the step of `_node_check` checks the folders.
     """
     if _node_check(job):
         return argv
@@ -400,9 +421,9 @@ def _with_folder_check(job: Job, argv: Argv) -> Argv:
 
 
 def _node_check(job: Job) -> Argv:
-    """Return the ``srun`` command of a step that checks each node before pyxis starts the container there.
+    """Return the ``srun`` command that checks each node before pyxis starts the container there.
 
-    The result is empty for all other runtimes, which need no such step.
+    Other runtimes need no such step, so the result is empty for them.
     """
     argv = runtime_of(job).node_check(job)
     if not argv:
@@ -411,9 +432,10 @@ def _node_check(job: Job) -> Argv:
 
 
 def _folder_check(job: Job) -> Argv:
-    """Return the step that checks on each node that the folders which the job mounts exist.
+    """Return the ``srun`` command that checks on each node whether the folders to mount exist.
 
-    The result is empty if the job mounts none, and for pyxis, for which `_node_check` looks for the folders.
+    The result is empty if the job mounts no folders. It is also empty for pyxis, because the step of
+    `_node_check` checks the folders there.
     """
     folders = mounted_folders(job)
     if not folders or runtime_of(job).node_check(job):
@@ -425,8 +447,8 @@ def _srun_argv(job: Job, argv: Argv) -> Argv:
     """Return the ``srun`` command that starts `argv` on all nodes of the job."""
     options: list[str] = []
     if job.allocation.cpus:
-        # srun of 22.05 to 23.02 does not inherit --cpus-per-task. With the variable as its value, the option
-        # follows the directive if somebody edits the script.
+        # srun does not inherit --cpus-per-task in versions 22.05 to 23.02. The value is a variable, so that
+        # it stays correct if somebody edits the directive in the script.
         options.append(ShellText('--cpus-per-task="$SLURM_CPUS_PER_TASK"'))
     # srun does not read --network from the script's directives.
     options += [option for option in scheduler_options(job) if option.startswith("--network=")]
@@ -441,7 +463,7 @@ def _srun_argv(job: Job, argv: Argv) -> Argv:
 def _interactive_line(job: Job) -> str:
     """Return the shell text that salloc runs on the first node of an interactive job.
 
-    It runs the job's command on all nodes, or opens a shell on the first node if there is no command.
+    It runs the job's command on all nodes. Without a command, it opens a shell on the first node.
     """
     runtime = runtime_of(job)
     if job.command:
@@ -458,12 +480,13 @@ def _interactive_line(job: Job) -> str:
     run_folder = run_folder_lines(job, "$SLURM_JOB_ID")
     if not run_folder:
         return start_line
-    # Not joined by &&, within which bash ignores the set -e of the lines that make the run folder.
+    # The parts are on separate lines. If they were joined by &&, bash would ignore the "set -e" that ends the
+    # lines for the run folder after an error.
     return f"set -e\n{run_folder}\n{start_line}"
 
 
 def _first_node_shell(job: Job) -> Argv:
-    """Return the ``srun`` command that opens a shell in the container on the first node."""
+    """Return the ``srun`` command that opens a shell in the job's container on the first node."""
     cpus = options_with_values({"--cpus-per-task": job.allocation.cpus})
     shell = _with_folder_check(job, runtime_of(job).shell(job))
     return ("srun", "--nodes=1", "--ntasks=1", *cpus, *job.recipe.system.queue.srun, "--pty", *shell)
