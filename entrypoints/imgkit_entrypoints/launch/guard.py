@@ -35,8 +35,9 @@ PR_SET_CHILD_SUBREAPER = 36
 LEAVE_S = 3.0
 """Seconds in which processes that are left after the end of torchrun may end by themselves."""
 REAP_S = 8.0
-"""Seconds to wait after KILL. A process that still exists then hangs in the kernel, where no signal reaches
-it.
+"""Seconds to wait after KILL.
+
+A process that still exists after that time hangs in the kernel, where no signal reaches it.
 """
 # Seconds between two checks of whether processes have ended.
 TICK_S = 0.05

@@ -84,8 +84,7 @@ class Question:
 
     def __init__(self, host: str, port: int) -> None:
         self.lines: list[str] = []
-        """Lines for the report. Empty as long as there is no answer, and if nothing listens at the address.
-        """
+        """Lines for the report. Empty without an answer, and if nothing listens at the address."""
         self._until = time.monotonic() + LIMIT_S
         self._thread = threading.Thread(target=self._ask, args=(host, port), daemon=True)
         self._thread.start()

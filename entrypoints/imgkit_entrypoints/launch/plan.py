@@ -346,7 +346,7 @@ def decide_launch(
         chosen[threads.variable] = threads.value
     if binding.value:
         chosen[cores.VARIABLE] = binding.value
-    # Programs of imgkit read from IMGKIT_DECIDED which variables imgkit has chosen, and not the user.
+    # IMGKIT_DECIDED tells dist-doctor which variables imgkit has chosen, and not the user.
     variables = {"IMGKIT_DEVICE": device.value, "IMGKIT_DECIDED": ",".join(sorted(chosen)), **chosen}
     # torchrun takes the defaults of its flags from PET_*. Kubernetes operators set some with values on which
     # torchrun fails, such as PET_STANDALONE="".

@@ -36,9 +36,7 @@ class RunFiles:
     def __init__(self, folder: RunFolder | None, job_id: str, log: Callable[..., None]) -> None:
         self.folder = folder
         self.run_id = secrets.token_hex(4)
-        """Random name of this start of the run. By it, workers recognize that they are out of date
-        (fence.py).
-        """
+        """Random name of this start of the run. Workers compare it before they write (fence.py)."""
         self._job_id, self._log = job_id, log
         self._next_gpu_write_s = 0.0
 

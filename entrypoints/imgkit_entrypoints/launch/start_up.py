@@ -85,8 +85,9 @@ class StartUp:
 
 
 def first_attempt_s(env: Mapping[str, str]) -> float:
-    """Return when the first attempt began, on the monotonic clock. Without a node agent, return the current
-    time.
+    """Return when the first attempt began, on the monotonic clock.
+
+    Without a node agent, return the current time.
     """
     try:
         return min(float(env[FIRST_ATTEMPT]), time.monotonic())
@@ -101,9 +102,9 @@ LONGEST_S = 400 * 86400
 def start_time_s(env: Mapping[str, str], folder: RunFolder | None) -> float:
     """Return when this start of the run began, on the monotonic clock.
 
-    For a run with a folder, that is the start of the Slurm job. If the job starts the run a second time, it
-    is the time at which the previous start last wrote to the folder. Without a folder, it is the start of
-    this process, because an interactive allocation begins long before the commands in it.
+    For a run with a folder and a Slurm job, that is the start of the job. If the job starts the run a second
+    time, it is the time at which the previous start last wrote to the folder. In all other cases, it is the
+    start of this process: an interactive allocation begins long before the commands in it.
     """
     process_s = process_start_s()
     job_s = parse_digits(env.get("SLURM_JOB_START_TIME", ""))  # in seconds of the epoch
