@@ -13,7 +13,8 @@ the sender, the job id, the node's rank and both nonces. The node's MAC also cov
 recorded handshake is useless for another start, another connection or the other direction.
 
 Before the handshake, the head only checks the shape of the first line. If the shape is right, the head
-answers with a nonce and a MAC, even to a stranger. It closes the connection if anything unexpected arrives.
+answers with a fresh nonce and its MAC, even to a stranger. It closes the connection if anything unexpected
+arrives.
 
 The handshake authenticates a connection once, but encrypts nothing. Whoever controls the network between the
 nodes can read and change the lines after the handshake. The same is true for the data of torch's store, gloo
@@ -136,9 +137,7 @@ class Connection:
                 self.socket.shutdown(socket.SHUT_WR)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close the connection. Before that, wait up to `linger_s` seconds until the peer has read the last
-        messages.
-        """
+        """Close the connection, after the peer has had up to `linger_s` seconds to read the last messages."""
         close_all([self], linger_s)
 
     def wait_for_end(self, deadline: float) -> None:
@@ -158,8 +157,9 @@ class Connection:
                 self.socket.settimeout(left_s)
 
     def _read(self) -> None:
-        """Send the queue, and append the data that has arrived to the input. If the connection is over, set
-        `error`.
+        """Send the queue, and append the data that has arrived to the input.
+
+        If the connection is over, set `error`.
         """
         self.flush()
         if self.error:

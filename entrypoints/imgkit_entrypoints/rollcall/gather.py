@@ -211,12 +211,11 @@ class _RollCallHead:
             ) from error
 
     def _can_start(self, deadline: float) -> bool:
-        """Return whether the run can start because all nodes have joined or, in a run with spares, enough
-        nodes.
+        """Return whether the run can start, because all nodes have joined or there are enough of them.
 
-        A spare is a node beyond those that the training needs. Once enough nodes have joined, the head still
-        waits for further nodes, until none has joined for `LAST_CALL_S` seconds. It waits no longer than
-        until the deadline.
+        Enough nodes are only sufficient in a run with spares, which are nodes beyond those that the training
+        needs. In this case, the head still waits for further nodes, until none has joined for `LAST_CALL_S`
+        seconds. It waits no longer than until the deadline.
         """
         size = self.placement.size
         if len(self.nodes) == self.placement.nnodes:
@@ -341,7 +340,7 @@ class _RollCallHead:
         return f"{self._node_names(ranks[:MAX_SHOWN])} and {len(ranks) - MAX_SHOWN} more"
 
     def _node_names(self, ranks: list[int]) -> str:
-        """Return the names of the nodes `ranks` as one text, such as ``nodes 1-2,5 of 8 (node[01-02,05])``."""
+        """Return the names of nodes as one text, such as ``nodes 1-2,5 of 8 (node[01-02,05])``."""
         if len(ranks) == 1:
             return self._node_name(ranks[0])
         numbers = hostlist.number_ranges(str(rank + 1) for rank in ranks)

@@ -47,7 +47,7 @@ class RollCall:
 
     @property
     def address(self) -> str:
-        """Return the head's address and port, such as ``n1:29400``, for messages."""
+        """Return the head's address and port, such as ``n1:24711``, for messages."""
         return f"{self.placement.head}:{self.port}"
 
     def refuse_if_stopped(self) -> None:
@@ -186,11 +186,10 @@ def _wait_for_start(roll_call: RollCall, connection: Connection, deadline: float
 def _shake_hands(
     roll_call: RollCall, connection: Connection, secret: bytes, deadline: float
 ) -> Handshake | None:
-    """Let the head prove that it knows the run's secret, and return the handshake, which can sign the
-    request.
+    """Let the head prove that it knows the run's secret, and return the state of the handshake.
 
-    If the answer is wrong, or does not arrive within `PROOF_S` seconds, set the connection's error and return
-    None.
+    The caller signs the request to join with it. If the head's answer is wrong, or does not arrive within
+    `PROOF_S` seconds, set the connection's error and return None.
     """
     placement = roll_call.placement
     handshake = Handshake(secret=secret, job_id=placement.job_id, node_rank=placement.node_rank)

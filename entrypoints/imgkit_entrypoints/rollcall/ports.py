@@ -57,7 +57,10 @@ def is_free(port: int) -> bool:
 
 
 def first_free(after: int) -> int | None:
-    """Return the first free port after `after` in the range of `job_port`, or None after `PROBES` attempts."""
+    """Return the first free port after `after` in the range of `job_port`.
+
+    Return None if none of `PROBES` ports is free.
+    """
     for step in range(1, PROBES + 1):
         port = FIRST_PORT + (after + step - FIRST_PORT) % PORTS  # after the last port comes the first one
         if is_free(port):
