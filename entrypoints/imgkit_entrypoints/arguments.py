@@ -49,7 +49,7 @@ class Option:
     """Name of a group of options that exclude each other."""
 
     def keywords(self) -> dict[str, Any]:
-        """Return the keyword arguments for argparse's ``add_argument``. The help text contains the default."""
+        """Return the keyword arguments for argparse's ``add_argument``, with the default in the help text."""
         keywords = {}
         for name in ("help", "metavar", "default", "action", "nargs", "dest"):
             if getattr(self, name) is not None:
@@ -154,7 +154,10 @@ class Parser(argparse.ArgumentParser):
         return f"{message}; did you mean {', '.join(similar)}?"
 
     def _similar_flags(self, options: Sequence[str]) -> Collection[str]:
-        """Return the visible flags that are similar to `options`: at most one for each, without duplicates."""
+        """Return the visible flags that are similar to `options`.
+
+        There is at most one flag for each option, and no flag occurs twice.
+        """
         flags = []
         for action in self._actions:
             if action.help != argparse.SUPPRESS:
