@@ -373,8 +373,9 @@ def _misfit(value: Any, noun: str) -> _Misfit:
 
 
 _JSON_TYPES: Mapping[Any, type] = {tuple: list, list: list, collections.abc.Mapping: dict, Path: str}
-"""The types of parsed JSON from which other types are built. Dataclasses, which are built from dicts, are not
-listed.
+"""The types of parsed JSON from which other types are built.
+
+Dataclasses are not listed. They are built from dicts.
 """
 # The names of the types of parsed JSON in messages.
 _NOUNS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}

@@ -169,14 +169,16 @@ class KnownIssue:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """The value of a fact or a variable. The text is empty if the fact is unknown or the variable is not set."""
+    """The value of a fact or a variable.
+
+    The text is empty if the fact is unknown or the variable is not set.
+    """
 
     text: str
     evidence: str = ""
     """The value and its source, for messages."""
     is_requested: bool | None = False
-    """True for a variable that is set by the user, an nccl.conf file or the recipe, and not only by the
-    image.
+    """True for a variable that the user, an nccl.conf file or the recipe sets, and not only the image.
 
     None means that the source is unknown.
     """

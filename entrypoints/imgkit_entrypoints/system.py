@@ -40,8 +40,7 @@ PARTITION = "SLURM_JOB_PARTITION"
 """Variable with the name of the partition in which a job runs."""
 SYSTEM_JSON = Path("/opt/imgkit/system.json")
 JOB_FOLDER = "IMGKIT_JOB_DIR"
-"""Variable with the job's folder. It is not set if the job's folder is the current folder of the container.
-"""
+"""Variable with the job's folder. It is not set if that is the current folder of the container."""
 WORKSPACE = "workspace"
 """Folder in the run folder with the run's copy of the code. It is mounted in the container's root folder."""
 

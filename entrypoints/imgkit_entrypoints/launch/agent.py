@@ -3,7 +3,7 @@
 Each node of a run has one agent. The agent of the head (the node with rank 0) also decides when the command
 is started again after a failure (attempts.py). Three processes work together on each node:
 
-* the node agent, which handles signals and keeps the connection to the other nodes,
+* the node agent, which handles signals and is connected to the other nodes,
 * the guard, the parent of all processes of the command (guard.py),
 * torchrun, or the user's own command (per_node.py).
 
@@ -106,8 +106,9 @@ class NodeAgent:
               and returns the exit code
     ========= =================================== ========================================== ==========
 
-    An error (`ImgkitError`) leaves any state. On the head, `Attempts` reacts to the reports of all nodes
-    while the agent waits in any state: it orders the next attempt, or ends the run with one code for all.
+    An error (`ImgkitError`) ends the run in any state. While the head's agent waits in any state, `Attempts`
+    reacts to the reports of all nodes. It orders the next attempt, or ends the run with one exit code for
+    all.
     """
 
     def __init__(self, config: NodeConfig) -> None:
@@ -473,10 +474,9 @@ class NodeAgent:
         return self._restart
 
     def _stop(self) -> State:
-        """Wait until the program has saved and ended. After the deadline, send it stronger and stronger
-        signals.
+        """Wait until the program has saved and ended. After the deadline, end it by force.
 
-        Return the next state.
+        Force means several signals, some seconds apart. Return the next state.
         """
         attempt = self._current_attempt()
         while self._supervise_tick(attempt):

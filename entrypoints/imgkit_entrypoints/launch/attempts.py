@@ -235,8 +235,8 @@ class Attempts:
     def _first_failure(self, results: _AttemptResults) -> FailedAttempt:
         """Return the failure that the head has just noticed.
 
-        The result contains the cause (such as a lost node), the position of the furthest worker, and the exit
-        code of the run in case no further attempt starts.
+        The result contains the cause, such as a lost node, and the position of the furthest worker. Its exit
+        code becomes that of the run if no further attempt starts.
         """
         positions = self._session.run_positions  # of the slowest and the furthest worker
         return FailedAttempt(

@@ -1,4 +1,4 @@
-"""Decide how to launch a run: the command line goes in, and the plan of the launch comes out.
+"""Decide how to launch a run: `decide_launch` turns a request and facts into a plan.
 
 This module reads nothing from the machine. The facts about the machine are arguments of `decide_launch`. Some
 values, such as torchrun's port, are known only after all nodes have met. The plan's argv contains markers for

@@ -1,9 +1,10 @@
 """How a run is stopped: signals, files in the run's folder, and the protocol between node agent and program.
 
-**The program's side** is two files in the node's folder ``IMGKIT_STOP_DIR``. The node agent makes ``stop``
-when the program should save and end. Its only line is the reason. A program that has saved writes
-``state-saved`` with one line ``JOB_ID STEP`` (the job id is in ``IMGKIT_JOB_ID``) and exits with 0. The node
-agent then exits with 85, "requeue me", or with 0 if a person requested the stop. At a step boundary::
+**The program** uses two files in the node's stop folder, whose path is in ``IMGKIT_STOP_DIR``. The node agent
+creates the file ``stop`` when the program should save and end. Its only line is the reason. After saving, the
+program writes the file ``state-saved`` with one line ``JOB_ID STEP``, and exits with 0. The job id is in
+``IMGKIT_JOB_ID``. The node agent then exits with 85 ("requeue me"), or with 0 if a person requested the stop.
+The program runs this code between two steps::
 
     stop, job = Path(os.environ["IMGKIT_STOP_DIR"]), os.environ["IMGKIT_JOB_ID"]
     if (stop / "stop").exists():
@@ -11,13 +12,17 @@ agent then exits with 85, "requeue me", or with 0 if a person requested the stop
         (stop / "state-saved").write_text(f"{job} {step}")
         sys.exit(0)
 
-Ranks see the file at slightly different times, so they must agree on the step by an all-reduce first.
+Ranks see the file at slightly different times. So they must first agree on the step, with an all-reduce.
 
-**Requests** come as signals (`CollectedSignals`) or as files in the run's folder (IMGKIT_RUN_DIR,
-`RunFolder`), which people, job scripts and all nodes share. A person's request is ``touch RUN_DIR/stop``: the
-run saves and ends with 0, is not requeued, and does not start again while the file is there. A job script
-touches ``stop-for-requeue`` before its time limit: the run saves and ends with 85, and the next start removes
-the file. A run that has saved a new state leaves ``requeue``, and the job script then requeues the job. The
+**Requests to stop** are signals (`CollectedSignals`) or files in the run's folder (IMGKIT_RUN_DIR,
+`RunFolder`), which people, job scripts and all nodes share:
+
+* A person types ``touch RUN_DIR/stop``. The run saves, ends with 0 and is not requeued. It does not start
+  again as long as the file exists.
+* A job script creates ``stop-for-requeue`` before its time limit. The run saves and ends with 85. The next
+  start removes the file.
+
+If a run has saved a new state, it creates the file ``requeue``, and the job script then requeues the job. The
 reasons for this protocol are in docs/adr/0009-one-stop-file.md.
 """
 
@@ -58,7 +63,7 @@ TEMPORARY = "imgkit-stop-"
 LOCK = "lock"
 """File that the node agent locks in a temporary folder."""
 NEW_S = 60.0
-"""Seconds after which a temporary folder without a lock counts as left behind. A start locks it earlier."""
+"""Age in seconds from which a temporary folder without a lock is abandoned. A start locks it much sooner."""
 LOCAL_JOB = "local"
 """Value of IMGKIT_JOB_ID if no scheduler gave a job id."""
 

@@ -1,18 +1,19 @@
 """Run the user program in a worker: prepare its signals and arguments, and report the error that ends it.
 
-The node agent starts torchrun and its workers with the stop signals blocked. This module unblocks them for
-the user program and gives them a handler that does nothing. The program may set its own handlers, and the
-commands that it starts have the default ones. A process that it forks, such as torch's data workers, must
-survive the signals that a scheduler sends to every process. But ``Process.terminate()`` must still end it,
-since multiprocessing waits for it at exit. So in a forked process, TERM counts only if it comes from its
-parent.
+The node agent starts torchrun and its workers with the stop signals blocked. This module unblocks the signals
+for the user program, and sets a handler for them that does nothing. The program may set its own handlers. The
+commands that it starts have the default handlers.
 
-If an exception ends the program, the node agent prints it as the last thing of the run (failures.py). So
-`record_error` writes the traceback into the node's stop folder. It also writes it to standard error with a
-mark, which keeps it in the log and off the terminal. A program that sets its own excepthook prints its errors
-itself.
+Processes that the program forks, such as torch's data workers, must survive the signals that a scheduler
+sends to every process. But ``Process.terminate()`` must still end them, because multiprocessing waits for
+them at exit. So a forked process only obeys a TERM signal from its parent.
 
-torchrun runs this file by path and with the standard library alone: ``python3 user_program.py
+If an exception ends the program, the node agent prints it at the very end of the run (failures.py). For that,
+`record_error` writes the traceback into the node's stop folder. It also writes the traceback to standard
+error, with a mark that keeps it in the log and off the terminal. A program that sets its own excepthook
+prints its errors itself.
+
+torchrun runs this file by its path, and only with the standard library: ``python3 user_program.py
 [--pass-local-rank] [-m] PROGRAM ARGS``. An import of imgkit would leave its modules in the user program, or
 take modules of the same names from the user's PYTHONPATH.
 """

@@ -267,9 +267,7 @@ class _Worker:
         return note != self.note
 
     def update(self, note: _Note, now: float) -> None:
-        """Record the data of a worker that has given a sign of life, and forget the earlier request for its
-        stack.
-        """
+        """Record the data of a worker that has given a sign of life, and forget the request for its stack."""
         self.note, self.since, self.stacks_from = note, now, None
         # Workers that write positions keep the flag. They leave the watch when `connecting` ends.
         if note.writes_no_positions:
@@ -329,10 +327,9 @@ class Watchdog:
         return (min(positions), max(positions)) if positions else None
 
     def furthest_position(self) -> int | None:
-        """Return the furthest position that a worker of this node has written, or None if there is no
-        position.
+        """Return the furthest position of a worker of this node, or None if no worker has written one.
 
-        Workers that have already ended count as well.
+        Workers that have already ended are included.
         """
         return max((note.position for note in self._read_notes()), default=None)
 
@@ -426,10 +423,10 @@ class Watchdog:
     def _should_report(self, slowest: Sequence[_Worker], late: Sequence[_Worker]) -> bool:
         """Return whether the late workers are a hang that has not been reported yet.
 
-        A worker is late if it has given no sign of life for too long. All workers at the lowest position must
-        be late, because the run may just be slow while one of them still moves. For user programs, one late
-        worker is enough: the other workers may be waiting for it in short naps, which look like signs of
-        life.
+        A worker is late if it has given no sign of life for too long. Usually, all workers at the lowest
+        position must be late, because the run may just be slow while one of them still moves. For user
+        programs, one late worker is enough: the other workers may be waiting for it in short naps, which look
+        like signs of life.
 
         Parameters
         ----------
@@ -472,8 +469,9 @@ class Watchdog:
             self._request_stack(worker, now)
 
     def _read_connecting(self, worker: _Worker, now: float) -> None:
-        """Update `is_connecting` of a worker that was asked for its stack. Do nothing while the stack may
-        still arrive.
+        """Update `is_connecting` of a worker that was asked for its stack.
+
+        Do nothing while the stack may still arrive.
         """
         stack = self._read_stack(worker)
         if not stack and now - worker.asked_at < ANSWER_S:
@@ -546,7 +544,7 @@ class Watchdog:
             # The file may vanish meanwhile, or be incomplete while the worker creates it.
             with contextlib.suppress(OSError, struct.error):
                 pid, position, signs = LAYOUT.unpack(files.read_bytes(path))
-                if pid:  # 0: the worker has asked not to be watched any more, or has not begun yet
+                if pid:  # 0 means that the worker has left the watch, or has not written its first note yet
                     rank = int(path.name.removeprefix("pulse-"))
                     yield _Note(rank, pid, position, signs, writes_no_positions=signs < 0)
 
@@ -662,10 +660,9 @@ def _process_status(pid: int) -> dict[str, str]:
 
 
 def _main_stack(text: str) -> str:
-    """Return the innermost frames of the main thread from faulthandler's output, or "" if it has no complete
-    stack.
+    """Return the innermost frames of the main thread from faulthandler's output, or "" if there are none.
 
-    ``File "train.py", line 12 in step`` becomes ``train.py:12 step``.
+    In the result, ``File "train.py", line 12 in step`` is ``train.py:12 step``.
     """
     match = re.search(r"(?m)^Stack \(most recent call first\):\n((?:  .*\n)+)", text)
     if match is None:

@@ -26,8 +26,9 @@ from imgkit_entrypoints.schedulers.placement import Direct, Placement, WrongStar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankVariables:
-    """The variables that a launcher sets for its ranks. In each group, the first variable that is set is
-    used.
+    """The variables that a launcher sets for its ranks.
+
+    In each group, the first variable that is set is used.
     """
 
     rank: tuple[str, ...]

@@ -1,9 +1,9 @@
 """Decide from the figures of a preflight which nodes and which links between nodes are slow.
 
-A node is an outlier if it hangs, if a check of dist-doctor fails, if its matrix products are more than
-`TOLERANCE` slower than the median of all nodes, or if it reaches none of its partners. A slow link does not
-show which of its two nodes is slow. So the link is only reported, and no node is excluded because of it. All
-functions are pure.
+A node is an outlier (too slow or broken) if it hangs, if a check of dist-doctor fails, if its matrix products
+are more than `TOLERANCE` slower than the median of all nodes, or if it reaches none of its partners. A slow
+link does not show which of its two nodes is slow. So the link is only reported, and no node is excluded
+because of it. All functions are pure.
 """
 
 from __future__ import annotations
