@@ -162,7 +162,7 @@ class Parser(argparse.ArgumentParser):
         for action in self._actions:
             if action.help != argparse.SUPPRESS:
                 flags += [flag for flag in action.option_strings if flag.startswith("--")]
-        similar: dict[str, None] = {}
+        similar: dict[str, None] = {}  # a dict, because it keeps the order and drops duplicates
         for option in options:
             similar.update(dict.fromkeys(difflib.get_close_matches(option, flags, n=1)))
         return similar

@@ -345,6 +345,7 @@ def _object_builder(owner: Any, closed: bool) -> _Reader:
     The function refuses an object in which a field without a default is missing. With `closed`, it also
     refuses unknown keys.
     """
+    # With include_extras, the annotations keep the rules in their metadata.
     hints = typing.get_type_hints(owner, include_extras=True)
     readers, required = {}, []
     for field in dataclasses.fields(owner):
@@ -354,6 +355,7 @@ def _object_builder(owner: Any, closed: bool) -> _Reader:
 
     def build_object(values: dict[str, Any]) -> Any:
         """Build the dataclass. Fields without a value in the object get their defaults."""
+        # A value with a wrong type is reported before a missing field or an unknown key.
         parts = _read_parts(values, readers)
         for name in required:
             if name not in parts:

@@ -109,6 +109,7 @@ def parse_condition(condition: str) -> tuple[Comparison, ...]:
 def _check_operand(comparison: Comparison) -> None:
     """Raise ValueError if the operator of a comparison does not accept its operand, as in ``nccl < new``."""
     operand = comparison.operand
+    # A variable can be "set", "unset" or "requested". A fact can only be "unknown".
     states = _VARIABLE_STATES if comparison.is_of_variable else _FACT_STATES
     if comparison.operator == "is" and operand not in states:
         raise ValueError(f"{operand!r} is none of {', '.join(states)}")

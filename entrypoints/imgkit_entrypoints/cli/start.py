@@ -108,7 +108,7 @@ def parse_user_program(
             error.hint = _program_options_hint(command, argv, env) or error.hint
         raise
     program = parsed.program
-    if program[:1] == ["--"]:
+    if program[:1] == ["--"]:  # it only separates the options of dist-run from the program
         program = program[1:]
     if not program:
         raise UsageError("no script given", hint=_USAGE)
@@ -119,6 +119,7 @@ def parse_user_program(
         return options, Worker(argv=tuple(program), is_imgkits=False)
     if not parsed.module:
         _refuse_python(command, argv, program)
+    # Without -u, Python would hold the program's output back while it is a pipe.
     worker_argv = [sys.executable, "-u", user_program.__file__]
     if parsed.pass_local_rank:
         worker_argv.append("--pass-local-rank")
@@ -244,6 +245,7 @@ def _refuse_impossible_launch(options: LaunchOptions, launch_plan: LaunchPlan) -
         "--compile-cache": options.compile_cache is not None,
     }
     for flag, is_given in needing_agent.items():
+        # In direct mode, the launcher has started every rank, and this process becomes one of them.
         if launch_plan.mode == "direct" and is_given:
             raise NoPlan(
                 f"{flag} needs a node agent, and ranks that start without torchrun have none",
@@ -259,6 +261,7 @@ def _refuse_impossible_launch(options: LaunchOptions, launch_plan: LaunchPlan) -
     if log_dir:
         where, hint = f"--log-dir {log_dir}", "name a folder that this node can write"
         files.refuse_unusable_folder(Path(log_dir), "log folder", where=where, hint=hint)
+    # find_spec only looks for torch. An import would take seconds.
     if launch_plan.mode != "per-node" and find_spec("torch") is None:
         raise UsageError(
             "torch is not installed in this Python, so nothing can be launched",
@@ -499,7 +502,7 @@ def _find_secret(options: LaunchOptions, env: Mapping[str, str], placement: Plac
         raise NoPlan(
             "no secret is set, so other programs could join this run", where="--require-secret", hint=remedy
         )
-    if placement.node_rank == 0:
+    if placement.node_rank == 0:  # one warning is enough for the whole run
         _warn_without_secret(placement, remedy)
     return None
 

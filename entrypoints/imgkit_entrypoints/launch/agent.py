@@ -666,6 +666,7 @@ class NodeAgent:
         for event in self.session.poll():
             self._handle_event(event)
         self._handle_signals()
+        # The request stays in the folder. It is new only if it takes precedence over the current one.
         request = self._files.stop_request()
         if request and request.takes_precedence(self.stop):
             self._stop_all(request)

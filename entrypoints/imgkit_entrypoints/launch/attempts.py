@@ -150,7 +150,7 @@ class Attempts:
             return
         self._number += 1
         ranks = assign_ranks(alive, self._size.training, self._ranks)
-        if self._number == 1:
+        if self._number == 1:  # nothing has changed yet, so only spares are worth a message
             self._log_spares([number for number in alive if number not in ranks])
         else:
             changes = self._rank_changes(ranks)
@@ -329,6 +329,7 @@ class Attempts:
             return False
         for number in failed_nodes:
             failure = self._session.reports[number].failure
+            # Without a known failure, nothing says that the cause is on another node.
             if failure is None or not failure.after_peer:
                 return True
         return False

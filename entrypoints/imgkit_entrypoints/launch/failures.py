@@ -299,6 +299,7 @@ class LateRecords:
         only once.
         """
         for record in read_records(self._folder):
+            # Such a traceback, or the error that explains it, is printed elsewhere. So wait longer for that.
             late_s = LATE_S
             if record.after_peer or not self._is_head:
                 late_s = LATE_ELSEWHERE_S

@@ -121,6 +121,7 @@ def combine_uses(uses: Collection[GpuUse]) -> GpuUse | None:
     readings = sum(use.readings for use in uses)
     if not readings:
         return None
+    # Weight the mean of each node by its number of readings.
     percent_sum = sum(use.gpu_percent * use.readings for use in uses)
     peak_MiB = max(use.memory_MiB for use in uses)
     return GpuUse(readings=readings, gpu_percent=percent_sum / readings, memory_MiB=peak_MiB)

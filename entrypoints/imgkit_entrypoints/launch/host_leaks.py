@@ -224,7 +224,7 @@ def _remove_host_python(
     removed_programs = []
     for name in _OF_PYTHON:
         folder = host_env.get(name, "")
-        if folder not in ("", prefix):
+        if folder not in ("", prefix):  # the workers' own Python may be in a virtual environment, which stays
             values[name] = ""
             removed_programs.append(f"{folder}/bin")
     if removed_programs and "PATH" in env:

@@ -157,6 +157,7 @@ def summarize_answer(answer: bytes) -> list[str]:
         raise ValueError("it contains no list of errors")
     lines = []
     for line in problems.split("\n"):
+        # The warnings follow the errors. Drop the heading between the two lists.
         if line and not _WARNINGS_HEADING.fullmatch(line):
             lines.append(line)
     if not lines:

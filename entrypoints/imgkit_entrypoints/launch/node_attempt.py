@@ -241,6 +241,7 @@ class NodeAttempt:
         """
         if self._command is None or not self.deadline.is_due():
             return
+        # `next_step` changes `is_forced`, and the message is printed only for the first step of force.
         was_forced = self.deadline.is_forced
         step = self.deadline.next_step()
         if self.deadline.is_forced and not was_forced:
@@ -272,7 +273,7 @@ class NodeAttempt:
         session = self._node.session
         session.positions = self._watchdog.positions
         session.phase = self._find_phase()
-        if self._start_watch and not self.stall_reason:
+        if self._start_watch and not self.stall_reason:  # only the head has a watch, and it ends a start once
             self.stall_reason = self._start_watch.find_stall_reason()
             if self.stall_reason:
                 self.deadline.set_now(self.stall_reason)

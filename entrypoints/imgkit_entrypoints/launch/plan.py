@@ -247,6 +247,7 @@ class LaunchPlan:
             yield _DryRunRow("secret", self.secret)
         else:
             yield _DryRunRow("secret", "-", "not needed, or none is set")
+        # Only a value of the user can be in doubt, since it may also come from the image.
         if self.image and any(decision.origin == "user" for decision in self.decisions):
             yield _DryRunRow("image", "unknown", self.image)
         for decision in self.decisions:
@@ -515,6 +516,7 @@ def _refuse_amd(host: HostFacts) -> None:
 
     Without this error, the run would silently use the CPU.
     """
+    # `host.rocm` is evidence of an AMD image, and `host.amd_gpus` of AMD GPUs on the node.
     if host.rocm:
         problem, remedy = "the image is made for AMD GPUs", "an image for NVIDIA GPUs"
     elif host.amd_gpus and not host.gpus:
@@ -542,7 +544,7 @@ def _expected_gpus(system: SystemFacts | None, env: Mapping[str, str]) -> tuple[
         return system.node.gpus, source
     for name in _GPU_VARIABLES:
         value = env.get(name)
-        if value:
+        if value:  # a value that is not a number is ignored, as if no GPU were expected
             return parse_digits(value) or 0, name
     return 0, ""
 
@@ -586,6 +588,7 @@ def _operators_nproc(text: str, host: HostFacts) -> tuple[int, str]:
     ------
     NoPlan : `text` is none of these values, or stands for no process at all.
     """
+    # As in torchrun, "auto" means one process per GPU, or one per processor on a node without GPUs.
     if text in ("auto", "gpu") and host.gpus:
         return host.gpus, f"{_PET_NPROC}={text}: one per GPU"
     if text in ("auto", "cpu"):

@@ -29,6 +29,7 @@ def refuse_missing_code(env: Mapping[str, str]) -> None:
     code = env.get(CODE_VARIABLE, "")
     if not code:
         return
+    # The list of mounts shows whether the folder is a mount, even if the image has a folder of the same name.
     mounts = facts.Reader(root=facts.root_of(env)).text(_MOUNTS) or ""
     for line in mounts.splitlines():
         fields = line.split(" ")

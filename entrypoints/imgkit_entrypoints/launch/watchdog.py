@@ -416,6 +416,7 @@ class Watchdog:
         if self._question is not None and self._question.is_open:
             return None
         stacks = {worker.note.rank: self._read_stack(worker) for worker in workers}
+        # An empty stack means that the worker has not answered yet.
         if not all(stacks.values()) and now - self._asked_at < ANSWER_S:
             return None
         return stacks
@@ -435,6 +436,7 @@ class Watchdog:
         """
         if not late:
             return False
+        # Without positions, nothing shows which worker is the cause. So report all of them once.
         if any(worker.note.writes_no_positions for worker in late):
             return not self._reported
         is_new = any(worker.note.rank not in self._reported for worker in late)
@@ -448,6 +450,7 @@ class Watchdog:
         """
         for worker in self._workers.values():
             is_late = self._hang_after_s > 0 and worker.is_late(self._hang_after_s, now)
+            # A worker that has reached its first step is connected already.
             if worker.note.position >= 0 or worker.is_connecting or is_late:
                 continue
             if worker.stacks_from is None:
@@ -669,6 +672,7 @@ def _main_stack(text: str) -> str:
         return ""
     frames = []
     for line in match[1].splitlines():
+        # 'File "train.py", line 12 in step' -> "train.py:12 step"
         frame = re.sub(r'^File "(.*)", line (\d+) in (.*)$', r"\1:\2 \3", line.strip())
         if not _START_FRAME.match(frame):
             frames.append(frame)

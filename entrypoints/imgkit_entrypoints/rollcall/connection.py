@@ -195,6 +195,7 @@ def close_all(connections: Collection[Connection], linger_s: float = 0.0) -> Non
     All peers together have up to `linger_s` seconds. Closing a connection with unread input would send a
     reset, which can overtake the last message.
     """
+    # First end all connections, so that all peers read at the same time.
     for connection in connections:
         connection.end_sending()
     deadline = time.monotonic() + linger_s

@@ -385,6 +385,7 @@ def compare_software(placement: Placement, nodes: Mapping[int, NodeInfo]) -> tup
     nccl = _find_difference("NCCL", named_nodes, lambda node: node.software.nccl)
     workers = _find_difference("workers per node", named_nodes, lambda node: str(node.nproc))
     gpu = _find_difference("GPU", named_nodes, lambda node: node.gpu)
+    # Different images, or different versions of torch or NCCL, need not work together.
     software = [difference for difference in (image, torch, nccl) if difference]
     if software:
         raise NoPlan(
@@ -415,7 +416,7 @@ def _find_difference(
     """
     names_by_value: dict[str, list[str]] = {}
     for name, node in named_nodes.items():
-        names_by_value.setdefault(read_value(node) or "none", []).append(name)
+        names_by_value.setdefault(read_value(node) or "none", []).append(name)  # "none" in the message
     if len(names_by_value) < 2:
         return ""
     groups = [f"{value} on {join_names(names, 1)}" for value, names in names_by_value.items()]
@@ -437,6 +438,7 @@ def raise_file_limit(nnodes: int) -> None:
     ------
     NoPlan : the hard limit is too low for the nodes.
     """
+    # A process may raise its soft limit up to the hard limit. Only root can raise the hard limit.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = nnodes + MAX_STRANGERS + AGENT_FILES
     if hard != resource.RLIM_INFINITY and needed > hard:

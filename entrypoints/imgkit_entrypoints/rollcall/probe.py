@@ -190,6 +190,7 @@ class _ProbeResults:
         """
         while self.waiting and time.monotonic() < deadline:
             for rank, message in server.receive(deadline - time.monotonic()):
+                # Other messages are heartbeats. A second report of a node is ignored.
                 if isinstance(message, ProbeReport) and rank in self.waiting:
                     self.add(rank, message)
             self.waiting -= server.lost.keys()
@@ -232,6 +233,7 @@ def _choose_targets(
     targets = {}
     for position, rank in enumerate(ranks):
         targets[rank] = {partner: ports_by_rank[partner] for partner in choose_partners(position, ranks)}
+        # With the head as a further target, each node tests up to four others.
         if all_reach_head and HEAD in ports_by_rank and rank != HEAD:
             targets[rank][HEAD] = ports_by_rank[HEAD]
     return targets

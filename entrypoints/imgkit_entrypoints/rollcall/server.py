@@ -177,6 +177,7 @@ class Server:
         for peer in list(self._nodes.values()):
             if now - peer.last_received > lost_after_s:
                 self._close_lost_node(peer, f"no heartbeat for {lost_after_s:g} s")
+            # A node that reads slowly gets no further heartbeats, so that its queue does not grow.
             elif now - peer.last_sent >= beat_s and not peer.has_unsent:
                 self._send_line(peer, line)
 

@@ -412,6 +412,7 @@ class MemberSession(_Session):
         events = self._read_events()
         self._send_heartbeat()
         loss_reason = self._loss_reason()
+        # After the end of the run, the head closes the connection, which is no loss.
         if loss_reason and not self._is_over:
             self._is_over = True
             events.append(messages.HeadLost(node=self.node_name(0), reason=loss_reason))

@@ -74,6 +74,7 @@ def expand_counts(text: str, *, where: str = "") -> tuple[int, ...]:
         if match is None:
             _raise_error(text, position, "a count like 4 or 4(x2) was expected", where)
         repeats = int(match["repeats"] or 1)
+        # Check before the list grows. "4(x999999999)" would fill the memory.
         if len(counts) + repeats > MAX_HOSTS:
             _raise_error(text, position, f"more than {MAX_HOSTS} nodes", where)
         counts += [int(match["count"])] * repeats
@@ -190,6 +191,7 @@ class _Expansion:
         while position < len(self.text) and self.text[position] != ",":
             part, end = self.read_part(position)
             parts.append(part)
+            # Check before the names are built. A short list can stand for more names than fit into memory.
             host_count *= len(part.choices)
             if host_count > MAX_HOSTS:
                 self.refuse(position, f"more than {MAX_HOSTS} hosts")
@@ -210,6 +212,7 @@ class _Expansion:
             self.refuse(position, "] without [")
         if character != "[":
             self.refuse(position, f"a host name cannot contain {character!r}")
+        # Brackets cannot be nested, so the next "]" must come before another "[".
         end = self.text.find("]", position)
         if end < 0 or "[" in self.text[position + 1 : end]:
             self.refuse(position, "[ without ]")
@@ -230,7 +233,7 @@ class _Expansion:
             if len(numbers) > MAX_HOSTS:
                 self.refuse(position, f"more than {MAX_HOSTS} hosts")
             position = match.end()
-            if position == end:
+            if position == end:  # the closing bracket
                 return numbers
             if self.text[position] != ",":
                 self.refuse(position, "only numbers, ranges like 1-5 and commas may stand in brackets")
@@ -247,7 +250,7 @@ class _Expansion:
         first, last = int(low), int(high)
         if first > last:
             self.refuse(match.start(), f"the range goes down, from {low} to {high}")
-        if last - first >= MAX_HOSTS:
+        if last - first >= MAX_HOSTS:  # check before the numbers are built
             self.refuse(match.start(), f"more than {MAX_HOSTS} hosts")
         return [f"{number:0{len(low)}d}" for number in range(first, last + 1)]
 

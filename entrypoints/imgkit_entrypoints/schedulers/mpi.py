@@ -181,12 +181,13 @@ class MpiLauncher:
         rank = env.read_number(rank_from)
         local_rank_from = env.first_set(self.fields.local_rank)
         local_rank = 0
+        # With one rank on the node, its local rank is 0, even if no variable contains it.
         if local_rank_from or local_size > 1:
             local_rank = env.read_number(env.first_name(self.fields.local_rank))
         if local_rank >= local_size:
             problem = f"this is local rank {local_rank}, but the node has only ranks 0 to {local_size - 1}"
             raise NoPlan(problem, where=local_rank_from)
-        if size % local_size:
+        if size % local_size:  # nnodes, the quotient of both, must be a whole number
             raise NoPlan(
                 f"the job has {size} ranks, {local_size} of them on this node: nodes have different numbers "
                 "of ranks",

@@ -145,7 +145,7 @@ def _poll(
         session.report(answer)
     config.signals.drain()
     signal_name = config.signals.first_name()
-    if signal_name:
+    if signal_name:  # the scheduler or the user wants the job to stop, so tell all other nodes
         session.report(StopOrder(reason=signal_name))
         raise NoPlan(f"stopped during the preflight by {signal_name}")
 

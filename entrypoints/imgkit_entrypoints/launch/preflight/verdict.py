@@ -95,6 +95,7 @@ def judge(nodes: Sequence[NodeResult], links: Sequence[LinkResult]) -> Verdict:
     """
     median = _median_TFLOPs(nodes)
     reasons = {}
+    # The slowest node comes first, and a node that could not measure counts as the slowest.
     for node in sorted(nodes, key=lambda node: (node.matmul_TFLOPs or 0.0, node.rank)):
         node_reasons = tuple(_outlier_reasons(node, median, links))
         if node_reasons:
@@ -148,7 +149,7 @@ def _slow_links(links: Sequence[LinkResult], hosts: Mapping[int, str]) -> Iterat
     `hosts` contains the host name of each node by rank, because a link only names the ranks of its two nodes.
     """
     rates = [link.GBps for link in links if link.GBps is not None]
-    median = statistics.median(rates) if rates else 0.0
+    median = statistics.median(rates) if rates else 0.0  # 0: no link has a rate, so none can be slow
     for link in links:
         name = " - ".join(hosts[rank] for rank in link.nodes)
         if link.error:
@@ -248,6 +249,7 @@ class Report:
             bandwidth = _cell(best_GBps(node.rank, verdict.links))
             rows.append(_FigureRow(self._name(node), _cell(node.matmul_TFLOPs), bandwidth))
         rows.append(_FigureRow(f"median of {len(verdict.nodes)}", _cell(verdict.median_TFLOPs), ""))
+        # Names are aligned to the left, and numbers to the right.
         name_width = max(len(row.name) for row in rows)
         matmul_width = max(len(row.matmul) for row in rows)
         bandwidth_width = max(len(row.bandwidth) for row in rows)
