@@ -186,9 +186,8 @@ def _node_document(
     """Return the JSON document that ``dist-env --json`` prints."""
     matches = tuple(item for item in network.issues if item.state == "match")
     host_facts = dataclasses.asdict(host)
-    del host_facts[
-        "image_env"
-    ]  # it contains all variables of the image, and the decisions name the relevant ones
+    # The image has many variables. The relevant ones are in the decisions of the network.
+    del host_facts["image_env"]
     return {
         "schema": plan.SCHEMA,
         "imgkit": __version__,

@@ -168,9 +168,8 @@ def main(control: int, status: int, open_files: int, kind: str, command: list[st
     codes: dict[int, int] = {}
     while not agent.wants_kill and reap_into(codes) and child not in codes:
         for child_signal in agent.wait_for_signals(1.0, wakeup=child_ended):
-            os.kill(
-                child, child_signal
-            )  # the child's exit code was not read yet, so its id still belongs to it
+            # Nobody has read the child's exit code yet, so its id cannot belong to another process.
+            os.kill(child, child_signal)
         if agent.wants_end and not terminated:
             terminated = _terminate_all()
     if not agent.wants_kill:

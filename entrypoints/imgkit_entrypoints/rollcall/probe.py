@@ -133,13 +133,14 @@ def probe_all(
 
     The head is the node with rank 0. Failed tests are ignored if one of their two nodes has ended in the
     meantime, or has a crowded port. A port is crowded if other programs have connected to it, because
-    partners may then not get through. A node that sends no report adds no failure either.
+    partners may then not get through. A node that sends no report is not a failure either, unless it must
+    test the head.
 
     Parameters
     ----------
     offers : the ports of the nodes, by node rank. None for a node that takes no part.
     head_port : the port of the head itself.
-    all_reach_head : True if every node must test the head as well, and must report success.
+    all_reach_head : True if every node must test the head as well, and must report the result.
     """
     results = _ProbeResults(_choose_targets(offers, all_reach_head=all_reach_head))
     max_callers = PARTNERS
@@ -167,7 +168,7 @@ def probe_all(
 
 
 class _ProbeResults:
-    """Collects the results of the network tests of all nodes. Only the head has it.
+    """Collects the results of the network tests of all nodes. Only the head uses it.
 
     Parameters
     ----------
