@@ -70,9 +70,8 @@ def meet_nodes(
 
     Raises
     ------
-    NoPlan : a node did not join, the head did not answer, the nodes run different software, the network
-        between two
-        nodes loses data, a port is busy, or the limit of open files is too low.
+    NoPlan : a node did not join, or the head did not answer. The nodes run different software. The network
+        between two nodes loses data. A port is busy. The limit of open files is too low.
     """
     if placement.nnodes == 1:
         # A container without a network cannot resolve the host's name.
