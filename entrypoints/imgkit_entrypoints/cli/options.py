@@ -320,8 +320,7 @@ def read_options(parsed: argparse.Namespace, command: Command, argv: Sequence[st
     Raises
     ------
     UsageError : a variable has a wrong value. Or ``--json`` is given without ``--dry-run`` to a command that
-        does not
-        print JSON.
+        does not print JSON.
     """
     for name, value in vars(parsed).items():
         if isinstance(value, _VariableValue):

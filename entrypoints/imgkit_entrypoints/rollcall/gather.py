@@ -160,8 +160,7 @@ class _RollCallHead:
         Raises
         ------
         NoPlan : nodes are still missing after the time limit, a node asks to join that does not belong to
-            this run, or
-            this node was asked to stop.
+            this run, or this node was asked to stop.
         """
         last_log = start
         deadline = start + self.roll_call.timeout_s
@@ -375,8 +374,7 @@ def compare_software(placement: Placement, nodes: Mapping[int, NodeInfo]) -> tup
     Raises
     ------
     NoPlan : the nodes run different images, torch or NCCL. Or the run has spares, and the nodes have
-        different
-        numbers of workers.
+        different numbers of workers.
     """
     named_nodes = {node_name(placement, rank, node.host): node for rank, node in sorted(nodes.items())}
     image = _find_difference("image", named_nodes, lambda node: node.software.image)
