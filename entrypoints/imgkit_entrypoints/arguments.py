@@ -1,7 +1,7 @@
 """Declare and parse the options of the ``dist-*`` commands.
 
-argparse does the work. Here are the declaration of an option, a parser that raises `UsageError` instead of
-ending the process, and types of numbers with clear errors.
+argparse does the parsing. This module adds a declaration of options as values, a parser that raises
+`UsageError` instead of ending the process, and functions that parse numbers and raise clear errors.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from imgkit_entrypoints.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option or a positional argument of a ``dist-*`` command, for argparse.
+    """An option or a positional argument of a ``dist-*`` command, as arguments for argparse.
 
-    ``Option("--port", "torchrun's port on the head", port, "PORT", unset="from the job id")``
+    An example is ``Option("--port", "torchrun's port on the head", port, "PORT", unset="from the job id")``.
     """
 
     names: str
     """The spellings in the help, such as ``--verbose -v``, or the name of a positional argument."""
     help: str
-    """Text of the help, to which the default value is added."""
+    """The help text. The default value is appended to it."""
     type: Callable[[str], object] | tuple[str, ...] = str
-    """The function that parses the value, or a tuple of all values."""
+    """The function that parses the value, or a tuple of all allowed values."""
     metavar: str | None = None
     _: dataclasses.KW_ONLY
     default: object = None
     unset: str = ""
-    """How the help describes the default, such as ``from the job id``. Empty for the value of `default`."""
+    """Description of the default in the help, such as ``from the job id``. If empty, `default` is shown."""
     action: Any = "store"
-    """The action of argparse; ``store_true`` makes a switch."""
+    """The action of argparse. With ``store_true``, the option is a switch."""
     nargs: str | None = None
     dest: str | None = None
-    """Attribute of the parsed value. None if argparse derives it from the option's name."""
+    """Attribute for the parsed value. With None, argparse derives it from the option's name."""
     aliases: tuple[str, ...] = ()
     """Further spellings, which the help does not show."""
     heading: str = ""
-    """Title of a new group in the help for this option and those after it."""
+    """Title of a new group in the help, which begins with this option."""
     one_of: str = ""
-    """Options with the same text here exclude each other."""
+    """Name of a group of options that exclude each other."""
 
     def keywords(self) -> dict[str, Any]:
-        """Return the keyword arguments for argparse's ``add_argument``, with the default in the help."""
+        """Return the keyword arguments for argparse's ``add_argument``, with the default in the help text."""
         keywords = {}
         for name in ("help", "metavar", "default", "action", "nargs", "dest"):
             if getattr(self, name) is not None:
@@ -65,7 +65,7 @@ class Option:
 
 
 def add_options(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
-    """Add options to a parser, with their groups in the help."""
+    """Add `options` to a parser, with the groups in which the help shows them."""
     group: argparse._ActionsContainer = parser
     exclusive: dict[str, argparse._ActionsContainer] = {}
     for option in options:
@@ -77,21 +77,22 @@ def add_options(parser: argparse.ArgumentParser, options: Iterable[Option]) -> N
                 exclusive[option.one_of] = group.add_mutually_exclusive_group()
             container = exclusive[option.one_of]
         action = container.add_argument(*option.names.split(), **option.keywords())
-        # An option of its own for the hidden spellings, because argparse shows all spellings of an option.
+        # argparse shows all spellings of an option. So the hidden spellings become a separate option without
+        # help, which stores its value in the same attribute.
         if option.aliases:
             hidden = {"dest": action.dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
             container.add_argument(*option.aliases, **option.keywords() | hidden)
 
 
 def option(*args: Any, **keywords: Any) -> Any:
-    """Return a dataclass field for the value of an option. The arguments are the same as of `Option`."""
+    """Return a dataclass field for the value of an option. The arguments are those of `Option`."""
     return dataclasses.field(metadata={"option": Option(*args, **keywords)})
 
 
 def declared_options(kind: Any) -> Iterator[Option]:
-    """Yield the option of each field of the dataclass `kind`, which was made with `option`.
+    """Yield the options of the dataclass `kind`, whose fields were created with `option`.
 
-    A parsed value gets the name of its field.
+    The parsed value of each option gets the name of its field.
     """
     for field in dataclasses.fields(kind):
         declaration: Option = field.metadata["option"]
@@ -101,7 +102,10 @@ def declared_options(kind: Any) -> Iterator[Option]:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises `UsageError` for a wrong command line, which ``--dry-run`` can then show."""
+    """A parser that raises `UsageError` for a wrong command line, instead of ending the process.
+
+    A dry run with ``--json`` can then print the error.
+    """
 
     def parse_args(  # type: ignore[override]  # no caller gives a namespace of a class of its own
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -116,8 +120,8 @@ class Parser(argparse.ArgumentParser):
         try:
             options, unknown = self.parse_known_args(argv, namespace)
         except UsageError as error:
-            # argparse takes the value of an unknown option for a positional argument and complains about
-            # that. The message should name the unknown option instead.
+            # argparse takes the value of an unknown option for a positional argument, and its error is about
+            # that argument. The error should name the unknown option instead.
             positionals = [action for action in self._actions if not action.option_strings]
             prefixes = tuple(f"argument {action.metavar}:" for action in positionals)
             unknown = self._unknown_flags(argv)
@@ -129,7 +133,7 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def _unknown_flags(self, argv: Sequence[str]) -> list[str]:
-        """Return the arguments that look like a long option, but are none of this parser."""
+        """Return the arguments that look like a long option that this parser does not have."""
         flags = {*self._option_string_actions, "--"}
         return [arg for arg in argv if arg.startswith("--") and arg.partition("=")[0] not in flags]
 
@@ -137,7 +141,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message, hint=f"{self.prog} --help")
 
     def _describe_unknown(self, args: Sequence[str]) -> str:
-        """Return the message about arguments that no option takes, with similar options if there are any."""
+        """Return the message about unknown arguments. If there are similar options, it suggests them."""
         options = [arg.partition("=")[0] for arg in args if arg.startswith("-")]
         if not options:
             noun = "argument" if len(args) == 1 else "arguments"
@@ -150,12 +154,15 @@ class Parser(argparse.ArgumentParser):
         return f"{message}; did you mean {', '.join(similar)}?"
 
     def _similar_flags(self, options: Sequence[str]) -> Collection[str]:
-        """Return the visible flag that is most similar to each of `options`, if there is one, each once."""
+        """Return the visible flags that are similar to `options`.
+
+        There is at most one flag for each option, and no flag occurs twice.
+        """
         flags = []
         for action in self._actions:
             if action.help != argparse.SUPPRESS:
                 flags += [flag for flag in action.option_strings if flag.startswith("--")]
-        similar: dict[str, None] = {}
+        similar: dict[str, None] = {}  # a dict, because it keeps the order and drops duplicates
         for option in options:
             similar.update(dict.fromkeys(difflib.get_close_matches(option, flags, n=1)))
         return similar
@@ -163,12 +170,12 @@ class Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """The condition under which an option has an effect."""
+    """A condition that must be met for an option to have an effect."""
 
     option: str
-    """The option's name, or the metavar of a positional argument."""
+    """Name of the option, or metavar of a positional argument."""
     reason: str
-    """End of the message if the condition is not met: ``without --optimizer sgd``, ``with --compute``."""
+    """End of the message if the condition is not met, such as ``without --optimizer sgd``."""
     met: Callable[[argparse.Namespace], object]
     """Returns a true value if the parsed options meet the condition."""
 
@@ -176,16 +183,16 @@ class Need:
 def refuse_unused(
     parser: argparse.ArgumentParser, options: argparse.Namespace, needs: Iterable[Need]
 ) -> None:
-    """Refuse options that the user has set, but that have no effect with the other options.
+    """Refuse options that the user has set, but that have no effect because of the other options.
 
-    For example ``--momentum 0.9`` has no effect without ``--optimizer sgd``.
+    For example, ``--momentum 0.9`` has no effect without ``--optimizer sgd``.
 
     Raises
     ------
-    UsageError : an option differs from its default, and its condition in `needs` is not met.
+    UsageError : an option differs from its default, but its condition in `needs` is not met.
     """
     defaults = parser.parse_args([])
-    fields = {}  # the attribute of the parsed value by each spelling of an option: {"--amp": "amp"}
+    fields = {}  # the attribute for the parsed value, by each spelling of its option: {"--amp": "amp"}
     for action in parser._actions:
         for name in action.option_strings or (action.metavar,):
             fields[name] = action.dest
@@ -203,7 +210,7 @@ def refuse_unused(
 
 
 def parse_natural(text: str, least: int = 0) -> int:
-    """Parse a whole number of at least `least`. This is a type for argparse."""
+    """Parse a whole number of at least `least`. Usable as the `type` of an argparse option."""
     value = parse_digits(text)
     if value is None or value < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
@@ -211,13 +218,14 @@ def parse_natural(text: str, least: int = 0) -> int:
 
 
 def parse_positive(text: str) -> int:
-    """Parse a whole number of at least 1. This is a type for argparse."""
+    """Parse a whole number of at least 1. Usable as the `type` of an argparse option."""
     return parse_natural(text, 1)
 
 
 def parse_duration(text: str) -> int:
-    """Parse a duration into seconds: ``90 -> 90``, ``50m -> 3000``, ``1h30m -> 5400``."""
-    # Each part is optional, and so is the "s". The pattern therefore matches an empty text as well.
+    """Return the seconds of a duration: ``90`` and ``90s`` are 90, ``50m`` is 3000, and ``1h30m`` is 5400."""
+    # All parts are optional, and so is the "s". The pattern therefore also matches an empty text, which is
+    # refused below.
     match = re.fullmatch(r"(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s?)?", text, re.ASCII)
     if not text or match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 90, 90s, 50m or 1h30m")
@@ -226,10 +234,10 @@ def parse_duration(text: str) -> int:
 
 
 def parse_digits(text: str) -> int | None:
-    """Return the number that a text of 1 to 18 ASCII digits holds, or None for any other text.
+    """Return the number in a text of 1 to 18 ASCII digits, or None for any other text.
 
-    str.isdigit accepts characters such as ``²``, which int refuses. Older versions of Python need hours for
-    a million digits.
+    The check is needed because str.isdigit accepts characters such as ``²``, which int refuses. The limit is
+    needed because older versions of Python need hours to parse a million digits.
     """
     if len(text) > 18 or not (text.isascii() and text.isdigit()):
         return None

@@ -1,9 +1,10 @@
 """Keep workers of an earlier attempt from writing into the run folder.
 
-A node that is cut off may still have workers of an attempt that the other nodes have given up. So the head
-writes the file ``attempt`` before each attempt. It has one line ``JOB_ID ATTEMPT RUN``, and a worker reads it
-before it renames a checkpoint or ``state-saved`` into place. RUN differs between starts of the node agents,
-because a requeued job has the same id and begins with attempt 1 again.
+An attempt is one start of the workers on all nodes. A node that is cut off from the network may still run
+workers of an attempt that the other nodes have given up. So the head (node 0) writes the file ``attempt``
+before each attempt. It contains one line ``JOB_ID ATTEMPT RUN``, and a worker reads it before it renames a
+checkpoint or ``state-saved`` into place. RUN differs between starts of the node agents. It is needed because
+a requeued job has the same id and begins with attempt 1 again.
 """
 
 from __future__ import annotations
@@ -19,20 +20,21 @@ FILE = "attempt"
 
 
 VARIABLE = "IMGKIT_FENCE"
-"""Variable with RUN for the workers of the head. Only ranks there write files that all nodes share."""
+"""Variable with RUN for the workers on the head. Only these workers write files that all nodes share."""
 
 
 def admit_attempt(folder: Path, job_id: str, attempt: int, run: str) -> str:
-    """Write the file that admits only workers of `attempt` to `folder`.
+    """Write the file that allows only workers of `attempt` to write into `folder`.
 
-    Return a warning if the file cannot be written, so that workers of an earlier attempt may still write.
-    Otherwise return an empty text.
+    If the file cannot be written, workers of an earlier attempt may still write, and the result is a warning
+    about that. Otherwise, return "".
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         files.write_file(folder / FILE, f"{job_id} {attempt} {run}\n")
     except OSError as error:
-        # The line of the earlier attempt would keep the new workers out. A full disk can still remove it.
+        # With the line of the earlier attempt, the new workers could not write. Even on a full disk, it can
+        # be removed.
         with contextlib.suppress(OSError):
             (folder / FILE).unlink()
         return f"{folder / FILE}: {error.strerror}; workers of an earlier attempt may still write"
@@ -40,9 +42,9 @@ def admit_attempt(folder: Path, job_id: str, attempt: int, run: str) -> str:
 
 
 def check_fence(env: Mapping[str, str]) -> None:
-    """Check that this worker's attempt is the current one, before the worker writes into the run folder.
+    """Check that this worker's attempt is the current one. Workers call this before they write files.
 
-    Nothing is checked outside of a run, or if the file cannot be read.
+    Outside of a run, or if the file cannot be read, nothing is checked.
 
     Raises
     ------
@@ -55,7 +57,8 @@ def check_fence(env: Mapping[str, str]) -> None:
         current = files.read_own(Path(folder) / FILE).split()
     except (OSError, UnicodeDecodeError):
         return
-    # "4711 2 1f2e3d4c". Workers of other nodes do not have RUN, so only job and attempt count for them.
+    # An example is "4711 2 1f2e3d4c". Workers on nodes other than the head do not know RUN, so only job and
+    # attempt are compared for them.
     own = [env.get("IMGKIT_JOB_ID", ""), attempt]
     if env.get(VARIABLE):
         own.append(env[VARIABLE])

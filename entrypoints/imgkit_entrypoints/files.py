@@ -1,8 +1,9 @@
 """Read and write files so that they are complete or absent, and that no other user can redirect them.
 
-Other users may write into a run folder, a project folder or /tmp. So a new file is made under a random name
-with O_EXCL, which follows no link that somebody has put there. A rename then gives the file its name; it
-replaces a link and never follows it. A file that changes what imgkit does counts only if this user owns it.
+Other users may be able to write into a run folder, a project folder or /tmp. So a new file is created under a
+random name with O_EXCL, which follows no link that another user has put there. The file then gets its name by
+a rename, which replaces a link and never follows it. A file that changes what imgkit does is only used if it
+belongs to this user.
 """
 
 from __future__ import annotations
@@ -22,39 +23,41 @@ from typing import BinaryIO
 from imgkit_entrypoints.errors import UsageError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a full disk, a quota that is used up, and a file beyond the limit of its size."""
+"""Error numbers for a full disk, an exhausted quota, and a file that exceeds the size limit."""
 
 TEMPORARY = ".imgkit-"
-"""Beginning of the name of each temporary file, lock and folder that imgkit makes beside a user's files.
+"""Beginning of the name of each temporary file, lock and folder that imgkit creates next to a user's files.
 
-A killed process leaves them behind. They are left out when files go into an image or to a run.
+A killed process leaves them behind. They are skipped when files are copied into an image or to a run.
 """
 MOST_BYTES = 16 << 20
-"""Largest file that `read_bytes` and `read_text` accept, unless the caller states another limit."""
+"""Size in bytes of the largest file that `read_bytes` and `read_text` accept by default: 16 MiB."""
 
-# The part of a small file that `read_own` reads.
+# Number of bytes that `read_own` reads from a file: 64 KiB.
 _MARK_BYTES = 1 << 16
-# Bytes of one read of `read_bytes`.
+# Number of bytes that `read_bytes` reads at once: 1 MiB.
 _PIECE_BYTES = 1 << 20
 
 
 def in_job_folder(path: Path, env: Mapping[str, str]) -> Path:
-    """Return a path that counts from the job's folder if it is relative.
+    """Return `path`, which is relative to the job's folder unless it is absolute.
 
-    The program may start in a folder of the image instead, which is read-only, or whose changes are lost with
-    the container.
+    The program may start in a folder of the image instead. That folder is read-only, or its changes are lost
+    with the container.
     """
     return Path(env.get("IMGKIT_JOB_DIR", ""), path)
 
 
 def refuse_unusable_folder(path: Path, name: str, *, where: str, hint: str) -> None:
-    """Raise UsageError if this user cannot write to the folder `path`, or could not make it.
+    """Raise UsageError if this user cannot write to the folder `path`, or could not create it.
 
-    Nothing is made. If the folder is absent, the nearest one above it that exists must at least be a folder.
+    Nothing is created. If the folder does not exist, the nearest existing path above it must be a folder.
 
     Parameters
     ----------
-    name : what the message calls the folder, such as ``log folder``.
+    name : name of the folder in the message, such as ``log folder``.
+    where : place of the error.
+    hint : what the user can do.
     """
     problem = _folder_problem(path)
     if problem:
@@ -62,14 +65,14 @@ def refuse_unusable_folder(path: Path, name: str, *, where: str, hint: str) -> N
 
 
 def _folder_problem(path: Path) -> str:
-    """Return why `path` cannot be a folder that this user writes, or an empty text if it can."""
-    # `path` itself if it exists, or the nearest folder above it that does.
+    """Return why `path` cannot be a folder to which this user writes, or "" if it can."""
+    # Check `path` itself if it exists, or else the nearest existing path above it.
     for folder in (path, *path.parents):
         try:
             mode = folder.stat().st_mode
         except FileNotFoundError:
             continue
-        except OSError as error:  # a name too long, a file above it, no permission
+        except OSError as error:  # the name is too long, a path above it is a file, or access is denied
             return error.strerror or str(error)
         if not stat.S_ISDIR(mode):
             return os.strerror(errno.ENOTDIR)
@@ -82,13 +85,14 @@ def _folder_problem(path: Path) -> str:
 def temporary_name(target: Path, token: str = "") -> Path:
     """Return a temporary name in the folder of `target`, so that a rename stays within one file system.
 
-    For example ``model.pt -> .imgkit-1f2e3d4c.model.pt.part``. The token is random unless it is stated.
+    For example, the temporary name for ``model.pt`` is ``.imgkit-1f2e3d4c.model.pt.part``. By default, the
+    token in it is random.
     """
     return target.with_name(f"{TEMPORARY}{token or secrets.token_hex(4)}.{target.name}.part")
 
 
 def temporary_files(target: Path) -> list[Path]:
-    """Return the temporary files of `target`, which a killed process left or a running one still writes."""
+    """Return the temporary files of `target`, left by a killed process or still being written."""
     name = re.compile(rf"{re.escape(TEMPORARY)}[0-9a-f]{{8}}\.{re.escape(target.name)}\.part")
     return [path for path in target.parent.iterdir() if name.fullmatch(path.name)]
 
@@ -96,16 +100,16 @@ def temporary_files(target: Path) -> list[Path]:
 def create_file(path: Path, *, mode: int = 0o666) -> BinaryIO:
     """Create the file `path`, and return a stream that writes to it.
 
-    The descriptor is open for reading as well, because a lock on NFS needs a writable one, and a shared
-    memory mapping a readable one.
+    The descriptor is open for both reading and writing: a lock on NFS needs a writable descriptor, and a
+    shared memory mapping needs a readable one.
 
     Parameters
     ----------
-    mode : permissions of the file, before the umask.
+    mode : permissions of the file, before the umask is applied.
 
     Raises
     ------
-    FileExistsError : the name exists, even as a link that leads nowhere.
+    FileExistsError : the name exists, even if it is only a link to a missing file.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return open(path, "wb", opener=lambda name, _: os.open(name, flags, mode))
@@ -115,7 +119,8 @@ def create_file(path: Path, *, mode: int = 0o666) -> BinaryIO:
 def replace_file(target: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Yield a new file that replaces `target` in one step when the ``with`` block ends.
 
-    Until then it has a temporary name. If the block raises, it is removed, and `target` stays as it was.
+    Until then, the file has a temporary name. If the block raises an error, the file is removed, and `target`
+    is unchanged.
 
     Raises
     ------
@@ -127,22 +132,25 @@ def replace_file(target: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
             yield stream
             sync_file(stream)
         _rename_file(temporary, target)
-    except BaseException as error:
+    except BaseException as error:  # also remove the file after a KeyboardInterrupt
         with contextlib.suppress(OSError):
             temporary.unlink()
         if isinstance(error, OSError) and error.errno in FULL:
-            # The error of a write names no file, and that of a copy names the file that it reads.
+            # The error of a write contains no file name, and the error of a copy contains the name of the
+            # source.
             error.filename, error.filename2 = str(target), None
         raise
 
 
 @contextlib.contextmanager
 def replace_named_file(target: Path, *, failed: str, hint: str, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """Yield a new file that replaces a file that the user has named, as `replace_file` does.
+    """Yield a new file that replaces a file that the user has named. It works like `replace_file`.
 
     Parameters
     ----------
     failed : beginning of the error message, such as ``the report cannot be written``.
+    hint : what the user can do.
+    mode : permissions of the file, before the umask is applied.
 
     Raises
     ------
@@ -156,7 +164,7 @@ def replace_named_file(target: Path, *, failed: str, hint: str, mode: int = 0o66
 
 
 def write_file(target: Path, text: str) -> None:
-    """Replace the content of `target` with `text` in one step. On an error `target` stays as it was.
+    """Replace the content of `target` with `text` in one step. After an error, `target` is unchanged.
 
     Raises
     ------
@@ -169,7 +177,7 @@ def write_file(target: Path, text: str) -> None:
 def publish_file(temporary: Path, target: Path) -> None:
     """Rename the file `temporary`, which another program has written, to `target`.
 
-    Its content is written to the disk first, so that a power failure leaves no empty `target`.
+    Before that, its content is written to the disk, so that a power failure cannot leave an empty `target`.
     """
     descriptor = os.open(temporary, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -186,7 +194,7 @@ def sync_file(stream: BinaryIO) -> None:
 
 
 def remove_file(path: Path) -> None:
-    """Remove a file, if it exists, so that it does not come back after a power failure.
+    """Remove a file if it exists. It does not come back after a power failure.
 
     Raises
     ------
@@ -204,18 +212,18 @@ def append_file(path: Path, data: bytes) -> None:
 
     Raises
     ------
-    OSError : the file cannot be written, or does not belong to this user; `strerror` says which.
+    OSError : the file cannot be written, or belongs to another user. `strerror` says which.
     """
     with open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, "ab") as stream:
         stream.write(data)
 
 
 def read_own(path: Path) -> str:
-    """Return the text of a small file of this user (its first 64 KiB).
+    """Return the text of a small file of this user. At most 64 KiB are read.
 
     Raises
     ------
-    OSError : the file cannot be read, or does not belong to this user; `strerror` says which.
+    OSError : the file cannot be read, or belongs to another user. `strerror` says which.
     UnicodeDecodeError : the file is not UTF-8.
     """
     with open_own(path) as stream:
@@ -223,25 +231,25 @@ def read_own(path: Path) -> str:
 
 
 def open_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
-    """Open a regular file for reading, and refuse what another user may have put there in its place.
+    """Open a regular file for reading, and refuse anything else that another user may have put in its place.
 
-    A named pipe without a writer would block for ever, /dev/zero has no end, and some devices act when they
-    are opened.
+    Opening a named pipe without a writer would block forever, /dev/zero has no end, and some devices act when
+    they are opened.
 
     Raises
     ------
-    OSError : the file cannot be opened, or is not a regular file; `strerror` says which.
+    OSError : the file cannot be opened, or is not a regular file. `strerror` says which.
     """
     return open(path, "rb", buffering, opener=_open_regular)
 
 
 def _open_regular(name: str, _: int) -> int:
-    """Open a regular file for reading, and return its descriptor. This is an opener for ``open``."""
-    # A check before the open, because some devices act when they are opened.
+    """Open a regular file for reading, and return its descriptor. This is the `opener` of ``open``."""
+    # Check before opening the file, because some devices act when they are opened.
     _refuse_special(Path(name).stat(), name)
     descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
-        # A second check, because the name may belong to another file by now.
+        # Check again, because the name may belong to another file by now.
         _refuse_special(os.fstat(descriptor), name)
     except OSError:
         os.close(descriptor)
@@ -250,7 +258,7 @@ def _open_regular(name: str, _: int) -> int:
 
 
 def _refuse_special(status: os.stat_result, name: str) -> None:
-    """Raise OSError for a folder, named pipe, device or socket."""
+    """Raise OSError if `status` is that of a folder, named pipe, device or socket."""
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
     if not stat.S_ISREG(status.st_mode):
@@ -258,15 +266,16 @@ def _refuse_special(status: os.stat_result, name: str) -> None:
 
 
 def read_bytes(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
-    """Return the content of a regular file of at most `most_bytes`.
+    """Return the content of a regular file of at most `most_bytes` bytes.
 
     Raises
     ------
-    OSError : the file cannot be read, is not a regular file, or has more bytes.
+    OSError : the file cannot be read, is not a regular file, or is larger.
     """
     content = bytearray()
     with open_regular(path, buffering=0) as stream:
-        # In pieces, because one read of `most_bytes` would allocate that much memory for a small file.
+        # Read in pieces, because reading `most_bytes` at once would allocate that much memory even for a
+        # small file. One byte more than allowed is read, so that a larger file is noticed.
         while piece := stream.read(min(most_bytes + 1 - len(content), _PIECE_BYTES)):
             content += piece
     if len(content) > most_bytes:
@@ -275,7 +284,7 @@ def read_bytes(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: Path, *, most_bytes: int = MOST_BYTES, errors: str = "strict") -> str:
-    """Return the text of a regular file of at most `most_bytes` in UTF-8.
+    """Return the text of a regular UTF-8 file of at most `most_bytes` bytes.
 
     Parameters
     ----------
@@ -283,7 +292,7 @@ def read_text(path: Path, *, most_bytes: int = MOST_BYTES, errors: str = "strict
 
     Raises
     ------
-    OSError : the file cannot be read, is not a regular file, or has more bytes.
+    OSError : the file cannot be read, is not a regular file, or is larger.
     UnicodeDecodeError : the file is not UTF-8, and `errors` is ``strict``.
     """
     return read_bytes(path, most_bytes=most_bytes).decode(errors=errors)
@@ -295,18 +304,20 @@ def open_own(path: Path, flags: int = os.O_RDONLY, mode: str = "rb") -> BinaryIO
     Parameters
     ----------
     flags : flags for ``os.open``, such as O_APPEND.
-    mode : mode of the stream, a binary one.
+    mode : mode of the stream, which must be binary.
 
     Raises
     ------
-    PermissionError : it is a link, not a regular file, or another user's file; `strerror` says which.
+    PermissionError : the path is a link or not a regular file, or the file belongs to another user.
+        `strerror` says which.
     """
     # With O_NONBLOCK, a named pipe without a writer does not block.
     safe_flags = flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(path, safe_flags, 0o666)
     except OSError as error:
-        # O_NOFOLLOW makes a link fail so, and O_NONBLOCK a named pipe or a socket. Raise a clearer error.
+        # With O_NOFOLLOW, opening a link fails with one of these errors. With O_NONBLOCK, opening a named
+        # pipe or a socket does. Raise an error that says what the path is.
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EMLINK):
             _refuse_foreign_file(os.lstat(path), path)
         raise
@@ -329,7 +340,7 @@ def _refuse_foreign_file(status: os.stat_result, path: Path) -> None:
 
 
 def make_own_folder(path: Path) -> None:
-    """Create the folder `path` with permissions for this user alone, or accept a folder that exists.
+    """Create the folder `path` with access only for this user, or accept an existing folder.
 
     Raises
     ------
@@ -375,40 +386,40 @@ def make_links(folder: Path, links: Mapping[str, str]) -> None:
 
 
 def is_foreign_folder(path: Path) -> bool:
-    """Return whether `path` is no folder, or belongs to another user.
+    """Return whether `path` is not a folder, or belongs to another user.
 
-    A folder of root, or of the owner of the folder above it, counts as this user's.
+    A folder that belongs to root, or to the owner of the folder above it, is treated as this user's.
 
     Raises
     ------
-    OSError : the path does not exist, or cannot be seen.
+    OSError : the path does not exist, or cannot be accessed.
     """
     status = os.lstat(path)
     return not stat.S_ISDIR(status.st_mode) or not _is_trusted(status, path.parent)
 
 
 def foreign_file_reason(path: Path) -> str:
-    """Return why another user may have put the file `path` there, or an empty text if nobody can have.
+    """Return why another user may have put the file `path` there, or "" if the file can be trusted.
 
-    A regular file of this user or of root is trusted. So is a file of the owner of its folder, who can do
-    anything with the files in it anyway. This matters in a container in which the program is root: files that
-    the person has made outside of it belong to another user there.
+    A regular file of this user or of root is trusted. So is a file that belongs to the owner of its folder,
+    who can do anything with the files in it anyway. This matters if the program is root in a container.
+    There, files that the person has created outside of the container belong to another user.
 
     Raises
     ------
-    OSError : the file does not exist, or cannot be seen.
+    OSError : the file does not exist, or cannot be accessed.
     """
     return _foreign_status_reason(os.lstat(path), path.parent)
 
 
 def foreign_owner(path: Path, folder: Path, *, trusts_folder: bool = False) -> str:
-    """Return the number of another user who owns `path`, which lies below `folder`, or an empty text.
+    """Return the number of another user who owns `path`, which is below `folder`, or "".
 
-    The text is empty if the owner is this user, root or, with `trusts_folder`, the owner of `folder`. It is
-    also empty if the path cannot be seen.
+    The result is "" if the owner is this user, root or, with `trusts_folder`, the owner of `folder`. It is
+    also "" if the path cannot be accessed.
     """
-    # In a container the program may be root, while the folder belongs to the person who has started it. So
-    # root trusts the owner of the folder in any case.
+    # In a container, the program may run as root, while the folder belongs to the person who has started the
+    # container. So root always trusts the owner of the folder.
     is_trusted = _is_trusted if trusts_folder or os.geteuid() == 0 else _is_own
     try:
         status = os.lstat(path)
@@ -418,9 +429,9 @@ def foreign_owner(path: Path, folder: Path, *, trusts_folder: bool = False) -> s
 
 
 def _foreign_status_reason(status: os.stat_result, folder: Path) -> str:
-    """Return why a file in `folder` with this status is not trusted, or an empty text if it is.
+    """Return why a file in `folder` with this status is not trusted, or "" if it is trusted.
 
-    The rules are in `foreign_file_reason`.
+    The docstring of `foreign_file_reason` contains the rules.
     """
     if stat.S_ISLNK(status.st_mode):
         return "it is a symbolic link"
@@ -439,15 +450,15 @@ def _is_trusted(status: os.stat_result, folder: Path) -> bool:
 
 
 def _is_own(status: os.stat_result, folder: Path) -> bool:
-    """Return whether the owner is this user or root, or the user whom NFS makes the owner of new files."""
+    """Return whether the owner is this user or root, or the user to whom NFS assigns new files."""
     return status.st_uid in (os.geteuid(), 0) or status.st_uid == _owner_of_new_files(folder)
 
 
 def _owner_of_new_files(folder: Path) -> int:
-    """Return the user who owns a file that this process creates in `folder`, or -1 if it cannot create one.
+    """Return the user who owns a file that this process creates in `folder`.
 
-    It is found out with a file that is removed at once. On NFS it may differ from the user of the process,
-    because the server turns root into nobody.
+    To find out, a file is created and removed at once. On NFS, its owner may differ from the user of the
+    process, because the server turns root into nobody. Return -1 if no file can be created.
     """
     probe = temporary_name(folder / "owner")
     try:
@@ -464,7 +475,7 @@ def _rename_file(temporary: Path, target: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Wait until new and removed names in `folder` are on the disk, if its file system can do that."""
+    """Wait until new and removed names in `folder` are on the disk, if the file system supports that."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except PermissionError:  # the folder can be written, but not read

@@ -1,7 +1,8 @@
-"""Read JSON that another program, machine or person wrote, and build dataclasses from it.
+"""Read JSON from other programs, machines or people, and build dataclasses from it.
 
-All of imgkit reads JSON with this module. Every fault of a text is a ValueError. Size, nesting and the number
-of digits have limits. A key that occurs twice is refused, because programs differ in which one counts.
+All of imgkit reads JSON with this module. Every fault of a text raises ValueError. The size of a text, its
+nesting and the number of digits are limited. A key that occurs twice is refused, because programs differ in
+which of the two values they use.
 """
 
 from __future__ import annotations
@@ -22,26 +23,27 @@ from imgkit_entrypoints import files
 from imgkit_entrypoints.rules import Rule, Unfit
 
 MOST_BYTES = 4 << 20
-"""Largest text in bytes. Registries refuse larger manifests, and imgkit's own files are smaller."""
+"""Size in bytes of the largest text. Registries refuse larger manifests, and imgkit's files are smaller."""
 SEAL = "self_sha256"
-"""Key of the SHA-256 of all other keys and values, as json.dumps writes them with sorted keys."""
+"""Key of a SHA-256 digest of all other keys and values, as json.dumps writes them with sorted keys."""
 DEEPEST = 100
-"""How many lists and objects may be nested within each other."""
+"""Largest depth to which lists and objects may be nested."""
 MOST_BRACKETS = 100_000
-"""How many lists and objects a text may have. 4 MiB of empty lists would take 100 MB of memory."""
-# Longest number. Python needs quadratic time to read one.
+"""Largest number of lists and objects in a text. 4 MiB of empty lists would take 100 MB of memory."""
+# Largest number of digits in a number. The time that Python needs to read a number grows with the square of
+# it.
 _MOST_DIGITS = 100
 _SHOWN = 60
-"""How many characters of a wrong value a message repeats."""
+"""Number of characters of a wrong value that a message shows."""
 
 
 def parse(text: str | bytes, *, most_bytes: int = MOST_BYTES, most_brackets: int = MOST_BRACKETS) -> Any:
-    """Return the value of a JSON text. Bytes are read as UTF-8.
+    """Return the value of a JSON text. Bytes are decoded as UTF-8.
 
     Raises
     ------
-    ValueError : the text is not JSON, is too large or nested too deeply, has a key twice, or has a number
-        that is not finite or has more than 100 digits.
+    ValueError : the text is not JSON, is too large or nested too deeply, contains a key twice, or contains a
+        number that is not finite or has more than 100 digits.
     """
     if len(text) > most_bytes:
         raise ValueError(f"it has more than {most_bytes} bytes")
@@ -51,22 +53,22 @@ def parse(text: str | bytes, *, most_bytes: int = MOST_BYTES, most_brackets: int
 
 
 def load(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
-    """Return the value of a JSON file of at most `most_bytes`.
+    """Return the value of a JSON file of at most `most_bytes` bytes.
 
     Raises
     ------
-    OSError : the file cannot be read, is not a regular file, or has more bytes.
-    ValueError : see `parse`.
+    OSError : the file cannot be read, is not a regular file, or is larger.
+    ValueError : the content cannot be parsed (see `parse`).
     """
     return parse(files.read_bytes(path, most_bytes=most_bytes), most_bytes=most_bytes)
 
 
 def first_object(output: str) -> Any:
-    """Return the first JSON object in the output of a program, which may print warnings around it.
+    """Return the first JSON object in a program's output, which may also contain warnings.
 
     Raises
     ------
-    ValueError : there is none; see also `parse`.
+    ValueError : there is no object, or it cannot be parsed (see `parse`).
     """
     start = output.find("{")
     if start < 0:
@@ -76,13 +78,13 @@ def first_object(output: str) -> Any:
 
 
 def _decode(text: str, decode: Callable[[str], Any], most_brackets: int) -> Any:
-    """Return the value of a JSON text, by means of the function `decode` of Python's decoder.
+    """Return the value of a JSON text. `decode` is the function of Python's decoder that parses it.
 
     Raises
     ------
     ValueError : the text is not JSON, has too many brackets, or is nested too deeply.
     """
-    # Brackets inside of strings count too, which only makes the limit a little lower.
+    # Brackets inside of strings are counted as well. That only makes the limit slightly stricter.
     if text.count("[") + text.count("{") > most_brackets:
         raise ValueError(f"it has more than {most_brackets} lists and objects")
     try:
@@ -94,7 +96,7 @@ def _decode(text: str, decode: Callable[[str], Any], most_brackets: int) -> Any:
 
 
 def _check_depth(level: Iterable[Any], depth: int = 0) -> None:
-    """Raise RecursionError if the values of `level` are nested more than `DEEPEST` deep."""
+    """Raise RecursionError if the values in `level` are nested more than `DEEPEST` levels deep."""
     if depth > DEEPEST:
         raise RecursionError
     for value in level:
@@ -109,7 +111,10 @@ def _parse_integer(digits: str) -> int:
 
 
 def _parse_real(text: str) -> float:
-    """Return the number of a text with a point or an exponent; 1e999 is too large for a float."""
+    """Return the number in a text with a point or an exponent.
+
+    Numbers such as 1e999 are refused because they are too large for a float.
+    """
     value = float(text) if len(text) <= _MOST_DIGITS else math.inf
     if not math.isfinite(value):
         raise ValueError(f"the number {text[:_SHOWN]} is too large or has too many digits")
@@ -117,7 +122,7 @@ def _parse_real(text: str) -> float:
 
 
 def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object from its keys and values, and raise ValueError if a key occurs twice."""
+    """Return an object with the keys and values in `pairs`. Raise ValueError if a key occurs twice."""
     values = dict(pairs)
     if len(values) < len(pairs):
         counts = collections.Counter(key for key, _ in pairs)
@@ -127,7 +132,7 @@ def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(constant: str) -> NoReturn:
-    """Refuse NaN and Infinity, which Python's decoder would accept."""
+    """Raise ValueError for NaN and Infinity, which Python's decoder would accept."""
     raise ValueError(f"{constant} is not a JSON number")
 
 
@@ -140,15 +145,15 @@ _DECODER = json.JSONDecoder(
 
 
 def seal(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` with a digest of them under the key `SEAL`, by which `unseal` finds a change."""
+    """Return `values` with a digest of them under the key `SEAL`, so that `unseal` can detect changes."""
     return {**values, SEAL: _digest(values)}
 
 
 def unseal(values: dict[str, Any]) -> None:
-    """Check the digest of parsed `values`, and remove it from them.
+    """Check the digest of parsed `values`, and remove the digest from them.
 
-    Changes that do not change a value are not found. They are other spaces between values, and the case of a
-    hex digit in an escape such as ``\\u00e9``.
+    Changes of the text that do not change a value are not detected. Examples are white space between values,
+    and the case of a hexadecimal digit in an escape such as ``\\u00e9``.
 
     Raises
     ------
@@ -166,19 +171,19 @@ def build_value(hint: Any, value: Any, name: str, *, closed: bool = False) -> An
     """Build a value of the type `hint`, usually a dataclass, from parsed JSON.
 
     A dataclass is built from an object, a tuple or list from an array, and ``X | None`` from null or an X.
-    Types must match exactly: 1 is not a float, and true is not an integer. The rules in annotations
-    (rules.py) apply to each value except null, and to the keys of a mapping.
+    Types must match exactly: 1 is not a float, and true is not an integer. Rules in annotations (rules.py)
+    apply to each value except null, and to the keys of a mapping.
 
     Parameters
     ----------
-    name : how errors call the value; a field of it is called ``name.field[0]``.
-    closed : whether an unknown key in an object is an error. Otherwise such keys are ignored, so that an
-        older version can read what a newer one wrote.
+    name : name of the value in errors. A field of the value is then called ``name.field[0]``, for example.
+    closed : True if an unknown key in an object is an error. Otherwise, such keys are ignored, so that an
+        older version of imgkit can read what a newer one has written.
 
     Raises
     ------
-    ValueError : a value has another type than its field or breaks a rule, or a field is missing. The message
-        names the field.
+    ValueError : a value has the wrong type or breaks a rule, or a field is missing. The message names the
+        field.
     """
     try:
         return _find_reader(hint, closed)(value)
@@ -187,10 +192,11 @@ def build_value(hint: Any, value: Any, name: str, *, closed: bool = False) -> An
 
 
 class _Misfit(Exception):
-    """A value does not fit the annotation of its field.
+    """The error about a value that does not fit the annotation of its field.
 
-    `path` leads to the value, such as ``.ports[2].state``. Each function on the way out puts the key or the
-    index that it knows in front: ``.state``, then ``[2].state``, then ``.ports[2].state``.
+    `path` leads to the value, such as ``.ports[2].state``. It is completed while the error passes through the
+    readers. Each reader prepends the key or index that it knows: ``.state``, then ``[2].state``, then
+    ``.ports[2].state``.
     """
 
     def __init__(self, problem: str) -> None:
@@ -202,20 +208,20 @@ _Reader = Callable[[Any], Any]
 
 @functools.cache
 def _find_reader(hint: Any, closed: bool) -> _Reader:
-    """Return a reader for the type `hint`: a function that builds its values from parsed JSON.
+    """Return a reader for the type `hint`: a function that builds values of the type from parsed JSON.
 
-    For example the reader of ``tuple[int, ...]`` makes ``(1, 2)`` from ``[1, 2]``. Readers are cached, so
-    that the annotations of a type are read only once.
+    For example, the reader of ``tuple[int, ...]`` returns ``(1, 2)`` for ``[1, 2]``. Readers are cached, so
+    that the annotations of a type are analyzed only once.
 
     Parameters
     ----------
-    closed : whether a dataclass refuses keys that are none of its fields.
+    closed : True if a dataclass refuses keys that are not fields.
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         rules = [item for item in hint.__metadata__ if isinstance(item, Rule)]
         return _check_rules(_find_reader(args[0], closed), rules)
-    if type(None) in args:  # "X | None": `args` are X and the type of None, so `args[0]` is X
+    if type(None) in args:  # for "X | None", `args` contains X and the type of None, so `args[0]` is X
         read_value = _find_reader(args[0], closed)
         return lambda value: None if value is None else read_value(value)
     if origin is Literal:
@@ -228,11 +234,11 @@ def _find_reader(hint: Any, closed: bool) -> _Reader:
 def _check_type(json_type: Any, build: _Reader | None) -> _Reader:
     """Return a reader that accepts only values of the type `json_type`, and passes them to `build`.
 
-    Without a `build`, such as for a text, the value is the result.
+    If `build` is None, as for texts and numbers, the reader returns the value unchanged.
     """
 
     def read_typed(value: Any) -> Any:
-        if type(value) is not json_type:  # not isinstance, because True is an instance of int
+        if type(value) is not json_type:  # isinstance would accept True as an int
             raise _misfit(value, _NOUNS.get(json_type, "an object"))
         return value if build is None else build(value)
 
@@ -240,13 +246,14 @@ def _check_type(json_type: Any, build: _Reader | None) -> _Reader:
 
 
 def _check_rules(read_value: _Reader, rules: Sequence[Rule]) -> _Reader:
-    """Return a reader that builds a value by `read_value`, and applies `rules` to it unless it is None.
+    """Return a reader that builds a value with `read_value` and then applies `rules` to it.
 
-    A rule raises `Unfit` for a value that breaks it, and may return another form of the value.
+    A rule raises `Unfit` if the value breaks it. It may also return the value in another form. Rules do not
+    apply to None.
     """
 
     def read_checked(value: Any) -> Any:
-        """Build a value and apply the rules; a rule that is broken is a `_Misfit`."""
+        """Build a value and apply the rules. Raise `_Misfit` if a rule is broken."""
         value = read_value(value)
         if value is None:
             return None
@@ -262,16 +269,16 @@ def _check_rules(read_value: _Reader, rules: Sequence[Rule]) -> _Reader:
 
 
 def _read_choice(allowed: tuple[Any, ...], value: Any) -> Any:
-    """Return `value` if it is one of the `allowed` values of a ``Literal``, and otherwise raise `_Misfit`."""
+    """Return `value` if it is one of the `allowed` values of a ``Literal``. Otherwise raise `_Misfit`."""
     if value not in allowed:
         raise _misfit(value, " or ".join(allowed))
     return value
 
 
 def _find_builder(hint: Any, closed: bool) -> _Reader | None:
-    """Return a function that builds a value of the type `hint` from parsed JSON, whose type is right already.
+    """Return a function that builds a value of the type `hint` from parsed JSON of the right type.
 
-    The result is None if nothing has to be built, as for a text or a number.
+    Return None if there is nothing to build, as for a text or a number.
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
@@ -284,16 +291,16 @@ def _find_builder(hint: Any, closed: bool) -> _Reader | None:
 
 
 def _read_parts(values: Mapping[str, Any], readers: Mapping[str, _Reader]) -> dict[str, Any]:
-    """Return the values of a JSON object by key, each built by the reader of its key.
+    """Return the values of a JSON object by key. The reader of each key builds its value.
 
-    Keys without a reader are left out. If a value does not fit, its key is added to the path in the error.
+    Keys without a reader are ignored. If a value does not fit, its key is prepended to the path in the error.
     """
     parts, name = {}, ""
     try:
         for name, read_value in readers.items():
             if name in values:
                 parts[name] = read_value(values[name])
-    except _Misfit as misfit:
+    except _Misfit as misfit:  # `name` is the key of the value that does not fit
         misfit.path = f".{name}{misfit.path}"
         raise
     return parts
@@ -310,12 +317,13 @@ def _mapping_builder(read_key: _Reader, read_value: _Reader) -> _Reader:
 def _list_builder(origin: Any, readers: Sequence[_Reader]) -> _Reader:
     """Return a function that builds a list or tuple (`origin`) from an array.
 
-    A single reader reads all items. Several readers read one item each, so the array must have their number.
+    A single reader is used for all items. If there are several readers, each reads one item, so the array
+    must have the same length.
     """
     is_fixed = len(readers) > 1
 
     def build_list(values: list[Any]) -> Any:
-        """Build each item. If one does not fit, put its index in front of the path in the error."""
+        """Build all items. If an item does not fit, prepend its index to the path in the error."""
         item_readers = readers if is_fixed else [readers[0]] * len(values)
         if len(values) != len(item_readers):
             raise _misfit(values, f"a list of {len(readers)}")
@@ -334,8 +342,10 @@ def _list_builder(origin: Any, readers: Sequence[_Reader]) -> _Reader:
 def _object_builder(owner: Any, closed: bool) -> _Reader:
     """Return a function that builds the dataclass `owner` from a JSON object.
 
-    It refuses an object that lacks a field without a default, and with `closed` one with an unknown key.
+    The function refuses an object in which a field without a default is missing. With `closed`, it also
+    refuses unknown keys.
     """
+    # With include_extras, the annotations keep the rules in their metadata.
     hints = typing.get_type_hints(owner, include_extras=True)
     readers, required = {}, []
     for field in dataclasses.fields(owner):
@@ -344,7 +354,8 @@ def _object_builder(owner: Any, closed: bool) -> _Reader:
             required.append(field.name)
 
     def build_object(values: dict[str, Any]) -> Any:
-        """Build the dataclass from the values for its fields; a missing one gets its default."""
+        """Build the dataclass. Fields without a value in the object get their defaults."""
+        # A value with a wrong type is reported before a missing field or an unknown key.
         parts = _read_parts(values, readers)
         for name in required:
             if name not in parts:
@@ -359,11 +370,14 @@ def _object_builder(owner: Any, closed: bool) -> _Reader:
 
 
 def _misfit(value: Any, noun: str) -> _Misfit:
-    """Return the error that a value is not what `noun` says: ``is "4", not a whole number``."""
+    """Return the error about a value that is not a `noun`, such as ``is "4", not a whole number``."""
     return _Misfit(f" is {json.dumps(value, default=str)[:200]}, not {noun}")
 
 
 _JSON_TYPES: Mapping[Any, type] = {tuple: list, list: list, collections.abc.Mapping: dict, Path: str}
-"""The type of parsed JSON for types that JSON does not have. A dataclass comes from a dict."""
-# How messages call the types of parsed JSON.
+"""The types of parsed JSON from which other types are built.
+
+Dataclasses are not listed. They are built from dicts.
+"""
+# The names of the types of parsed JSON in messages.
 _NOUNS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}

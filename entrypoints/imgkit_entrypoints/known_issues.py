@@ -1,9 +1,9 @@
 """Known issues of versions and settings, as rows of data.
 
-A row states when an issue appears, what to do then, and who documents it. ``known_issues.json`` has the rows
-that imgkit ships. A condition compares a named fact, such as the version of NCCL, or a variable, and nothing
-in a row is executed. This module reads no machine: nodes evaluate the rows in `fabric.issues`, and
-``imgkit check`` evaluates them with the versions of a base image.
+A row states when an issue appears, what to do then, and who documents it. ``known_issues.json`` contains the
+rows that imgkit ships. A condition compares a named fact, such as the version of NCCL, or a variable. Nothing
+in a row is executed. This module does not read the machine: nodes evaluate the rows in `fabric.issues`, and
+``imgkit check`` evaluates them with the versions in a base image.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from imgkit_entrypoints.rules import EnvName, EnvValue, Fault, Line, Rule, Text,
 
 TABLE = Path(__file__).with_name("known_issues.json")
 VARIABLE = "IMGKIT_KNOWN_ISSUES"
-"""Variable with the path of a JSON file that has further rows."""
+"""Variable with the path of a JSON file that contains further rows."""
 FACTS: Mapping[str, str] = {
     "arch": "architecture",
     "aws_ofi_nccl": "aws-ofi-nccl version",
@@ -46,46 +46,51 @@ FACTS: Mapping[str, str] = {
     "torch": "torch version",
     "ucx": "UCX version",
 }
-"""The facts that a condition may name, each with its name in messages."""
+"""The facts that a condition may contain, each with its name in messages."""
 
-# "nccl < 2.29.3", "$NCCL_PROTO is set", "driver < {cuda_driver}"
+# Examples are "nccl < 2.29.3", "$NCCL_PROTO is set", "driver < {cuda_driver}"
 _CONDITION = re.compile(r"(\$?[A-Za-z_][A-Za-z0-9_]*) (<|>=|==|!=|in|contains|matches|allows|is) (\S.*)")
 _VERSION = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9})*")
 _HINT = "for example: nccl < 2.29.3, arch in aarch64, x86_64, or $NCCL_PROTO is set"
 _VARIABLE_STATES, _FACT_STATES = ("set", "unset", "requested"), ("unknown",)
-"""The states that ``is`` can test."""
+"""The states of a variable, and of a fact, that the operator ``is`` can test."""
 
 
 class Comparison(NamedTuple):
-    """One comparison of a condition: ``driver < {cuda_driver}``."""
+    """One comparison of a condition, such as ``driver < {cuda_driver}``."""
 
     name: str
     """The name of a fact, or ``$VARIABLE``."""
     operator: str
     operand: str
-    """A value, or ``{fact}`` for the value of another fact."""
+    """A value, or ``{fact}`` to compare with the value of another fact."""
 
     @property
     def is_of_variable(self) -> bool:
-        """Return whether the comparison reads a variable, and not a fact."""
+        """Return whether the left side of the comparison is a variable, and not a fact."""
         return self.name.startswith("$")
 
     @property
     def names(self) -> list[str]:
-        """Return what the comparison reads. Both sides may name a fact: ``driver < {cuda_driver}``."""
+        """Return the facts and variables that the comparison reads.
+
+        Both sides may be facts, as in ``driver < {cuda_driver}``.
+        """
         names = [self.name]
         if self.operand.startswith("{"):
             names.append(self.operand.strip("{}"))
         return names
 
 
-@functools.cache  # a start checks each condition as it reads the row, and then evaluates it
+@functools.cache  # each condition is parsed twice: when its row is read, and when it is evaluated
 def parse_condition(condition: str) -> tuple[Comparison, ...]:
-    """Return the comparisons of a condition, which ``or`` joins: ``arch is unknown or nccl < 2.29`` has two.
+    """Return the comparisons of a condition, which are separated by ``or``.
+
+    For example, ``arch is unknown or nccl < 2.29`` has two comparisons.
 
     Raises
     ------
-    ValueError : the text is not a condition, or names a fact that does not exist.
+    ValueError : the text is not a condition, or contains a fact that does not exist.
     """
     comparisons = []
     for text in condition.split(" or "):
@@ -102,8 +107,9 @@ def parse_condition(condition: str) -> tuple[Comparison, ...]:
 
 
 def _check_operand(comparison: Comparison) -> None:
-    """Raise ValueError if the operator of a comparison cannot have its operand, as in ``nccl < new``."""
+    """Raise ValueError if the operator of a comparison does not accept its operand, as in ``nccl < new``."""
     operand = comparison.operand
+    # A variable can be "set", "unset" or "requested". A fact can only be "unknown".
     states = _VARIABLE_STATES if comparison.is_of_variable else _FACT_STATES
     if comparison.operator == "is" and operand not in states:
         raise ValueError(f"{operand!r} is none of {', '.join(states)}")
@@ -122,7 +128,7 @@ def _check_pattern(pattern: str) -> None:
 
 
 def _check_condition(text: str) -> Iterator[Fault]:
-    """Check a condition of a row, as a rule of rules.py."""
+    """Yield the fault of a condition, or nothing if it is valid. This is a check for a `Rule`."""
     try:
         parse_condition(text)
     except ValueError as error:
@@ -164,18 +170,21 @@ class KnownIssue:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """The value of a fact or a variable. The text of an unknown fact or an unset variable is empty."""
+    """The value of a fact or a variable.
+
+    The text is empty if the fact is unknown or the variable is not set.
+    """
 
     text: str
     evidence: str = ""
-    """The value with its source, for messages."""
+    """The value and its source, for messages."""
     is_requested: bool | None = False
     """True for a variable that the user, an nccl.conf file or the recipe sets, and not only the image.
 
-    None means that this is unknown.
+    None means that the source is unknown.
     """
     is_known: bool = True
-    """False for a variable whose value only a node can show."""
+    """False for a variable whose value is only known on a node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +198,7 @@ class IssueResult:
 
     @property
     def message(self) -> str:
-        """Return the message of the issue, with the evidence, the id and the source in parentheses."""
+        """Return the message of the issue, followed by the evidence, the id and the source in parentheses."""
         parts = (self.reason, f"known issue {self.issue.id}", self.issue.source)
         return f"{self.issue.message} ({'; '.join(filter(None, parts))})"
 
@@ -199,17 +208,18 @@ Lookup = Callable[[str], Value]
 
 
 def evaluate_issue(issue: KnownIssue, lookup: Lookup) -> IssueResult:
-    """Compare the conditions of an issue with the values of a machine.
+    """Compare the conditions of an issue with the values of a machine, which `lookup` returns.
 
-    The issue matches if every condition is met. It does not match if any condition is not met, even if other
-    conditions are unknown because a fact is missing. Otherwise the result is "unknown".
+    The issue matches if all conditions are met. It does not match if any condition is not met, even if other
+    conditions are unknown because a fact is missing. Otherwise, the result is "unknown".
     """
+    # These dicts are ordered sets: each text appears once in the message.
     evidence: dict[str, None] = {}
     unknown: dict[str, None] = {}
     for condition in issue.when:
         comparisons = parse_condition(condition)
         states = [_is_true(comparison, lookup) for comparison in comparisons]
-        if True in states:  # "or" joins the comparisons, so one that is true is enough
+        if True in states:  # the comparisons are alternatives, so a single true one is enough
             comparison = comparisons[states.index(True)]
             evidence.update(dict.fromkeys(lookup(name).evidence for name in comparison.names))
         elif None in states:
@@ -223,9 +233,9 @@ def evaluate_issue(issue: KnownIssue, lookup: Lookup) -> IssueResult:
 
 
 def _unknown_names(comparison: Comparison, lookup: Lookup) -> list[str]:
-    """Return the names of the unknown facts of a comparison, as messages call them.
+    """Return the names of the unknown facts in a comparison, as messages show them.
 
-    Of ``driver < {cuda_driver}`` with a known driver, only ``first driver for this CUDA`` is returned.
+    For ``driver < {cuda_driver}`` with a known driver, only ``first driver for this CUDA`` is returned.
     """
     names = comparison.names
     unknown = [name for name in names if not _parse_version(lookup(name).text)] or names
@@ -233,7 +243,7 @@ def _unknown_names(comparison: Comparison, lookup: Lookup) -> list[str]:
 
 
 def _is_true(comparison: Comparison, lookup: Lookup) -> bool | None:
-    """Return whether a comparison, such as ``nccl < 2.29.3``, is true, or None if a value is unknown."""
+    """Return whether a comparison, such as ``nccl < 2.29.3``, is true. Return None if a value is unknown."""
     value, operand = lookup(comparison.name), comparison.operand
     if not value.is_known:
         return None
@@ -255,29 +265,29 @@ def _is_true(comparison: Comparison, lookup: Lookup) -> bool | None:
     version, limit = _parse_version(value.text), _parse_version(operand)
     if version and limit:
         return version < limit if comparison.operator == "<" else version >= limit
-    # A variable's value is always known. If it is no version, the comparison is false.
+    # The value of a variable is known here. If it is not a version, the comparison is false.
     return False if comparison.is_of_variable else None
 
 
 def _parse_version(text: str) -> tuple[int, ...]:
-    """Return the numbers at the beginning of a version for comparisons: ``2.20.5+cuda12 -> (2, 20, 5)``.
+    """Return the numbers of a version for comparisons, such as (2, 20, 5) for ``2.20.5+cuda12``.
 
-    The tuple is empty if the text does not begin with a number.
+    The result is empty if the text does not begin with a number.
     """
     match = _VERSION.match(text)
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def _is_in(value: str, operand: str) -> bool:
-    """Return whether `value` is one of the choices in `operand`: ``arm64, aarch64``."""
+    """Return whether `value` is one of the choices in `operand`, which are separated by commas."""
     return value in [choice.strip() for choice in operand.split(",")]
 
 
 def _list_allows(value: str, item: str) -> bool:
     """Return whether a list of NCCL, such as the value of NCCL_PROTO, allows `item` for all functions.
 
-    The format is ``[^]item,...;function:...``. ``LL,Simple`` allows these two, and ``^LL128`` every item but
-    LL128. What follows a semicolon is for single functions, and does not count here.
+    The format is ``[^]item,...;function:...``. ``LL,Simple`` allows only these two items, and ``^LL128``
+    allows every item except LL128. The text after a semicolon is about single functions, and is ignored here.
     """
     names, _, _ = value.partition(";")
     items = [name.strip() for name in names.removeprefix("^").split(",") if name.strip()]
@@ -298,10 +308,10 @@ _OPERATORS: Mapping[str, Callable[[str, str], bool]] = {
 
 
 def load_issues(of_system: Iterable[KnownIssue], env: Mapping[str, str]) -> tuple[KnownIssue, ...]:
-    """Return the rows that imgkit ships, the rows of a system, and the rows of the site's file (`VARIABLE`).
+    """Return all rows that apply: those that imgkit ships, those of a system, and those in the site's file.
 
-    If several rows have the same id, the last one replaces the others. Rows with the effect ``ignore`` are
-    removed.
+    The variable `VARIABLE` contains the path of the site's file. If several rows have the same id, the last
+    one replaces the others. Rows with the effect ``ignore`` are removed.
 
     Raises
     ------
@@ -317,7 +327,7 @@ def load_issues(of_system: Iterable[KnownIssue], env: Mapping[str, str]) -> tupl
 
 
 def read_issues(path: Path) -> tuple[KnownIssue, ...]:
-    """Return the rows of a JSON file.
+    """Return the rows in a JSON file.
 
     Raises
     ------
@@ -326,9 +336,9 @@ def read_issues(path: Path) -> tuple[KnownIssue, ...]:
     hint = "write a list of rows as known_issues.json has them, each with id, message, when and effect"
     try:
         rows = json_text.build_value(tuple[KnownIssue, ...], json_text.load(path), "rows", closed=True)
-        for number, issue in enumerate(rows):
+        for index, issue in enumerate(rows):
             for key, (what, fix) in issue.faults():
-                raise ValueError(f"rows[{number}].{key}: {what}; {fix}")
+                raise ValueError(f"rows[{index}].{key}: {what}; {fix}")
     except (OSError, ValueError) as error:
         raise UsageError(f"known issues cannot be read: {error}", where=str(path), hint=hint) from error
     return tuple(rows)

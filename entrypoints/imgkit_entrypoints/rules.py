@@ -1,8 +1,8 @@
-"""Rules for the values of fields, which stand in the metadata of `Annotated`.
+"""Rules for the values of fields. They are in the metadata of `Annotated` types.
 
-On the host, pydantic applies the rules to what a person wrote. `json_text.build_value` applies them to all
-JSON. pydantic is not imported here, because the image half has only the standard library. That works because
-the schemas of pydantic are plain dictionaries.
+On the host, pydantic applies the rules to what a person has written. `json_text.build_value` applies them to
+all JSON. The half of imgkit in the image has only the standard library, so pydantic is not imported here.
+That is possible because the schemas of pydantic are plain dictionaries.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 Fault = tuple[str, str]
-"""What is wrong with a value, and what to write instead: ``("is empty", "remove it")``."""
+"""What is wrong with a value, and what to write instead, such as ``("is empty", "remove it")``."""
 Check = Callable[[Any], Iterator[Fault]]
-"""A function that yields the faults of a value, and nothing for a value that is right."""
+"""A function that yields the faults of a value. For a valid value, it yields nothing."""
 
 _INVISIBLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
-"""Categories of Unicode: control, format, surrogate, line separator and paragraph separator."""
+"""Unicode categories of invisible characters: control, format, surrogate, line and paragraph separator."""
 # An absolute path without characters that a shell or a Dockerfile would interpret.
 IMAGE_PATH = re.compile(r"/[^\s$\"'\\`*?\[\]]*")
 SITE_VARIABLE = re.compile(r"\$(?:\{(?P<braced>[A-Za-z_][A-Za-z0-9_]*)\}|(?P<plain>[A-Za-z_][A-Za-z0-9_]*))")
-"""``$NAME`` or ``${NAME}``. Environment modules of the site set such variables on the node: EBROOTNCCL."""
+"""A variable of the site, as ``$NAME`` or ``${NAME}``. Modules on the node set such variables: EBROOTNCCL."""
 
 
 class Unfit(ValueError):
@@ -38,20 +38,21 @@ class Unfit(ValueError):
 class Rule:
     """A rule that values of the annotated type must meet.
 
-    The methods with underscores are those that pydantic calls for the metadata of a type.
+    pydantic calls the methods with underscores if it finds the rule in the metadata of a type.
     """
 
-    # No field is in the repr, which the documentation of a type shows.
+    # The documentation of a type shows the repr of its rules, so it contains no fields.
     check: Check = field(repr=False)
     """Yields what is wrong with a value."""
     core: Mapping[str, Any] | None = field(default=None, repr=False)
     """pydantic's schema for the value before the check. None for the schema of the annotated type."""
     convert: Callable[[Any], Any] = field(default=lambda value: value, repr=False)
-    """Makes the field's value from a value that passed the check."""
+    """Returns the final value of the field, given a value that has passed the check."""
     schema: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Keys that are added to the JSON Schema of the type, such as ``minimum``."""
 
-    # "no-info" and "function-after": pydantic calls `apply` with the value alone, after the type was checked.
+    # With these names, pydantic calls `apply` after it has checked the type ("function-after"), and passes it
+    # only the value ("no-info").
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> dict[str, Any]:
         inner = handler(source) if self.core is None else dict(self.core)
         validator = {"type": "no-info", "function": self.apply}
@@ -61,7 +62,7 @@ class Rule:
         return {**handler(core), **self.schema}
 
     def apply(self, value: Any) -> Any:
-        """Check a value, and return it as the field has it.
+        """Check a value, and return it in its final form.
 
         Raises
         ------
@@ -76,7 +77,8 @@ def printable_text(text: str, *, several_lines: bool = False) -> Iterator[Fault]
     """Refuse line breaks, control characters and invisible characters. Yield the first fault.
 
     A value becomes a line of a Dockerfile or a job script, so a line break would begin another command.
-    Invisible characters, such as marks of the direction of writing, can make a text look like another one.
+    Invisible characters, such as marks for the direction of writing, can make a text look like a different
+    one.
 
     Parameters
     ----------
@@ -84,7 +86,8 @@ def printable_text(text: str, *, several_lines: bool = False) -> Iterator[Fault]
     """
     if text.isprintable():
         return
-    # Spaces such as U+00A0 are not printable either, but their category is none of `_INVISIBLE`.
+    # isprintable also refuses spaces such as U+00A0, but their category is not in `_INVISIBLE`, so they are
+    # allowed.
     allowed = "\t\n" if several_lines else "\t"
     for character in text:
         category = unicodedata.category(character)
@@ -100,11 +103,11 @@ def printable_text(text: str, *, several_lines: bool = False) -> Iterator[Fault]
         else:
             kind = "control" if category == "Cc" else "invisible"
             yield f"contains the {kind} character U+{ord(character):04X}", "delete it"
-        return  # the first such character is enough
+        return  # one fault is enough
 
 
 def pattern_rule(pattern: str, fault: str, hint: str) -> Rule:
-    """Return the rule that the whole text matches `pattern`, a regular expression over ASCII.
+    """Return a rule that the whole text must match `pattern`, a regular expression for ASCII.
 
     Parameters
     ----------
@@ -120,7 +123,7 @@ def pattern_rule(pattern: str, fault: str, hint: str) -> Rule:
 
 
 def at_least(least: int) -> Rule:
-    """Return the rule that an integer is at least `least`. YAML's booleans do not count as integers."""
+    """Return a rule that an integer must be at least `least`. YAML's booleans are not integers here."""
 
     def check(value: int) -> Iterator[Fault]:
         if value < least:
@@ -130,21 +133,21 @@ def at_least(least: int) -> Rule:
 
 
 def not_empty(text: str) -> Iterator[Fault]:
-    """Refuse a text that is empty or has only white space."""
+    """Refuse a text that is empty or contains only white space."""
     if not text.strip():
         yield "is empty", "remove it"
 
 
 def single_word(text: str) -> Iterator[Fault]:
-    """Accept a text without white space, such as the name of a program, module or host."""
+    """Accept only a text without white space, such as the name of a program, module or host."""
     if not text or re.search(r"\s", text):
         yield f"{text!r} is not one word", "write it without blanks"
 
 
 def env_value(text: str) -> Iterator[Fault]:
-    """Refuse a value with a command in it, such as ``$(nproc)``.
+    """Refuse a value that contains a command, such as ``$(nproc)``.
 
-    No shell reads the value, so the variable would hold the text ``$(nproc)`` itself.
+    No shell reads the value. So the variable would contain the text ``$(nproc)`` and not its result.
     """
     substitution = re.search(r"\$\(\(|\$\(|`[^`]*`", text)
     if substitution:
@@ -165,7 +168,7 @@ def site_value(text: str) -> Iterator[Fault]:
 
 
 def site_variables(*texts: str) -> tuple[str, ...]:
-    """Return the names of the variables in `texts`, each once: ``"$A/lib", "${B}" -> A, B``."""
+    """Return the names of the variables in `texts` without duplicates: A and B for ``"$A/lib", "${B}"``."""
     matches = (match for text in texts for match in SITE_VARIABLE.finditer(text))
     return tuple(dict.fromkeys(match["braced"] or match["plain"] for match in matches))
 
@@ -175,7 +178,7 @@ def expand_variables(text: str, env: Mapping[str, str]) -> str:
 
     Raises
     ------
-    KeyError : a variable is not set, or empty. The argument is its name.
+    KeyError : a variable is not set or empty. The argument of the error is its name.
     """
     for name in site_variables(text):
         if not env.get(name):
@@ -184,8 +187,8 @@ def expand_variables(text: str, env: Mapping[str, str]) -> str:
 
 
 def bind_mount(text: str) -> Iterator[Fault]:
-    """Accept a mount ``SRC[:DEST[:ro]]``, whose folders may begin with a variable of the site."""
-    # The "/x" stands for the absolute path that a variable holds.
+    """Accept only a mount ``SRC[:DEST[:ro]]``. Its folders may begin with a variable of the site."""
+    # A variable contains an absolute path, for which "/x" stands.
     parts = SITE_VARIABLE.sub("/x", text).split(":")
     if len(parts) > 3 or not all(part.startswith("/") for part in parts[:2]) or "," in text:
         yield f"{text!r} is not a bind", "write /SRC, /SRC:/DEST or /SRC:/DEST:ro"
@@ -194,9 +197,9 @@ def bind_mount(text: str) -> Iterator[Fault]:
 
 
 def host_folder(text: str) -> Iterator[Fault]:
-    """Accept an absolute path on the nodes, which may begin with a variable of the site.
+    """Accept only an absolute path on the nodes. It may begin with a variable of the site.
 
-    It goes into a bind and into LD_LIBRARY_PATH, where colons and commas separate folders.
+    Colons and commas are refused, because they separate folders in a bind and in LD_LIBRARY_PATH.
     """
     if not IMAGE_PATH.fullmatch(SITE_VARIABLE.sub("/x", text)) or re.search("[:,]", text):
         hint = "write an absolute path without blanks, quotes and : , or begin it with $NAME of a module"
@@ -204,14 +207,14 @@ def host_folder(text: str) -> Iterator[Fault]:
 
 
 def srun_option(text: str) -> Iterator[Fault]:
-    """Refuse an option of srun that changes its nodes or tasks, or what happens when a task fails."""
+    """Refuse an option of srun that changes the nodes or tasks, or what happens when a task fails."""
     if re.match(r"--(?:nodes|ntasks|ntasks-per-node|kill-on-bad-exit|wait|no-kill)\b|-[nNKkW]", text):
         yield f"imgkit decides {text.partition('=')[0]} itself", "remove it; --nodes of a job sets its nodes"
 
 
 LINE = Rule(printable_text, core={"type": "str"})
-"""The first rule of every text. An optional text is left out and not null."""
-# Types of fields: a type below has the rules of the types that it is made of, and its own.
+"""The first rule of every text. It does not accept null: an optional text that is not set is left out."""
+# Types of fields. Each type has its own rule, and the rules of the type from which it is made.
 Line = Annotated[str, LINE]
 Text = Annotated[Line, Rule(not_empty)]
 Word = Annotated[Line, Rule(single_word)]
@@ -227,4 +230,4 @@ SiteValue = Annotated[EnvValue, Rule(site_value)]
 # "HH:MM", "HH:MM:SS" or "D-HH:MM:SS"
 _TIME = r"(?:(?:\d+-)?\d{1,3}:\d{2}(?::\d{2})?)?"
 Walltime = Annotated[Line, pattern_rule(_TIME, "is not a duration", 'write "HH:MM:SS"')]
-"""A duration as schedulers read it, such as ``12:00:00``. An empty text means that it is not set."""
+"""A duration in the format of schedulers, such as ``12:00:00``. An empty text means "not set"."""

@@ -1,7 +1,7 @@
 """Recognize secrets by the names of variables and options, by the formats of tokens, and by file names.
 
-No other module has such a list. Names that programs of machine learning use for other things, such as
-``--pad-token``, do not count.
+No other module has such lists. Names that programs for machine learning use for other things, such as
+``--pad-token``, are not recognized as secrets.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _STRONG = re.compile(
     r"TOKEN(?!IZER|S(?:$|_))|SECRET|PASSW(?:OR)?D|PASSPHRASE|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL|"
     r"(?:^|_)(?:PWD|JWT|COOKIE)$|(?<!BY)(?<!COM)(?<!SUR)PASS$"
 )
-"""Names of variables in capital letters that mean a secret: ``HF_TOKEN``, ``DB_PASSWORD``, ``SSH_PASS``.
+"""Names of variables, in capital letters, that contain secrets: ``HF_TOKEN``, ``DB_PASSWORD``, ``SSH_PASS``.
 
 Names such as ``TOKENIZER``, ``BYPASS`` and ``COMPASS`` do not match.
 """
@@ -22,23 +22,23 @@ _STRONG_OPTION = re.compile(
     r"(?:SECRET|PASSW(?:OR)?D|PASSPHRASE|(?:API|ACCESS|SECRET|PRIVATE)_?KEY|CREDENTIALS?)$|"
     r"(?:^|_)(?:PWD|JWT|COOKIE)$|^(?:PASS|(?:API|ACCESS|AUTH|BEARER|HF|HUB|GITHUB|GITLAB|WANDB|LOGIN|MY)?_?TOKEN)$"
 )
-"""Names of options, and of settings in small letters, that mean a secret: ``--hf-token``, ``api_key``.
+"""Names of options, and of settings in lower case, that contain secrets: ``--hf-token``, ``api_key``.
 
-The last words of the name decide, because many other options only begin with such a word
-(``--token-dropout``) or have another meaning (``--pad-token``).
+Only the end of a name is compared, because many other options begin with such a word (``--token-dropout``).
+Names with another meaning (``--pad-token``) do not match either.
 """
 _WEAK = re.compile(r"(?:^|_)(?:KEY|AUTH|PAT|PASS|TOKEN)$")
-"""Names that mean a secret only if the value looks random: ``IMAGE_KEY=pixel_values`` is none."""
+"""Names that contain a secret only if the value looks random, unlike in ``IMAGE_KEY=pixel_values``."""
 _LOCATION = re.compile(r"_(?:FILE|PATH|DIR|FOLDER|NAME)$")
-"""Ends of names that say where a secret is: ``PASSWORD_FILE``."""
+"""Ends of names whose value is the place of a secret, such as ``PASSWORD_FILE``."""
 _SWITCH = re.compile(r"--?(?:no|require|use|ask|show|hide|prompt)[-_]")
-"""Beginnings of options that usually take no value: the argument after ``--use-token`` is not its value."""
+"""Beginnings of options that usually have no value, such as ``--use-token``."""
 # At least 16 characters without white space, with a digit and a letter.
 _RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])\S{16,}")
 _HARMLESS = re.compile(r"|/.*|\$.*|<.*|\[.*\]|\*+|[\d.]+|true|false|yes|no|on|off|none|null", re.IGNORECASE)
 """Values that are no secrets: nothing, ``/path``, ``$NAME``, ``<pad>``, ``[PAD]``, ``***``, ``1.5``, yes."""
 
-# What messages call the kind of secret, and its pattern.
+# Patterns of secrets by the name of their kind in messages.
 _VALUES = {
     "a GitHub token": r"\bgh[pousr]_[A-Za-z0-9]{36,}|\bgithub_pat_\w{40,}",
     "a GitLab token": r"\bgl(?:pat|dt|rt|cbt)-[\w-]{20,}",
@@ -53,9 +53,10 @@ _VALUES = {
     "an AWS access key": r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
     "a Slack token": r"\bxox[abeoprs]-[\w-]{10,}",
     "a JSON web token": r"\beyJ[\w-]{10,2000}\.eyJ[\w-]{10,2000}\.[\w-]+",
-    # The header alone is enough. If the end of the key follows, all of it is masked.
+    # The header is enough to recognize a key. If the end of the key follows, the whole key is masked.
     "a private key": r"(?s)-----BEGIN [A-Z ]*PRIVATE KEY[A-Z ]*-----(?:.{0,20000}?-----END [A-Z ]*-----)?",
-    # From here on the position decides. A value that begins with $ is a variable, and so no secret.
+    # The following secrets are recognized by their position. A value that begins with $ is a variable and not
+    # a secret.
     "a URL with a password": r"(?i)\b[a-z][a-z0-9+.-]{0,20}://([^\s/:@]*:(?!\$)[^\s/]+)@",
     "a URL with a token": r"(?i)\bhttps?://([^\s/:$@]{16,})@",
     "an authorization header": r"(?i)\bauthorization\s*[:=]\s*[\"']?(?:bearer|basic|token)\s+"
@@ -67,20 +68,21 @@ _VALUES = {
 }
 """Formats of tokens as their issuers publish them, and places of passwords in URLs, headers and commands.
 
-The group of a pattern is the part that is secret; without a group it is the whole match. Repetitions have an
-upper bound wherever a long text from somebody else could otherwise cost quadratic time.
+The group of a pattern is the secret part. If there is no group, the whole match is secret. Repetitions have
+an upper bound wherever a long text could otherwise cost quadratic time.
 """
 _PATTERNS = {kind: re.compile(pattern) for kind, pattern in _VALUES.items()}
 _ASSIGNED = re.compile(
     r"""\b([A-Za-z_]\w{0,200})["']?(\s{0,20}[:=]\s{0,20})"""
     r"""(?=(?:"([^"\n]{0,200})|'([^'\n]{0,200})|([^\s"',;&|(){}\[\]]{1,200})))"""
 )
-"""A name, a separator, and a value in double, in single or in no quotes: ``TOKEN=x``, ``"token": "x"``.
+"""A name, a separator, and a value in double, single or no quotes: ``TOKEN=x``, ``"token": "x"``.
 
-The value is in a lookahead, so that the next match may begin in it: ``run: TOKEN=x`` has two names.
+The value is matched by a lookahead, so that the next match may begin inside it: ``run: TOKEN=x`` has two
+names.
 """
 _ENDS = {3: '"\n', 4: "'\n", 5: " \t\r\n\"',;&|(){}[]"}
-"""Characters that end a value, by the group of `_ASSIGNED` that matched it."""
+"""Characters that end a value, by the group of `_ASSIGNED` that has matched the value."""
 
 _FILES = (
     *(".env", ".env.*", ".netrc", "_netrc", ".git-credentials", ".pypirc", ".npmrc", ".pgpass", ".my.cnf"),
@@ -89,12 +91,12 @@ _FILES = (
     *("*.pem", "*.key", "*.ppk", "*.p12", "*.pfx", "*.jks", "*.keystore"),
     *(".ssh/", ".gnupg/", ".aws/", ".azure/", ".kube/", ".oci/"),
 )
-"""Names of files, and of folders with a slash, that usually hold secrets. All are in lower case."""
+"""Names of files, and names of folders with a slash, that usually contain secrets, in lower case."""
 _BELOW = (
     *("/.docker/config.json", "/.config/gcloud/", "/.config/gh/", "/.config/imgkit/"),
     *("/.cache/huggingface/token", "/.cache/huggingface/stored_tokens"),
 )
-"""Files and folders that hold secrets only below a certain folder: ``config.json`` of ``.docker``."""
+"""Files and folders that contain secrets only in a certain folder, such as ``config.json`` in ``.docker``."""
 # Files such as .env.example, which show the names of variables and are meant to be published.
 _TEMPLATES = re.compile(r"\.env\.(?:example|sample|template|dist|defaults?)")
 _PRIVATE = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY|PuTTY-User-Key-File")
@@ -103,8 +105,9 @@ _PRIVATE = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY|PuTTY-User-Key-File")
 def is_secret(name: str, value: str) -> bool:
     """Return whether a variable or an option with this name and value is probably a secret.
 
-    Names in capital letters are taken for variables, and others for options or settings. ``HF_TOKEN`` with
-    the value ``hf_x`` is a secret, and ``PASSWORD_FILE`` or a value such as ``$TOKEN`` is none.
+    A name in capital letters is treated as a variable, and any other name as an option or a setting. For
+    example, ``HF_TOKEN`` with the value ``hf_x`` is a secret. ``PASSWORD_FILE`` is not a secret, and neither
+    is a value such as ``$TOKEN``.
     """
     # "--hf-token" -> "HF_TOKEN"
     variable_name = re.sub(r"[-.]", "_", name.lstrip("-")).upper()
@@ -117,13 +120,14 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def find_secret(text: str) -> str:
-    """Return which kind of secret a text has, such as ``a GitHub token``, or an empty text if it has none."""
+    """Return which kind of secret a text contains, such as ``a GitHub token``, or "" if it contains none."""
     for kind, pattern in _PATTERNS.items():
         if pattern.search(text):
             return kind
     for match in _ASSIGNED.finditer(text):
         name, separator, *values = match.groups(default="")
-        # Of the forms "NAME: VALUE", only JSON's with quotes around the name counts here.
+        # "NAME: VALUE" occurs in many texts. So a colon is only accepted in JSON, with quotes around the
+        # name.
         is_json = separator.strip() == ":" and text[match.end(1)] in "\"'"
         if separator != "=" and not is_json:
             continue
@@ -133,9 +137,9 @@ def find_secret(text: str) -> str:
 
 
 def find_secret_argument(arguments: Sequence[str]) -> str:
-    """Return a description of the first secret in the arguments of a command, or an empty text.
+    """Return a description of the first secret in the arguments of a command, or "" if there is none.
 
-    The description does not have the value: ``a GitHub token in argument 3``.
+    The description does not contain the secret. An example is ``a GitHub token in argument 3``.
     """
     for number, argument in enumerate(arguments, start=1):
         kind = find_secret(argument)
@@ -154,7 +158,10 @@ def find_secret_argument(arguments: Sequence[str]) -> str:
 
 
 def is_secret_file(path: str) -> bool:
-    """Return whether a file of this name usually holds secrets. A path of a folder ends with a slash."""
+    """Return whether a file or folder with this name usually contains secrets.
+
+    The path of a folder must end with a slash.
+    """
     lower = f"/{path.lower()}"
     name_start = lower.rstrip("/").rindex("/") + 1
     name = lower[name_start:]
@@ -164,26 +171,26 @@ def is_secret_file(path: str) -> bool:
 
 
 def is_private_key(start: bytes) -> bool:
-    """Return whether the first bytes of a file have the header of a private key (PEM or PuTTY)."""
+    """Return whether the first bytes of a file contain the header of a private key (PEM or PuTTY)."""
     return bool(_PRIVATE.search(start))
 
 
 def mask_secrets(text: str) -> str:
     """Return `text` with a star in place of each character of a secret.
 
-    The length stays the same, so that positions in messages stay right.
+    The length stays the same, so that positions in messages remain correct.
     """
     for pattern in _PATTERNS.values():
         text = pattern.sub(_mask_match, text)
     characters = list(text)
-    # The end of the last masked value. A match that begins before it lies within that value.
+    # The position at which the last masked value ends. A match that begins before it is inside of that value.
     masked_end = 0
     for match in _ASSIGNED.finditer(text):
-        # The group of the value: 3 in double quotes, 4 in single quotes, 5 without quotes.
+        # The group that contains the value: 3 in double quotes, 4 in single quotes, 5 without quotes.
         group = next(number for number in _ENDS if match[number] is not None)
         position = match.start(group)
         if position >= masked_end and is_secret(match[1], match[group]):
-            # The pattern stops after 200 characters, and the value may be longer.
+            # The pattern matches at most 200 characters, but the value may be longer.
             while position < len(text) and text[position] not in _ENDS[group]:
                 characters[position] = "*"
                 position += 1
@@ -192,9 +199,12 @@ def mask_secrets(text: str) -> str:
 
 
 def _mask_match(match: re.Match[str]) -> str:
-    """Return the text of a match with stars for its group, or for all of it if the pattern has no group."""
+    """Return the text of a match with stars in place of its group.
+
+    If the pattern has no group, the whole match is replaced.
+    """
     group = 1 if match.re.groups else 0
     before = match.string[match.start() : match.start(group)]
     after = match.string[match.end(group) : match.end()]
-    # Line ends stay, so that positions in a text of several lines stay too.
+    # Line ends are kept, so that positions in a text of several lines remain correct.
     return before + re.sub(r"[^\n]", "*", match[group]) + after

@@ -1,8 +1,8 @@
-"""The system facts, which are the part of a recipe that every image has in ``/opt/imgkit/system.json``.
+"""The system facts, which are the part of a recipe that every image contains in ``/opt/imgkit/system.json``.
 
-Both halves of imgkit read them into these dataclasses and apply the rules in the annotations. The image half
-does so with the standard library alone (json_text.py). The host half uses pydantic for what a person wrote,
-with the docstrings of the fields as descriptions.
+Both halves of imgkit read the facts into these dataclasses, and apply the rules in the annotations. The half
+in the image only uses the standard library for that (json_text.py). The half on the host uses pydantic for
+what a person has written, with the docstrings of the fields as descriptions.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ PARTITION = "SLURM_JOB_PARTITION"
 """Variable with the name of the partition in which a job runs."""
 SYSTEM_JSON = Path("/opt/imgkit/system.json")
 JOB_FOLDER = "IMGKIT_JOB_DIR"
-"""Variable with the job's folder. It is unset if that is the current folder of the container."""
+"""Variable with the job's folder. It is not set if that is the current folder of the container."""
 WORKSPACE = "workspace"
-"""Folder of the run folder with the run's copy of its code. Containers mount it in their root folder."""
+"""Folder in the run folder with the run's copy of the code. It is mounted in the container's root folder."""
 
 HOST = "/run/imgkit/host"
-"""Folder in the container where folders of the host are bound: the host's /usr is /run/imgkit/host/usr."""
+"""Folder in the container below which folders of the host are bound. /usr becomes /run/imgkit/host/usr."""
 HOST_FOLDERS = ("/usr", "/opt")
-"""Folders of the host that are always bound below `HOST`. Every host has them."""
+"""Folders of the host that are always bound below `HOST`. They exist on every host."""
 HOST_LIBS = "IMGKIT_HOST_LIBS"
 """Variable that replaces the recipe's ``fabric.host_libs``: ``none``, ``auto``, or ``auto:FOLDER:FOLDER``.
 
-The folders are searched first; they are paths of the host.
+The folders are paths on the host, and are searched first.
 """
 CUDA_COMPAT = "IMGKIT_CUDA_COMPAT"
 """Variable that replaces the recipe's ``runtime.cuda_compat``. Its value is a `CompatRule`."""
 
-# Values of the recipe's settings. The docstring of each field below says what they mean.
+# Allowed values of the recipe's settings. The docstrings of the fields below explain them.
 RuntimeKind = Literal["singularity", "docker", "pyxis", "kubernetes"]
 CompressionChoice = Literal["auto", "zstd", "gzip"]
 FabricKind = Literal["infiniband", "roce", "slingshot", "tcp"]
@@ -267,22 +267,23 @@ class SystemFacts:
     """Faults of versions and settings that nodes and ``imgkit check`` look for, besides imgkit's own rows."""
 
     def in_partition(self, partition: str) -> SystemFacts:
-        """Return these facts with the values of `partition` in `node`, and its options in `queue`.
+        """Return these facts for jobs in `partition`, with its values in `node` and its options in `queue`.
 
-        For a partition that the recipe does not list, `node` and `queue` stay as they are.
+        If the recipe does not list the partition, `node` and `queue` stay unchanged.
         """
-        listed = self.partitions.get(partition, Partition())  # without values if the recipe does not list it
+        listed = self.partitions.get(partition, Partition())  # the default has no values
         changes = {}
         for name, value in dataclasses.asdict(listed).items():
             is_set = value not in (None, "")
-            if is_set and name not in ("interfaces", "options"):  # these two are not fields of `node`
+            if is_set and name not in ("interfaces", "options"):  # `node` does not have these two fields
                 changes[name] = value
-        # If a partition sets a default memory, the node's default memory for each GPU must not win over it.
+        # A default memory of the partition replaces both defaults of `node`, including the one for each GPU.
         if "default_memory_GB" in changes:
             changes.setdefault("memory_per_gpu_GB", None)
         options = (*self.queue.options, *listed.options)
         if listed.gpus == 0 and self.node.gpus:
-            # The options of `queue` are for nodes with GPUs, such as a constraint that no other node meets.
+            # The options of `queue` are for nodes with GPUs. One of them may be a constraint that this
+            # partition's nodes do not meet.
             options = listed.options
         return dataclasses.replace(
             self,
@@ -293,9 +294,10 @@ class SystemFacts:
     def on_node(self, env: Mapping[str, str]) -> SystemFacts:
         """Return these facts with the values of `self.env` as they are on this node.
 
-        Variables of the site in them are replaced: ``$EBROOTNCCL/lib -> /apps/NCCL/2.20.5/lib``. The variable
-        of the job's folder (`JOB_FOLDER`) is the current folder if it is not set. A site variable may be
-        missing if the user sets the recipe's variable, since the recipe's value is then not used.
+        Variables of the site in the values are replaced: ``$EBROOTNCCL/lib`` becomes
+        ``/apps/NCCL/2.20.5/lib``. If the variable with the job's folder (`JOB_FOLDER`) is not set, the
+        current folder is used. A variable of the site may be missing if the user has set the recipe's
+        variable, because the recipe's value is not used then.
 
         Parameters
         ----------
@@ -311,7 +313,7 @@ class SystemFacts:
             try:
                 values[name] = expand_variables(value, site_env)
             except KeyError as error:
-                if name in env:  # the user's value counts, and not the recipe's
+                if name in env:  # the user's value takes precedence, and the recipe's is not used
                     continue
                 (missing,) = error.args
                 raise UsageError(
@@ -323,17 +325,17 @@ class SystemFacts:
 
 
 def to_json(facts: SystemFacts) -> str:
-    """Return the text of system.json, which is the same for the same facts."""
+    """Return the text of system.json for `facts`. The same facts always result in the same text."""
     return json.dumps({"schema": SCHEMA, **dataclasses.asdict(facts)}, indent=2, sort_keys=True) + "\n"
 
 
 def from_json(text: str) -> SystemFacts:
-    """Return the facts in the text of a system.json. Unknown keys of a later version are ignored.
+    """Return the facts in the text of a system.json. Unknown keys, from a later version, are ignored.
 
     Raises
     ------
-    ValueError : the text is not JSON, or a value has another type than its field or breaks a rule. The
-        message names the field.
+    ValueError : the text is not JSON, or a value has the wrong type or breaks a rule. The message names the
+        field.
     """
     facts: SystemFacts = json_text.build_value(SystemFacts, json_text.parse(text), "system")
     return facts

@@ -1,8 +1,8 @@
-"""Print lines so that text of files, other machines and programs cannot control the terminal.
+"""Print lines in a way that text from files, other machines and programs cannot control the terminal.
 
 No other module prints. `print_results` and `print_messages` replace each character that a terminal acts on or
-does not show by an escape such as ``\\x1b``. They do so with line breaks as well, so that no value from
-elsewhere can begin a line that looks like one of imgkit's.
+does not show with an escape such as ``\\x1b``. They also escape line breaks. So no value from elsewhere can
+begin a line that looks like one of imgkit's lines.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import sys
 from collections.abc import Callable
 from typing import IO, Any
 
-# Control sequences for colours and for moving the cursor: "\x1b[31m", "\x1b[2K"
+# Control sequences that set colours or move the cursor, such as "\x1b[31m" and "\x1b[2K".
 _SEQUENCE = re.compile(r"\x1b\[[0-9;:?]*[A-Za-z]")
-# The beginning of such a sequence at the end of a chunk. The next chunk may have the rest.
+# The beginning of such a sequence at the end of a chunk. The next chunk may contain the rest.
 _UNFINISHED = re.compile(r"\x1b(\[[0-9;:?]{0,20})?\Z")
 
 
 def escape_controls(text: str, *, keep: str = "") -> str:
-    """Return `text` with an escape for each character that is not printable, as `repr` writes it.
+    """Return `text` with an escape in place of each character that is not printable, as `repr` writes it.
 
-    These are control characters, line breaks, marks of the direction of writing, and characters without
-    width. For example a tab becomes ``\\t``. Escaping a text twice changes nothing.
+    These characters are control characters, line breaks, marks for the direction of writing, and characters
+    without width. For example, a tab becomes ``\\t``. Escaping a text twice changes nothing.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ def strip_styles(text: str) -> str:
 
 
 class OutputLost(OSError):
-    """Standard output is closed or full, so that something is missing from it."""
+    """Standard output is closed or full, so a part of the output is lost."""
 
 
 def print_results(*lines: str) -> None:
@@ -67,7 +67,7 @@ def print_messages(*lines: str) -> None:
 
 
 def print_document(text: str) -> None:
-    """Print a whole text, such as JSON or a script, to standard output.
+    """Print a complete text, such as JSON or a script, to standard output.
 
     A file or pipe gets exactly the bytes of the text. On a terminal, control characters are escaped.
 
@@ -77,11 +77,11 @@ def print_document(text: str) -> None:
     """
     if sys.stdout.isatty():
         text = escape_controls(text, keep="\n\t")
-    _print(sys.stdout.buffer, text.encode())  # the locale must not change encoding or line ends
+    _print(sys.stdout.buffer, text.encode())  # as bytes, so that the locale cannot change the encoding
 
 
 def _join_lines(lines: tuple[str, ...]) -> str:
-    """Return all lines as one text. One call writes it, so that lines of several processes do not mix."""
+    """Return all lines as one text. Because one call writes it, lines of several processes do not mix."""
     return "".join(f"{escape_controls(line)}\n" for line in lines)
 
 
@@ -99,27 +99,28 @@ def open_closed_streams() -> None:
     """Open /dev/null in place of each standard stream that is closed.
 
     Otherwise the next file or socket of this process would get the free descriptor 0, 1 or 2, and programs
-    that it starts would print into that file. It is opened for reading, so that a write still fails and the
-    loss of output is noticed.
+    that it starts would print into that file. /dev/null is opened only for reading. So a write still fails,
+    and the loss of output is noticed.
     """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)  # it gets the lowest free number
+            # The new descriptor is the lowest free number, which is the closed one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)
     sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
 
 
 def output_copier(*, to_err: bool = False) -> Callable[[bytes], None]:
-    """Return a function that copies a program's output to our own, chunk by chunk.
+    """Return a function that copies a program's output to our own output, chunk by chunk.
 
-    A file or pipe gets exactly the same bytes. On a terminal, colours are removed, a carriage return ends a
-    line, and other control characters are escaped.
+    If our output is a file or pipe, it gets exactly the same bytes. On a terminal, colours are removed, a
+    carriage return becomes a line break, and other control characters are escaped.
 
     Parameters
     ----------
-    to_err : copy to standard error instead of standard output.
+    to_err : True to copy to standard error instead of standard output.
     """
     stream = sys.stderr if to_err else sys.stdout
     decoder = io.IncrementalNewlineDecoder(
@@ -134,8 +135,8 @@ def output_copier(*, to_err: bool = False) -> Callable[[bytes], None]:
     def copy_to_terminal(chunk: bytes) -> None:
         """Print a chunk without what could control the terminal."""
         nonlocal unfinished
-        # A chunk may end within a character or within a control sequence. The decoder keeps the bytes of the
-        # first until the next chunk, and `unfinished` those of the second.
+        # A chunk may end within a character or within a control sequence. Until the next chunk, the decoder
+        # keeps the bytes of an incomplete character, and `unfinished` keeps those of an incomplete sequence.
         text = unfinished + decoder.decode(chunk)
         match = _UNFINISHED.search(text)
         unfinished = match[0] if match else ""

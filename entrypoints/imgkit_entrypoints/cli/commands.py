@@ -1,7 +1,7 @@
 """The table of all ``dist-*`` commands.
 
-In an image, the commands are sh scripts that run ``python3 -I -m imgkit_entrypoints NAME`` (`shim_text`). An
-installation by pip has them as scripts too (pyproject.toml).
+In an image, each command is a sh script that runs ``python3 -I -m imgkit_entrypoints NAME`` (`shim_text`). An
+installation with pip creates scripts for them as well (pyproject.toml).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 TORCHRUN = "imgkit_entrypoints.apps.torchrun"
 """Module that runs torchrun on a node."""
 PREFLIGHT = "imgkit_entrypoints.apps.preflight"
-"""Module that measures a node before the start."""
+"""Module that measures a node before the start of a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +23,9 @@ class Command:
     summary: str
     """The description of the command in its ``--help``."""
     app: str | None = None
-    """Module that each worker runs. None for a command without workers of its own."""
+    """Module that each worker runs. None for a command without an app of its own."""
     options: str | None = None
-    """Module whose ``OPTIONS`` are the command's own, if that is not `app`. It must not import torch."""
+    """Module that contains the command's own ``OPTIONS``, if it is not `app`. It must not import torch."""
     device: str = "auto"
     """Default of ``--device``."""
     prints_json: bool = False
@@ -38,8 +38,8 @@ class Command:
     """
 
 
-# Modules are named by text and imported only by the command that needs them, so that --dry-run never imports
-# torch (docs/adr/0007-packages.md).
+# The table contains the names of modules as text. A module is imported only by the command that needs it, so
+# that --dry-run never imports torch (docs/adr/0007-packages.md).
 COMMANDS: tuple[Command, ...] = (
     Command(
         name="dist-run",
@@ -88,7 +88,7 @@ COMMANDS: tuple[Command, ...] = (
 def shim_text(command: Command) -> str:
     """Return the text of the command's executable in an image.
 
-    With ``-I``, Python ignores a PYTHONPATH of the host, ``~/.local`` and the current folder. A ``json.py``
-    in any of them would break the node agent before its first line.
+    With ``-I``, Python ignores the host's PYTHONPATH, ``~/.local`` and the current folder. Otherwise, a file
+    ``json.py`` in any of these could break the node agent before its first line runs.
     """
     return f'#!/bin/sh\nexec python3 -I -m imgkit_entrypoints {command.name} "$@"\n'

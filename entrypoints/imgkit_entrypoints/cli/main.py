@@ -1,7 +1,7 @@
 """The entry point of every ``dist-*`` program: find the command, run it, and print its error.
 
-Most commands start workers (start.py). ``dist-env`` runs in this process, and so does ``dist-doctor`` for one
-node.
+Most commands start workers (start.py). ``dist-env`` does its work in this process. So does ``dist-doctor`` if
+it checks only one node.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             stream.flush()
         except OSError as error:
-            # Python flushes again when it exits. It would fail in the same way, and end with code 120.
+            # When Python exits, it flushes the stream again. That would fail as well, and end with code 120.
+            # So replace the stream by /dev/null.
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # noqa: TID251 - a device of the system
             if stream is sys.stdout and code == 0:
                 code = _report_lost_output(error)
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run_and_report(argv: tuple[str, ...]) -> int | str | None:
-    """Run ``NAME ARGS``, print its error if there is one, and return the exit code for `sys.exit`."""
+    """Run ``NAME ARGS``, print the error if one is raised, and return the exit code for `sys.exit`."""
     try:
         return _run_command(argv, os.environ)
     except SystemExit as error:  # argparse exits after --help and --version
@@ -65,11 +66,11 @@ def _run_and_report(argv: tuple[str, ...]) -> int | str | None:
 
 
 def _print_error(argv: tuple[str, ...], error: ImgkitError) -> None:
-    """Print the error of a command for the user. A dry run with ``--json`` also prints it as JSON.
+    """Print the error of a command for the user.
 
-    A program that reads the JSON then finds the error there.
+    A dry run with ``--json`` also prints the error as JSON, for a program that reads the output.
     """
-    # If the options themselves are wrong, there are no parsed options, so look for the flags in `argv`.
+    # The error may be that the options cannot be parsed, so look for the flags in `argv`.
     is_dry_run = "--dry-run" in argv or os.environ.get(flag_variable("--dry-run")) == "1"
     if "--json" in argv and is_dry_run:
         document = {"schema": plan.SCHEMA, "error": _error_dict(error)}
@@ -86,7 +87,7 @@ def _report_lost_output(error: OSError) -> int:
 
 
 def run_as_named() -> None:
-    """Run the command by whose name this process was started: the entry point of pip's ``dist-*`` scripts."""
+    """Run the command whose name this process has, which is the entry point of pip's ``dist-*`` scripts."""
     main((Path(sys.argv[0]).name, *sys.argv[1:]))
 
 
@@ -154,7 +155,8 @@ def _dist_env(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
     host, system = facts.gather(env=env), facts.system_facts(env=env)
     nnodes, head = 1, ""
     warnings: tuple[str, ...] = ()
-    # Without a placement, the facts of this node are still of use. The error is printed in its place.
+    # The facts of this node are useful even without a placement. The error is printed instead of the
+    # placement.
     try:
         placement = start.find_placement(options.placement, env)
         recipe = system.scheduler if system else ""
@@ -184,7 +186,8 @@ def _node_document(
     """Return the JSON document that ``dist-env --json`` prints."""
     matches = tuple(item for item in network.issues if item.state == "match")
     host_facts = dataclasses.asdict(host)
-    del host_facts["image_env"]  # all variables of the image; the decisions name those that matter
+    # The image has many variables. The relevant ones are in the decisions of the network.
+    del host_facts["image_env"]
     return {
         "schema": plan.SCHEMA,
         "imgkit": __version__,
@@ -207,7 +210,7 @@ def _describe_node(
     network: fabric.FabricPlan,
     warnings: Sequence[str],
 ) -> Iterator[str]:
-    """Yield the lines of text that ``dist-env`` prints. `warnings` are about the placement."""
+    """Yield the lines of text that ``dist-env`` prints. `warnings` contains warnings about the placement."""
     yield f"host       {host.hostname}, {host.arch}, Python {host.python}"
     yield f"           {host.cpus} processors ({host.cpus_source}), {host.gpus} GPUs ({host.gpus_source})"
     if system is None:
@@ -215,7 +218,7 @@ def _describe_node(
     else:
         yield f"system     {system.title or system.scheduler}"
     for key, value in placement.items():
-        # Values that are unknown here are left out.
+        # Skip values that are not set or unknown.
         if value not in (None, "", (), {}):
             yield f"placement  {key}: {value}"
     if network.image:
@@ -232,28 +235,31 @@ def _describe_node(
 def _print_exports(network: fabric.FabricPlan, env: Mapping[str, str]) -> None:
     """Print the variables of the network as lines for ``eval "$(dist-env --shell)"``.
 
-    Some variables name a folder with links to libraries of the host, so make this folder as well.
+    Some variables name a folder that contains links to libraries of the host, so this folder is created as
+    well.
     """
     start.link_host_libraries(network.links)
     lines = {name: f"export {name}={shlex.quote(value)}\n" for name, value in sorted(network.env.items())}
-    # Only variables that are set need a line that removes them.
+    # A variable needs a line that removes it only if it is set.
     lines |= {name: f"unset {name}\n" for name in network.unset if name in env}
     for name, line in lines.items():
-        if re.fullmatch(VARIABLE_NAME, name):  # a shell would run a part of any other name as a command
+        # The names come from the recipe or the user. In any other name, a shell could find a command and run
+        # it.
+        if re.fullmatch(VARIABLE_NAME, name):
             terminal.print_document(line)
         else:
             start.print_message(f"warning: {name!r} is not a variable name, so it is not in these lines")
 
 
 def _dist_doctor(options: LaunchOptions, worker: Worker, env: Mapping[str, str]) -> int:
-    """Run ``dist-doctor``: check this node alone, or all nodes of the job together. Return the exit code.
+    """Run ``dist-doctor``: check only this node, or all nodes of the job together. Return the exit code.
 
-    All nodes are checked, with one collective between them, if the job has several nodes or ``--nproc`` is
-    given.
+    If the job has several nodes, or ``--nproc`` is given, all nodes are checked, including a collective
+    between them.
     """
-    from imgkit_entrypoints.doctor import node  # no other command needs its checks
+    from imgkit_entrypoints.doctor import node  # imported here because no other command needs it
 
-    # The worker's argv is "python3 -I -u -m MODULE ARGS", and the checks here take the same ARGS.
+    # The worker's argv is "python3 -I -u -m MODULE ARGS". The checks in this process take the same ARGS.
     arguments = worker.argv[worker.argv.index("-m") + 2 :]
     if "--known-issues" not in arguments and _should_check_all_nodes(options, env):
         request = dataclasses.replace(options.request, prefix=False)
@@ -264,8 +270,8 @@ def _dist_doctor(options: LaunchOptions, worker: Worker, env: Mapping[str, str])
 def _should_check_all_nodes(options: LaunchOptions, env: Mapping[str, str]) -> bool:
     """Return whether dist-doctor checks all nodes of the job together.
 
-    If the command was started in a wrong way, for example on one node of several, this node can still be
-    checked. So print the error, and return False.
+    If the command was started in a wrong way, for example on only one of several nodes, this node can still
+    be checked. In this case, print the error and return False.
     """
     try:
         placement = start.find_placement(options.placement, env)

@@ -1,8 +1,8 @@
 """The options of a launch, which are the same for every command.
 
-Each option can also be set by a variable: ``--rollcall-timeout 60`` by ``IMGKIT_ROLLCALL_TIMEOUT=60``. The
-command line takes precedence: the text of a variable is parsed only if its option is not given there.
-Switches are an exception: their variables must always be 0 or 1.
+Each option can also be set by a variable: IMGKIT_ROLLCALL_TIMEOUT=60 means ``--rollcall-timeout 60``. An
+option on the command line takes precedence, and the variable is then not even parsed. Switches are an
+exception: their variables must always be 0 or 1.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from imgkit_entrypoints.schedulers.resolve import NAMES
 def choice_type(*allowed: str) -> Callable[[str], str]:
     """Return a function for `Option.type` that accepts only the texts in `allowed`.
 
-    argparse's own choices would not be checked for a default value. But the values of variables such as
-    IMGKIT_DEVICE become defaults.
+    argparse does not check default values against its own choices. Here the values of variables such as
+    IMGKIT_DEVICE become defaults, and they must be checked.
     """
 
     def check(text: str) -> str:
@@ -37,14 +37,14 @@ def choice_type(*allowed: str) -> Callable[[str], str]:
 
 
 def parse_processes(text: str) -> str:
-    """Return `text`, which must be a number of processes from 1 or ``auto``."""
+    """Return `text` if it is a number of processes, at least 1, or ``auto``."""
     if text != "auto":
         parse_positive(text)
     return text
 
 
 def parse_port(text: str) -> int:
-    """Return the port number from 1 to 65535 that `text` means."""
+    """Return the port number in `text`, which must be from 1 to 65535."""
     number = parse_positive(text)
     if number > 65535:
         raise argparse.ArgumentTypeError(f"{text} is not a port from 1 to 65535")
@@ -52,7 +52,10 @@ def parse_port(text: str) -> int:
 
 
 def parse_size(text: str) -> Size:
-    """Return the nodes that ``N`` or ``N+S`` means. The error for other texts says what to type instead."""
+    """Return the number of nodes in ``N`` or ``N+S``.
+
+    For any other text, the hint of the error says what to type instead.
+    """
     try:
         return Size.parse(text)
     except ValueError as error:
@@ -199,7 +202,7 @@ RUN_OPTIONS = (
     Option("program", "your script or module and its arguments", nargs=argparse.REMAINDER),
 )
 """The options that only dist-run has."""
-# With --per-node, there are no workers to which these options could apply.
+# With --per-node, torchrun starts no workers to which these options could apply.
 _TORCHRUN_ONLY = (
     "--nproc",
     "--start",
@@ -217,15 +220,15 @@ PER_NODE_NEEDS = (
     ),
     Need(option="--worker-arg", reason="without --per-node", met=lambda options: options.per_node),
 )
-"""The options of dist-run that have no effect with ``--per-node`` or without it. To give one is an error."""
+"""The options of dist-run that have no effect with ``--per-node``, or without it. Using them is an error."""
 ENV_OPTIONS = (Option("--shell", 'print export lines: eval "$(dist-env --shell)"', action="store_true"),)
 """The options that only dist-env has."""
 
 
 class _VariableValue(NamedTuple):
-    """The text of a variable that sets an option, while it is not parsed yet.
+    """The text of a variable that sets an option, before it is parsed.
 
-    It is the default of the option in the parser. If the option is on the command line, the text is never
+    The parser gets it as the default of the option. If the option is on the command line, the text is never
     parsed.
     """
 
@@ -233,37 +236,40 @@ class _VariableValue(NamedTuple):
     text: str
 
     def parse(self, help_command: str) -> object:
-        """Return the value of the option that the variable's text means.
+        """Return the value of the option that results from the variable's text.
+
+        Parameters
+        ----------
+        help_command : the command that shows the allowed values, for the hint of the error.
 
         Raises
         ------
-        UsageError : the text is not a value of the option. The error names the variable, and the hint has
-            `help_command`.
+        UsageError : the text is not a value of the option. The error names the variable.
         """
         flag = self.option.names
         name = flag_variable(flag)
-        assert callable(self.option.type)  # noqa: S101 - argparse does not apply a list of values to defaults
+        assert callable(self.option.type)  # noqa: S101 - no option of a launch has a tuple of values as its type
         try:
             return self.option.type(self.text)
         except argparse.ArgumentTypeError as error:
             hint = f"its values are those of {flag}: {help_command}"
             raise UsageError(str(error), where=name, hint=hint) from None
         except UsageError as error:
-            # The hint shows the flag, but the user has set the variable: "--nnodes 4" becomes
+            # The hint mentions the flag, but the user has set the variable. So "--nnodes 4" becomes
             # "IMGKIT_NNODES=4".
             hint = (error.hint or "").replace(f"{flag} ", f"{name}=")
             raise UsageError(error.what, where=name, hint=hint) from None
 
 
 def launch_parser(command: Command, env: Mapping[str, str], options: Sequence[Option] = ()) -> Parser:
-    """Return a parser with the options of a launch, and with the `options` that only this command has.
+    """Return a parser with the options of a launch, and with the further `options` of this command.
 
     The defaults come from variables in `env`, such as IMGKIT_NNODES for ``--nnodes``.
     """
     parser = Parser(prog=command.name, description=command.summary, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"imgkit {__version__}")
     json_help = "print one JSON object" if command.prints_json else "with --dry-run: print one JSON object"
-    # The default of --device differs between commands, so the option is not in OPTIONS.
+    # --device is not in OPTIONS because its default differs between commands.
     device = Option(
         "--device",
         "device to run on",
@@ -273,7 +279,7 @@ def launch_parser(command: Command, env: Mapping[str, str], options: Sequence[Op
         unset="cuda where GPUs are visible" if command.device == "auto" else command.device,
         heading="launch options (--nproc is also read from IMGKIT_NPROC, and so on)",
     )
-    # Only these options are also read from variables.
+    # Only these options can also be set by variables.
     launch_options = (device, *OPTIONS)
     add_options(parser, (Option("--json", json_help, action="store_true"), *launch_options))
     add_options(parser, options)
@@ -284,19 +290,19 @@ def launch_parser(command: Command, env: Mapping[str, str], options: Sequence[Op
 def _values_of_variables(options: Iterable[Option], env: Mapping[str, str]) -> dict[str, object]:
     """Return the values of the ``IMGKIT_*`` variables for `options`, as new defaults of the parser.
 
-    A text is not parsed yet: an option on the command line replaces it, and then a wrong text does not
-    matter. `read_options` parses what is left.
+    The values are not parsed yet. If an option is on the command line, the text of its variable may even be
+    wrong. `read_options` parses the values that remain.
     """
     values: dict[str, object] = {}
     for option in options:
-        # In "--verbose -v", the first spelling names the variable, and argparse's attribute.
+        # In "--verbose -v", the name of the variable and argparse's attribute come from the first spelling.
         flag = option.names.split()[0]
         name = flag.strip("-").replace("-", "_")
         text = env.get(flag_variable(flag), "")
         if option.action == "store_true":
             values[name] = _is_on(flag, env)
         elif option.action == "append":
-            # An option that can be repeated has its values separated by commas.
+            # If an option can be repeated, its variable contains the values separated by commas.
             values[name] = [part for part in text.split(",") if part]
         elif text:
             values[name] = _VariableValue(option, text)
@@ -308,13 +314,13 @@ def read_options(parsed: argparse.Namespace, command: Command, argv: Sequence[st
 
     Parameters
     ----------
-    parsed : the result of the parser. Values from variables are still texts, and are parsed here.
+    parsed : the result of the parser. Values from variables are still texts, which are parsed here.
     argv : the whole command line, for errors that show it.
 
     Raises
     ------
-    UsageError : a variable has a wrong value, or ``--json`` is given without ``--dry-run`` to a command that
-        prints no JSON.
+    UsageError : a variable has a wrong value. Or ``--json`` is given without ``--dry-run`` to a command that
+        does not print JSON.
     """
     for name, value in vars(parsed).items():
         if isinstance(value, _VariableValue):
@@ -363,12 +369,12 @@ def read_options(parsed: argparse.Namespace, command: Command, argv: Sequence[st
 
 
 def flag_variable(flag: str) -> str:
-    """Return the variable that sets the option `flag`: ``--log-dir`` -> IMGKIT_LOG_DIR."""
+    """Return the variable that sets the option `flag`, such as IMGKIT_LOG_DIR for ``--log-dir``."""
     return "IMGKIT_" + flag.strip("-").replace("-", "_").upper()
 
 
 def _is_on(flag: str, env: Mapping[str, str]) -> bool:
-    """Return whether the variable of a switch, such as IMGKIT_VERBOSE for ``--verbose``, is 1.
+    """Return whether the variable of a switch is 1, such as IMGKIT_VERBOSE for ``--verbose``.
 
     Raises
     ------

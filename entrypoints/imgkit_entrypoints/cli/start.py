@@ -1,8 +1,8 @@
-"""A launch on this node, from the command line to the node agent.
+"""Launch a program on this node, from the command line to the node agent.
 
 `parse_app` and `parse_user_program` return the options and the workers' command. `launch_worker` finds the
 placement of this node, makes the plan with all its warnings, and runs the node agent. With ``--direct``, or
-if the launcher has started every rank itself, there is no node agent: this process becomes the rank.
+if the launcher has already started every rank, there is no node agent: this process becomes the rank.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from imgkit_entrypoints.schedulers import resolve
 from imgkit_entrypoints.schedulers.placement import Placement, PlacementRequest
 from imgkit_entrypoints.system import HOST_LIBS
 
-# "python", "python3" or "python3.11" before a script.
+# The name of a Python interpreter: "python", "python3" or "python3.11".
 _PYTHON = re.compile(r"python(3(\.[0-9]+)?)?")
 _USAGE = "dist-run [OPTIONS] SCRIPT|-m MODULE [ARGS]"
 
@@ -62,7 +62,7 @@ def parse_app(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
     """Return the options of the launch, and the worker that runs the app of `command`.
 
     An app is a program of imgkit, such as dist-train. It gets all arguments that are not options of the
-    launch, and parses them again in each worker.
+    launch. Each worker parses these arguments again.
 
     Raises
     ------
@@ -73,14 +73,14 @@ def parse_app(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
     full_parser = launch_parser(command, env, app.OPTIONS)
     full_parser.formatter_class = argparse.RawDescriptionHelpFormatter
     full_parser.epilog = getattr(app, "EXAMPLES", None)
-    # The first parser knows all options: it checks the whole line, and prints --help with all groups. The
-    # second one knows only those of the launch, and leaves the app's arguments.
+    # The first parser has all options. It checks the whole command line, and prints --help with all groups.
+    # The second parser has only the options of the launch, and leaves the app's arguments unparsed.
     full_parser.parse_args(argv[1:])
     parsed, arguments = launch_parser(command, env).parse_known_args(argv[1:])
     if hasattr(app, "check"):
         app.check(arguments, env)
     options = read_options(parsed, command, argv)
-    # --json is an option of the launch, but an app that prints its result as JSON needs it as well.
+    # The second parser has taken --json out of the arguments, but an app that prints JSON needs it as well.
     if command.prints_json and options.json:
         arguments.append("--json")
     worker_argv = (sys.executable, "-I", "-u", "-m", command.app, *arguments)
@@ -92,8 +92,8 @@ def parse_user_program(
 ) -> tuple[LaunchOptions, Worker]:
     """Return the options of the launch, and the user's program that follows them in `argv`.
 
-    With ``--per-node``, the program is any command, which runs as it is. Otherwise it is a Python program,
-    and user_program.py runs it in each worker.
+    With ``--per-node``, the program may be any command, which runs unchanged. Otherwise it must be a Python
+    program, and user_program.py runs it in each worker.
 
     Raises
     ------
@@ -108,7 +108,7 @@ def parse_user_program(
             error.hint = _program_options_hint(command, argv, env) or error.hint
         raise
     program = parsed.program
-    if program[:1] == ["--"]:
+    if program[:1] == ["--"]:  # it only separates the options of dist-run from the program
         program = program[1:]
     if not program:
         raise UsageError("no script given", hint=_USAGE)
@@ -119,6 +119,7 @@ def parse_user_program(
         return options, Worker(argv=tuple(program), is_imgkits=False)
     if not parsed.module:
         _refuse_python(command, argv, program)
+    # Without -u, Python would hold the program's output back while it is a pipe.
     worker_argv = [sys.executable, "-u", user_program.__file__]
     if parsed.pass_local_rank:
         worker_argv.append("--pass-local-rank")
@@ -130,12 +131,13 @@ def parse_user_program(
 def _refuse_python(command: Command, argv: Sequence[str], program: Sequence[str]) -> None:
     """Raise UsageError if `program` begins with a Python interpreter, as in ``dist-run python train.py``.
 
-    dist-run would take the interpreter for a Python script. `program` is the end of `argv`.
+    Otherwise, dist-run would run the interpreter as if it were a Python script. `program` is the end of
+    `argv`.
     """
     interpreter, *program_args = program
     if not _PYTHON.fullmatch(PurePath(interpreter).name):
         return
-    # The hint is the same line without the interpreter and its usual option -u.
+    # The hint is the user's command line without the interpreter and its common option -u.
     program_start = len(argv) - len(program)
     launch_args = [arg for arg in argv[1:program_start] if arg != "--"]
     script_args = [arg for arg in program_args if arg != "-u"]
@@ -146,7 +148,10 @@ def _refuse_python(command: Command, argv: Sequence[str], program: Sequence[str]
 
 
 def _refuse_missing_run_folder(node_command: Sequence[str], env: Mapping[str, str]) -> None:
-    """Raise UsageError if a command with ``--per-node`` uses ``{run_dir}``, but there is no run folder."""
+    """Raise UsageError if the command uses ``{run_dir}``, but the run has no run folder.
+
+    `node_command` is the user's command for ``--per-node``.
+    """
     if not env.get("IMGKIT_RUN_DIR") and per_node.uses_placeholder(node_command, "run_dir"):
         raise UsageError(
             "the command uses {run_dir}, but this run has no run folder",
@@ -158,8 +163,8 @@ def _refuse_missing_run_folder(node_command: Sequence[str], env: Mapping[str, st
 def _program_options_hint(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> str:
     """Return a hint with the user's command line in the right order, for an error about an unknown option.
 
-    Unknown options before a ``.py`` file most likely belong to the program: ``dist-run --lr 1 train.py``
-    becomes ``dist-run train.py --lr 1``. The hint is "" if no argument ends with ``.py``.
+    Unknown options before a ``.py`` file most likely belong to the program. For example, ``dist-run --lr 1
+    train.py`` becomes ``dist-run train.py --lr 1``. If no argument ends with ``.py``, return "".
     """
     script = next((arg for arg in argv[1:] if arg.endswith(".py")), None)
     if script is None:
@@ -168,8 +173,8 @@ def _program_options_hint(command: Command, argv: Sequence[str], env: Mapping[st
     launch_args, program_args = list(argv[1:script_index]), argv[script_index + 1 :]
     _, unknown = launch_parser(command, env).parse_known_args(launch_args)
     for arg in reversed(unknown):
-        # Remove each unknown argument where it stands last, so that an equal value of an option before it
-        # stays.
+        # Remove the last occurrence of each unknown argument. An earlier occurrence may be the value of a
+        # known option.
         last_index = len(launch_args) - 1 - launch_args[::-1].index(arg)
         del launch_args[last_index]
     line = shlex.join([command.name, *launch_args, script, *unknown, *program_args])
@@ -177,7 +182,7 @@ def _program_options_hint(command: Command, argv: Sequence[str], env: Mapping[st
 
 
 def find_placement(request: PlacementRequest, env: Mapping[str, str]) -> Placement:
-    """Return the placement of this process: which node of the job this is, and where the other nodes are.
+    """Return the placement of this process: the node on which it runs, and the address of node 0.
 
     Raises
     ------
@@ -195,16 +200,16 @@ def launch_worker(options: LaunchOptions, worker: Worker, env: Mapping[str, str]
     Raises
     ------
     NoPlan : no launch can work.
-    UsageError : this Python has no torch, a file prevents the run from starting, the working directory was
-        deleted, or the file of the secret is not safe.
-    ToolFailed : see `NodeAgent.run`.
+    UsageError : this Python has no torch, a stop file forbids the run to start, the working directory was
+        deleted, or other users have access to the file of the secret.
+    ToolFailed : the command cannot be started.
     """
     _refuse_deleted_folder(env)
     placement, host = find_placement(options.placement, env), facts.gather(env=env)
     launch_plan, child_env = make_plan(options, worker, env, placement, host)
     if options.dry_run:
         if placement.nnodes > 1 and launch_plan.mode != "direct":
-            # A dry run names the source of the secret, but neither reads nor makes it.
+            # A dry run shows the source of the secret, but does not read or create the secret.
             source = secret.describe_source(options.secret_file, env, shared_home=_is_home_shared(env))
             launch_plan = dataclasses.replace(launch_plan, secret=source)
         if options.json:
@@ -225,12 +230,12 @@ def launch_worker(options: LaunchOptions, worker: Worker, env: Mapping[str, str]
 
 
 def _refuse_impossible_launch(options: LaunchOptions, launch_plan: LaunchPlan) -> None:
-    """Raise an error if options and plan contradict each other, or this node lacks what the launch needs.
+    """Raise an error if options and plan contradict each other, or if this node lacks what the launch needs.
 
     Raises
     ------
-    NoPlan : an option needs a node agent, and the launch has none.
-    UsageError : there is no torch, or a folder cannot be used.
+    NoPlan : an option needs a node agent, but the launch has none.
+    UsageError : torch is missing, or a folder cannot be used.
     """
     has_secret_flag = options.require_secret and launch_plan.placement.nnodes > 1
     needing_agent = {
@@ -240,6 +245,7 @@ def _refuse_impossible_launch(options: LaunchOptions, launch_plan: LaunchPlan) -
         "--compile-cache": options.compile_cache is not None,
     }
     for flag, is_given in needing_agent.items():
+        # In direct mode, the launcher has started every rank, and this process becomes one of them.
         if launch_plan.mode == "direct" and is_given:
             raise NoPlan(
                 f"{flag} needs a node agent, and ranks that start without torchrun have none",
@@ -255,6 +261,7 @@ def _refuse_impossible_launch(options: LaunchOptions, launch_plan: LaunchPlan) -
     if log_dir:
         where, hint = f"--log-dir {log_dir}", "name a folder that this node can write"
         files.refuse_unusable_folder(Path(log_dir), "log folder", where=where, hint=hint)
+    # find_spec only looks for torch. An import would take seconds.
     if launch_plan.mode != "per-node" and find_spec("torch") is None:
         raise UsageError(
             "torch is not installed in this Python, so nothing can be launched",
@@ -282,7 +289,7 @@ def _refuse_deleted_folder(env: Mapping[str, str]) -> None:
 def make_plan(
     options: LaunchOptions, worker: Worker, env: Mapping[str, str], placement: Placement, host: HostFacts
 ) -> tuple[LaunchPlan, dict[str, str]]:
-    """Return the plan with all its warnings and notes, and the whole environment of the workers."""
+    """Return the plan with all its warnings and notes, and the complete environment of the workers."""
     system, reader = facts.system_facts(env=env), facts.Reader(root=facts.root_of(env))
     launch_plan = plan.decide_launch(
         options.request,
@@ -315,7 +322,7 @@ def make_plan(
     launch_plan = dataclasses.replace(
         launch_plan,
         unset=tuple(unset),
-        # Of two values for a variable, the later one in this list counts.
+        # If several of these set the same variable, the last one takes precedence.
         env={**environment.env, **cache_variables, **offline.env, **launch_plan.env},
         setup=NodeSetup(links=launch_plan.setup.links, environment=environment, cache=cache),
     )
@@ -323,13 +330,13 @@ def make_plan(
     child_env |= launch_plan.env
     child_env.pop(secret.VARIABLE, None)  # only the node agent needs the secret
     if worker.is_imgkits:
-        child_env.pop("PYTHONPATH", None)  # a json.py in it would end every worker
+        child_env.pop("PYTHONPATH", None)  # a user's module named json, for example, would break every worker
     absent = absent_files(reader, child_env)
     odd = resolve.placement_warnings(
         placement, options.placement, env, recipe=system.scheduler if system else ""
     )
-    # Without GPUs and a fast network, this is most likely a laptop, where a warning about the scheduler is
-    # noise.
+    # Without GPUs or a fast network, this is most likely a laptop. A warning about the scheduler is useless
+    # there.
     is_cluster_node = bool(host.gpus or host.rdma or host.cxi)
     warnings = (
         *odd,
@@ -343,7 +350,8 @@ def make_plan(
     notes = offline.notes
     if environment.text:
         notes = (environment.text, *notes)
-    # Containers allow core dumps by default, so a note about them alone would appear at every start.
+    # Containers allow core dumps by default. So a note that is only about core dumps would appear at every
+    # start.
     if not environment.changes_variables:
         hidden |= {environment.text}
     messages = StartMessages(warnings=warnings, notes=notes, hidden=hidden)
@@ -355,9 +363,11 @@ def _compile_cache(
 ) -> compile_cache.CompileCache | None:
     """Return this node's cache of compiled code, or None if no folder of this node can hold it.
 
-    Programs such as Triton compile at their start, and find their files in the cache the next time.
+    Programs such as Triton compile code at their start. With the cache, they find the compiled code at the
+    next start.
     """
-    # In an image, its manifest gives the key. Elsewhere, the version of torch and the Python environment do.
+    # The key is made from the image's manifest. Outside of an image, the version of torch and the path of the
+    # Python environment replace the manifest.
     key = compile_cache.make_key(reader.text(MANIFEST_JSON) or f"{host.torch_version} {sys.prefix}")
     folder = compile_cache.find_folder(env, key, is_shared=partial(storage.on_network_disk, reader))
     if folder is None:
@@ -369,17 +379,17 @@ def _compile_cache(
 
 
 def _run_rank(launch_plan: LaunchPlan, child_env: Mapping[str, str], env: Mapping[str, str]) -> int:
-    """Replace this process by one rank of the program.
+    """Replace this process by one rank of the program, in direct mode.
 
-    This is the direct mode: the launcher has already started every rank, and torchrun is not used.
+    In direct mode, the launcher has already started every rank, and torchrun is not used.
 
     Raises
     ------
-    UsageError : the run folder cannot be used, or has a file that prevents the run from starting.
+    UsageError : the run folder cannot be used, or contains a file that forbids the run to start.
     """
     from imgkit_entrypoints.launch.stop_protocol import RunFolder
 
-    # In other modes, the node agent makes these two checks.
+    # In the other modes, the node agent does these two checks.
     folder = RunFolder.from_env(env, print_message)
     if folder:
         folder.refuse_if_unusable()
@@ -396,9 +406,9 @@ def _run_agent(
 ) -> int:
     """Run the node agent, which starts torchrun and supervises it, and return its exit code.
 
-    The head (node 0) prints the plan before that.
+    Before that, the head (node 0) prints the plan.
     """
-    # --dry-run prints sooner without these modules.
+    # These modules are imported here, because --dry-run is faster without them.
     from imgkit_entrypoints.launch.agent import NodeAgent
     from imgkit_entrypoints.launch.node_attempt import NodeCommand, NodeConfig
     from imgkit_entrypoints.rollcall import gather
@@ -407,15 +417,15 @@ def _run_agent(
     if launch_plan.placement.node_rank == 0:
         for text in launch_plan.announcements(verbose=options.verbose):
             print_message(text)
-    # The interface whose address the other nodes test. None skips the test.
-    carrier = sockets.selected_interface(host, child_env) if options.network_test else None
+    # The network interface whose address the other nodes test. With None, the node takes no part in the test.
+    interface = sockets.selected_interface(host, child_env) if options.network_test else None
     node = NodeInfo(
         host=host.hostname,
         software=gather.read_software(torch=host.torch_version, nccl=host.nccl_version),
         nproc=launch_plan.nproc,
         gpu=host.gpu_devices[0].model if host.gpu_devices else "",
-        address=carrier.addresses[0] if carrier else "",
-        interface=carrier.name if carrier else "",
+        address=interface.addresses[0] if interface else "",
+        interface=interface.name if interface else "",
     )
     cache = launch_plan.setup.cache if options.compile_cache else None
     if cache:
@@ -446,20 +456,20 @@ def _run_agent(
 
 
 def _pack_cache(cache: compile_cache.CompileCache) -> None:
-    """Pack the compiled code after a successful run, and print what was done."""
+    """Pack the compiled code after a successful run, and print what was packed."""
     message = cache.pack()
     if message:
         print_message(message)
 
 
 def link_host_libraries(links: Mapping[str, str]) -> None:
-    """Make the folder with links to libraries of the host that the workers load.
+    """Create the folder with links to the libraries of the host that the workers load.
 
-    The folder is on the library path of the workers. If the plan uses no library of the host, do nothing.
+    The folder is on the workers' library path. If the plan uses no library of the host, do nothing.
 
     Raises
     ------
-    UsageError : the folder cannot be made, or another user may have made it.
+    UsageError : the folder cannot be created, or its content may come from another user.
     """
     if not links:
         return
@@ -472,14 +482,14 @@ def link_host_libraries(links: Mapping[str, str]) -> None:
 
 
 def _find_secret(options: LaunchOptions, env: Mapping[str, str], placement: Placement) -> bytes | None:
-    """Return the secret by which the nodes authenticate each other, or None if none is needed or set.
+    """Return the secret with which the nodes authenticate each other, or None if none is needed or set.
 
-    A run on one node needs none. If a run on several nodes has none, the head prints how to set one.
+    A run on one node needs no secret. If a run on several nodes has none, the head prints how to set one.
 
     Raises
     ------
     NoPlan : no secret is set, but ``--require-secret`` is given.
-    UsageError : the file of the secret is not safe (`secret.find_secret`).
+    UsageError : the file of the secret cannot be read, or other users have access to it.
     """
     if placement.nnodes == 1 or placement.direct is not None:
         return None
@@ -492,18 +502,18 @@ def _find_secret(options: LaunchOptions, env: Mapping[str, str], placement: Plac
         raise NoPlan(
             "no secret is set, so other programs could join this run", where="--require-secret", hint=remedy
         )
-    if placement.node_rank == 0:
+    if placement.node_rank == 0:  # one warning is enough for the whole run
         _warn_without_secret(placement, remedy)
     return None
 
 
 def _warn_without_secret(placement: Placement, remedy: str) -> None:
-    """Print that other programs can join this run, since it has no secret, and how to prevent that.
+    """Print that other programs can join this run because it has no secret, and how to prevent that.
 
-    `remedy` says how to make a secret for all nodes.
+    `remedy` is the beginning of the advice: how to create a secret for all nodes.
     """
-    # A run that is started by hand has no job id that strangers would have to know, and so always the same
-    # port.
+    # A run that is started by hand has no job id. So its port is always the same, and a stranger need not
+    # know anything. A random port is some protection.
     if not placement.job_id and placement.port is None:
         remedy += f", or at least the same random port to all nodes: --port {ports.any_free()}"
     port = ports.rollcall_port(placement.job_id, placement.port)
@@ -514,20 +524,23 @@ def _warn_without_secret(placement: Placement, remedy: str) -> None:
 
 
 def _is_home_shared(env: Mapping[str, str]) -> bool:
-    """Return whether the secret file in the user's home is on a network disk, which other nodes share."""
+    """Return whether the secret file in the user's home folder would be on a network disk.
+
+    Other nodes share such a disk.
+    """
     path = secret.home_file(env)
     return path is not None and storage.on_network_disk(facts.Reader(root=facts.root_of(env)), str(path))
 
 
 def print_message(text: str, *more_lines: str) -> None:
-    """Print a message to standard error. Standard output is for results alone."""
+    """Print a message to standard error. Standard output is only for results."""
     terminal.print_messages(f"imgkit: {text}", *more_lines)
 
 
 def _shadowing_folders(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return warnings about folders of PYTHONPATH with a torch or numpy, which hides that of the image.
+    """Return warnings about folders in PYTHONPATH that contain torch or numpy, and so hide the image's.
 
-    PYTHONPATH is not changed, since the user's program may need its own modules from there.
+    PYTHONPATH is not changed, because the user's program may need its own modules from there.
     """
     warnings = []
     for folder in filter(None, env.get("PYTHONPATH", "").split(":")):
@@ -539,7 +552,7 @@ def _shadowing_folders(env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _has_module(folder: Path, name: str) -> bool:
-    """Return whether Python would find the package or module `name` in `folder`."""
+    """Return whether `folder` contains a package or module `name` that Python would import."""
     try:
         return (folder / name).is_dir() or (folder / f"{name}.py").is_file()
     except OSError:  # this user may not enter the folder

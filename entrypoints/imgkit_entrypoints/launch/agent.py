@@ -1,15 +1,16 @@
-"""The node agent: run torchrun, or one program, on this node and end it in an orderly way.
+"""The node agent: run torchrun, or the user's command, on this node, and end it in an orderly way.
 
-There is one agent on each node, and the head's agent decides about attempts (attempts.py). Three processes
-belong together on each node:
+Each node of a run has one agent. The agent of the head (the node with rank 0) also decides when the command
+is started again after a failure (attempts.py). Three processes work together on each node:
 
-* the node agent, which takes the signals and holds the connection to the other nodes,
-* the guard, below which everything else runs (guard.py),
+* the node agent, which handles signals and is connected to the other nodes,
+* the guard, the parent of all processes of the command (guard.py),
 * torchrun, or the user's own command (per_node.py).
 
-Schedulers signal every process of a job step, so torchrun and its workers start with `STOP_SIGNALS` blocked.
-Only the node agent acts on a signal: it raises the stop flag (stop_protocol.py), which the program reads. A
-user program has the signals unblocked again (user_program.py).
+A scheduler sends signals to every process of a job step. torchrun and its workers must not end by such a
+signal before they have saved, so they start with `STOP_SIGNALS` blocked. Only the node agent reacts: it
+creates the stop file, which the program checks (stop_protocol.py). In a user program, the signals are
+unblocked again (user_program.py).
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ TICK_S = 1.0
 ON_SUCCESS_S = 60.0
 """Longest time in seconds for which the other nodes wait while the head runs `on_success`."""
 ALONE_S = 10.0
-"""Seconds after which a node reports that its command ended before that of the head.
+"""Seconds after which a node reports that its command has ended and the head's command still runs.
 
 The commands of a run usually end within moments of each other, and then no message is needed.
 """
@@ -71,10 +72,10 @@ State = Callable[[], "State | None"]
 
 @dataclass(slots=True, kw_only=True)
 class HeadOrders:
-    """What the head has ordered until now, and whether it is still there."""
+    """The latest orders of the head (the node with rank 0), and whether the head is still connected."""
 
     next_attempt: AttemptStart | None = None
-    """The attempt that the head has ordered and this node has not started yet."""
+    """The attempt that the head has ordered, until this node starts it."""
     cancelled_attempt: int = 0
     """Number of the latest attempt that the head has ended, or 0."""
     run_code: int | None = None
@@ -105,18 +106,19 @@ class NodeAgent:
               and returns the exit code
     ========= =================================== ========================================== ==========
 
-    An error (`ImgkitError`) leaves any state. On the head, `Attempts` reacts to the reports of all nodes
-    while the agent waits in any state: it orders the next attempt, or ends the run with one code for all.
+    An error (`ImgkitError`) ends the run in any state. While the head's agent waits in any state, `Attempts`
+    reacts to the reports of all nodes. It orders the next attempt, or ends the run with one exit code for
+    all.
     """
 
     def __init__(self, config: NodeConfig) -> None:
         self.config = config
         self.log = config.log
         self.stop: StopRequest | None = None
-        """The request to save and end that counts, from whichever node it came."""
+        """The request to save and end that is in effect, from this node or any other."""
         self._signals = CollectedSignals()
         self._run_folder = RunFolder.from_env(config.command.env, config.log)
-        # All nodes share the folder, so the head looks after it.
+        # All nodes share the run's folder, so only the head manages its files.
         own_folder = self._run_folder if config.is_head else None
         self._files = RunFiles(own_folder, config.job_id, config.log)
         self._context: NodeContext | None = None
@@ -126,7 +128,7 @@ class NodeAgent:
         self._attempt: NodeAttempt | None = None
         """The latest attempt in which this node has taken part."""
         self._waiting_deadline = Deadline()
-        """Time at which this node stops waiting for the others, while its command does not run."""
+        """Time at which this node stops waiting for the other nodes after its own command has ended."""
         self._is_output_lost = False
         start_s = start_time_s(config.command.env, own_folder)
         self._step_timer = StepTimer(start_s)
@@ -171,8 +173,8 @@ class NodeAgent:
     def _run_states(self, stop_folder: Path, folders: ExitStack) -> int:
         """Run one state after another until the run is over, and return the exit code of this process.
 
-        A state is a method that returns the next state (see the table of this class). All processes and
-        connections are closed at the end, also after an error.
+        A state is a method that does its work and returns the next state (see the table in the docstring of
+        this class). Finally, all processes and connections are closed, even if an error was raised.
         """
         failure_lines: tuple[str, ...] = ()
         try:
@@ -184,7 +186,8 @@ class NodeAgent:
                 failure_lines = self._failure_lines()
             code = self._exit_code(code)
         except NoPlan:
-            # A signal during the roll call or the preflight ends it with NoPlan.
+            # A signal during the roll call or the preflight raises NoPlan as well. The signal is then no
+            # failure to report, and the exit code is 128 plus its number, as in a shell.
             if not self._signals.received:
                 raise
             code = 128 + self._signals.received[0]
@@ -207,9 +210,10 @@ class NodeAgent:
             self._log_summary(self.session)
 
     def _log_summary(self, session: HeadSession) -> None:
-        """Print one line about where the time of the run went and how much the run used its GPUs.
+        """Print one line about how the run spent its time, and how much it used its GPUs.
 
-        Either half of the line is left out if it is unknown. If both are unknown, print nothing.
+        If one of the two is unknown, the line contains only the other. If both are unknown, nothing is
+        printed.
         """
         parts = []
         time_summary = self._step_timer.summary(session.placement.nnodes)
@@ -224,12 +228,12 @@ class NodeAgent:
 
     @property
     def session(self) -> Session:
-        """Return the connections to the other nodes, which exist once all nodes have met."""
+        """Return the connections to the other nodes. They exist once the nodes have met."""
         return self.context.session
 
     @property
     def context(self) -> NodeContext:
-        """Return what all attempts on this node share, which exists once all nodes have met."""
+        """Return what all attempts on this node share. It exists once the nodes have met."""
         assert self._context is not None  # noqa: S101 - every state after gather has it
         return self._context
 
@@ -243,8 +247,8 @@ class NodeAgent:
     def _gather(self, stop_folder: Path, folders: ExitStack) -> State:
         """Meet the agents of all nodes in the roll call, and return the next state.
 
-        The roll call connects every node with the head. The next state is the preflight if the user wants
-        one, else the first attempt.
+        In the roll call, every node connects to the head (the node with rank 0) and reports facts about
+        itself. The next state is the preflight if the user requested it, otherwise the first attempt.
         """
         config = self.config
         self._start_up.record("container", process_start_s())
@@ -279,7 +283,8 @@ class NodeAgent:
     def _prepare_attempts(self, session: HeadSession) -> Attempts:
         """Print the warnings of the roll call, and return the object that decides about attempts.
 
-        Only the head calls this.
+        An attempt is one start of the command on all nodes. Only the head (the node with rank 0) calls this
+        method.
         """
         for warning in session.warnings:
             self.log(f"warning: {warning}")
@@ -295,8 +300,7 @@ class NodeAgent:
     def _command_env(self, stop_folder: Path) -> Mapping[str, str]:
         """Return the environment of the command. It is the same in every attempt of the run.
 
-        The stop folder, in which the node agent and the program leave files for each other, is passed in a
-        variable.
+        IMGKIT_STOP_DIR is the stop folder, in which the node agent and the program exchange files.
         """
         config, env = self.config, self.config.command.env
         host = config.node.host.replace("$", "$$")  # torchrun reads the prefix as a string.Template
@@ -308,13 +312,17 @@ class NodeAgent:
             "IMGKIT_JOB_ID": config.job_id,
             **nccl.recorder_variables(env, config.node.software.torch, config.job_id),
         }
-        # Only the head has the run's id, by which workers of an older attempt are kept out (fence.py).
+        # The run's id keeps workers of an older attempt from writing checkpoints (fence.py). Only the head
+        # knows it.
         if config.is_head:
             command_env[fence.VARIABLE] = self._files.run_id
         return command_env
 
     def _log_folder(self) -> str:
-        """Return the folder for the log of a failed run: the user's, or else that of the run."""
+        """Return the folder for the log of a failed run: the user's ``--log-dir``, or else the run's folder.
+
+        Return "" if there is neither. The log then goes to a temporary folder.
+        """
         if self.config.log_dir:
             return str(Path(self.config.log_dir, plan.host_label(self.config.node.host)))
         if self._run_folder:
@@ -322,18 +330,23 @@ class NodeAgent:
         return ""
 
     def _admit_attempt(self, attempt: int) -> None:
-        """Let only workers of `attempt` write into the run's folder, in a run with several attempts."""
+        """Allow only workers of `attempt` to write into the run's folder.
+
+        A worker of an earlier attempt may still be running on a lost node. A run that has only one attempt
+        needs no such protection.
+        """
         if self.session.placement.size is not None or self.config.max_failures:
             self._files.admit_attempt(attempt)
 
     def _preflight(self) -> State:
-        """Measure all nodes, then begin the first attempt without the nodes that are too slow or broken.
+        """Measure all nodes, then begin the first attempt without nodes that are too slow or broken.
 
-        This is the state after the roll call if the user gave ``--preflight``. It returns the next state.
+        This state comes after the roll call if the user gave ``--preflight``. Return the next state.
         """
         assert self.config.preflight  # noqa: S101 - else this state is skipped
         placement, folder = self.session.placement, self._files.folder
-        # Spares are nodes beyond those that train. The preflight may leave out at most as many nodes.
+        # Spares are extra nodes that replace lost ones. The preflight can exclude at most as many nodes as
+        # there are spares.
         config = PreflightConfig(
             module=self.config.preflight,
             env=self.context.env,
@@ -348,16 +361,19 @@ class NodeAgent:
         return self._begin_attempts(excluded)
 
     def _begin_attempts(self, excluded: Collection[int] = ()) -> State:
-        """On the head, order the first attempt without the nodes in `excluded`. Return the next state."""
+        """Return the state in which this node starts its command. On the head, order the first attempt.
+
+        Nodes in `excluded` take no part in the run.
+        """
         if self._attempts:
             self._attempts.start(excluded)
         return self._start
 
     def _start(self) -> State | None:
-        """Wait for the head's order to start an attempt, and start the command of this node.
+        """Wait until the head orders an attempt, and start the command of this node.
 
-        Return None if the run is over. A spare has no command in the attempt: it stays in this state, since a
-        later attempt may need it in place of a lost node.
+        Return the next state, or None if the run is over. A spare (a node that may replace a lost one) runs
+        no command. It stays in this state, because a later attempt may need it.
         """
         order = self._wait_for_attempt()
         if order is None:
@@ -369,7 +385,9 @@ class NodeAgent:
         if order.node_rank is not None:
             return self._start_attempt(order, order.node_rank)
         if self._attempt:
-            self._attempt.failure = None  # it was printed, and this spare has no part in the next attempt
+            # The failure was printed above. This node does not take part in the next attempt, so it must not
+            # print the failure again.
+            self._attempt.failure = None
         return self._start
 
     def _wait_for_attempt(self) -> AttemptStart | None:
@@ -380,7 +398,7 @@ class NodeAgent:
         sent a second stop signal, or the other nodes take too long to stop.
         """
         orders = self._orders
-        report_at = math.inf
+        report_at = math.inf  # time of the message that the head's command still runs
         if self._has_ended_first():
             report_at = time.monotonic() + ALONE_S
         self._waiting_deadline = Deadline()
@@ -394,7 +412,7 @@ class NodeAgent:
             self._wait(self._signals)
             self._handle_events()
             if time.monotonic() >= report_at:
-                report_at = math.inf  # once is enough
+                report_at = math.inf  # print the message only once
                 name = self.context.node_name
                 self.log(f"the command on {name} has ended with 0, and the head's goes on")
             # A lost head was reported already.
@@ -408,29 +426,30 @@ class NodeAgent:
         return order
 
     def _has_ended_first(self) -> bool:
-        """Return whether this node's own command has ended as intended, while the head's command may go on.
+        """Return whether this node's command has succeeded before the head's command.
 
-        This matters only with ``--per-node``. `ray symmetric-run` also returns 0 if Ray has failed on its
-        node, so the user should know if the head's command goes on for long.
+        This is only relevant with ``--per-node``. For example, `ray symmetric-run` returns 0 even if Ray has
+        failed on its node. The user should learn of it if the head's command goes on for long.
         """
         if not self.config.command.is_per_node or self.config.is_head or self._attempt is None:
             return False
-        # If the deadline has begun, the node agent itself has ended the command.
+        # If the deadline has begun, the command did not end by itself: the node agent has ended it.
         return self._attempt.code == 0 and not self._attempt.deadline.has_begun
 
     def _start_attempt(self, order: AttemptStart, node_rank: int) -> State:
         """Start the command of an attempt, and return the next state.
 
-        Nothing is started if the head has cancelled the attempt since it was ordered.
+        If the head has cancelled the attempt since it ordered the start, start nothing.
         """
         attempt = self._attempt = NodeAttempt(self.context, order, node_rank)
-        if self.stop:  # the request came while the other nodes started
+        if self.stop:  # the stop request arrived before this node received the order
             attempt.request_stop(self.stop.reason)
         first_attempt_s = self._step_timer.start_attempt(self.context.stop_folder)
         if order.attempt <= self._orders.cancelled_attempt:
             return self._restart
         start_up = self._start_up
-        if order.attempt > 1:  # the parts before torchrun, such as the roll call, belong to the first attempt
+        # The steps before torchrun, such as the roll call, happen only once. A later attempt begins now.
+        if order.attempt > 1:
             start_up = StartUp(time.monotonic())
         attempt.start(start_up.variables(first_attempt_s))
         if order.attempt > 1 and self._attempts:
@@ -438,13 +457,16 @@ class NodeAgent:
         return self._stop if self.stop else self._watch
 
     def _log_restart(self, failed_at: float) -> None:
-        """Print how long after the failure at `failed_at` (monotonic clock) the command starts again."""
+        """Print how long after the last failure the command starts again.
+
+        `failed_at` is the time of the failure on the monotonic clock.
+        """
         waited_s = time.monotonic() - failed_at
         program = "the command" if self.config.command.is_per_node else "torchrun"
         self.log(f"{program} starts again {waited_s:.1f} s after the failure was noticed")
 
     def _watch(self) -> State:
-        """Watch the command until it has ended or must be ended. Return the next state."""
+        """Watch the command until it ends, or until it must be stopped. Return the next state."""
         attempt = self._current_attempt()
         while self._supervise_tick(attempt):
             if self.stop or attempt.deadline.is_set:
@@ -452,14 +474,17 @@ class NodeAgent:
         return self._restart
 
     def _stop(self) -> State:
-        """Wait until the program has saved and ended. From the deadline on, end it step by step by force."""
+        """Wait until the program has saved and ended. After the deadline, end it by force.
+
+        Force means several signals, some seconds apart. Return the next state.
+        """
         attempt = self._current_attempt()
         while self._supervise_tick(attempt):
             attempt.end_when_due()
         return self._restart
 
     def _current_attempt(self) -> NodeAttempt:
-        """Return the latest attempt, in a state that only an attempt leads to."""
+        """Return the latest attempt. Only states after `_start_attempt` call this."""
         assert self._attempt is not None  # noqa: S101 - `_start_attempt` has set it
         return self._attempt
 
@@ -530,11 +555,10 @@ class NodeAgent:
         attempt.explain_failure()
 
     def _run_while_connected(self, function: Callable[[], None]) -> None:
-        """Run `function` in a thread, and go on answering the other nodes.
+        """Run `function` in a thread, and keep answering the other nodes meanwhile.
 
-        Without answers, the other nodes would take the head for lost.
-
-        Return when `function` has ended, or after `ON_SUCCESS_S` seconds.
+        Without answers, the other nodes would consider this node lost. Return when `function` has ended, or
+        after `ON_SUCCESS_S` seconds.
         """
         thread = threading.Thread(target=function, daemon=True)
         thread.start()
@@ -545,10 +569,10 @@ class NodeAgent:
             self._handle_events()
 
     def _failure_lines(self, *, of_previous: bool = False) -> tuple[str, ...]:
-        """Return the lines about a failed run, which are printed last.
+        """Return the lines about a failed run that are printed last, so that the user sees them first.
 
-        The head (node 0) describes the failure that came first on any node. Every other node has one line
-        about its own worker. With `of_previous`, the lines are about the attempt before this one.
+        The head (the node with rank 0) describes the failure that came first on any node. Every other node
+        prints one line about its own worker. With `of_previous`, the lines are about the previous attempt.
         """
         attempt, memory = self._attempt, self.config.command.memory
         # The ranks of a stalled start failed because the agent ended them, so their errors say nothing.
@@ -566,26 +590,27 @@ class NodeAgent:
         return (failures.summarize_failure(attempt.failure, name),)
 
     def _run_code(self) -> int:
-        """Return the exit code with which the head has ended the run.
+        """Return the exit code of the run, as the head (the node with rank 0) has announced it.
 
-        If the head has not ended the run, for example because a signal came first, return the code of this
-        node alone.
+        If the head has not announced a code, for example because a signal came first, return the code of this
+        node.
         """
         if self._orders.run_code is not None:
             return self._orders.run_code
         if self._orders.is_head_lost:
             return EXIT_TOOL_FAILED
         node_code = self._attempt.code if self._attempt else EXIT_NO
-        # A saved state counts more than the signal that has led to it.
+        # A program that gets a signal saves and ends. The job must then be requeued, so the code for a saved
+        # state (85) takes precedence over the code of the signal.
         if self._signals.received and node_code != EXIT_SAVED:
             return 128 + self._signals.received[0]
         return node_code
 
     def _exit_code(self, run_code: int) -> int:
-        """Return the exit code of this process, given the exit code of the run.
+        """Return the exit code of this process, which may differ from the exit code of the run.
 
-        If the run has saved its state, also ask the job script for a requeue. If the run has succeeded, but
-        its output could not be printed, the code is 1, since the user has not seen everything.
+        If the run has saved its state, also ask the job script to requeue the job. If the run has succeeded
+        but its output could not be printed, return 1, because the user has not seen everything.
         """
         code = run_code
         if run_code == EXIT_SAVED:
@@ -595,31 +620,40 @@ class NodeAgent:
         return code
 
     def _request_requeue(self) -> int:
-        """Ask the job script to requeue a run that has saved its state. Return the exit code.
+        """Ask the job script to requeue a run that has saved its state, and return the exit code.
 
-        If a person has asked for the stop, the job must stay ended: there is no requeue, and the code is 0.
+        If a person has requested the stop, the job must not start again. The job is then not requeued, and
+        the code is 0.
         """
         if self.stop and not self.stop.requeue:
             return 0
         return self._files.request_requeue(self._attempt.saved_state if self._attempt else "")
 
     def _wait(self, *sources: Readable) -> None:
-        """Wait for a message or one of `sources`, for a tick at most and not past the deadline."""
+        """Wait until a message or one of `sources` can be read.
+
+        Return after `TICK_S` seconds at the latest, and never later than the current deadline.
+        """
         left_s = max(0.0, self._deadline.at - time.monotonic())
         self.session.wait(sources, min(TICK_S, left_s))
         self._signals.drain()
 
     @property
     def _deadline(self) -> Deadline:
-        """Return when the running command is ended by force, or between attempts when the waiting ends."""
+        """Return the current deadline.
+
+        While the command runs, it is the time at which the command is ended by force. Between attempts, it is
+        the time at which this node stops waiting for the other nodes.
+        """
         if self.running_attempt:
             return self.running_attempt.deadline
         return self._waiting_deadline
 
     def _limit_waiting(self) -> None:
-        """Wait for the other nodes as long as they may take to save and end: the grace time and three steps.
+        """Set how long this node waits for the other nodes to save and end after its own command has ended.
 
-        The steps are HUP, QUIT and KILL (command_process.py).
+        The other nodes may need the grace time, and then three steps of force: HUP, QUIT and KILL
+        (command_process.py).
         """
         patience_s = self.config.timeouts.grace_s + 3 * command_process.END_STEP_S
         self._waiting_deadline.set_within(patience_s, "the other nodes are not done")
@@ -632,6 +666,7 @@ class NodeAgent:
         for event in self.session.poll():
             self._handle_event(event)
         self._handle_signals()
+        # The request stays in the folder. It is new only if it takes precedence over the current one.
         request = self._files.stop_request()
         if request and request.takes_precedence(self.stop):
             self._stop_all(request)
@@ -639,16 +674,16 @@ class NodeAgent:
             self._attempts.check(stopped=self.stop is not None)
 
     def _handle_signals(self) -> None:
-        """Stop all nodes after the first signal, and end the command at once after a second one."""
+        """Ask all nodes to stop after the first stop signal. End the command at once after a second one."""
         if self._signals.is_repeated and not self._deadline.is_forced:
             self._deadline.set_within(0.0, "a second signal")
         elif self._signals.received and not self.stop:
             self._stop_all(StopRequest(reason=self._signals.first_name(), requeue=True))
 
     def _handle_event(self, event: Event) -> None:
-        """React to one message of another node.
+        """React to one message from another node.
 
-        Messages of other kinds only update the session, and need no reaction.
+        Messages of other types have already updated the session, and need no reaction here.
         """
         match event:
             case StopOrder():
@@ -675,8 +710,7 @@ class NodeAgent:
     def request_stop(self, request: StopRequest) -> None:
         """Ask the program to save its state and end.
 
-        If a stop was requested before, a later request that takes precedence only changes whether the job is
-        requeued.
+        If a stop has been requested before, a second request can only change whether the job is requeued.
         """
         previous = self.stop
         if not request.takes_precedence(previous):
@@ -686,6 +720,6 @@ class NodeAgent:
             self.log(f"{request.reason}: the run ends for good")
         elif self.running_attempt:
             self.running_attempt.request_stop(request.reason)
-        # No command runs now, so only the wait for the other nodes has to end.
+        # No command runs on this node now, so there is only the wait for the other nodes to limit.
         else:
             self._limit_waiting()

@@ -1,10 +1,11 @@
-"""The head's decisions about attempts: when one is over, whether another one starts, and with which nodes.
+"""The head's decisions about attempts: when one is over, and whether and where the next one starts.
 
-All nodes report to the head, and only the head decides. `Attempts` keeps the state. `assign_ranks`,
-`end_reason` and `describe_cause` are the rules: pure functions of what the head knows.
+An attempt is one start of the command on all nodes that train. All nodes report to the head (the node with
+rank 0), and only the head decides. `Attempts` keeps the state of a run. `assign_ranks`, `end_reason` and
+`describe_cause` are the rules. They are pure functions of what the head knows.
 
-A node has a number from the roll call, which never changes, and a node rank, which may differ between
-attempts. The head is number 0, and rank 0 of every attempt.
+Each node gets a number in the roll call, in which the nodes meet. The number never changes, while the node
+rank may differ between attempts. The head has number 0, and rank 0 in every attempt.
 """
 
 from __future__ import annotations
@@ -25,21 +26,22 @@ from imgkit_entrypoints.schedulers.placement import Size
 GOOD = (0, EXIT_SAVED)
 # Number of the head among the nodes.
 HEAD = 0
-# Largest number of nodes that one message names. It only counts the rest.
+# Largest number of nodes that a message names. It only counts the other nodes.
 MAX_NAMED = 8
 MIN_START_S = 10.0
-"""Shortest limit for a rendezvous in seconds.
+"""Shortest time limit for torchrun's rendezvous, in seconds.
 
-A node that finds no store yet tries again some seconds later.
+A node that cannot connect to the store yet tries again only some seconds later.
 """
 PEER_FAILED_S = 10.0
-"""Seconds that the head waits for the cause if the first workers failed because another rank is gone.
+"""Seconds that the head waits for the cause of a failure.
 
-With --per-node, it is also the time in which the head's command may end after that of another node: `ray
-symmetric-run` ends its cluster, and with it the commands of the others, before it returns its exit code.
+The first reports may only say that another rank is gone, and the report of that rank arrives later. With
+--per-node, the head also waits this long for its own command after the command of another node has ended:
+`ray symmetric-run` ends its cluster, and so the commands on the other nodes, before it returns its exit code.
 """
 QUICK_S = 60.0
-"""Two failures in a row end the run if both came within so many seconds of a start, before any step."""
+"""Two failures in a row end the run if each came before the first step and within so many seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +49,9 @@ class FailedAttempt:
     """The end of an attempt that did not finish."""
 
     cause: str
-    """The node and what the head has seen of it, such as ``n3 ended with exit code 1``."""
+    """What happened to which node, such as ``n3 ended with exit code 1``."""
     position: int | None
-    """Position of the furthest worker (launch/watchdog.py), or None if no worker has noted a position."""
+    """Position of the furthest worker (launch/watchdog.py), or None if no worker has written a position."""
     after_s: float
     """Seconds from the attempt's start to the failure."""
     code: int = EXIT_TOOL_FAILED
@@ -57,9 +59,10 @@ class FailedAttempt:
 
     @property
     def step(self) -> int | None:
-        """Return the step at which the furthest worker was, or None before the first step or if unknown.
+        """Return the step that the furthest worker had reached.
 
-        Positions 1 and 2, within step 1 and after it, both mean step 1.
+        Return None before the first step, or if the position is unknown. Position 1 (during step 1) and
+        position 2 (after it) both mean step 1.
         """
         if self.position is None or self.position < 0:
             return None
@@ -68,14 +71,17 @@ class FailedAttempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AttemptResults:
-    """What the head knows about the end of the current attempt on its nodes, by node number."""
+    """What the head knows about the end of the current attempt on each node.
+
+    Nodes are given by their numbers.
+    """
 
     codes: Mapping[int, int]
-    """Exit codes of the nodes that have reported, the first report first."""
+    """Exit codes of the nodes that have reported, in the order in which their reports arrived."""
     failed: Mapping[int, int]
-    """The codes of failed nodes, such as ``{2: 1}``. The first one is that of the first failure."""
+    """Exit codes of the failed nodes, such as ``{2: 1}``. The first entry is the first failure."""
     lost: Collection[int]
-    """Nodes that were lost and have not reported a success before."""
+    """Nodes that were lost before they reported a success."""
 
     @property
     def ended_nodes(self) -> Collection[int]:
@@ -84,7 +90,7 @@ class _AttemptResults:
 
 
 class Attempts:
-    """The attempts of a run. The head starts and ends them, and in the end the run."""
+    """The attempts of a run. The head starts and ends them, and finally ends the run."""
 
     def __init__(
         self,
@@ -96,7 +102,7 @@ class Attempts:
         on_start: Callable[[int], None],
         is_per_node: bool = False,
     ) -> None:
-        """Prepare a run of `size`. `start` begins its first attempt.
+        """Prepare a run of `size`. The method `start` begins the first attempt.
 
         Parameters
         ----------
@@ -111,25 +117,25 @@ class Attempts:
         self._number = 0
         """Number of the current attempt, from 1."""
         self._ranks: Mapping[int, int] = {}
-        """Node ranks of the nodes that take part in it, by number."""
+        """Node ranks in the current attempt, by node number."""
         self._started_at = 0.0
         self._failures: list[FailedAttempt] = []
         self._failure: FailedAttempt | None = None
-        """The first sign that the current attempt fails. None while all is well."""
+        """The first failure of the current attempt, or None if nothing has failed."""
         self._is_cancelled = False
         """True once the head has told all nodes to end the current attempt."""
         self._excluded: set[int] = set()
-        """Nodes that the preflight has left out."""
+        """Numbers of the nodes that the preflight has excluded because they are slow or broken."""
         self._logged_losses: set[int] = set()
         self._is_over = False
         self.failed_at = 0.0
         """Time at which the last failure was noticed, on the monotonic clock."""
 
     def start(self, excluded: Collection[int] = ()) -> None:
-        """Start the next attempt with the nodes that are alive, or end the run if it cannot succeed.
+        """Start the next attempt with the nodes that are alive, or end the run if that cannot succeed.
 
-        An attempt is one start of the command on all nodes that train. The nodes in `excluded` take no part
-        in this attempt and all later ones.
+        An attempt is one start of the command on all nodes that train. The nodes in `excluded` take part
+        neither in this attempt nor in later ones.
 
         Raises
         ------
@@ -144,7 +150,7 @@ class Attempts:
             return
         self._number += 1
         ranks = assign_ranks(alive, self._size.training, self._ranks)
-        if self._number == 1:
+        if self._number == 1:  # nothing has changed yet, so only spares are worth a message
             self._log_spares([number for number in alive if number not in ranks])
         else:
             changes = self._rank_changes(ranks)
@@ -155,7 +161,7 @@ class Attempts:
         self._session.start_attempt(self._number, ranks)
 
     def _end_reason(self, nodes: int) -> str:
-        """Return why no further attempt starts now that `nodes` nodes are alive, or "" if one can start.
+        """Return why no further attempt can start with `nodes` nodes alive, or "" if one can start.
 
         For example, too few nodes are left, or two attempts have failed at the same step.
         """
@@ -170,14 +176,14 @@ class Attempts:
     def check(self, *, stopped: bool) -> None:
         """React to the reports of the nodes: end the attempt, start the next one, or end the run.
 
-        An attempt is one start of the command on all nodes that train. The head (node 0) calls this at every
-        tick. `stopped` is True if the run was asked to save and end.
+        An attempt is one start of the command on all nodes that train. The head (the node with rank 0) calls
+        this about once a second. `stopped` is True if a stop of the run was requested.
         """
         if self._is_over or not self._ranks:
             return
         has_new_losses = len(self._session.lost) != len(self._logged_losses)
         if not self._session.reports and not has_new_losses and self._failure is None:
-            return  # nothing is new, and what follows takes time for every node
+            return  # nothing has changed, and the following checks take time for each node
         self._log_losses()
         results = self._collect_results()
         if self._is_per_node and results.codes.get(HEAD) in GOOD:
@@ -199,7 +205,7 @@ class Attempts:
         """
         codes: dict[int, int] = {}
         failed: dict[int, int] = {}
-        for number, report in self._session.reports.items():  # in the order of their arrival
+        for number, report in self._session.reports.items():  # in the order in which they arrived
             if number in self._ranks:
                 codes[number] = report.code
                 if report.code not in GOOD:
@@ -209,16 +215,17 @@ class Attempts:
         return _AttemptResults(codes=codes, failed=failed, lost=lost - succeeded)
 
     def _handle_failure(self, results: _AttemptResults, *, stopped: bool) -> None:
-        """Record the first failure of the attempt, and end the attempt on all nodes once its cause is known.
+        """Record the first failure of the attempt. Once its cause is known, end the attempt on all nodes.
 
-        After a stop request, a failed worker does not end the attempt, since the other nodes may still save.
-        A lost node does: without it, no node can save any more.
+        After a stop request, a failed worker does not end the attempt, because the other nodes may still
+        save. A lost node does end it: without that node, no other node can save.
         """
         if self._failure is None and (results.lost or results.failed):
             self.failed_at = time.monotonic()
             self._failure = self._first_failure(results)
         if self._failure is None or self._is_cancelled:
             return
+        # With --per-node, the exit code of the run is that of the head's command.
         if self._is_per_node and HEAD in results.failed:
             self._failure = dataclasses.replace(self._failure, code=results.failed[HEAD])
         if results.lost or (not stopped and self._has_cause(results.failed)):
@@ -228,10 +235,10 @@ class Attempts:
     def _first_failure(self, results: _AttemptResults) -> FailedAttempt:
         """Return the failure that the head has just noticed.
 
-        It has the cause, such as a lost node, the step that the run had reached, and the exit code if the run
-        ends now.
+        The result contains the cause, such as a lost node, and the position of the furthest worker. Its exit
+        code becomes that of the run if no further attempt starts.
         """
-        positions = self._session.run_positions
+        positions = self._session.run_positions  # of the slowest and the furthest worker
         return FailedAttempt(
             cause=self._cause(results),
             position=positions[1] if positions else None,
@@ -242,10 +249,10 @@ class Attempts:
     def _end_after_head(self, results: _AttemptResults) -> None:
         """End the commands of the other nodes, because the head's command has succeeded.
 
-        This is for a run with ``--per-node``. If another node has failed before this, its failure is printed,
-        but no longer counts.
+        This applies only to a run with ``--per-node``. If another node has failed before, its failure is
+        printed but does not change the result.
         """
-        if self._is_cancelled:  # the nodes were told to end before, for this reason or after a failure
+        if self._is_cancelled:  # the nodes already have the order to end, for this reason or after a failure
             return
         if results.lost or results.failed:
             self._log(f"{self._cause(results)}; the head's command has succeeded, and its code counts")
@@ -253,7 +260,10 @@ class Attempts:
         self._session.send_all(EndAttempt(attempt=self._number, reason="the head's command has ended"))
 
     def have_others_ended(self) -> bool:
-        """Return whether the attempt is over on all nodes but the head."""
+        """Return whether the attempt is over on all nodes except the head.
+
+        Return False if there are no other nodes.
+        """
         others = self._ranks.keys() - {HEAD}
         return bool(others) and others <= self._session.reports.keys() | self._session.lost.keys()
 
@@ -262,10 +272,11 @@ class Attempts:
     ) -> None:
         """Record a failed attempt that is over on all nodes.
 
-        Then start another attempt, or end the run after a stop.
+        Afterwards, start another attempt. If a stop of the run was requested, end the run instead.
         """
         cause = failure.cause
-        if results.lost:  # a node that was lost meanwhile explains why the workers of others have failed
+        # If a node was lost in the meantime, its loss explains why workers of other nodes have failed.
+        if results.lost:
             cause = self._cause(dataclasses.replace(results, failed={}))
         positions = [failure.position]
         positions += [self._session.reports[number].position for number in results.codes]
@@ -277,9 +288,10 @@ class Attempts:
             self.start()
 
     def _stopped_code(self, failure: FailedAttempt, results: _AttemptResults) -> int:
-        """Return the exit code of a run that was asked to stop, and in which a node has failed.
+        """Return the exit code of a run that was asked to stop and in which a node has failed.
 
-        A saved state counts more than the failure, so that the job is requeued and goes on from there.
+        A saved state takes precedence over the failure, so that the job is requeued and continues from that
+        state.
         """
         if EXIT_SAVED in results.codes.values():
             return EXIT_SAVED
@@ -287,13 +299,14 @@ class Attempts:
             return failure.code
         if self._is_per_node:
             return results.codes[HEAD]
-        # A failed worker's code is above 0, the code of a success.
+        # Nodes that have succeeded report 0, so the maximum is the code of a failed node.
         return max(results.codes.values())
 
     def _end_successful_run(self, codes: Mapping[int, int]) -> None:
-        """End the run on all nodes. Its exit code is 85 (requeue me) if any node has saved its state, else 0.
+        """End the run on all nodes, with the exit code for success.
 
-        With ``--per-node``, it is the exit code of the head's command.
+        The code is 85 (requeue me) if any node has saved its state, otherwise 0. With ``--per-node``, it is
+        the exit code of the head's command.
         """
         code = 0
         if self._is_per_node:
@@ -304,11 +317,11 @@ class Attempts:
         self._is_over = True
 
     def _has_cause(self, failed_nodes: Collection[int]) -> bool:
-        """Return whether the cause of the failure is among the reports of `failed_nodes`.
+        """Return whether the head knows the cause of the failure, given the reports of `failed_nodes`.
 
-        If these nodes only report that a rank elsewhere is gone, return False, so that the head waits for the
-        report of that rank. After `PEER_FAILED_S` seconds, return True in any case. With ``--per-node``, the
-        head's command counts as the cause, so that its exit code can still arrive.
+        If these nodes only report that another rank is gone, return False, so that the head waits for the
+        report of that rank. With ``--per-node``, return False until the head's command has failed, so that
+        its exit code can still arrive. After `PEER_FAILED_S` seconds, return True in any case.
         """
         if time.monotonic() - self.failed_at > PEER_FAILED_S:
             return True
@@ -316,12 +329,13 @@ class Attempts:
             return False
         for number in failed_nodes:
             failure = self._session.reports[number].failure
+            # Without a known failure, nothing says that the cause is on another node.
             if failure is None or not failure.after_peer:
                 return True
         return False
 
     def _log_spares(self, spares: Sequence[int]) -> None:
-        """Print which nodes wait as spares at the start of the run, if any."""
+        """Print which nodes are spares, if any. A spare waits until it replaces a lost node."""
         if not spares:
             return
         names = ", ".join(self._session.node_name(number) for number in spares)
@@ -329,14 +343,14 @@ class Attempts:
         self._log(f"{count_text(self._size.training, 'node')} train; {names} {verb}")
 
     def _log_losses(self) -> None:
-        """Print each lost node once."""
+        """Print each lost node, but only once."""
         for number in self._session.lost.keys() - self._logged_losses:
             self._logged_losses.add(number)
             role = "" if number in self._ranks else ", a spare"
             self._log(f"lost {self._session.node_name(number)}{role}: {self._session.lost[number]}")
 
     def _cause(self, results: _AttemptResults) -> str:
-        """Return `describe_cause` for the lost and failed nodes of `results`."""
+        """Return the text about the lost and failed nodes of `results`, from `describe_cause`."""
         name, reasons = self._session.node_name, self._session.lost
         return describe_cause(
             {name(number): reasons[number] for number in sorted(results.lost)},
@@ -344,15 +358,18 @@ class Attempts:
         )
 
     def _end_run(self, reason: str, code: int) -> None:
-        """End the run on all nodes with `code`, and print the reason why no attempt follows."""
-        # A run that never has a second attempt needs no message about it.
+        """End the run on all nodes with exit code `code`, and print why no further attempt starts."""
+        # A run that can never have a second attempt needs no such message.
         if self._max_failures or self._size.spares:
             self._log(f"no further attempt: {reason}")
         self._session.send_all(EndRun(code=code))
         self._is_over = True
 
     def _rank_changes(self, ranks: Mapping[int, int]) -> str:
-        """Return the end of a message about the nodes with a new rank: ``; n4 takes rank 1``, or nothing."""
+        """Return the end of a message about nodes with a new rank, such as ``; n4 takes rank 1``.
+
+        Return "" if all ranks are unchanged.
+        """
         text = ""
         for number, rank in sorted(ranks.items(), key=operator.itemgetter(1)):
             if self._ranks.get(number) != rank:
@@ -361,23 +378,24 @@ class Attempts:
 
 
 class StartWatch:
-    """The head's watch over the start of one attempt, until all ranks are connected.
+    """Limits the time in which an attempt must start, until all ranks are connected. Only the head uses it.
 
-    Nodes wait in torchrun's rendezvous, and ranks in init_process_group, for each other's keys in torch's
-    store. Anyone who can reach its port can delete them, and torch would then wait for up to 30 minutes.
+    Nodes wait for each other in torchrun's rendezvous, and ranks in init_process_group. Both wait for keys in
+    torch's store. Anyone who can reach the store's port can delete these keys, and torch would then wait for
+    up to 30 minutes.
     """
 
     def __init__(self, session: HeadSession, limit_s: float) -> None:
         self._session, self._limit_s = session, max(limit_s, MIN_START_S)
         self._phase = ""
-        """Phase to which the limit applies now. Empty while it applies to none."""
+        """Phase of the start to which the time limit applies now, or "" if it applies to none."""
         self._since = 0.0
         """Time of the last change of `_phase`, on the monotonic clock."""
 
     def find_stall_reason(self) -> str:
-        """Return why the head must end the attempt, or "" while its start goes on within the time limit.
+        """Return why the head must end the attempt, or "" if its start is still within the time limit.
 
-        The limit counts from the moment at which all nodes have come to the same waiting phase.
+        The time counts from the moment at which all nodes have reached the same waiting phase.
         """
         now = time.monotonic()
         phase = self._limited_phase()
@@ -390,9 +408,8 @@ class StartWatch:
     def _limited_phase(self) -> str:
         """Return the phase of the start to which the time limit applies now, or "" if it applies to none.
 
-        The limit applies while every node is in torchrun's rendezvous or past it: a node that is not there
-        yet may still be reading torchrun from a slow file system. It also applies while every rank tries to
-        connect.
+        The limit applies to the rendezvous once every node has reached it. Until then, a node may still be
+        reading torchrun from a slow file system. The limit also applies while every rank tries to connect.
         """
         node_phases = set(self._session.phases.values())
         if RENDEZVOUS in node_phases and STARTING not in node_phases:
@@ -404,7 +421,8 @@ class StartWatch:
     def _describe_stall(self, phase: str) -> str:
         """Return the message for the user about nodes that have waited in `phase` for too long.
 
-        The phase is torchrun's rendezvous, in which the nodes meet, or the connection of the ranks after it.
+        `phase` is either torchrun's rendezvous, in which the nodes meet, or the connection of the ranks after
+        it.
         """
         waiting = []
         for number, node_phase in self._session.phases.items():
@@ -429,33 +447,34 @@ class StartWatch:
 
 
 def assign_ranks(alive: Collection[int], nnodes: int, previous: Mapping[int, int]) -> Mapping[int, int]:
-    """Return the node rank of each node that trains in the next attempt, by the node's number.
+    """Return the node rank of each node that trains in the next attempt, by node number.
 
-    A node keeps its rank of the attempt before, and a free rank goes to a spare, which is a node beyond those
-    that train. With nodes 0, 2 and 3 alive, 2 ranks and ``{0: 0, 1: 1}`` before, the result is ``{0: 0, 2:
-    1}``. It is empty if fewer than `nnodes` nodes are alive.
+    A node keeps its rank from the previous attempt. Free ranks go to spares, which are alive but did not
+    train. For example, nodes 0, 2 and 3 are alive, two ranks are needed, and the previous ranks were ``{0: 0,
+    1: 1}``. The result is then ``{0: 0, 2: 1}``. The result is empty if fewer than `nnodes` nodes are alive.
 
     Parameters
     ----------
     alive : numbers of the nodes that are alive.
     nnodes : number of nodes that train.
-    previous : node ranks of the attempt before, by number. Empty before the first attempt.
+    previous : node ranks of the previous attempt, by node number. Empty before the first attempt.
     """
     if len(alive) < nnodes:
         return {}
     ranks = {number: rank for number, rank in previous.items() if number in alive}
     free_ranks = sorted(set(range(nnodes)) - set(ranks.values()))
     spares = sorted(set(alive) - ranks.keys())
-    # There may be more spares than free ranks. The last ones stay spares.
+    # There may be more spares than free ranks. The remaining nodes stay spares (strict=False).
     ranks.update(zip(spares, free_ranks, strict=False))
     return ranks
 
 
 def end_reason(failures: Sequence[FailedAttempt], max_failures: int) -> str:
-    """Return why the run ends after the last of `failures`, or "" if it goes on.
+    """Return why the run ends after the last of `failures`, or "" if another attempt may start.
 
     The run ends after more than `max_failures` failures. It also ends after two failures in a row at the same
-    step, or within `QUICK_S` seconds of a start, since a third attempt would fail in the same way.
+    step, or before the first step and within `QUICK_S` seconds of the start. A third attempt would fail in
+    the same way.
     """
     if len(failures) > max_failures:
         reason = f"--max-failures {max_failures}"
@@ -469,7 +488,7 @@ def end_reason(failures: Sequence[FailedAttempt], max_failures: int) -> str:
         return ""
     if last.step is not None:
         return f"two failures in a row at step {last.step}; a new attempt would fail there as well"
-    # Without steps (None), only the time shows whether both attempts failed at the same place.
+    # Without a step, only the time suggests whether both attempts failed at the same place.
     if max(previous.after_s, last.after_s) >= QUICK_S:
         return ""
     return (
@@ -479,15 +498,15 @@ def end_reason(failures: Sequence[FailedAttempt], max_failures: int) -> str:
 
 
 def describe_cause(lost: Mapping[str, str], codes: Mapping[str, int]) -> str:
-    """Return the cause of a failure: all lost nodes with the reasons, or else the first exit code of a node.
+    """Return the cause of a failure: all lost nodes with the reasons, or else the first failed node.
 
-    If a node is lost, exit codes are not mentioned: the other nodes failed because their workers waited for
-    the workers of the lost node.
+    If a node is lost, exit codes are not mentioned. They are consequences: workers of other nodes fail
+    because they wait for the workers of the lost node.
 
     Parameters
     ----------
-    lost : reason by the name of each lost node, such as ``{"n3": "no heartbeat for 30 s"}``.
-    codes : exit code by the name of each failed node, the first failure first.
+    lost : reason for each lost node, by its name, such as ``{"n3": "no heartbeat for 30 s"}``.
+    codes : exit code of each failed node, by its name. The first failure comes first.
     """
     if lost:
         return "; ".join(f"lost {node}: {reason}" for node, reason in lost.items())

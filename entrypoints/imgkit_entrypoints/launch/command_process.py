@@ -1,7 +1,7 @@
-"""The command of this node below its guard (guard.py), and its end by force from a deadline on.
+"""Start the command of this node below its guard (guard.py), and end it by force after a deadline.
 
-`CommandProcess` is the node agent's side of the guard: it starts the command, takes the guard's reports, and
-copies the error output. `Deadline` says when the command is ended, and with which signals.
+`CommandProcess` is the node agent's side of the guard: it starts the command, handles the guard's reports,
+and copies the error output. `Deadline` decides when the command is ended by force, and with which signals.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ TAIL_BYTES = 1 << 20
 """Number of last bytes of the error output that are kept for the log of a failed run: 1 MiB."""
 # torch prints this warning in every process, for each connection from an address without a name.
 _NO_HOST_NAME = b"[c10d] The hostname of the client socket cannot be retrieved. err=-"
-# What may precede the text of a line: "[n3:4]: " of torchrun's --tee, and "[rank4]:" of torch's tracebacks.
+# Prefixes that may precede the text of a line: "[n3:4]: " from torchrun's --tee, and "[rank4]:" from torch's
+# tracebacks.
 _PREFIX = rb"(?:\[[^\]\n]*\]: )?(?:\[rank\d+\]:)?"
-# Lines that are of use in a log alone: lines with a mark (user_program.py), and C++ stacks of torch's store.
-# Every process prints such a stack after its torchrun has ended.
+# Lines that are kept for the log, but not shown: lines with a mark (user_program.py), and C++ stacks of
+# torch's store. Every process prints such a stack after its torchrun has ended.
 _LOG_ONLY = re.compile(
     _PREFIX + rb"(?:" + MARK.encode() + rb"|\[[WE]\d{4} [^\]\n]*TCPStore\.cpp:\d+\] "
     rb"|\[[WE]\d{4} [^\]\n]*ProcessGroupNCCL\.cpp:\d+\] (?:\[[^\]\n]*\] ?)*Failed to check the "
@@ -39,15 +40,15 @@ _LOG_ONLY = re.compile(
 
 
 class CommandProcess:
-    """A command and its guard. `close` ends everything that is left of them.
+    """A command and its guard, the process between the node agent and the command. `close` ends both.
 
     Parameters
     ----------
     log : prints messages about the command.
-    repeats_warnings : False leaves out a warning that all nodes of a run print, since another node prints it.
-    open_files : soft limit of the command's open files.
-    inherited : descriptors that the command gets under the same numbers.
-    kind : how the guard starts the command: ``torchrun`` or ``node`` (guard.py).
+    repeats_warnings : False to hide a warning that all nodes of a run print, because another node shows it.
+    open_files : the command's soft limit for the number of open files.
+    inherited : descriptors that the command inherits under the same numbers.
+    kind : how the guard starts the command, ``torchrun`` or ``node`` (guard.py).
     """
 
     def __init__(
@@ -65,16 +66,18 @@ class CommandProcess:
         self.code: int | None = None
         """Exit code of the command, or the negative number of the signal that ended it.
 
-        None while it runs.
+        It is None while the command runs.
         """
         self._buffer = b""
         self._is_forced = False
         control, self._control = os.pipe()
         self._status, status = os.pipe()
         os.set_blocking(self._status, False)
-        # -I and -S: the guard uses the standard library alone.
+        # The guard only uses the standard library. -I and -S make it start faster, and ignore the user's
+        # modules.
         python = (sys.executable or "python3", "-I", "-S", guard.__file__)
-        # Every process below inherits the mask. This process gets its own one back right after the start.
+        # All processes below this one inherit the mask of blocked signals. Afterwards, this process restores
+        # its own.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             self._process = subprocess.Popen(
@@ -104,9 +107,9 @@ class CommandProcess:
         return self._status
 
     def read_reports(self) -> bool:
-        """Handle the guard's new reports. Return False once no process of the command is left.
+        """Handle new reports from the guard, the process between this one and the command.
 
-        The guard is a process of imgkit between this one and the command (guard.py).
+        Return False once no process of the command is left.
 
         Raises
         ------
@@ -119,10 +122,10 @@ class CommandProcess:
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
             self._handle_report(line.decode())
-        return bool(data)  # end of file: the guard has ended, and everything below it
+        return bool(data)  # no data means end of file: the guard and everything below it have ended
 
     def send_step(self, step: str) -> None:
-        """Have the guard take one step towards the end: ``signal N``, ``terminate`` or ``kill``."""
+        """Tell the guard to take one step that ends the command: ``signal N``, ``terminate`` or ``kill``."""
         self._is_forced = True
         with contextlib.suppress(OSError):  # the guard has ended by itself
             os.write(self._control, f"{step}\n".encode())
@@ -130,8 +133,8 @@ class CommandProcess:
     def wait(self) -> int:
         """Close the pipes, wait until the guard has ended, and return the command's exit code.
 
-        If the guard itself was killed, kill the processes that it has left, and return -9 as for a killed
-        command.
+        If the guard itself was killed, kill the processes that it has left. Then return -9, as for a command
+        that was killed.
         """
         self.close()
         self._process.wait()
@@ -139,6 +142,7 @@ class CommandProcess:
             self._log("the guard of this node's processes was killed; ending them")
             guard.end_all()
             self.code = -signal.SIGKILL
+        # A process that hangs in the kernel keeps the pipe open, so the wait for the last output is limited.
         self._copier.join(timeout=2.0)
         return self.code
 
@@ -147,10 +151,10 @@ class CommandProcess:
         return self._copier.tail().decode(errors="replace").replace(MARK, "")
 
     def _handle_report(self, line: str) -> None:
-        """React to one line of the guard, such as ``exit 1`` or ``clean python3 wandb-core``.
+        """React to one line from the guard, such as ``exit 1`` or ``clean python3 wandb-core``.
 
-        ``clean`` lists the processes that were still there when the command had ended, and that the guard has
-        killed.
+        ``clean`` lists the processes that were still running when the command had ended, and that the guard
+        has killed.
         """
         event, _, value = line.partition(" ")
         match event:
@@ -175,7 +179,7 @@ class CommandProcess:
                 self._log(f"these processes hang in the kernel and cannot be killed: {value}")
 
     def _log_remaining(self, names: str) -> None:
-        """Print the names of the processes that the command has left and the guard has ended."""
+        """Print the names of processes that the command left running, and that the guard has ended."""
         self._log(f"ended processes that the program left running: {names}")
         if self._kind == "node" and self.code == 0:
             self._log(
@@ -184,17 +188,17 @@ class CommandProcess:
             )
 
 
-# A line without a text. One such line follows a C++ stack.
+# A line without any text. Such a line follows each C++ stack.
 _EMPTY = re.compile(_PREFIX + rb"\n")
 
 
 class _Copier(threading.Thread):
-    """Copies the command's error output to our own, and keeps the end of it.
+    """Copies the command's error output to our own standard error, and keeps the last part of it.
 
-    Lines that match `_LOG_ONLY` are not copied, and neither is `_NO_HOST_NAME` after the first time.
+    Lines that match `_LOG_ONLY` are not copied. The warning `_NO_HOST_NAME` is copied only once.
 
-    The copier is a thread because a slow terminal must not delay the heartbeat. It does not wait for whole
-    lines: if a line arrives in two parts, the first part decides whether it is copied.
+    The copier is a thread, because a slow terminal must not delay the node agent's heartbeats. It does not
+    wait for whole lines. If a line arrives in two parts, the first part decides whether the line is copied.
     """
 
     def __init__(self, source: IO[bytes], *, has_warned: bool) -> None:
@@ -208,7 +212,7 @@ class _Copier(threading.Thread):
     def run(self) -> None:
         """Copy the command's error output until every process has closed its end of the pipe.
 
-        Everything is kept for the log of a failed run, but only what the user should see is printed.
+        Everything is kept for the log of a failed run, but only the visible lines are printed.
         """
         can_write = True
         while True:
@@ -218,31 +222,32 @@ class _Copier(threading.Thread):
             self._keep(data)
             visible = b"".join(self._visible_lines(data))
             try:
-                # A write may take only a part of the data, as to a full pipe. Descriptor 2 is standard error.
+                # A write may accept only a part of the data, for example if a pipe is full. Descriptor 2 is
+                # standard error.
                 while can_write and visible:
                     visible = visible[os.write(2, visible) :]
             except OSError:  # our own output is closed: read on, so that the program does not block
                 can_write = False
 
     def _keep(self, data: bytes) -> None:
-        """Add `data` to the tail, and drop chunks from its start that are not needed for `TAIL_BYTES`."""
+        """Append `data` to the kept output, and drop the oldest chunks that exceed `TAIL_BYTES`."""
         self._chunks.append(data)
         self._size += len(data)
         while self._size - len(self._chunks[0]) >= TAIL_BYTES:
             self._size -= len(self._chunks.popleft())
 
     def tail(self) -> bytes:
-        """Return the last `TAIL_BYTES` that were read."""
+        """Return the last `TAIL_BYTES` of the output."""
         return b"".join(tuple(self._chunks))[-TAIL_BYTES:]
 
     def _visible_lines(self, data: bytes) -> Iterator[bytes]:
-        """Yield the lines, and parts of lines, in `data` that the user should see.
+        """Yield the lines, or parts of lines, in `data` that the user should see.
 
-        Lines for the log alone are left out, such as a traceback that the node agent prints later.
+        Lines that are only for the log are skipped, such as a traceback that the node agent prints later.
         """
         for line in re.findall(rb"[^\n]*\n|[^\n]+", data):
             if self._in_line:
-                pass  # the beginning of this line was in the data before, and has decided
+                pass  # the first part of this line was in earlier data, and has set `_is_hidden`
             elif _NO_HOST_NAME in line:  # only the first such line is shown
                 self._is_hidden = self._has_warned
                 self._has_warned = True
@@ -256,10 +261,10 @@ class _Copier(threading.Thread):
 
 
 END_STEP_S = 5.0
-"""Seconds between HUP, QUIT and KILL."""
+"""Seconds between the steps HUP, QUIT and KILL."""
 QUICK_STEP_S = 2.0
-"""Seconds between HUP and KILL if the program cannot save any more, since other nodes of its run are gone."""
-# Commands to the guard. HUP and QUIT go to torchrun alone.
+"""Seconds between HUP and KILL if the program cannot save, because other nodes of its run are gone."""
+# Commands to the guard. It sends HUP and QUIT only to torchrun.
 _HUP = f"signal {int(signal.SIGHUP)}"
 _QUIT = f"signal {int(signal.SIGQUIT)}"
 _TERMINATE = "terminate"  # TERM for every process
@@ -267,21 +272,21 @@ _KILL = "kill"
 
 
 class Deadline:
-    """The time at which a program is ended, and the steps that follow: HUP, QUIT and KILL.
+    """The time at which a program is ended by force, and the steps that end it: HUP, QUIT and KILL.
 
     Parameters
     ----------
-    grace_s : for a command of dist-run --per-node, the seconds between TERM and KILL, its only steps. None
-        for torchrun.
+    grace_s : for a command of dist-run --per-node, the seconds between its only two steps, TERM and KILL.
+        None for torchrun.
     """
 
     def __init__(self, grace_s: float | None = None) -> None:
         self.at = math.inf
-        """Time of the next step, on the monotonic clock. Infinite while no end is set."""
+        """Time of the next step, on the monotonic clock. It is infinite if no step is planned."""
         self.has_begun = False
         """True once the first step was taken."""
         self.is_forced = False
-        """True once a step was taken after which the program cannot save."""
+        """True once a step was taken after which the program can no longer save its state."""
         self.reason = ""
         self._steps = [_HUP, _QUIT, _KILL]
         self._step_s, self._quick_step_s = END_STEP_S, QUICK_STEP_S
@@ -291,20 +296,19 @@ class Deadline:
 
     @property
     def is_set(self) -> bool:
-        """Return whether a step will follow."""
+        """Return whether a next step is planned."""
         return self.at < math.inf
 
     def set_within(self, seconds: float, reason: str) -> None:
-        """End the program in `seconds`, unless an earlier end is set or has begun by force."""
+        """Plan the first step in `seconds`, unless an earlier step is planned or force was used already."""
         at = time.monotonic() + seconds
         if not self.is_forced and at < self.at:
             self.at, self.reason = at, reason
 
     def set_now(self, reason: str) -> None:
-        """Begin the end of the program now, and leave out QUIT, so that the end comes sooner.
+        """End the program now, without the step QUIT and with shorter waits between the steps.
 
-        If the end has begun before, it goes on from the step where it is, with the shorter time between two
-        steps.
+        If a step was taken before, the remaining steps follow, with the shorter wait.
         """
         now = time.monotonic()
         if self.has_begun:
@@ -319,10 +323,9 @@ class Deadline:
         return time.monotonic() >= self.at
 
     def next_step(self) -> str:
-        """Take the next step towards the end, and return it as a command to the guard, such as ``signal 1``.
+        """Take the next step, and return it as a command to the guard, such as ``signal 1``.
 
-        The step after it is due after the time between two steps. After the last step, no step is due any
-        more.
+        Also plan the step after it, if there is one.
         """
         step = self._steps.pop(0)
         self.has_begun = True

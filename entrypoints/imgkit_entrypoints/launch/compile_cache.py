@@ -1,14 +1,14 @@
-"""The folder of compiled code, private to this user on each node, and its copy in one file.
+"""A private folder of compiled code on each node, and a copy of it in one file.
 
-If nodes share a home directory, Triton's cache in it loses files between its check and its read. One rank
-then ends with "Stale file handle", and the others wait for it (triton issues 2688 and 11512, pytorch issue
-173679). A cold cache costs minutes on every node. So each node compiles into a folder on its own disk, whose
-name depends on the image. With ``--compile-cache FILE``, node 0 packs the folder at the end, and all nodes
-unpack it at the next start.
+If nodes share a home directory, Triton's cache in it can lose files between Triton's check for a file and its
+read. One rank then ends with "Stale file handle", and the other ranks wait for it (triton issues 2688 and
+11512, pytorch issue 173679). An empty cache, on the other hand, costs minutes on every node. So each node
+compiles into a folder on its own disk, whose name depends on the image. With ``--compile-cache FILE``, node 0
+packs the folder into FILE at the end, and all nodes unpack FILE at the next start.
 
 The files are machine code that workers load, so the folder and FILE must belong to this user. FILE is a zip
-file, from which no links are made. It is unpacked as a whole or not at all: a damaged file, or one with a
-path that leads elsewhere, is not used.
+file. Links in it are not restored. It is unpacked completely or not at all: if it is damaged, or contains a
+path that leads elsewhere, nothing of it is used.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ FOLDERS = {
     "MPLCONFIGDIR": "matplotlib",
     "TORCH_EXTENSIONS_DIR": "torch_extensions",
 }
-"""The variable by which each library finds its cache, and the folder for it within ours."""
+"""The variables by which libraries find their caches, each with the name of a folder in our folder."""
 BUILD_LOCK = "lock"
-"""Name of the file by which torch shows that a process builds an extension (torch/utils/file_baton.py)."""
+"""Name of the file that torch creates while a process builds an extension (torch/utils/file_baton.py)."""
 HEADER = "imgkit-compile-cache"
 """Name of the first member of a packed cache. Its content is the key of the image that compiled the rest."""
 # Largest total size of the files in a packed cache: 16 GiB.
 MAX_BYTES = 16 << 30
-# Offset of the first member's name in a zip file: the header before it has 30 bytes.
+# Offset in bytes of the first member's name in a zip file. A fixed header of 30 bytes precedes it.
 _NAME_OFFSET = 30
 
 
 def find_folder(env: Mapping[str, str], key: str, *, is_shared: Callable[[str], bool]) -> Path | None:
     """Return the folder for this node's compiled code, such as ``/tmp/imgkit-cache-1000-0f3a5c7b9d1e``.
 
-    It is in the first of TMPDIR, /tmp and /dev/shm that this user can write to, and that only this node has.
-    A folder of the same name that another user has made is not used, since that user could put code into it.
-    Return None if no folder can be used.
+    Its parent is the first of TMPDIR, /tmp and /dev/shm that this user can write to and that is not shared
+    with other nodes. If another user has made a folder of the same name, it is not used, because that user
+    could put code into it. Return None if there is no suitable folder.
 
     Parameters
     ----------
@@ -70,9 +70,10 @@ def find_folder(env: Mapping[str, str], key: str, *, is_shared: Callable[[str], 
 
 
 def make_key(image: str) -> str:
-    """Return the key of an image's caches: 12 hexadecimal digits of a digest.
+    """Return the key of an image's caches, which is a digest of 12 hexadecimal digits.
 
-    `image` is the text of its manifest. Without a manifest, it is any text that differs between images.
+    `image` is the text of the image's manifest. If there is no manifest, it is any text that differs between
+    images.
     """
     return hashlib.sha256(image.encode()).hexdigest()[:12]
 
@@ -90,14 +91,14 @@ class CompileCache:
     key: str
     """The key of the image (`make_key`). A packed cache with another key is not unpacked."""
     file: Path | None = None
-    """The packed cache. None if nothing is unpacked or packed."""
+    """The packed cache, or None if the user has not requested one."""
     _packed: frozenset[str] = frozenset()
-    """Names of the files that `unpack` has taken from `file`."""
+    """Names of the files that `unpack` has extracted from `file`."""
 
     def make_folders(self) -> None:
-        """Make the cache's folder on this node, and one folder in it for each compiler.
+        """Create the cache's folder on this node, and a folder in it for each compiler.
 
-        Folders that an earlier run of this user has left are used again.
+        Folders that an earlier run of this user has left are reused.
 
         Raises
         ------
@@ -115,31 +116,32 @@ class CompileCache:
             ) from error
 
     def _remove_abandoned_locks(self) -> None:
-        """Remove the locks of builds that were killed, unless another start uses this cache.
+        """Remove the locks of builds that were killed, unless another start is using this cache.
 
-        torch's builds of extensions make a lock file, and every process that needs the extension waits until
-        the file is gone. After a kill, all later starts on this node would wait for ever (pytorch issue
-        189245).
+        While torch builds an extension, it keeps a lock file, and every process that needs the extension
+        waits until the file is gone. If the build is killed, all later starts on this node wait forever
+        (pytorch issue 189245).
         """
         extensions = self.folder / FOLDERS["TORCH_EXTENSIONS_DIR"]
-        # Each start on this node holds a shared lock on the folder. Its descriptor stays open until this
-        # process, or the program that replaces it, has ended.
+        # Each start on this node holds a shared lock on the folder. The descriptor of the lock is never
+        # closed: it stays open until this process, or the program that replaces it, has ended.
         in_use = os.open(extensions, os.O_RDONLY | os.O_DIRECTORY)  # noqa: TID251 - a folder
         os.set_inheritable(in_use, True)
-        # The exclusive lock fails if another start holds a lock, or if the file system has no locks.
+        # Taking the exclusive lock fails if another start holds a lock, or if the file system has no locks.
+        # The lock files then stay, since a build may be running.
         with contextlib.suppress(OSError):
             fcntl.flock(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for lock in extensions.rglob(BUILD_LOCK):
                 lock.unlink(missing_ok=True)
+        # This replaces the exclusive lock, if there is one.
         with contextlib.suppress(OSError):
             fcntl.flock(in_use, fcntl.LOCK_SH)
 
     def unpack(self) -> str:
-        """Add the files of the packed cache to the folder of this node.
+        """Add the files of the packed cache to this node's folder.
 
-        The packed cache is a zip file that an earlier run has written.
-
-        Return why the packed cache is not used, or "" if it was added or does not exist yet.
+        The packed cache is a zip file from an earlier run. Return why it is not used, or "" if it was
+        unpacked or does not exist yet.
 
         Raises
         ------
@@ -171,11 +173,12 @@ class CompileCache:
         Raises
         ------
         UsageError : `stream` is not a packed cache.
-        ValueError : the cache is too large, is for another image, or has a path that leads out of its
+        ValueError : the cache is too large, belongs to another image, or contains a path outside of its
             folders.
         """
-        # A file of another kind is an error, but a damaged cache is only skipped. So the name at the start is
-        # checked before zipfile reads the list at the end.
+        # A file of another kind is an error, but a damaged cache is only skipped. zipfile, which reads the
+        # list of members at the end of the file, cannot tell them apart. So the name of the first member is
+        # checked before.
         start = stream.read(_NAME_OFFSET + len(HEADER))
         if start[_NAME_OFFSET:] != HEADER.encode():
             raise UsageError(
@@ -199,9 +202,9 @@ class CompileCache:
         return [member.filename for member in members]
 
     def pack(self) -> str:
-        """Write the packed cache if this node's folder has files that the packed cache lacks.
+        """Write the packed cache if this node's folder contains files that are missing in it.
 
-        Return a message about the new file or an error, or "" if there was nothing to do.
+        Return a message about the new file or about an error, or "" if there was nothing to do.
         """
         names = self._list_files()
         if self.file is None or self._packed.issuperset(names):
@@ -215,16 +218,16 @@ class CompileCache:
                 # The header comes first, so that `_extract` finds its name at a fixed offset.
                 archive.writestr(zipfile.ZipInfo(HEADER), self.key)
                 for name in names:
-                    with contextlib.suppress(FileNotFoundError):  # a worker's temporary file that is gone
+                    with contextlib.suppress(FileNotFoundError):  # a temporary file that a worker has removed
                         archive.write(self.folder / name, name)
         except OSError as error:
             return f"warning: {self.file}: {error.strerror}; the next start compiles again"
         return f"packed {len(names)} files of compiled code into {self.file}"
 
     def _list_files(self) -> list[str]:
-        """Return the names of the compiled files in the folder, such as ``triton/ab/kernel.so``, sorted.
+        """Return the sorted names of the compiled files in the folder, such as ``triton/ab/kernel.so``.
 
-        Links and the lock files of torch's builds are left out, since a packed cache must not contain them.
+        Links and the lock files of torch's builds are left out, because a packed cache must not contain them.
         """
         names = []
         for part in FOLDERS.values():

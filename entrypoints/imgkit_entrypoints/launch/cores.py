@@ -1,8 +1,8 @@
-"""The processors of each worker: those of the job that are on the NUMA node of the worker's GPU.
+"""Choose the processors of each worker: those of the job that are on the NUMA node of the worker's GPU.
 
 If a worker's threads run on another socket than its GPU, each batch is copied over the link between the
-sockets. torchrun has an option against this, ``--numa-binding``, but only since torch 2.9. The option needs
-the program numactl, which few images have, and fails without it.
+sockets. torchrun has the option ``--numa-binding`` against this, but only since torch 2.9. The option also
+needs the program numactl, and fails without it. Few images contain numactl.
 """
 
 from __future__ import annotations
@@ -34,14 +34,18 @@ class CpuBinding:
     reason: str = ""
     """Why the workers get these processors, or why they are not bound."""
     cpus_per_worker: int = 0
-    """Processors of the worker that gets fewest. Workers on the same NUMA node share its processors."""
+    """Lowest number of processors that a worker has. Workers on one NUMA node share its processors."""
 
 
 def choose_binding(host: HostFacts, nproc: int, env: Mapping[str, str]) -> CpuBinding:
-    """Return the processors of `nproc` workers with one GPU each: those on the NUMA node of the worker's GPU.
+    """Choose the processors for `nproc` workers, which are those on the NUMA node of each worker's GPU.
 
-    The workers are not bound if that could do harm: on one NUMA node, if the GPU of a worker is unknown, if
-    its NUMA node has too few processors, or if this process has fewer processors than the job.
+    Each worker has one GPU. Workers are not bound if that could slow them down:
+
+    * if the machine does not show two NUMA nodes with processors,
+    * if it is unknown which GPU a worker gets, or on which NUMA node the GPU is,
+    * if too few processors are allowed on that NUMA node,
+    * if the launcher has already bound this process to a part of the job's processors.
 
     Raises
     ------
@@ -49,12 +53,14 @@ def choose_binding(host: HostFacts, nproc: int, env: Mapping[str, str]) -> CpuBi
     """
     allowed_cpus = parse_cpu_list(host.allowed_cpus)
     node_cpus = sum(len(parse_cpu_list(text)) for text in host.numa_cpus.values())
-    # Nodes may have different numbers, such as "80(x3),40". Every node has at least the lowest.
+    # Nodes may have different numbers of processors, such as "80(x3),40". Every node has at least the lowest
+    # number.
     job_cpus = min(expand_counts(env.get(_JOB_CPUS) or "0", where=_JOB_CPUS))
     if len(host.numa_cpus) < 2:
         return CpuBinding(reason="/sys/devices/system/node does not show two NUMA nodes with processors")
     has_whole_node = job_cpus >= node_cpus
-    if has_whole_node and len(allowed_cpus) < node_cpus:  # the launcher has bound this process to a part
+    # The job has the whole node, but the launcher has bound this process to a part of it.
+    if has_whole_node and len(allowed_cpus) < node_cpus:
         problem = f"{_JOB_CPUS}: the job has all {node_cpus} processors, but was bound to"
         return CpuBinding(reason=f"{problem} {host.allowed_cpus}")
     if not host.worker_gpus:
@@ -65,7 +71,8 @@ def choose_binding(host: HostFacts, nproc: int, env: Mapping[str, str]) -> CpuBi
 def _bind_to_numa_nodes(host: HostFacts, numa_nodes: Sequence[int | None]) -> CpuBinding:
     """Return the processors of workers whose GPUs are on `numa_nodes`.
 
-    `numa_nodes` has an entry for each worker, which is None if the NUMA node of its GPU is unknown.
+    `numa_nodes` has one entry for each worker. An entry is None if the NUMA node of the worker's GPU is
+    unknown.
     """
     names = ", ".join(map(str, numa_nodes))
     evidence = f"the NUMA nodes of the GPUs: {names}; processors allowed: {host.allowed_cpus}"
@@ -83,10 +90,10 @@ def _bind_to_numa_nodes(host: HostFacts, numa_nodes: Sequence[int | None]) -> Cp
 
 
 def bind_to_cpus(env: Mapping[str, str], local_rank: int) -> None:
-    """Bind this thread, and the processes that it starts, to the processors of the worker `local_rank`.
+    """Bind this thread, and all processes that it starts, to the processors of the worker `local_rank`.
 
-    The processors come from `VARIABLE` in `env`. Without it, do nothing. Processors that this process may not
-    use now are left out. If the system refuses the binding, print a warning.
+    The processors come from `VARIABLE` in `env`. If the variable is not set, do nothing. Processors that this
+    process may not use are left out. If the system refuses the binding, print a warning.
     """
     if not env.get(VARIABLE):
         return

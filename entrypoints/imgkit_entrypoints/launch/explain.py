@@ -1,7 +1,7 @@
-"""Known failure texts of torchrun, torch and NCCL, each with its cause and a remedy.
+"""Known failure messages of torchrun, torch and NCCL, each with its cause and a remedy.
 
-`find_explanations` searches the error output of a failed run for the patterns of `KNOWN`. The order of the
-table matters: one failure often leaves several of these texts, and the most specific one comes first.
+`find_explanations` searches the error output of a failed run for the patterns in `KNOWN`. One failure often
+leaves several of these messages, so the order of the table matters: the most specific patterns come first.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ import re
 from dataclasses import dataclass
 
 MEMORY = "IMGKIT_MEM"
-"""Variable with the memory that the job requested, as a user types it: ``--mem 440G``."""
+"""Variable with the job's request for memory as the user would type it, such as ``--mem 440G``."""
 
 
 def memory_remedy(requested: str) -> str:
-    """Return what to do about a process that was killed because memory ran out.
+    """Return advice about a process that was killed because memory ran out.
 
     Parameters
     ----------
-    requested : the value of `MEMORY`, such as ``--mem 440G``. Empty if the job did not request memory and got
-        the default.
+    requested : the value of `MEMORY`, such as ``--mem 440G``. Empty if the job got the default memory.
     """
     advice = "request more memory (imgkit run --mem SIZE)"
     if requested:
@@ -29,10 +28,10 @@ def memory_remedy(requested: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """A failure text that was found, with its cause and remedy."""
+    """A known failure message that was found in the output, with its cause and remedy."""
 
     text: str
-    """The line of the output in which the pattern begins, at most 300 characters of it."""
+    """The line of the output in which the match begins, cut to 300 characters."""
     cause: str
     remedy: str
 
@@ -44,24 +43,25 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
-    """One entry of the table: a pattern, and what its text means."""
+    """One entry of the table: a pattern for a failure message, its cause and its remedy."""
 
     pattern: str
     cause: str
     """The cause. It may use the pattern's named groups, such as ``{host}``."""
     remedy: str
     stops: bool = False
-    """True if the entries after this one would only repeat it, so that the search ends here."""
+    """True if the search ends after this entry, because later entries would only repeat its explanation."""
     is_consequence: bool = False
-    """True for a text that nearly every failure leaves, which counts only if nothing else is known."""
+    """True for a message that nearly every failure leaves. It is explained only if nothing else is known."""
 
 
-# Marker in the table for the text of `memory_remedy`, which depends on the job.
+# Stands in the table for the text of `memory_remedy`, because that text depends on the job.
 _MEMORY_REMEDY = "memory"
 START_ALL = "start this command once on every node (Slurm: srun --ntasks-per-node=1; PBS: mpiexec --ppn 1)"
 
-# The most specific entries come first. The texts are those of torch 2.13, unless a comment says otherwise. A
-# group that a pattern needs twice has a 2 at its second name: `host` and `host2`.
+# The most specific entries come first. The messages are those of torch 2.13, unless a comment says otherwise.
+# A group name can be used only once in a pattern, so a second group for the same value has a 2 at the end:
+# `host` and `host2`.
 KNOWN: tuple[_Known, ...] = (
     _Known(
         pattern=r"Timed out after .{1,40}? waiting for clients\. (?P<here>\d+)/(?P<all>\d+) clients joined",
@@ -181,7 +181,7 @@ KNOWN: tuple[_Known, ...] = (
         "for example into TORCH_HOME, or set a proxy of the site in HTTPS_PROXY",
     ),
     _Known(
-        # The C++ frames of c10d::TCPStore below such a line are those of a node without a fault.
+        # C++ frames of c10d::TCPStore after such a line come from a node on which nothing has failed.
         pattern=r"Connection reset by peer|Connection closed by peer|Socket closed"
         r"|recvValue(?:WithTimeout)? failed|Failed to recv, got 0 bytes"
         r"|waitForInput: poll for socket .* likely a timeout",
@@ -194,15 +194,16 @@ KNOWN: tuple[_Known, ...] = (
 
 
 def find_explanations(text: str, *, memory: str = "", has_cause: bool = False) -> tuple[Explanation, ...]:
-    """Return the explanations of known failures in `text`, the most specific first.
+    """Return the explanations of all known failures in `text`, the most specific first.
 
-    `text` is the error output of a run. Each entry of `KNOWN` has a pattern, such as "CUDA out of memory",
-    and what to do about that failure.
+    `text` is the error output of a run. Each entry of `KNOWN` contains a pattern, such as "CUDA out of
+    memory", and what to do about that failure.
 
     Parameters
     ----------
-    memory : the value of `MEMORY`: the memory that the job requested, or "".
-    has_cause : True if a rank is known that failed by itself, so that closed connections need no explanation.
+    memory : the value of `MEMORY`, which is the memory that the job requested, or "".
+    has_cause : True if a rank is known to have failed by itself, so that closed connections need no
+        explanation.
     """
     explanations: list[Explanation] = []
     for entry in KNOWN:
@@ -218,17 +219,18 @@ def find_explanations(text: str, *, memory: str = "", has_cause: bool = False) -
 
 
 def _explain(entry: _Known, match: re.Match[str], memory: str) -> Explanation:
-    """Return the explanation of a failure: the line of the output, its cause and its remedy.
+    """Return the explanation of a failure: the line of the output, the cause and the remedy.
 
     Parameters
     ----------
     entry : the known failure.
-    match : where the pattern of `entry` was found in the output. Its named groups fill the text of the cause.
+    match : the place in the output at which the pattern of `entry` was found. Its named groups fill in the
+        text of the cause.
     """
     values = {}
     for name, value in match.groupdict().items():
         if value is not None:
-            values[name.rstrip("2")] = value  # `host2` is another place of `host` in the pattern
+            values[name.rstrip("2")] = value  # `host2` has the same meaning as `host`
     text = match.string
     line_start = text.rfind("\n", 0, match.start()) + 1
     line, _, _ = text[line_start:].partition("\n")

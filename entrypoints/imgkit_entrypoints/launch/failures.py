@@ -1,12 +1,12 @@
-"""The end of a failed run: find the worker that failed first, and print its error once, as the last thing.
+"""Find the worker that failed first in a run, and describe its error in the last lines that are printed.
 
-A worker that ends by an exception leaves a record in its node's stop folder (user_program.py), and torchrun
-leaves the exit codes of all failed workers of the node (apps/torchrun.py). The node agent finds the first
-failure of its node, and reports it to the head with the end of the attempt.
+A worker that ends with an exception leaves a record of it in its node's stop folder (user_program.py), and
+torchrun leaves the exit codes of all failed workers of the node (apps/torchrun.py). The node agent finds the
+first failure on its node, and reports it to the head (the node with rank 0) when the attempt ends.
 
-When one rank is gone, the ranks that wait for it fail as well. Such a consequence counts only if no other
-failure is known. The head prints the failure that came first on any node, and every other node prints one
-line.
+When one rank is gone, the ranks that wait for it fail as well. Such a consequence is reported only if no
+other failure is known. The head prints the failure that came first on any node. Every other node prints one
+line about its own failure.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ CODES = "torchrun-failed"
 _TORCHRUN = "torchrun"
 _RECORD_NAME = re.compile(rf"{RECORD}(?:([0-9]+)|{_TORCHRUN})")
 LATE_S = 5.0
-"""Seconds after which a failed worker that has not ended has its traceback printed at once."""
+"""Seconds after which the traceback of a failed worker is printed although its process has not ended."""
 LATE_ELSEWHERE_S = 30.0
-"""The same for a traceback that the user should see elsewhere.
+"""The same limit for a traceback that the user should rather see elsewhere.
 
-On nodes other than the head, that is each traceback: the head prints it once the worker has ended, which may
-take some seconds on a busy machine. An error that only says that another rank is gone is explained by that
-rank's error.
+On nodes other than the head, this applies to every traceback: the head prints it once the worker has ended,
+which may take some seconds on a busy machine. It also applies to an error that only says that another rank is
+gone, since the error of that rank is the one to print.
 """
 HEAD_LINES = 20
-"""Number of first lines of a long text that are kept besides its last ones."""
+"""Number of lines that are kept from the beginning of a long text, besides its last lines."""
 MAX_BYTES = 40_000
-"""Largest size in bytes of such a text as JSON, since one message between nodes carries it."""
+"""Largest size of the shortened text in bytes of JSON. One message between nodes must be able to carry it."""
 MAX_FOLLOWERS = 8
 """Largest number of workers that the final message names besides the one that failed first."""
 MAX_REASON = 200
-"""Largest number of characters of an error in the one line of a node other than the head."""
+"""Largest number of characters of an error in the single line that a node other than the head prints."""
 COMMAND_LINES = 20
 """Number of last lines of a failed command that are printed at the end: enough for a short traceback."""
-# Signals by which torchrun ends the other workers once one has failed.
+# Exit codes of workers that torchrun has ended by a signal because another worker has failed.
 _BY_TORCHRUN = (-signal.SIGHUP, -signal.SIGTERM)
 # What torch, gloo and NCCL print when another rank is gone.
 _AFTER_PEER = re.compile(
@@ -72,7 +72,7 @@ _ERROR = re.compile(r"(?m)^[\w.]+(?:Error|Exception)\b")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """The error with which a worker, or torchrun itself, has ended."""
+    """The recorded error of a worker, or of torchrun itself."""
 
     rank: int | None
     """The worker's rank, or None for torchrun."""
@@ -88,7 +88,10 @@ class RankRecord:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Return the lines for the user: the text without C++ frames, and of torchrun only its last error."""
+        """Return the lines for the user, without the C++ frames.
+
+        For torchrun itself, only its last error is returned.
+        """
         text = _STACK_IN_CPP.sub("", self.text)
         errors = list(_ERROR.finditer(text))
         if self.rank is None and errors:
@@ -99,9 +102,9 @@ class RankRecord:
 def write_exit_codes(env: Mapping[str, str], codes: Mapping[int, int], *, is_imgkits: bool) -> None:
     """Write the exit codes of a node's failed workers into the stop folder, for the node agent.
 
-    torchrun's process calls this. The node agent also needs to know whether the workers are a program of this
-    package (`is_imgkits`): such a program that ends with an exit code has already printed or recorded the
-    reason, so `find_node_failure` does not count it as silent.
+    torchrun's process calls this function. `is_imgkits` says whether the workers run a program of this
+    package. If such a program ends with an exit code, it has already printed or recorded the reason. So
+    `find_node_failure` does not report a missing traceback for it.
     """
     content = {"is_imgkits": is_imgkits, "codes": {str(rank): code for rank, code in codes.items()}}
     with contextlib.suppress(KeyError, OSError):
@@ -109,7 +112,10 @@ def write_exit_codes(env: Mapping[str, str], codes: Mapping[int, int], *, is_img
 
 
 def write_torchrun_error(env: Mapping[str, str], text: str) -> bool:
-    """Write the error with which torchrun itself ends into the stop folder. Return False if that fails."""
+    """Record an error of torchrun itself in the stop folder, for the node agent.
+
+    Return False if the record cannot be written.
+    """
     try:
         files.write_file(Path(env["IMGKIT_STOP_DIR"]) / f"{RECORD}{_TORCHRUN}", f"{time.time()}\n{text}")
     except (KeyError, OSError):
@@ -118,7 +124,7 @@ def write_torchrun_error(env: Mapping[str, str], text: str) -> bool:
 
 
 def clear_records(stop_folder: Path) -> None:
-    """Remove what the workers of an earlier attempt have recorded about their errors and exit codes.
+    """Remove the errors and exit codes that workers of an earlier attempt have recorded.
 
     Raises
     ------
@@ -131,8 +137,8 @@ def clear_records(stop_folder: Path) -> None:
 def read_records(stop_folder: Path) -> list[RankRecord]:
     """Return the errors that workers of this node have recorded, the earliest first.
 
-    A record is a file such as ``failed-3`` for rank 3: the time of the error, and the traceback. Incomplete
-    files are left out, because a worker may be writing one now.
+    A record is a file such as ``failed-3`` for rank 3. It contains the time of the error and the traceback.
+    Incomplete files are skipped, because a worker may still be writing.
     """
     records = []
     for path in stop_folder.glob(f"{RECORD}*"):
@@ -143,12 +149,13 @@ def read_records(stop_folder: Path) -> list[RankRecord]:
 
 
 def _read_record(path: Path) -> RankRecord | None:
-    """Return the record in the file `path`, or None if it is incomplete or another file."""
+    """Return the record in the file `path`, or None if the file is incomplete or not a record."""
     match = _RECORD_NAME.fullmatch(path.name)
     if match is None:
         return None
     rank = None if match[1] is None else int(match[1])
     try:
+        # The first line is the time of the error, and the traceback follows.
         seconds, _, text = files.read_text(path, errors="replace").partition("\n")
         at = float(seconds)
     except (OSError, ValueError):
@@ -172,14 +179,15 @@ def _read_codes(stop_folder: Path) -> tuple[Mapping[int, int], bool]:
 def find_node_failure(stop_folder: Path, killed_by: int = 0) -> RankFailure | None:
     """Return the worker of this node that failed first, or None if none is known to have failed.
 
-    A worker leaves a record of its error in the stop folder. The error of one worker makes others fail, so
-    the order is: a worker with an error of its own, then a worker that ended without a record (most often
-    killed), then a worker whose error only says that another rank is gone.
+    A worker leaves a record of its error in the stop folder. One failed worker makes others fail, so the
+    candidates are considered in this order. First comes a worker with an error of its own. Then comes a
+    worker that ended without a record, most often because it was killed. Last comes a worker whose error only
+    says that another rank is gone.
 
     Parameters
     ----------
-    killed_by : number of the signal that ended torchrun itself, or 0. Signals that the node agent has sent do
-        not count.
+    killed_by : number of the signal that ended torchrun itself. 0 if there was none, or if the node agent has
+        sent it.
     """
     codes, is_imgkits = _read_codes(stop_folder)
     records = read_records(stop_folder)
@@ -201,11 +209,11 @@ def find_node_failure(stop_folder: Path, killed_by: int = 0) -> RankFailure | No
 
 
 def _recorded_failure(record: RankRecord, codes: Mapping[int, int]) -> RankFailure:
-    """Return the failure of the worker, or of torchrun itself, that has left `record`.
+    """Return the failure of the worker, or of torchrun itself, that wrote `record`.
 
-    `codes` has the exit codes of the failed workers by rank.
+    `codes` contains the exit codes of the failed workers by rank.
     """
-    # torchrun leaves no codes if it was ended before it could. Python ends with 1 after an exception.
+    # If torchrun was ended too early, it has written no codes. Python's exit code after an exception is 1.
     code = 1
     if record.rank is not None:
         code = codes.get(record.rank, 1)
@@ -220,7 +228,9 @@ def _recorded_failure(record: RankRecord, codes: Mapping[int, int]) -> RankFailu
 
 
 def command_failure(code: int, output: str) -> RankFailure:
-    """Return the failure of a command of ``dist-run --per-node``, which is not a worker and leaves no record.
+    """Return the failure of a command of ``dist-run --per-node``.
+
+    Such a command is no worker and leaves no record.
 
     Parameters
     ----------
@@ -243,12 +253,12 @@ def command_failure(code: int, output: str) -> RankFailure:
 def limit_lines(text: str) -> tuple[str, ...]:
     """Return the lines of `text`, shortened so that a message between nodes can carry them.
 
-    If there are too many, keep the first `HEAD_LINES` and as many of the last lines as the message can hold.
-    A line between the two parts says how many lines are missing.
+    If there are too many lines, keep the first `HEAD_LINES` and as many of the last lines as the message can
+    hold. A line between the two parts says how many lines are missing.
     """
     lines = [shorten_message(line.expandtabs())[:LINE_CHARACTERS] for line in text.split("\n")]
     first_lines, last_lines = lines[:HEAD_LINES], lines[HEAD_LINES:]
-    # The first lines come first, and then the others from the last one on.
+    # The lines in the order of their importance: the first lines, and then the others backwards from the end.
     kept = _count_fitting([*first_lines, *reversed(last_lines)])
     omitted = len(lines) - kept
     if omitted == 0:
@@ -261,20 +271,21 @@ def limit_lines(text: str) -> tuple[str, ...]:
 def _count_fitting(lines: Sequence[str]) -> int:
     """Return how many of the first `lines` fit into a message between nodes.
 
-    One more line must fit as well: it says how many lines are left out.
+    The result leaves room for one more line, which says how many lines are missing.
     """
     size = 0
-    for number, line in enumerate(lines):
+    for index, line in enumerate(lines):
         size += len(json.dumps(line)) + 2  # JSON has ", " between two elements
-        if size > MAX_BYTES or number >= MAX_LINES - 1:
-            return number
+        if size > MAX_BYTES or index >= MAX_LINES - 1:
+            return index
     return len(lines)
 
 
 class LateRecords:
-    """Reports the exception of a worker that does not end afterwards.
+    """Reports the exception of a worker whose process does not end after it.
 
-    Such a worker may wait for other ranks at its exit, and the run would show no error until it ends.
+    Such a worker may wait for other ranks at its exit. Without the report, the run would show no error until
+    it ends.
     """
 
     def __init__(self, stop_folder: Path, *, is_head: bool) -> None:
@@ -284,9 +295,11 @@ class LateRecords:
     def new_reports(self) -> Iterator[tuple[str, ...]]:
         """Yield the lines of each new report: a title, and then the traceback. Call this about once a second.
 
-        A record is late if its worker has not ended some seconds after it was written. Each is reported once.
+        An exception is reported if its worker is still running some seconds later. Each exception is reported
+        only once.
         """
         for record in read_records(self._folder):
+            # Such a traceback, or the error that explains it, is printed elsewhere. So wait longer for that.
             late_s = LATE_S
             if record.after_peer or not self._is_head:
                 late_s = LATE_ELSEWHERE_S
@@ -299,9 +312,9 @@ class LateRecords:
 
 
 def first_failure(failures: Iterable[ReportedFailure]) -> ReportedFailure | None:
-    """Return the failure that came first, or None without any.
+    """Return the failure that came first, or None if `failures` is empty.
 
-    A failure that is a consequence of another rank's end counts only if there is no other.
+    A failure that only results from the end of another rank is returned only if there is no other failure.
     """
     return min(failures, key=lambda report: (report.failure.after_peer, report.at), default=None)
 
@@ -309,15 +322,16 @@ def first_failure(failures: Iterable[ReportedFailure]) -> ReportedFailure | None
 def describe_run_failure(
     session: HeadSession, log: Callable[..., None], *, memory: str, of_previous: bool
 ) -> tuple[str, ...]:
-    """Return the last lines that the head (node 0) prints about a failed attempt.
+    """Return the last lines that the head (the node with rank 0) prints about a failed attempt.
 
-    Return () if no failed worker is known.
+    Return () if no failed worker is known. If the failure only results from the end of another rank, also
+    print known explanations with `log`.
 
     Parameters
     ----------
-    log : prints the known explanations, if the failure is only a consequence of another rank's end.
-    memory : the value of `explain.MEMORY`: the memory that the job requested.
-    of_previous : True for the attempt before the one that starts now.
+    log : prints one message. Each argument is one line.
+    memory : the value of `explain.MEMORY`, which is the memory that the job requested.
+    of_previous : True to describe the attempt before the one that starts now.
     """
     reports = session.previous_failures if of_previous else session.failures
     first = first_failure(reports)
@@ -341,8 +355,8 @@ def describe_failure(
     Parameters
     ----------
     failure : the failure that came first.
-    node : the name by which users know its node.
-    followers : names of the ranks that failed after it on other nodes, such as ``rank 3``.
+    node : the name of its node, as users know it.
+    followers : names of the ranks that failed later on other nodes, such as ``rank 3``.
     memory : the value of `explain.MEMORY`.
     """
     lines = [f"{_failed_name(failure)} on {node} failed first: {describe_ending(failure.code)}"]
@@ -357,7 +371,7 @@ def describe_failure(
 
 
 def summarize_failure(failure: RankFailure, node: str) -> str:
-    """Return the line about the failed worker of this node. Nodes other than the head print it.
+    """Return one line about the failed worker of this node, which nodes other than the head print.
 
     An example is ``rank 3 on n2 failed, exit code 1: ValueError: no data; full log: /logs/errors-n2.log``.
     """
@@ -378,7 +392,7 @@ def _failed_name(failure: RankFailure) -> str:
     return "the command" if failure.is_command else _rank_name(failure.rank)
 
 
-# What `describe_failure` prints about a worker without a traceback, by the signal that ended it.
+# The last lines of `describe_failure` about a worker that has left no traceback.
 _NO_REASON = "it left no traceback; what it printed is above and in the full log"
 _STACK = "it left no traceback; a program of dist-run prints one with PYTHONFAULTHANDLER=1"
 _SILENT = {
@@ -390,12 +404,12 @@ _KILLED = "it left no traceback; most often the kernel has killed it because mem
 
 
 def describe_ending(code: int) -> str:
-    """Return how a worker has ended: ``exit code 1``, or ``killed by SIGKILL`` for -9."""
+    """Return how a worker has ended, such as ``exit code 1`` for 1, or ``killed by SIGKILL`` for -9."""
     if code >= 0:
         return f"exit code {code}"
     try:
         return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
+    except ValueError:  # Python has no name for this signal
         return f"killed by signal {-code}"
 
 
@@ -406,10 +420,10 @@ def write_log(text: str, folder: str, node: str, attempt: int) -> str:
 
     Parameters
     ----------
-    text : the error output. Colours are removed and control characters are escaped.
-    folder : the folder of the user's logs or of the run. Empty for a temporary folder.
-    node : the node's part of the file's name, which must differ between the node agents of a run.
-    attempt : number of the attempt. From the second one on, it is a part of the file's name.
+    text : the error output. In the file, colours are removed and control characters are escaped.
+    folder : the folder of the user's logs or of the run. If it is empty, a temporary folder is used.
+    node : part of the file's name, which must differ between the node agents of a run.
+    attempt : number of the attempt. From the second attempt on, it is part of the file's name.
     """
     name = f"errors-{node}.log"
     if attempt > 1:

@@ -1,9 +1,10 @@
-"""How much a run uses its GPUs: each node agent reads those of its node, and the head's writes the result.
+"""Measure how much a run uses its GPUs.
 
-One nvidia-smi on each node prints a reading every ten seconds until the run ends. Starting it for each
-reading would take 50 to 100 ms of a processor, and seconds on a node with many GPUs. Calling NVML in the node
-agent would be cheaper still, but if the driver hangs, that call would block the process that has to end the
-run.
+Each node agent reads the GPUs of its node, and the head's agent writes the result of all nodes. On each node,
+one nvidia-smi prints a reading every ten seconds until the run ends. Starting nvidia-smi again for each
+reading would take 50 to 100 ms of processor time, and seconds on a node with many GPUs. Calling NVML in the
+node agent would be cheaper still. But if the driver hangs, such a call would block the process that has to
+end the run.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from imgkit_entrypoints.facts.host_facts import Gpu
 from imgkit_entrypoints.rollcall.messages import GpuUse
 
 START_AFTER_S = 10.0
-"""Seconds from the start of the program to the first reading. The program imports its libraries first."""
+"""Seconds from the start of the program to the first reading. Until then, it only imports its libraries."""
 WRITE_EVERY_S = 60.0
-"""Seconds between two writes of the result during a run, since each is a load on a shared file system."""
+"""Seconds between two writes of the result. Each write is a load on a shared file system."""
 # Seconds between two readings, for nvidia-smi's --loop.
 _READ_EVERY_S = 10
-# Percent and MiB in a line of the query: "87, 61234". A GPU with MIG prints "[N/A], 61234", which does not
-# count.
+# A line of nvidia-smi's output with the use in percent and the memory in MiB: "87, 61234". A GPU with MIG
+# prints "[N/A], 61234", which is ignored.
 _READING = re.compile(rb"(?P<percent>100|[0-9]{1,2}), (?P<memory_MiB>[0-9]{1,9})")
 # Longest wait in seconds for nvidia-smi after KILL, since it may hang in the driver.
 _END_S = 1.0
 
 
 def query_argv(gpus: Sequence[Gpu]) -> list[str]:
-    """Return the nvidia-smi command that prints the use and memory of `gpus` every ten seconds.
+    """Return the nvidia-smi command that prints the use and the memory of `gpus` every ten seconds.
 
-    The command does not end by itself. If `gpus` is empty, it prints the use of all GPUs that nvidia-smi
-    sees.
+    The command runs until it is killed. If `gpus` is empty, it prints the use of all GPUs that nvidia-smi
+    finds.
     """
     argv = ["nvidia-smi", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
     if gpus:
@@ -45,11 +46,11 @@ def query_argv(gpus: Sequence[Gpu]) -> list[str]:
 
 
 class GpuMonitor:
-    """Adds up the readings of this node's GPUs, from `start` to `close`.
+    """Collects the readings of this node's GPUs, from `start` until `close`.
 
     Parameters
     ----------
-    argv : the command of `query_argv`. Empty if the run uses no GPUs; there are no readings then.
+    argv : the command from `query_argv`. If it is empty, the run uses no GPUs, and there are no readings.
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
@@ -63,9 +64,9 @@ class GpuMonitor:
         self._peak_MiB = 0
 
     def start(self) -> None:
-        """Start nvidia-smi in the background. Later calls do nothing.
+        """Start nvidia-smi in the background. Further calls do nothing.
 
-        On a node without nvidia-smi, nothing starts, and `read_use` returns None.
+        If the node has no nvidia-smi, nothing starts, and `read_use` returns None.
         """
         if self._has_started or not self._argv:
             return
@@ -79,14 +80,14 @@ class GpuMonitor:
             os.set_blocking(self._output.fileno(), False)  # `read_use` must not wait for the next reading
 
     def read_use(self) -> GpuUse | None:
-        """Read what nvidia-smi has printed since the last call, and return the GPU use since the start.
+        """Read the new output of nvidia-smi, and return the GPU use since the start.
 
-        Return None if nvidia-smi has printed nothing new.
+        Return None if there are no new readings.
         """
         if self._output is None:
             return None
         data = self._output.read() or b""
-        # The last part has no line end yet, and belongs to the next call.
+        # The text after the last line end is an incomplete line. It is completed in a later call.
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         old_readings = self._readings
         for line in lines:
@@ -113,27 +114,28 @@ class GpuMonitor:
 
 
 def combine_uses(uses: Collection[GpuUse]) -> GpuUse | None:
-    """Return the GPU use of several nodes together, or None if no node has read its GPUs.
+    """Return the combined GPU use of several nodes, or None if no node has any readings.
 
-    The percentage is the mean of all readings, and the memory is the most that any single GPU has used.
+    The percentage is the mean of all readings. The memory is the highest use of any single GPU.
     """
     readings = sum(use.readings for use in uses)
     if not readings:
         return None
+    # Weight the mean of each node by its number of readings.
     percent_sum = sum(use.gpu_percent * use.readings for use in uses)
     peak_MiB = max(use.memory_MiB for use in uses)
     return GpuUse(readings=readings, gpu_percent=percent_sum / readings, memory_MiB=peak_MiB)
 
 
 def describe(use: GpuUse) -> str:
-    """Return the use as a text, such as ``GPUs 87 % in use on average, at most 59.8 GiB of memory``."""
+    """Return the use as text, such as ``GPUs 87 % in use on average, at most 59.8 GiB of memory``."""
     return (
         f"GPUs {use.gpu_percent:.0f} % in use on average, at most {use.memory_MiB / 1024:.1f} GiB of memory"
     )
 
 
 def parse(text: str) -> GpuUse | None:
-    """Return the use that the file `stop_protocol.GPU_USE` holds, or None if `text` is not of that format."""
+    """Return the use in the text of the file `stop_protocol.GPU_USE`, or None if the text is malformed."""
     try:
         use: GpuUse = json_text.build_value(GpuUse, json_text.parse(text), "GPU use")
     except ValueError:

@@ -1,19 +1,22 @@
-"""The guard: a small process between the node agent and torchrun. No process of a run outlives it.
+"""The guard: a small process between the node agent and torchrun, which ends every process that a run leaves.
 
-torchrun puts each worker into a session of its own, and no worker ends when its parent is killed. So the
-guard is the parent of torchrun and adopts every orphan below it (PR_SET_CHILD_SUBREAPER). The run is over
-exactly when the guard has no child.
+torchrun puts each worker into a session of its own, and a worker goes on when its parent is killed. So the
+guard is the parent of torchrun, and adopts every orphaned process below it (PR_SET_CHILD_SUBREAPER). The run
+is over exactly when the guard has no more children.
 
-The guard reads commands from the node agent on one pipe: ``signal N``, ``terminate`` and ``kill``. It reports
-on another: ``started PID``, ``failed REASON``, ``exit CODE``, and at the end ``clean NAMES`` or ``stuck
-NAMES``. End of file on the first pipe means that the node agent is gone. Everything then ends at once.
+The guard reads commands from the node agent on one pipe: ``signal N``, ``terminate`` and ``kill``. On another
+pipe, it reports ``started PID``, ``failed REASON``, ``exit CODE``, and finally ``clean NAMES`` or ``stuck
+NAMES``. End of file on the first pipe means that the node agent is gone. The guard then ends everything at
+once.
 
-The node agent runs this file by path, with the standard library alone, as
-``python3 -I -S guard.py CONTROL STATUS FILES KIND COMMAND...``. FILES is the soft limit of open files for the
-command, since the node agent of the head raises its own (rollcall/gather.py). With the KIND ``torchrun``, the
-command inherits the mask of blocked signals through the guard. The KIND ``node`` is for the command of
-dist-run --per-node, which starts with no signal blocked, but with USR1 and USR2 ignored: schedulers send them
-as a warning, and the node agent turns them into TERM.
+The node agent runs this file by its path and only with the standard library, as ``python3 -I -S guard.py
+CONTROL STATUS FILES KIND COMMAND...``. FILES is the command's soft limit of open files. It is passed because
+the node agent of the head raises its own limit (rollcall/gather.py). KIND says how the command starts:
+
+* With ``torchrun``, the command inherits the mask of blocked signals through the guard.
+* With ``node``, for the command of dist-run --per-node, no signal is blocked, but USR1 and USR2 are ignored.
+    Schedulers
+  send these two as a warning, and the node agent turns them into TERM.
 """
 
 from __future__ import annotations
@@ -30,21 +33,29 @@ from collections.abc import Collection, Iterator
 # The option's number in prctl(2), from linux/prctl.h.
 PR_SET_CHILD_SUBREAPER = 36
 LEAVE_S = 3.0
-"""Seconds that processes left by the program have to end by themselves, once torchrun has ended."""
+"""Seconds in which processes that are left after the end of torchrun may end by themselves."""
 REAP_S = 8.0
-"""Seconds to wait after KILL. A process that is still there hangs in the kernel, and no signal reaches it."""
-# Seconds between two looks at processes that are about to end.
+"""Seconds to wait after KILL.
+
+A process that still exists after that time hangs in the kernel, where no signal reaches it.
+"""
+# Seconds between two checks of whether processes have ended.
 TICK_S = 0.05
 PROC = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
 """Descriptor of /proc, opened at the start.
 
-The process that serves the image's files can end before the guard, and then no path leads to /proc.
+The process that serves the image's files may end before the guard. After that, /proc cannot be opened by its
+path.
 """
 
 
 def adopt_orphans() -> bool:
-    """Make this process the parent of every orphan below it. Return False if the system cannot do that."""
+    """Make this process the parent of every orphaned process below it.
+
+    Return False if the system does not support that.
+    """
     try:
+        # Imported here because an image's Python may lack ctypes.
         import ctypes
 
         return bool(ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
@@ -76,11 +87,12 @@ def _list_processes() -> Iterator[tuple[int, int, str]]:
         if not entry.isdigit():
             continue
         with contextlib.suppress(OSError, ValueError):  # the process has ended
-            # "12 (name) S 1 ...": the name may contain spaces and parentheses.
+            # An example is "12 (name) S 1 ...". The name may contain spaces and parentheses, so split at the
+            # last ")".
             id_and_name, _, rest = _read_proc_file(f"{entry}/stat").rpartition(b")")
             _, _, name = id_and_name.partition(b"(")
             state, parent, *_ = rest.split()
-            if state not in (b"Z", b"X"):  # a zombie or dead: no signal has an effect any more
+            if state not in (b"Z", b"X"):  # zombie or dead, so that no signal has an effect
                 yield int(entry), int(parent), name.decode(errors="replace")
 
 
@@ -93,29 +105,29 @@ def _read_proc_file(path: str) -> bytes:
 
 
 def reap_into(codes: dict[int, int]) -> bool:
-    """Collect the exit codes of ended children into `codes`. Return False when no child is left.
+    """Collect the exit codes of all children that have ended into `codes`, by process id.
 
-    Without this, ended processes would stay as zombies. The children include orphans that this process has
-    adopted.
+    Otherwise, ended processes would stay as zombies. The children include orphans that this process has
+    adopted. Return False if no child is left.
     """
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return False
-        if pid == 0:
+        if pid == 0:  # there are children, but none of them has ended since the last call
             return True
         codes[pid] = os.waitstatus_to_exitcode(status)
 
 
 def end_all() -> tuple[str, ...]:
-    """Kill and collect every process below this process. Return the names of processes that are still there.
+    """Kill every process below this process, and return the names of processes that could not be killed.
 
-    A process that is left after `REAP_S` seconds hangs in the kernel, where no signal reaches it.
+    A process that still exists after `REAP_S` seconds hangs in the kernel, where no signal reaches it.
     """
     deadline = time.monotonic() + REAP_S
     while reap_into({}):
-        # Again and again, since a process may have started another one in the meantime.
+        # Look for processes in each round, since a process may have started another one in the meantime.
         for pid in descendants():
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
@@ -126,20 +138,20 @@ def end_all() -> tuple[str, ...]:
 
 
 def main(control: int, status: int, open_files: int, kind: str, command: list[str]) -> None:
-    """Run `command`, obey the node agent's commands, and end when no process is left.
+    """Run `command`, follow the node agent's orders, and end when no process is left.
 
     Parameters
     ----------
     control : descriptor of the pipe with the node agent's commands.
-    status : descriptor of the pipe for reports.
-    open_files : soft limit of open files for the command.
-    kind : ``torchrun`` or ``node``; see the module.
+    status : descriptor of the pipe for reports to the node agent.
+    open_files : the command's soft limit for the number of open files.
+    kind : ``torchrun`` or ``node``, which are described in the docstring of this module.
     """
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, hard_limit))
     can_adopt = adopt_orphans()
-    # SIG_IGN would be inherited, and torchrun could not be ended by these two signals. Handlers are reset at
-    # exec.
+    # The guard itself must survive these two signals. torchrun would inherit SIG_IGN, and could then not be
+    # ended by them. A handler, in contrast, is reset when the command is executed.
     for number in (signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, lambda *_: None)
     for descriptor in (control, status):
@@ -156,15 +168,16 @@ def main(control: int, status: int, open_files: int, kind: str, command: list[st
     codes: dict[int, int] = {}
     while not agent.wants_kill and reap_into(codes) and child not in codes:
         for child_signal in agent.wait_for_signals(1.0, wakeup=child_ended):
-            os.kill(child, child_signal)  # the child was not collected yet, so its id is not used again
+            # Nobody has read the child's exit code yet, so its id cannot belong to another process.
+            os.kill(child, child_signal)
         if agent.wants_end and not terminated:
             terminated = _terminate_all()
     if not agent.wants_kill:
         _report(status, f"exit {codes[child]}")
         if agent.wants_end:
-            _terminate_all(terminated)  # processes that were just being started at the first TERM
+            _terminate_all(terminated)  # processes that were started around the time of the first TERM
         _wait_for_remaining(agent, codes[child])
-    # Processes that the command has left running, such as a daemon. They are named in the last report.
+    # The last report names the processes that the command has left running, such as a daemon.
     remaining = sorted(set(descendants().values()))
     stuck = end_all()
     if child not in codes:
@@ -173,13 +186,15 @@ def main(control: int, status: int, open_files: int, kind: str, command: list[st
 
 
 def _start_command(command: list[str], kind: str) -> int:
-    """Start `command` with the signal settings of its kind (see the module), and return its process id.
+    """Start `command` with the signal settings of its kind, and return its process id.
+
+    The kinds are described in the docstring of this module.
 
     Raises
     ------
     OSError : `command` cannot be started.
     """
-    # Python ignores these two signals, and the command would inherit that.
+    # Python ignores these two signals. Without a reset, the command would ignore them as well.
     reset = (signal.SIGPIPE, signal.SIGXFSZ)
     if kind == "torchrun":
         return os.posix_spawnp(command[0], command, os.environ, setsigdef=reset)
@@ -200,7 +215,7 @@ def _wake_on_child() -> int:
 
 
 class _AgentCommands:
-    """The commands of the node agent, which come on the pipe `control`."""
+    """The node agent's commands, which arrive on the pipe `control`."""
 
     def __init__(self, control: int) -> None:
         self._control = control
@@ -210,9 +225,10 @@ class _AgentCommands:
         """True once the node agent has sent ``kill``, or is gone."""
 
     def wait_for_signals(self, seconds: float, *, wakeup: int | None = None) -> list[int]:
-        """Wait up to `seconds` for commands, and return the numbers of the signals for the child.
+        """Wait up to `seconds` for commands, and return the signals that the child should get.
 
-        For the other commands, set the attributes. A byte on the descriptor `wakeup` ends the waiting.
+        Other commands set the attributes `wants_end` and `wants_kill`. A byte on the descriptor `wakeup` also
+        ends the wait.
         """
         descriptors = [self._control] if wakeup is None else [self._control, wakeup]
         readable, _, _ = select.select(descriptors, [], [], seconds)
@@ -221,7 +237,7 @@ class _AgentCommands:
         if self._control not in readable:
             return []
         data = os.read(self._control, 4096)
-        if not data:  # end of file
+        if not data:  # end of file: the node agent is gone
             self.wants_kill = True
         signals = []
         for line in data.decode().splitlines():
@@ -236,21 +252,21 @@ class _AgentCommands:
 
 
 def _wait_for_remaining(agent: _AgentCommands, code: int) -> None:
-    """Let the processes that the command has left end by themselves, until their time is over.
+    """Give the processes that the command has left time to end by themselves.
 
-    The command has ended with `code`. If a signal has killed it, its workers do not know that yet, and
-    waiting would not help.
+    `code` is the exit code of the command. If a signal has killed the command, its workers do not know that
+    yet, so there is no point in waiting.
     """
     leave_s = LEAVE_S if code >= 0 else 0.0
     if agent.wants_end:
         leave_s = float("inf")  # the node agent sends "kill" when the grace time is over
     leave_at = time.monotonic() + leave_s
     while not agent.wants_kill and reap_into({}) and time.monotonic() < leave_at:
-        agent.wait_for_signals(TICK_S)  # the child that would get them has ended
+        agent.wait_for_signals(TICK_S)  # the signals are dropped, because the child has ended
 
 
 def _terminate_all(except_pids: Collection[int] = ()) -> set[int]:
-    """Send TERM to every process below this one but `except_pids`. Return the ids of those that got it."""
+    """Send TERM to every process below this one except `except_pids`. Return the ids of these processes."""
     pids = descendants().keys() - set(except_pids)
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -259,7 +275,7 @@ def _terminate_all(except_pids: Collection[int] = ()) -> set[int]:
 
 
 def _report(status: int, line: str) -> None:
-    """Write one line for the node agent, if it is still there."""
+    """Write one line for the node agent. Do nothing if the node agent is gone."""
     with contextlib.suppress(OSError):  # the node agent is gone
         os.write(status, f"{line}\n".encode())
 

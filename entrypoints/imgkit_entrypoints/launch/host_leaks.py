@@ -1,7 +1,7 @@
-"""Remove the settings of the host that would harm the workers in the container.
+"""Keep settings of the host that would do harm away from the workers in the container.
 
-Singularity and pyxis pass every variable of the node on to the container, and so do MPI's launchers. In the
-container, some of them do harm:
+Singularity, pyxis and the launchers of MPI pass every variable of the node on to the container. Some of them
+do harm there:
 
 * XALT's LD_PRELOAD names a file that the image lacks.
 * PMIX_* make an MPI library of the image talk to the launcher of the node agent (pyxis issue 88, shapepipe
@@ -9,7 +9,7 @@ container, some of them do harm:
 * A virtual environment of the host hides the image's packages.
 * A TMPDIR of PBS is too long for the name of a socket.
 
-Core dumps are switched off as well: a thousand ranks that fail would fill a scratch folder with them.
+Core dumps are switched off as well: if a thousand ranks fail, their core dumps would fill a scratch folder.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
 
 CORE = "core"
-"""Name by which ``--keep-env`` keeps core dumps, as limits.conf(5) calls them."""
+"""Name that keeps core dumps on when given to ``--keep-env``. limits.conf(5) uses the same name."""
 MAX_TMPDIR = 60
-"""Longest TMPDIR in characters with which the names of sockets in it still fit into 107 bytes (unix(7)).
+"""Longest TMPDIR in characters. The path of a socket must fit into 107 bytes (unix(7)).
 
-multiprocessing adds ``/pymp-XXXXXXXX/listener-XXXXXXXX``, and torch ``/torch-shm-dir-XXXXXX/manager.sock``.
+To TMPDIR, multiprocessing adds ``/pymp-XXXXXXXX/listener-XXXXXXXX``, and torch adds
+``/torch-shm-dir-XXXXXX/manager.sock``.
 """
 _MPI = re.compile(r"(?:PMIX|PMI2?|OMPI)_")
-# Variables that a launcher sets for each process. Without any, no launcher of MPI has started this process,
-# and other variables with these prefixes are settings of the user.
+# Variables that a launcher of MPI sets for each process. If none of them is set, no such launcher has started
+# this process. Other variables with the prefixes above are then settings of the user.
 _OF_LAUNCHER = ("PMIX_RANK", "PMIX_NAMESPACE", "PMI_RANK", "PMI_FD", "PMI_PORT", "OMPI_COMM_WORLD_RANK")
 _OF_PYTHON = ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME")
-# A folder of PYTHONPATH with such a part in its path holds installed packages, not the user's own modules.
+# A folder in PYTHONPATH contains installed packages, and not the user's own modules, if one of these names is
+# in its path.
 _PACKAGES = {"site-packages", "dist-packages"}
-# One of these is set in every container of Singularity or Apptainer.
+# Every container of Singularity or Apptainer sets one of these variables.
 _CONTAINER = ("SINGULARITY_CONTAINER", "APPTAINER_CONTAINER")
 
 
@@ -49,7 +51,7 @@ class CleanEnvironment:
     """The changes to the environment of the workers, and to the limits of this process."""
 
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables that get another value."""
+    """Variables that get a new value."""
     unset: tuple[str, ...] = ()
     """Variables that are removed."""
     text: str = ""
@@ -65,13 +67,13 @@ class CleanEnvironment:
         return bool(self.env or self.unset)
 
     def apply(self) -> None:
-        """Make the link for a short TMPDIR, and switch core dumps off for this process and its children.
+        """Create the link for a short TMPDIR, and switch off core dumps for this process and its children.
 
-        The environment itself is not changed here: the caller passes `env` and `unset` to the workers.
+        The environment itself is not changed here. The caller passes `env` and `unset` to the workers.
 
         Raises
         ------
-        UsageError : the link for TMPDIR cannot be made, or another user may have made it.
+        UsageError : the link for TMPDIR cannot be created, or its folder belongs to another user.
         """
         if self.limits_core:
             _, hard_limit = resource.getrlimit(resource.RLIMIT_CORE)
@@ -100,15 +102,16 @@ def clean_environment(
 ) -> CleanEnvironment:
     """Return the changes that keep harmful settings of the host away from the workers.
 
-    A container gets most variables of the host. Harmful ones are those of the host's MPI and Python,
-    libraries in LD_PRELOAD that the image lacks, a TMPDIR that is too long for sockets, and core dumps.
+    A container inherits most variables of the host. These settings do harm: variables of the host's MPI and
+    Python, libraries in LD_PRELOAD that the image lacks, a TMPDIR that is too long for sockets, and core
+    dumps.
 
     Parameters
     ----------
     image_env : the image's own variables, which stay. None if they are unknown.
     keep : names of variables that stay, or patterns such as ``PMIX_*``. `CORE` keeps core dumps.
     prefix : ``sys.prefix`` of the Python that runs the workers.
-    is_mpi_rank : True if this process is a rank of an MPI launcher, whose variables it needs.
+    is_mpi_rank : True if this process is a rank of an MPI launcher. It then needs the launcher's variables.
     exists : returns whether a path exists in the container.
     """
     image = image_env or {}
@@ -119,7 +122,7 @@ def clean_environment(
     new_values = {}
     if "LD_PRELOAD" in host_env:
         new_values["LD_PRELOAD"] = " ".join(_loadable_libraries(env["LD_PRELOAD"], exists))
-    # Outside of a container, a virtual environment is the user's own.
+    # Only in a container does a virtual environment come from the host. Elsewhere, the user works in it.
     if image_env is not None or any(name in env for name in _CONTAINER):
         new_values |= _remove_host_python(env, host_env, image, prefix)
     changes = {name: value for name, value in new_values.items() if value != env[name]}
@@ -140,6 +143,7 @@ def clean_environment(
     text = ""
     if texts:
         text = f"workers start {' and '.join(texts)} (to keep one: --keep-env NAME)"
+    # An empty new value means that the variable is removed.
     empty_names = [name for name, value in changes.items() if not value]
     return CleanEnvironment(
         env={name: value for name, value in changes.items() if value},
@@ -153,9 +157,9 @@ def clean_environment(
 def _select_host_variables(
     env: Mapping[str, str], image: Mapping[str, str], keep: Sequence[str]
 ) -> dict[str, str]:
-    """Return the variables that come from the host, without those that the user keeps.
+    """Return the variables that come from the host, without those that the user wants to keep.
 
-    A variable with the value that the image gives it does not come from the host.
+    A variable whose value is the same as in the image does not come from the host.
     """
     host_env = {}
     for name, value in env.items():
@@ -166,29 +170,29 @@ def _select_host_variables(
 
 
 def _short_tmpdir(tmpdir: str) -> str:
-    """Return a short name in /tmp for a TMPDIR that is too long for sockets."""
-    # The digest gives each long TMPDIR a link of its own, also if a user has several jobs on the node.
+    """Return a short path in /tmp that replaces a TMPDIR that is too long for sockets."""
+    # Because of the digest, each long TMPDIR has its own link, even if a user has several jobs on the node.
     digest = hashlib.sha256(tmpdir.encode()).hexdigest()[:8]
     return f"/tmp/imgkit-tmp-{os.geteuid()}-{digest}/t"  # noqa: S108 - the user's own folder in it
 
 
 def may_remove(name: str) -> bool:
-    """Return whether `clean_environment` may remove or change this variable of a user."""
+    """Return whether `clean_environment` may remove or change the variable `name` of a user."""
     return _MPI.match(name) is not None or name in ("LD_PRELOAD", "TMPDIR", "PYTHONPATH", *_OF_PYTHON)
 
 
 def _count_by_prefix(names: Sequence[str]) -> list[str]:
-    """Return one text for all variables of each prefix, such as ``PMIX_* (12)``."""
+    """Return one text for each prefix of variables, with their number, such as ``PMIX_* (12)``."""
     prefixes = [name.partition("_")[0] for name in names]
     return [f"{prefix}_* ({prefixes.count(prefix)})" for prefix in dict.fromkeys(prefixes)]
 
 
 def _loadable_libraries(preload: str, exists: Callable[[str], bool]) -> list[str]:
-    """Return the libraries of an LD_PRELOAD that the loader of this container can load.
+    """Return the libraries in LD_PRELOAD that should still be loaded in this container.
 
-    Libraries that do not exist here are left out: the loader would print an error for them at each program's
-    start. XALT, by which a site counts the programs of its jobs, is left out as well. A name without a slash
-    stays: the loader searches for it on the library path.
+    Libraries that do not exist in the container are left out, because the loader would print an error about
+    them whenever a program starts. XALT, with which a site counts the programs of its jobs, is left out as
+    well. A name without a slash stays, because the loader searches for it on the library path.
     """
     libraries = []
     for path in re.split(r"[\s:]+", preload.strip()):
@@ -201,17 +205,17 @@ def _loadable_libraries(preload: str, exists: Callable[[str], bool]) -> list[str
 def _remove_host_python(
     env: Mapping[str, str], host_env: Mapping[str, str], image: Mapping[str, str], prefix: str
 ) -> dict[str, str]:
-    """Return new values for variables of Python, without what belongs to a Python of the host.
+    """Return new values for variables of Python, without the parts that belong to a Python of the host.
 
-    The image's Python cannot load packages that were installed for another one. So folders of installed
-    packages leave PYTHONPATH, and programs of a virtual environment leave PATH. A variable whose new value is
-    empty is to be removed.
+    The image's Python cannot load packages that were installed for another Python. So folders of installed
+    packages are removed from PYTHONPATH, and programs of a virtual environment are removed from PATH. An
+    empty new value means that the variable should be removed.
 
     Parameters
     ----------
     host_env : the part of `env` that may be changed.
     image : the image's own variables.
-    prefix : ``sys.prefix`` of the Python that runs the workers, whose virtual environment stays.
+    prefix : ``sys.prefix`` of the Python that runs the workers. Its own virtual environment stays.
     """
     values = {}
     if "PYTHONPATH" in host_env:
@@ -220,7 +224,7 @@ def _remove_host_python(
     removed_programs = []
     for name in _OF_PYTHON:
         folder = host_env.get(name, "")
-        if folder not in ("", prefix):
+        if folder not in ("", prefix):  # the workers' own Python may be in a virtual environment, which stays
             values[name] = ""
             removed_programs.append(f"{folder}/bin")
     if removed_programs and "PATH" in env:
@@ -230,7 +234,7 @@ def _remove_host_python(
 
 
 def _without_packages(python_path: str, image_folders: Sequence[str]) -> str:
-    """Return a PYTHONPATH without the folders of installed packages that are not the image's."""
+    """Return a PYTHONPATH without folders of installed packages, except those of the image."""
     kept_folders = []
     for folder in python_path.split(":"):
         has_packages = not _PACKAGES.isdisjoint(PurePath(folder).parts)

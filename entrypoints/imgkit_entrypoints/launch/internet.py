@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 ATTEMPT_S = 1.0
-"""Seconds for one attempt to connect, including the look-up of the name. An answer takes much less."""
-# Each of these variables moves the hub's files out of ~/.cache/huggingface.
+"""Longest time in seconds to look up a name and connect. On a node with internet, it takes much less."""
+# If one of these variables is set, the files of the Hugging Face hub are not in ~/.cache/huggingface.
 _HUB_CACHES = ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME")
-# Variables that name a site's proxy. Only the program's library can tell whether it works, so no connection
-# is tried with one of them.
+# Variables that name a site's proxy. Only the program's library can tell whether the proxy works, so imgkit
+# tries no connection if one of them is set.
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
@@ -31,15 +31,15 @@ class Service:
     """Variable by which the user sets another address of the service."""
     default_url: str
     offline_variables: Mapping[str, tuple[str, ...]]
-    """Variables that keep the library offline, each with the values that do so in lower case."""
+    """Variables that keep the library offline, and the values that do so, in lower case."""
     used_variables: tuple[str, ...] = ()
     """Variables that users set only for programs that call the service."""
 
     def is_used(self, env: Mapping[str, str], has_package: Callable[[str], bool]) -> bool:
-        """Return whether a program in this environment is likely to call the service.
+        """Return whether a program in the environment `env` is likely to call the service.
 
-        If a variable keeps the library offline, the answer is no. Otherwise the answer is yes if one of the
-        service's variables is set, or if the program's Python has the service's package.
+        If a variable keeps the library offline, return False. Otherwise, return True if one of the service's
+        variables is set, or if the program's Python has the service's package.
         """
         for name, offline_values in self.offline_variables.items():
             if env.get(name, "").lower() in offline_values:
@@ -49,7 +49,7 @@ class Service:
         return has_package(self.package)
 
     def url(self, env: Mapping[str, str]) -> str:
-        """Return the address of the service: the user's, or else the default."""
+        """Return the address of the service that the user has set, or else the default."""
         return env.get(self.url_variable) or self.default_url
 
 
@@ -71,7 +71,7 @@ WANDB = Service(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineSettings:
-    """Variables and messages about services that the program is likely to call."""
+    """Variables and messages about internet services that the program is likely to call."""
 
     env: Mapping[str, str]
     """Variables that the workers get in addition, such as ``WANDB_MODE=offline``."""
@@ -86,20 +86,21 @@ def offline_settings(
     can_connect: Callable[[str], bool],
     is_shared: Callable[[str], bool],
 ) -> OfflineSettings:
-    """Return the variables and the notes about internet services for a program in the environment `env`.
+    """Return variables and notes about the internet services that a program is likely to call.
 
     For example, if the program uses Weights & Biases and this node cannot reach it, the workers get
-    ``WANDB_MODE=offline``, and a note says so.
+    ``WANDB_MODE=offline``, and a note tells the user.
 
     Parameters
     ----------
+    env : the environment of the program.
     has_package : returns whether the program's Python has a package.
     can_connect : returns whether this node can connect to the service at a URL.
     is_shared : returns whether a folder is on a file system that several nodes mount.
     """
     variables: dict[str, str] = {}
     notes = []
-    # Behind a proxy, no service counts as unreachable: no connection is tried.
+    # With a proxy, no connection is tried, and all services are assumed to be reachable.
     has_proxy = any(env.get(name) for name in _PROXIES)
     if HUB.is_used(env, has_package):
         url = HUB.url(env)
@@ -118,7 +119,7 @@ def offline_settings(
     if WANDB.is_used(env, has_package):
         url = WANDB.url(env)
         run_folder = env.get("IMGKIT_RUN_DIR")
-        # Without WANDB_DIR, the files are in the job's folder, or in /tmp of a node if that cannot be
+        # By default, wandb writes into the job's folder, or into /tmp of the node if that folder cannot be
         # written.
         if run_folder and not env.get("WANDB_DIR"):
             variables["WANDB_DIR"] = run_folder
@@ -131,7 +132,7 @@ def offline_settings(
 def can_connect(url: str) -> bool:
     """Return whether the host of `url` accepts a connection within `ATTEMPT_S` seconds.
 
-    Nothing is sent: the connection alone shows that there is a route to the internet.
+    Nothing is sent. An accepted connection is enough to show that there is a route to the internet.
     """
     address = urllib.parse.urlsplit(url)
     default_port = 80 if address.scheme == "http" else 443

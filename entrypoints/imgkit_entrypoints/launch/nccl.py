@@ -1,11 +1,12 @@
-"""Ask NCCL about a hang: the answer of its RAS threads, and the files of torch's flight recorder.
+"""Ask NCCL about a hang, and find the files of torch's flight recorder.
 
-RAS knows which ranks a communicator misses, and which have launched fewer collectives. From NCCL 2.24 on,
-every process with a communicator has a RAS thread that answers on a port of its node. The protocol is lines
-of text, and NCCL closes the connection after its answer. Format and limits: NCCL User Guide, "RAS", and
-src/ras/client_support.cc of NCCL 2.24.3 to 2.30.7.
+RAS is NCCL's service for questions about its state. It knows which ranks of a communicator do not answer, and
+which ranks have launched fewer collectives than others. From NCCL 2.24 on, every process with a communicator
+has a RAS thread, which answers on a port of its node. The protocol consists of lines of text, and NCCL closes
+the connection after its answer. Format and limits: NCCL User Guide, "RAS", and src/ras/client_support.cc of
+NCCL 2.24.3 to 2.30.7.
 
-The flight recorder is a part of torch. After a timeout, it writes one file per rank about its collectives.
+The flight recorder is part of torch. After a timeout, each rank writes a file about its latest collectives.
 """
 
 from __future__ import annotations
@@ -29,21 +30,22 @@ from imgkit_entrypoints.schedulers.hostlist import number_ranges
 # The address at which RAS listens unless NCCL_RAS_ADDR names another one.
 RAS_DEFAULT = "localhost:28028"
 LIMIT_S = 8.0
-"""Seconds for the whole question.
+"""Longest time in seconds for a question and its answer.
 
-NCCL waits `_PEERS_S` seconds for a process that is silent, and as long again in large jobs.
+NCCL itself waits `_PEERS_S` seconds for a process that does not answer, and twice as long in large jobs.
 """
 # Largest answer that is read: 1 MiB.
 MAX_ANSWER_BYTES = 1 << 20
 MAX_LINES = 24
 """Largest number of lines in a report."""
-# Seconds that NCCL is asked to wait for other processes ("TIMEOUT 2").
+# Seconds that NCCL is told to wait for other processes ("TIMEOUT 2").
 _PEERS_S = 2
 # Seconds to connect, and to wait for the first line of the protocol.
 _GREETING_S = 1.0
-# The processes of a node share the port. The kernel may choose a stopped process, which never greets.
+# Number of attempts to connect. The processes of a node share the port, and the kernel chooses which of them
+# gets a connection. A stopped process never sends its first line.
 _TRIES = 3
-# Characters of a line that are kept.
+# Largest number of characters of a line. The rest is cut off.
 _LONGEST = 160
 # The headings at the end of an answer: the list of errors comes first, and then the list of warnings.
 _ERRORS_HEADING = "\nErrors\n======\n"
@@ -54,9 +56,9 @@ _RANK_NUMBER = re.compile(r"(?m)^  Rank (\d{1,9}) -- ")
 
 
 def ras_address(env: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return the host and port at which NCCL's RAS answers, or None if the workers of `env` do not use it.
+    """Return the host and port at which NCCL's RAS answers, or None if the workers do not use RAS.
 
-    RAS is NCCL's service for questions about its state. Each process with NCCL answers at this address.
+    RAS is NCCL's service for questions about its state. `env` is the environment of the workers.
     """
     if env.get("IMGKIT_DEVICE") != "cuda" or env.get("NCCL_RAS_ENABLE") == "0":
         return None
@@ -68,33 +70,34 @@ def ras_address(env: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def ask_about_hang(env: Mapping[str, str]) -> Question | None:
-    """Start a question to the NCCL of the workers of `env`. Return None if it cannot be asked."""
+    """Start a question to NCCL about its state. Return None if the workers with `env` do not use RAS."""
     address = ras_address(env)
     return Question(*address) if address else None
 
 
 class Question:
-    """One question to NCCL, which is asked in a thread.
+    """One question to NCCL, which a thread asks in the background.
 
-    While a node agent waited for the answer itself, it would send no heartbeat, and would count as lost.
+    If the node agent waited for the answer itself, it could not send heartbeats in the meantime, and the
+    other nodes would consider it lost.
     """
 
     def __init__(self, host: str, port: int) -> None:
         self.lines: list[str] = []
-        """Lines for the report. Empty while there is no answer, and if nothing listens at the address."""
+        """Lines for the report. Empty without an answer, and if nothing listens at the address."""
         self._until = time.monotonic() + LIMIT_S
         self._thread = threading.Thread(target=self._ask, args=(host, port), daemon=True)
         self._thread.start()
 
     @property
     def is_open(self) -> bool:
-        """Return whether the answer may still come."""
+        """Return whether the answer may still arrive."""
         return self._thread.is_alive() and time.monotonic() < self._until
 
     def _ask(self, host: str, port: int) -> None:
-        """Ask NCCL, and set `lines` to its report, or to the reason why there is none.
+        """Ask NCCL, and set `lines` to its report, or to the reason why there is no report.
 
-        `lines` stays empty if no NCCL with RAS runs here.
+        If no NCCL with RAS is running, `lines` stays empty.
         """
         name = f"NCCL's RAS ({host}:{port})"
         try:
@@ -114,7 +117,7 @@ def _read_answer(host: str, port: int) -> bytes:
 
     Raises
     ------
-    TimeoutError : no process has greeted.
+    TimeoutError : no process has sent the first line of the protocol in time.
     ConnectionResetError : NCCL has closed the connection.
     ValueError : another program listens at this address.
     """
@@ -127,7 +130,7 @@ def _read_answer(host: str, port: int) -> bytes:
             try:
                 greeting = stream.readline(_LONGEST)
             except TimeoutError:
-                continue  # perhaps a stopped process, so that the next connection reaches another process
+                continue  # this process may be stopped, and the next connection may reach another one
             if not greeting:
                 raise ConnectionResetError
             if not greeting.startswith(b"SERVER PROTOCOL "):
@@ -141,12 +144,12 @@ def _read_answer(host: str, port: int) -> bytes:
 def summarize_answer(answer: bytes) -> list[str]:
     """Return the errors and warnings in NCCL's answer to the command VERBOSE STATUS.
 
-    After `MAX_LINES` lines, one more line counts the rest. NCCL writes one line for each rank. Consecutive
-    lines about ranks of the same node become one line.
+    NCCL writes one line for each rank. Consecutive lines about ranks of the same node are joined into one
+    line. After `MAX_LINES` lines, one more line counts the remaining lines.
 
     Raises
     ------
-    ValueError : `answer` has no list of errors.
+    ValueError : `answer` contains no list of errors.
     """
     text = answer[:MAX_ANSWER_BYTES].decode("ascii", "replace")
     _, heading, problems = text.partition(_ERRORS_HEADING)
@@ -154,6 +157,7 @@ def summarize_answer(answer: bytes) -> list[str]:
         raise ValueError("it contains no list of errors")
     lines = []
     for line in problems.split("\n"):
+        # The warnings follow the errors. Drop the heading between the two lists.
         if line and not _WARNINGS_HEADING.fullmatch(line):
             lines.append(line)
     if not lines:
@@ -169,9 +173,9 @@ def _printable(line: str) -> str:
 
 
 def _fold_ranks(lines: list[str]) -> Iterator[str]:
-    """Yield `lines`, with one line for consecutive ranks of a node: `` Ranks 0-3,5 on node n2``.
+    """Yield `lines`, but join consecutive lines about ranks of the same node into one line.
 
-    Lines that are not about a rank stay as they are.
+    Such a line is `` Ranks 0-3,5 on node n2``. Lines that are not about a rank stay as they are.
     """
     for node, group in groupby(lines, _node_of_rank_line):
         node_lines = list(group)
@@ -183,30 +187,31 @@ def _fold_ranks(lines: list[str]) -> Iterator[str]:
 
 
 def _node_of_rank_line(line: str) -> str | None:
-    """Return the node that a line about a rank names, or None for any other line."""
+    """Return the node in a line about a rank, or None for any other line."""
     match = _RANK.fullmatch(line)
     return match[2] if match else None
 
 
 DUMP_PREFIX = "TORCH_FR_DUMP_TEMP_FILE"
-"""Variable with the beginning of the files' names, to which torch adds the rank."""
+"""Variable with the beginning of the names of the recorder's files. torch appends the rank."""
 OLD_DUMP_PREFIX = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
-"""The same for older versions of torch. Newer versions warn about it."""
+"""Name of the same variable in older versions of torch. Newer versions print a warning about it."""
 RENAMED_SINCE = (2, 9)
-"""First version of torch that reads `DUMP_PREFIX`, and that records and dumps by default."""
+"""First version of torch that reads `DUMP_PREFIX`. From this version on, the recorder is on by default."""
 
 
 def recorder_variables(env: Mapping[str, str], torch_version: str, job_id: str) -> dict[str, str]:
-    """Return the variables that switch torch's flight recorder on.
+    """Return the variables that switch on torch's flight recorder.
 
-    The recorder keeps the latest collectives of each rank, and writes them to a file after a timeout. A
-    variable that `env` already has is left out. If the user has named a place for the files, or if no safe
-    folder can be used, the variable for their names is left out as well.
+    The recorder keeps the latest collectives of each rank, and writes them to a file after a timeout.
+    Variables that `env` already sets are left out. The variable for the names of the files is also left out
+    if the user has chosen them under its other name, or if there is no safe folder for the files.
     """
     if env.get("IMGKIT_DEVICE") != "cuda":
         return {}
     variables = {
-        # torchrun sets this to 1, and NCCL is then torn down during the dump. 3 is torch's own default.
+        # torchrun sets this to 1, with which NCCL is torn down while the files are written. 3 is torch's own
+        # default.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }
@@ -223,16 +228,17 @@ def recorder_variables(env: Mapping[str, str], torch_version: str, job_id: str) 
 
 
 def _recorder_folder(env: Mapping[str, str]) -> Path | None:
-    """Return the folder for the recorder's files: the run's folder, or else the folder of temporary files.
+    """Return the folder for the recorder's files: the run's folder, or else the folder for temporary files.
 
-    If other users can write to this folder, return a private folder in it, or None if that cannot be made.
-    torch follows links, so another user's link with a file's name could make it overwrite any file.
+    If other users can write to this folder, return a private folder inside it, or None if that cannot be
+    created. torch follows links. If another user created a link with the name of such a file, torch would
+    overwrite any file of this user.
     """
     folder = Path(env.get("IMGKIT_RUN_DIR") or tempfile.gettempdir())
     try:
         others_can_write = folder.stat().st_mode & 0o022
     except OSError:
-        return folder  # the run makes this folder later
+        return folder  # the folder does not exist yet, and the run creates it later
     if not others_can_write:
         return folder
     private_folder = folder / f"imgkit-nccl-{os.geteuid()}"
@@ -244,7 +250,7 @@ def _recorder_folder(env: Mapping[str, str]) -> Path | None:
 
 
 def recorder_dumps(env: Mapping[str, str], since: float) -> str:
-    """Return a line about the files that torch's flight recorder has written after `since`.
+    """Return a line about the files that torch's flight recorder has written since the time `since`.
 
     `since` is in seconds of the epoch. Return "" if there are no new files.
     """

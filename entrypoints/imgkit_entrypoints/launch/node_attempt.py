@@ -1,8 +1,9 @@
-"""One attempt of a run on this node: its command, the watch over its workers, and how it ended here.
+"""One attempt of a run on this node: start its command, watch its workers, and explain how it ended.
 
-The node agent (agent.py) decides when an attempt starts and when it has to end. `NodeAttempt` starts the
-command below its guard (command_process.py), looks for workers that hang, ends the command step by step, and
-finds the reason if the command fails.
+An attempt is one start of the command on all nodes. The node agent (agent.py) decides when an attempt starts
+and when it has to end. `NodeAttempt` starts the command below its guard (command_process.py), looks for
+workers that hang, ends the command with stronger and stronger signals, and finds the reason if the command
+fails.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class NodeCommand:
     """The command that a node agent runs in each attempt."""
 
     argv: Sequence[str]
-    """The command. Each attempt replaces its markers (plan.py) or placeholders (per_node.py)."""
+    """The command. Each attempt fills in its markers (plan.py) or placeholders (per_node.py)."""
     env: Mapping[str, str]
     """The whole environment of the command. The agent adds the stop protocol's variables and the line prefix.
 
@@ -94,7 +95,7 @@ class NodeConfig:
 
     @property
     def is_head(self) -> bool:
-        """Return whether this node decides about attempts."""
+        """Return whether this node is the head, which decides about attempts."""
         return self.placement.node_rank == 0
 
 
@@ -106,9 +107,9 @@ class NodeContext:
     session: Session
     """The connections to the other nodes."""
     env: Mapping[str, str]
-    """The environment of the command as far as it is the same in every attempt."""
+    """The part of the command's environment that is the same in every attempt."""
     open_files: int
-    """Soft limit of open files for the command."""
+    """The command's soft limit for the number of open files."""
     stop_folder: Path
     """Folder in which the node agent and the program leave files for each other (stop_protocol.py)."""
     log_folder: str
@@ -130,10 +131,10 @@ class NodeAttempt:
     """
 
     def __init__(self, node: NodeContext, order: AttemptStart, node_rank: int) -> None:
-        """Prepare the attempt of `order`, in which this node has the rank `node_rank`. `start` starts it.
+        """Prepare the attempt that the head has ordered, in which this node has the rank `node_rank`.
 
-        Files of the attempt before are removed from the stop folder, where workers and node agent exchange
-        files.
+        The method `start` starts the command. Files of the previous attempt are removed from the stop folder,
+        in which the workers and the node agent exchange files.
         """
         timeouts = node.config.timeouts
         self._node, self._order, self._node_rank = node, order, node_rank
@@ -147,7 +148,7 @@ class NodeAttempt:
         if node.config.command.is_per_node:
             self.deadline = Deadline(timeouts.grace_s)
         self.code = EXIT_NO
-        """Exit code of this node alone."""
+        """Exit code of this node. Other nodes may end with other codes."""
         self.failure: RankFailure | None = None
         """The worker of this node that failed first."""
         self.saved_state = ""
@@ -170,11 +171,12 @@ class NodeAttempt:
         node.session.phase = STARTING
 
     def start(self, start_up_variables: Mapping[str, str]) -> None:
-        """Start the command below a guard, the process that ends everything the command leaves (guard.py).
+        """Start the command below a guard, the process that ends what the command leaves running.
 
         Parameters
         ----------
-        start_up_variables : how long each part of the start has taken until now (start_up.py).
+        start_up_variables : variables that tell the workers how long each part of the start took
+            (start_up.py).
         """
         node, command = self._node, self._node.config.command
         env = {**node.env, "IMGKIT_ATTEMPT": str(self._order.attempt), **start_up_variables}
@@ -194,10 +196,10 @@ class NodeAttempt:
         self.is_running = True
 
     def _fill_placeholders(self) -> tuple[list[str], dict[str, str]]:
-        """Return the argv of the user's command in this attempt, and the variables with the same values.
+        """Return the argv of the user's command in this attempt, and variables with the same values.
 
         The user writes placeholders such as ``{node_rank}`` in the command. If the user has not set
-        RAY_TMPDIR, make a folder for it, so that two attempts do not share Ray's files.
+        RAY_TMPDIR, create a folder for it, so that two attempts do not share Ray's files.
         """
         node, command = self._node, self._node.config.command
         run_dir = command.env.get("IMGKIT_RUN_DIR", "")
@@ -211,14 +213,14 @@ class NodeAttempt:
         return per_node.fill_placeholders(command.argv, values), variables
 
     def close(self) -> None:
-        """End everything that is left of the command."""
+        """End all processes that are left of the command."""
         if self._command:
             self._command.close()
 
     def request_stop(self, reason: str) -> None:
         """Ask the program to save and end, and set the time at which it is ended by force.
 
-        A program of torchrun finds the request as a file in its stop folder.
+        A program that torchrun has started finds the request as a file in its stop folder.
         """
         config = self._node.config
         grace_s = config.timeouts.grace_s
@@ -226,18 +228,20 @@ class NodeAttempt:
         stop_protocol.write_stop_file(self._node.stop_folder, reason)
         self._log(f"{reason}: asked the program to save and end, waiting up to {grace_s:g} s")
         if config.command.is_per_node:
-            # An ordinary command reads no stop file, so TERM, the first step, is its request to stop.
+            # The user's own command does not read the stop file, so it gets the request as TERM. That is the
+            # first step of its deadline.
             self.deadline.set_now("the grace time is over")
         else:
             self.deadline.set_within(grace_s, "the grace time is over")
 
     def end_when_due(self) -> None:
-        """Send the command the next signal that ends it, if the time for it has come.
+        """Send the command the next signal that ends it, if it is time to do so.
 
-        The signals are HUP, QUIT and KILL, some seconds apart.
+        For torchrun, the signals are HUP, QUIT and KILL, some seconds apart.
         """
         if self._command is None or not self.deadline.is_due():
             return
+        # `next_step` changes `is_forced`, and the message is printed only for the first step of force.
         was_forced = self.deadline.is_forced
         step = self.deadline.next_step()
         if self.deadline.is_forced and not was_forced:
@@ -245,11 +249,14 @@ class NodeAttempt:
         self._command.send_step(step)
 
     def fileno(self) -> int:
-        """Return the descriptor that becomes readable when the guard reports something."""
+        """Return the descriptor that becomes readable when the guard, the parent of the command, reports."""
         return self._running_command.fileno()
 
     def read_reports(self) -> bool:
-        """Handle the guard's new reports. Return False once no process of the command is left."""
+        """Handle new reports from the guard, the parent process of the command.
+
+        Return False once no process of the command is left.
+        """
         return self._running_command.read_reports()
 
     @property
@@ -259,14 +266,14 @@ class NodeAttempt:
         return self._command
 
     def check_workers(self) -> None:
-        """Report workers that hang or fail late, and update what the heartbeats say about the workers.
+        """Report workers that hang or fail without ending, and update this node's heartbeat data.
 
-        On the head, a start that takes too long is ended.
+        On the head, also end a start of the run that takes too long.
         """
         session = self._node.session
         session.positions = self._watchdog.positions
         session.phase = self._find_phase()
-        if self._start_watch and not self.stall_reason:
+        if self._start_watch and not self.stall_reason:  # only the head has a watch, and it ends a start once
             self.stall_reason = self._start_watch.find_stall_reason()
             if self.stall_reason:
                 self.deadline.set_now(self.stall_reason)
@@ -276,21 +283,23 @@ class NodeAttempt:
             self._log(*lines)
 
     def _find_phase(self) -> str:
-        """Return how far torchrun of this node is, one of `messages.PHASES`."""
+        """Return the phase that this node's torchrun has reached. It is one of `messages.PHASES`."""
         if self._node.session.phase not in (WORKERS, CONNECTING):
             return start_up.read_phase(self._node.stop_folder)
-        # The workers run, and torchrun writes no further phase.
+        # Once the workers run, torchrun writes no further phase. The watchdog sees whether they connect.
         if self._watchdog.are_all_connecting(self._node.config.node.nproc):
             return CONNECTING
         return WORKERS
 
     def finish(self, *, received_signal: int | None, is_head_lost: bool) -> None:
-        """Wait for the guard (the parent process) of the ended command, and set `code` and `saved_state`.
+        """Set `code` and `saved_state` after the command has ended, and wait for the end of its guard.
+
+        The guard is the parent process of the command (guard.py).
 
         Parameters
         ----------
         received_signal : number of the first signal that this node agent has received, or None.
-        is_head_lost : True if the command was ended because the head is lost.
+        is_head_lost : True if the command was ended because the connection to the head was lost.
         """
         command_code = self._running_command.wait()
         self.is_running = False
@@ -301,18 +310,18 @@ class NodeAttempt:
         if step is None:
             self.code = self._node_code(command_code, received_signal, is_head_lost=is_head_lost)
             return
-        # The state is saved, whatever the program's exit code says.
+        # A saved state counts as success, even if the program has failed afterwards.
         self._log(f"state saved at step {step}")
         self.saved_state = f"{job_id} {step}"
         self.code = EXIT_SAVED
 
     def _node_code(self, command_code: int, received_signal: int | None, *, is_head_lost: bool) -> int:
-        """Return the exit code of this node, whose command has ended with `command_code` and saved nothing.
+        """Return the exit code of this node, whose command has ended and has not saved its state.
 
-        If the command has ended by itself, the code is that of the command, or 128 plus the signal that
-        killed it, as in a shell. If the node agent has ended the command, its signal says nothing, so the
-        code tells the reason: a lost head, a start that took too long, or the signal that the node agent has
-        received.
+        If the command has ended by itself, return its exit code, or 128 plus the signal that killed it, as a
+        shell does. If the node agent has ended the command, the command's own code says nothing. The result
+        then stands for the reason: the head is lost, the start took too long, or the node agent has received
+        a signal.
         """
         if command_code == 0:
             return 0
@@ -331,16 +340,17 @@ class NodeAttempt:
         return 128 - command_code
 
     def explain_failure(self) -> None:
-        """Set `failure`, write the full log, and print the known explanations of a failed attempt.
+        """Find out why the attempt has failed on this node, write the full log, and print known explanations.
 
-        Do nothing if the attempt has succeeded or has saved its state.
+        The result is in `failure`. If the attempt has succeeded or has saved its state, do nothing.
         """
         if self.code in GOOD:
             return
         self.failure = self._find_failure()
         if self.failure is not None:
             self.failure = dataclasses.replace(self.failure, log=self._write_log())
-        # If the agent has ended the command, the errors of the workers are consequences.
+        # If the agent has ended the command, the workers' errors only result from that. They need no
+        # explanation.
         if not self._is_asked_to_stop and not self.deadline.has_begun:
             self._log_explanations(self.failure)
         dumps = nccl.recorder_dumps(self._node.env, self.began_at)
@@ -348,10 +358,10 @@ class NodeAttempt:
             self._log(dumps)
 
     def _log_explanations(self, failure: RankFailure | None) -> None:
-        """Print the explanations of known failures in the command's error output (explain.py).
+        """Print explanations of known failures in the command's error output.
 
-        For example, "CUDA out of memory" has one. If a rank's own error is known, closed connections need
-        none.
+        For example, "CUDA out of memory" is a known failure. If the error of a rank is known, lines about
+        closed connections only result from it and are not explained.
         """
         has_cause = False
         if failure is not None and failure.rank is not None:  # None: torchrun or the user's command failed
@@ -368,7 +378,7 @@ class NodeAttempt:
     def _find_failure(self) -> RankFailure | None:
         """Return the worker or command of this node that failed first.
 
-        Return None if none is known to have failed by itself: what the node agent has ended did not fail.
+        Return None if nothing has failed by itself. A command that the node agent has ended did not fail.
         """
         command = self._running_command
         if self._node.config.command.is_per_node:
@@ -381,7 +391,10 @@ class NodeAttempt:
         return failures.find_node_failure(self._node.stop_folder, killed_by)
 
     def _write_log(self) -> str:
-        """Write the end of the command's error output into a log of this node. Return its path, or ""."""
+        """Write the end of the command's error output into a log file for this node.
+
+        Return its path, or "" if no log can be written.
+        """
         node = self._node
         name = plan.host_label(node.config.node.host)
         if node.session.host_index > 0:  # a second node agent on the same host

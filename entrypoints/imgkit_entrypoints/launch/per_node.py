@@ -1,8 +1,9 @@
-"""The command of ``dist-run --per-node``, which runs once on each node in place of torchrun.
+"""The command of ``dist-run --per-node``, which runs once on each node instead of torchrun.
 
 The node agent replaces placeholders in the command's arguments (`PLACEHOLDERS`), and passes the same values
-as variables. Ray keeps its sockets and logs below RAY_TMPDIR. The node agent makes that folder and removes it
-after the run. Its path is short, since the path of a Unix socket can have at most 107 characters.
+as environment variables. Ray keeps its sockets and logs below RAY_TMPDIR. The node agent creates that folder,
+and removes it after the run. The path of the folder is short, because the path of a Unix socket can have at
+most 107 characters.
 """
 
 from __future__ import annotations
@@ -25,29 +26,31 @@ PLACEHOLDERS = {
     "world_size": "",
     "run_dir": "",  # the environment already has IMGKIT_RUN_DIR
 }
-"""The variable with the same value by the placeholder's name, or an empty text if there is no variable.
+"""The placeholders by name, each with the variable that has the same value, or "" if there is none.
 
-``{head}`` in an argument becomes the head's address, which MASTER_ADDR holds as well.
+For example, ``{head}`` in an argument becomes the address of the head (the node with rank 0), and MASTER_ADDR
+is set to the same address.
 """
 _NAMES = "|".join(PLACEHOLDERS)
 # Group 1 is the inner part of "{{head}}", which stands for a literal "{head}". Group 2 is the name in
 # "{head}".
 _PLACEHOLDER = re.compile(rf"\{{(\{{(?:{_NAMES})\}})\}}|\{{({_NAMES})\}}")
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-"""Variables of one worker, which are removed. A program that starts workers would take them as its own."""
+"""Variables of a single worker. They are removed, since a command that starts workers would pass them on."""
 RAY_TMPDIR = "RAY_TMPDIR"
 RAY_PREFIX = "imgkit-ray-"
 RAY_PARENT = "/tmp"  # noqa: S108 - the folder below it is the user's own, and has a random name
-"""Parent of RAY_TMPDIR, which must be the same on all nodes: Ray uses the path of the head on each of them.
+"""Parent folder of RAY_TMPDIR.
 
-It must be short, since Ray adds about 68 characters: ``ray/session_TIME_PID/sockets/plasma_store``.
+It must be the same on all nodes, because Ray uses the head's path on every node. It must also be short,
+because Ray adds about 68 characters: ``ray/session_TIME_PID/sockets/plasma_store``.
 """
 
 
 def placeholder_values(order: AttemptStart, node_rank: int, nproc: int, run_dir: str) -> dict[str, str]:
-    """Return the value of each placeholder in the user's command, such as ``{port}``, on this node.
+    """Return the values of the placeholders in the user's command, such as ``{port}``, on this node.
 
-    The values are those of the attempt that `order` starts.
+    `order` is the head's order to start an attempt, which contains most of the values.
     """
     return {
         "head": order.head,
@@ -64,8 +67,9 @@ def placeholder_values(order: AttemptStart, node_rank: int, nproc: int, run_dir:
 def fill_placeholders(argv: Iterable[str], values: Mapping[str, str]) -> list[str]:
     """Return `argv` with `values` in place of the placeholders, such as ``{port}``.
 
-    With ``{"port": "29500", ...}``, ``["--port={port}", "{{port}}", "{x}"]`` becomes ``["--port=29500",
-    "{port}", "{x}"]``: doubled braces keep a placeholder's text, and all other braces stay as they are.
+    Doubled braces keep the text of a placeholder, and all other braces stay as they are. For example, with
+    ``{"port": "29500", ...}``, ``["--port={port}", "{{port}}", "{x}"]`` becomes ``["--port=29500", "{port}",
+    "{x}"]``.
     """
 
     def value(match: re.Match[str]) -> str:
@@ -86,8 +90,8 @@ def placeholder_variables(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def ray_folder(order: AttemptStart) -> Path:
-    """Return the folder for RAY_TMPDIR in the attempt of `order`.
+    """Return the folder for RAY_TMPDIR in the attempt that `order` starts.
 
-    Each attempt has its own, so that a new Ray cluster finds no files of the last one.
+    Each attempt has its own folder, so that a new Ray cluster does not find files of the previous one.
     """
     return Path(RAY_PARENT, f"{RAY_PREFIX}{order.token}-{order.attempt}")

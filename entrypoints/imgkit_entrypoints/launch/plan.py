@@ -1,7 +1,8 @@
-"""The whole decision about a launch: what a command line requests, and the plan that is derived from it.
+"""Decide how to launch a run: `decide_launch` turns a request and facts into a plan.
 
-This module reads nothing from the machine: the facts about it come in as arguments of `decide_launch`. The
-plan's argv has markers for values that are known only after all nodes have met. `fill_markers` replaces them.
+This module reads nothing from the machine. The facts about the machine are arguments of `decide_launch`. Some
+values, such as torchrun's port, are known only after all nodes have met. The plan's argv contains markers for
+them, which `fill_markers` replaces.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ DEFAULT_FAILURES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The processes that the user requests on this node. ``auto`` leaves a value to the plan."""
+    """The processes that the user requests on this node. ``auto`` leaves the choice to `decide_launch`."""
 
     nproc: str = "auto"
     """Number of processes on this node, in digits."""
@@ -49,17 +50,17 @@ class Request:
     None means `DEFAULT_FAILURES` with spares, else 0.
     """
     start: str = "auto"
-    """Start method of the workers: ``fork`` for forks of torchrun, ``exec`` for separate interpreters."""
+    """How torchrun starts the workers: ``fork`` to fork itself, ``exec`` to start new interpreters."""
     log_dir: str | None = None
     """Folder for the output of each process, or None to save no output."""
     prefix: bool = True
     """True if each line of output begins with ``[host:rank]``."""
     binds_cpus: bool = True
-    """True if each worker may run only on the processors beside its GPU (cores.py)."""
+    """True if each worker may run only on the processors that are close to its GPU (cores.py)."""
     is_per_node: bool = False
     """True if the command runs once on each node, without torchrun (per_node.py)."""
     worker_args: tuple[str, ...] = ()
-    """Further arguments of a command with `is_per_node` on every node but the head."""
+    """With `is_per_node`, further arguments of the command on every node except the head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ class Timeouts:
     hang_after_s: float = 60.0
     """Time without progress after which a worker is reported as stuck. 0 switches the reports off."""
     lost_after_s: float = 30.0
-    """Time of silence after which a node counts as lost."""
+    """Time without a message from a node after which the node counts as lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,22 +109,24 @@ SCHEMA = 1
 Mode = Literal["torchrun", "direct", "per-node"]
 """What starts the workers: torchrun, the launcher (which starts each rank), or the user's own command."""
 
-# First version of torch whose torchrun has --shutdown-timeout: its wait between the signal that it passes on
-# and KILL. By default it waits 30 s, longer than the node agent. All other flags are in torch 2.3 as well.
+# First version of torch whose torchrun has --shutdown-timeout. That is the time between the signal that
+# torchrun passes on to its workers and KILL. Its default of 30 s is longer than the node agent waits. All
+# other flags that we use exist since torch 2.3.
 _SHUTDOWN_SINCE = (2, 12)
 ENDED_TOGETHER = ("pbs", "pals", "openmpi", "hydra")
 """Launchers that end all processes of a job when one of its nodes is gone."""
 
-# Variables with the number of GPUs that a job has on each node: that of imgkit's job script, and Slurm's.
+# Variables with the number of GPUs that the job has on each node. imgkit's job script sets the first, and
+# Slurm the second.
 _GPU_VARIABLES = ("IMGKIT_GPUS", "SLURM_GPUS_ON_NODE")
 MAX_WARNINGS = 2
 """Largest number of lines about warnings at the start."""
-# Width of the column of values in a dry run. The source follows right behind a longer value.
+# Largest width of the column of values in a dry run. A longer value pushes its source to the right.
 _WIDEST = 24
-# Kubeflow's operators give the number of processes in this variable. The plan reads it, and removes it from
-# the environment, since torchrun would read it as well.
+# Kubeflow's operators pass the number of processes in this variable. The plan uses its value, and removes the
+# variable from the workers' environment, since torchrun would read it as well.
 _PET_NPROC = "PET_NPROC_PER_NODE"
-# A larger number of processes on a node is a typing error.
+# A larger number of processes on one node can only be a typing error.
 _MAX_NPROC = 999_999
 
 
@@ -133,19 +136,19 @@ class StartMessages:
 
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    """Lines about what is different for the workers on this node."""
+    """Lines about changes that the workers on this node may notice, such as removed variables."""
     hidden: frozenset[str] = frozenset()
     """Notes and warnings that do not matter here, such as about an unused network. ``-v`` prints them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSetup:
-    """What has to be made on this node before the workers start."""
+    """What must be prepared on this node before the workers start."""
 
     links: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Libraries of the host that the workers load: path in the container by the name that programs open."""
     environment: CleanEnvironment = dataclasses.field(default_factory=CleanEnvironment)
-    """The settings of the host that the workers do not get."""
+    """The harmful settings of the host that are kept away from the workers."""
     cache: CompileCache | None = None
     """The folder of compiled code on this node. With None, the programs choose their own folders."""
 
@@ -171,14 +174,14 @@ class LaunchPlan:
     messages: StartMessages = StartMessages()
     setup: NodeSetup = NodeSetup()
     image: str = ""
-    """Why a value that the image set counts as the user's. Empty if the image's variables are known."""
+    """Why values from the image are taken for the user's. Empty if the image's variables are known."""
     secret: str = ""
     """The source of the roll call's secret, for a dry run. Empty without a secret, and on one node."""
 
     def announcements(self, *, verbose: bool) -> Iterator[str]:
-        """Yield the lines that the head prints at the start.
+        """Yield the lines that the head (the node with rank 0) prints at the start.
 
-        With `verbose`, these are all values, notes and warnings. Otherwise they are the size of the run, the
+        With `verbose`, these are all values, notes and warnings. Otherwise, they are the size of the run, the
         notes, and at most `MAX_WARNINGS` lines about warnings.
         """
         messages = self.messages
@@ -227,6 +230,7 @@ class LaunchPlan:
         values = _placement_dict(self.placement)
         for name in ("nnodes", "node_rank", "hosts", "head", "port", "job_id"):
             value = ",".join(values["hosts"]) if name == "hosts" else str(values[name])
+            # A value without a source is a default.
             source = self.placement.source.get(name) or defaults.get(name, "")
             yield _DryRunRow(name, value or "-", source)
         yield _DryRunRow("max_failures", str(self.max_failures), "failures that the run survives")
@@ -234,11 +238,16 @@ class LaunchPlan:
         yield _DryRunRow("mode", self.mode, f"{starters[self.mode]} starts the workers")
 
     def _decision_rows(self) -> Iterator[_DryRunRow]:
-        """Yield the rows of a dry run about the secret, and about each value that has a reason."""
+        """Yield the rows of a dry run about the secret, and about each value that has a reason.
+
+        If the image's variables are unknown, one more row says so, because its values are then taken for the
+        user's.
+        """
         if self.secret:
             yield _DryRunRow("secret", self.secret)
         else:
             yield _DryRunRow("secret", "-", "not needed, or none is set")
+        # Only a value of the user can be in doubt, since it may also come from the image.
         if self.image and any(decision.origin == "user" for decision in self.decisions):
             yield _DryRunRow("image", "unknown", self.image)
         for decision in self.decisions:
@@ -246,10 +255,10 @@ class LaunchPlan:
             yield _DryRunRow(decision.variable, decision.value or "-", reason)
 
     def _variable_rows(self) -> Iterator[_DryRunRow]:
-        """Yield the rows of a dry run about variables that are set or removed without a decision."""
-        decided = {decision.variable for decision in self.decisions}
+        """Yield the rows of a dry run about variables that imgkit sets or removes without giving a reason."""
+        decided_names = {decision.variable for decision in self.decisions}
         for name, value in self.env.items():
-            if name not in decided:
+            if name not in decided_names:
                 yield _DryRunRow(name, value, "set by imgkit for the workers")
         for name in self.unset:
             yield _DryRunRow(name, "-", "removed from the workers' environment")
@@ -285,7 +294,7 @@ class _DryRunRow(NamedTuple):
 
 
 def _placement_dict(placement: Placement) -> dict[str, Any]:
-    """Return the part of the JSON document of a dry run that describes the nodes."""
+    """Return the nodes of the run, as a part of the JSON document of a dry run."""
     return {
         "nnodes": placement.nnodes,
         "size": dataclasses.asdict(placement.size or Size(training=placement.nnodes)),
@@ -314,16 +323,16 @@ def decide_launch(
     Parameters
     ----------
     worker : argv of one worker. With ``--per-node``, argv of the command that runs once on each node.
-    torchrun : the module that runs torchrun.
+    torchrun : name of the Python module that runs torchrun.
     placement : the nodes of the run, and the rank of this node among them.
-    host : what was found on this machine.
-    system : the image's recipe for a cluster, or None in an image without one.
+    host : the facts about this machine.
+    system : the facts about the cluster from the image's recipe, or None if the image has none.
     is_imgkits : True if `worker` is a program of this package.
 
     Raises
     ------
-    NoPlan : no launch can work, for example because the recipe's GPUs are not visible, or because the nodes
-        could not connect.
+    NoPlan : no launch can work. For example, the GPUs in the recipe are not visible, or NCCL cannot use the
+        network.
     """
     device = _choose_device(request, host, system, env)
     network = fabric.choose_fabric(host, system, env, nnodes=placement.nnodes, head=placement.head)
@@ -333,15 +342,15 @@ def decide_launch(
     binding = _choose_binding(request, device.value, host, placement, int(nproc.value), env)
     threads = _choose_threads(host, int(nproc.value), binding, system, env)
     chosen = dict(network.env)
-    # The user's own value is in the environment already.
+    # A value that the user has set is in the environment already.
     if threads and threads.origin != "user":
         chosen[threads.variable] = threads.value
     if binding.value:
         chosen[cores.VARIABLE] = binding.value
-    # IMGKIT_DECIDED names the variables that are imgkit's choice, and not the user's.
+    # IMGKIT_DECIDED tells dist-doctor which variables imgkit has chosen, and not the user.
     variables = {"IMGKIT_DEVICE": device.value, "IMGKIT_DECIDED": ",".join(sorted(chosen)), **chosen}
-    # torchrun reads PET_* as defaults of its flags, and fails with some that operators set, such as
-    # PET_STANDALONE="".
+    # torchrun takes the defaults of its flags from PET_*. Kubernetes operators set some with values on which
+    # torchrun fails, such as PET_STANDALONE="".
     unset = sorted(name for name in env if name.startswith("PET_"))
     mode = _choose_mode(request, placement)
     argv = tuple(worker)
@@ -382,7 +391,7 @@ def decide_launch(
 
 
 def _choose_mode(request: Request, placement: Placement) -> Mode:
-    """Return what starts the workers. A launcher that has started every rank itself leaves no choice."""
+    """Return what starts the workers. If the launcher has already started every rank, there is no choice."""
     if placement.direct is not None:
         return "direct"
     return "per-node" if request.is_per_node else "torchrun"
@@ -391,8 +400,8 @@ def _choose_mode(request: Request, placement: Placement) -> Mode:
 def _choose_start_method(request: Request, device: str, *, is_imgkits: bool) -> str:
     """Return how torchrun starts the workers (apps/torchrun.py): ``fork`` or ``exec``.
 
-    Unless the user decides, only imgkit's own programs start as forks, and only on CPUs: forks were not tried
-    with CUDA, and a user's program may not work in one.
+    If the user has not chosen, use ``fork`` only for programs of imgkit on CPUs. Forks were not tested with
+    CUDA, and a user's program may not work in a forked process.
     """
     if request.start != "auto":
         return request.start
@@ -400,9 +409,9 @@ def _choose_start_method(request: Request, device: str, *, is_imgkits: bool) -> 
 
 
 def _refuse_blocked_network(network: fabric.FabricPlan, placement: Placement) -> None:
-    """Raise NoPlan if NCCL cannot work with this node's network.
+    """Raise NoPlan if NCCL cannot work with the network of this node.
 
-    Without this error, the run would hang or fail later with an obscure message.
+    Without this error, the run would hang, or fail later with an obscure message.
     """
     problems = list(network.refusals)
     if placement.nnodes > 1:  # on one node, NCCL does not use the network
@@ -418,9 +427,10 @@ def _refuse_blocked_network(network: fabric.FabricPlan, placement: Placement) ->
 def _choose_binding(
     request: Request, device: str, host: HostFacts, placement: Placement, nproc: int, env: Mapping[str, str]
 ) -> cores.CpuBinding:
-    """Choose the processors on which each worker may run: those beside its GPU.
+    """Choose the processors on which each worker may run, which are those close to its GPU.
 
-    Workers without a GPU of their own are not bound. A result without a reason is not shown in a dry run.
+    Workers are not bound if they have no GPU of their own, or if torchrun does not start them. A result
+    without a reason is not shown in a dry run.
     """
     if not request.binds_cpus:
         return cores.CpuBinding(reason="--no-cpu-binding")
@@ -432,7 +442,7 @@ def _choose_binding(
 def _choose_max_failures(request: Request, placement: Placement) -> int:
     """Return the number of failures after which the run still starts a new attempt.
 
-    It is 0 for ranks that the launcher has started itself, since no node agent could start them again.
+    The result is 0 if the launcher has started the ranks itself, since no node agent could start them again.
     """
     if placement.direct is not None:
         return 0
@@ -442,12 +452,10 @@ def _choose_max_failures(request: Request, placement: Placement) -> int:
 
 
 def _useless_spares(placement: Placement) -> tuple[str, ...]:
-    """Return a warning if spares, the nodes that should replace lost ones, cannot do so.
+    """Return a warning if the run has spares that cannot replace lost nodes. Otherwise return ().
 
-    Otherwise return nothing.
-
-    Ranks that the launcher starts without torchrun all take part, and the launchers in `ENDED_TOGETHER` end
-    the whole job when one node is lost.
+    There are two cases. If the launcher has started the ranks without torchrun, all ranks take part. The
+    launchers in `ENDED_TOGETHER` end the whole job when a node is lost.
     """
     if placement.size is None or not placement.size.spares:
         return ()
@@ -468,7 +476,7 @@ def _choose_device(
 
     Raises
     ------
-    NoPlan : no GPU is visible, but the user, the image or the job asks for one; or the GPUs are AMD's.
+    NoPlan : no GPU is visible although the user, the image or the job asks for one, or the GPUs are AMD's.
     """
     if request.device == "cpu":
         return Decision(variable="device", value="cpu", reason="")
@@ -485,7 +493,7 @@ def _choose_device(
 
 
 def _no_gpu_error(host: HostFacts, number: str, reason: str) -> NoPlan:
-    """Return the error about a node without a visible GPU.
+    """Return the error about a node on which a GPU is needed, but none is visible.
 
     Parameters
     ----------
@@ -504,10 +512,11 @@ def _no_gpu_error(host: HostFacts, number: str, reason: str) -> NoPlan:
 
 
 def _refuse_amd(host: HostFacts) -> None:
-    """Raise NoPlan for an image or a node with AMD GPUs, which imgkit does not support.
+    """Raise NoPlan if the image or the node is for AMD GPUs, which imgkit does not support.
 
     Without this error, the run would silently use the CPU.
     """
+    # `host.rocm` is evidence of an AMD image, and `host.amd_gpus` of AMD GPUs on the node.
     if host.rocm:
         problem, remedy = "the image is made for AMD GPUs", "an image for NVIDIA GPUs"
     elif host.amd_gpus and not host.gpus:
@@ -523,9 +532,10 @@ def _refuse_amd(host: HostFacts) -> None:
 
 
 def _expected_gpus(system: SystemFacts | None, env: Mapping[str, str]) -> tuple[int, str]:
-    """Return the number of GPUs that this node must have, and where the number comes from.
+    """Return the number of GPUs that this node must have, and the source of the number.
 
-    The image's recipe decides first, and then the job's variables. Without both, return ``(0, "")``.
+    The image's recipe takes precedence over the job's variables. If neither gives a number, return ``(0,
+    "")``.
     """
     if system is not None and system.node.gpus:
         source = str(SYSTEM_JSON)
@@ -534,7 +544,7 @@ def _expected_gpus(system: SystemFacts | None, env: Mapping[str, str]) -> tuple[
         return system.node.gpus, source
     for name in _GPU_VARIABLES:
         value = env.get(name)
-        if value:
+        if value:  # a value that is not a number is ignored, as if no GPU were expected
             return parse_digits(value) or 0, name
     return 0, ""
 
@@ -546,8 +556,7 @@ def _choose_nproc(
 
     Raises
     ------
-    NoPlan : several workers would share a GPU, or the number that a Kubernetes operator has set cannot be
-        read.
+    NoPlan : several workers would share a GPU, or the number from a Kubernetes operator cannot be read.
     """
     # The launcher has started every rank itself, without torchrun.
     if placement.direct is not None:
@@ -570,14 +579,16 @@ def _choose_nproc(
 
 
 def _operators_nproc(text: str, host: HostFacts) -> tuple[int, str]:
-    """Return the number of processes that a Kubernetes operator asks for in `_PET_NPROC`, and the reason.
+    """Return the number of processes that a Kubernetes operator requests, and its source.
 
-    The text is a number, ``auto``, ``gpu`` or ``cpu``, as for torchrun's ``--nproc-per-node``.
+    `text` is the value of `_PET_NPROC`. As for torchrun's ``--nproc-per-node``, it is a number, ``auto``,
+    ``gpu`` or ``cpu``.
 
     Raises
     ------
-    NoPlan : the text is none of these, or means no process.
+    NoPlan : `text` is none of these values, or stands for no process at all.
     """
+    # As in torchrun, "auto" means one process per GPU, or one per processor on a node without GPUs.
     if text in ("auto", "gpu") and host.gpus:
         return host.gpus, f"{_PET_NPROC}={text}: one per GPU"
     if text in ("auto", "cpu"):
@@ -596,9 +607,9 @@ def _operators_nproc(text: str, host: HostFacts) -> tuple[int, str]:
 def _unused_nproc(
     request: Request, placement: Placement, nproc: str, env: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Return a warning if a Kubernetes operator asks for another number of processes than the run uses.
+    """Return a warning if the run does not use the number of processes that a Kubernetes operator requests.
 
-    Otherwise return nothing.
+    Otherwise return ().
     """
     value = env.get(_PET_NPROC, "")
     if value in ("", "auto", nproc):
@@ -619,20 +630,21 @@ def _choose_threads(
     system: SystemFacts | None,
     env: Mapping[str, str],
 ) -> Decision | None:
-    """Choose OMP_NUM_THREADS, the number of threads that each worker uses for work on processors.
+    """Choose OMP_NUM_THREADS, which is the number of CPU threads that each worker uses.
 
-    It is the user's value, or else the processors of this node divided by the workers. Return None if the
-    image's recipe sets the variable, since the plan of the network then includes it.
+    It is the user's value, or else the processors of this node divided by the number of workers. Return None
+    if the image's recipe sets the variable: it is then part of the network's variables.
     """
     name = "OMP_NUM_THREADS"
     value = env.get(name)
     image_value = (host.image_env or {}).get(name)
     recipe_value = system.env.get(name) if system else None
-    # Nobody has set another value than the recipe and the image.
+    # The recipe sets the variable, and nobody has overridden it.
     if recipe_value is not None and value in (None, image_value, recipe_value):
         return None
-    # PBS sets the variable to all processors of the chunk, and mpiexec passes it on. The user has not chosen
-    # that value, and with it each of the nproc workers would start threads for the whole chunk.
+    # PBS sets the variable to the number of processors of the chunk, and mpiexec passes it on. The user has
+    # not chosen this value. With it, each of the nproc workers would start a thread for every processor of
+    # the chunk.
     is_from_pbs = bool(env.get("PBS_JOBID")) and value in (env.get("NCPUS"), str(host.cpus))
     if value and not is_from_pbs and value != image_value:
         return Decision(variable=name, value=value, reason="set by the user", origin="user")
@@ -647,7 +659,7 @@ def _choose_threads(
 
 
 def _rank_variables(placement: Placement) -> dict[str, str]:
-    """Return the variables that torchrun would have set for a worker.
+    """Return the variables that torchrun sets for a worker, such as RANK.
 
     They are for a worker that the launcher has started itself, without torchrun.
     """
@@ -665,17 +677,18 @@ def _rank_variables(placement: Placement) -> dict[str, str]:
 def _torchrun_argv(
     module: str, request: Request, placement: Placement, host: HostFacts, nproc: str
 ) -> tuple[str, ...]:
-    """Return the argv of torchrun, without the worker's argv, which the caller appends."""
-    # A container without a network cannot resolve the host's name, and the run would hang for ten minutes.
+    """Return the argv of torchrun up to the worker's argv, which the caller appends."""
+    # On one node, use the loopback address. A container without a network cannot resolve the host's name, and
+    # torchrun would hang for ten minutes.
     head = placement.head if placement.nnodes > 1 else "127.0.0.1"
     nnodes, node_rank = str(placement.nnodes), str(placement.node_rank)
-    # With spares, the number and the rank may differ between attempts.
+    # With spares, the number of nodes and the rank of this node may change from attempt to attempt.
     if placement.size and placement.nnodes > 1:
         nnodes, node_rank = NNODES_PENDING, NODE_RANK_PENDING
     options = {
-        # Always use the static rendezvous. The other one, c10d, which --standalone also uses, ignores the
-        # node rank. It also unpickles a value of a store that listens on all addresses and lists its keys, so
-        # that anyone in the network could run code as this user.
+        # Always use the static rendezvous. The alternative is c10d, which --standalone uses as well. It
+        # ignores the node rank. It also unpickles a value from a store that listens on all addresses and
+        # lists its keys, so that anyone in the network could run code as this user.
         "--rdzv-backend": "static",
         "--nnodes": nnodes,
         "--node-rank": node_rank,
@@ -689,8 +702,9 @@ def _torchrun_argv(
         options["--shutdown-timeout"] = "3"
     options["--tee"] = "3" if request.prefix else "0"  # 3: both standard output and standard error
     options["--log-dir"] = _torchrun_logs(request, placement, host)
-    # With -I and --no-python, neither torchrun nor imgkit's programs import from the current folder or a
-    # PYTHONPATH. Without -u, torchrun would buffer the workers' lines until its end if stdout is a file.
+    # With -I and --no-python, neither torchrun nor imgkit's programs import modules from the current folder
+    # or from PYTHONPATH. Without -u, torchrun would hold the workers' lines back until its end if stdout is a
+    # file.
     argv = [sys.executable or "python3", "-I", "-u", "-m", module]
     for option, value in options.items():
         argv += [option, value]
@@ -701,19 +715,20 @@ def _torchrun_argv(
 def _torchrun_logs(request: Request, placement: Placement, host: HostFacts) -> str:
     """Return the folder for the output of each process, or the marker `LOGS_PENDING` if the user names none.
 
-    `fill_markers` replaces the marker by a folder in the node's stop folder.
+    `fill_markers` later replaces the marker with a folder inside the node's stop folder.
     """
     if not request.log_dir:
         return LOGS_PENDING
     # Each node has its own folder, since torchrun's paths name no host and nodes may share a file system.
     node_folder = PurePath(request.log_dir, host_label(host.hostname))
-    if _choose_max_failures(request, placement):  # each attempt writes the same names
+    # Every attempt writes files of the same names, so each one needs its own folder.
+    if _choose_max_failures(request, placement):
         return str(node_folder / ATTEMPT_PENDING)
     return str(node_folder)
 
 
 def is_torch_since(version: str, first: tuple[int, int]) -> bool:
-    """Return whether ``2.12.0a0+git`` is not older than the version `first`, such as ``(2, 12)``.
+    """Return whether a version such as ``2.12.0a0+git`` is at least the version `first`, such as ``(2, 12)``.
 
     Return False for an unknown version.
     """
@@ -722,7 +737,10 @@ def is_torch_since(version: str, first: tuple[int, int]) -> bool:
 
 
 def host_label(host: str) -> str:
-    """Return a host name as a part of a path: characters other than letters, digits, ``._-`` become ``_``."""
+    """Return a host name in a form that can be part of a path.
+
+    Characters other than letters, digits, ``.``, ``_`` and ``-`` become ``_``.
+    """
     return re.sub(r"[^A-Za-z0-9._-]", "_", host).lstrip(".") or "node"
 
 
@@ -735,13 +753,13 @@ NODE_RANK_PENDING = "<node rank of this attempt>"
 ATTEMPT_PENDING = "<attempt>"
 """Marker for ``attempt1``, ``attempt2`` and so on. It may be a part of a path."""
 LOGS_PENDING = "<log folder of this run>"
-"""Marker for a folder that the node agent removes after the run. torchrun would not remove its own."""
+"""Marker for a folder of logs that the node agent removes after the run. torchrun never removes its logs."""
 
 
 def fill_markers(argv: Sequence[str], order: AttemptStart, node_rank: int, stop_folder: Path) -> list[str]:
-    """Return `argv` with the values of an attempt in place of the markers, such as `PORT_PENDING`.
+    """Return `argv` with the values of an attempt in place of markers such as `PORT_PENDING`.
 
-    The values are known only when the head starts the attempt by `order`.
+    The values are known only once the head orders the start of the attempt. `order` is that message.
     """
     attempt = f"attempt{order.attempt}"
     values = {

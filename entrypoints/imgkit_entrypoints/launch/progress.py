@@ -1,8 +1,8 @@
-"""Where the time of a start went: until the first step, in steps, and in saves.
+"""Measure how the time of a run is spent: before the first step, in steps, and in saves.
 
-The program writes notes about its steps and saves into shared memory (`ProgressNotes`). The head's node agent
-reads these notes after each attempt (`StepTimer`). It prints one line at the end, if the program has noted a
-step.
+The program writes notes about its steps and saves into shared memory (`ProgressNotes`). The node agent of the
+head reads these notes after each attempt (`StepTimer`). If the program has recorded a step, the head prints
+one line at the end.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from imgkit_entrypoints.launch.watchdog import map_shared_file
 
 # Name of the file in the stop folder that rank 0 and the node agent share.
 PROGRESS_FILE = "progress"
-# Begin of the first step, end of the latest step or save, both of time.monotonic, and seconds spent in saves.
+# Beginning of the first step and end of the latest step or save, both of time.monotonic, and the seconds
+# spent in saves.
 PROGRESS_LAYOUT = struct.Struct("3d")
 ROUNDED_S = 100.0
-"""A start of so many seconds or more is shown in whole seconds."""
+"""If the whole time is at least this long, all times are shown in whole seconds."""
 
 
 class ProgressNotes:
-    """The notes of a worker about its steps and saves. Only rank 0 writes them for the node agent.
+    """The notes of a worker about its steps and saves. The node agent reads only those of rank 0.
 
-    On other ranks, without a node agent or on a full disk, the notes stay in this process.
+    On other ranks, without a node agent, or on a full disk, the notes stay in this process.
     """
 
     def __init__(self, folder: str | None, rank: int) -> None:
@@ -42,19 +43,19 @@ class ProgressNotes:
                 ).cast("d")
 
     def note_step_begin(self) -> None:
-        """Note that a step begins."""
+        """Record that a step begins."""
         if not self._notes[0]:  # it is the first step
             self._notes[1] = time.monotonic()
             # Written last, since the node agent ignores the notes while this number is 0.
             self._notes[0] = self._notes[1]
 
     def note_step_end(self) -> None:
-        """Note that a step is done."""
+        """Record that a step has ended."""
         self._notes[1] = time.monotonic()
 
     @contextlib.contextmanager
     def time_save(self) -> Iterator[None]:
-        """Count the time in this context as time for which training waits for a save."""
+        """Record the duration of this context as time in which training waits for a save."""
         began_s = time.monotonic()
         yield
         self._notes[1] = time.monotonic()
@@ -65,17 +66,17 @@ class Progress(NamedTuple):
     """The notes of an attempt in shared memory (`PROGRESS_LAYOUT`)."""
 
     first_step_s: float
-    """Beginning of the first step, of `time.monotonic`."""
+    """Beginning of the first step, on the clock `time.monotonic`."""
     last_s: float
-    """End of the latest step or save, of `time.monotonic`."""
+    """End of the latest step or save, on the clock `time.monotonic`."""
     saving_s: float
-    """Seconds between the two in which training waited for a save."""
+    """Seconds between these two times in which training waited for a save."""
 
 
 def read_progress(folder: Path) -> Progress | None:
-    """Return the notes that the program has written in an attempt (`ProgressNotes`).
+    """Return the notes that the program has written in an attempt, from the stop folder `folder`.
 
-    Return None if it has not begun a step yet, or if it is a program that writes no notes.
+    Return None if the program has not begun a step yet, or writes no notes at all.
     """
     try:
         with files.open_regular(folder / PROGRESS_FILE) as file:
@@ -88,17 +89,17 @@ def read_progress(folder: Path) -> Progress | None:
 
 
 class StepTimer:
-    """Adds up the notes of all attempts of a start.
+    """Adds up the time of all attempts of a run, from the notes that the program has written.
 
     Parameters
     ----------
-    start_s : time at which the start began, on the monotonic clock.
+    start_s : time at which the run started, on the monotonic clock.
     """
 
     def __init__(self, start_s: float) -> None:
         self._start_s = start_s
         self._attempt_s = start_s
-        """Time from which the next step is waited for: the start of the run, or of a later attempt."""
+        """Time at which the wait for a first step began: the start of the run, or of a later attempt."""
         self._first_attempt_s: float | None = None
         self._parts = {"starting": 0.0, "training": 0.0, "saving": 0.0}
         self._has_steps = False
@@ -106,28 +107,27 @@ class StepTimer:
     def start_attempt(self, folder: Path) -> float:
         """Begin to measure an attempt whose program writes its notes into `folder`.
 
-        Return the time at which the first attempt of this start began, on the monotonic clock.
+        Return the time at which the first attempt of the run began, on the monotonic clock.
         """
         with contextlib.suppress(OSError):
             (folder / PROGRESS_FILE).unlink(missing_ok=True)  # the notes of an earlier attempt
         now_s = time.monotonic()
         if self._first_attempt_s is None:
-            self._first_attempt_s = now_s  # the time before belongs to the starting of this attempt
+            self._first_attempt_s = now_s  # `_attempt_s` stays at the start of the run
         else:
             self._attempt_s = now_s
         return self._first_attempt_s
 
     def end_attempt(self, folder: Path) -> None:
-        """Add the times of an attempt that has ended to the times of the run: starting, training and saving.
+        """Add the times of an attempt that has ended: for starting, training and saving.
 
-        They follow from the notes that the program has written into `folder`. Without notes, nothing is
-        added.
+        They are computed from the notes in `folder`. If the program has written none, nothing is added.
         """
         progress = read_progress(folder)
         if progress is None:
             return
         self._has_steps = True
-        # The program may have written any numbers. None of them may make a part negative or too long.
+        # The numbers come from the program and may be wrong. No number may make a part negative or too long.
         end_s = time.monotonic()
         first_s = _clamp(progress.first_step_s, self._attempt_s, end_s)
         last_s = _clamp(progress.last_s, first_s, end_s)
@@ -137,7 +137,7 @@ class StepTimer:
         self._parts["saving"] += saving_s
 
     def summary(self, nodes: int) -> str:
-        """Return the line about where the time of a start on `nodes` nodes went, or "" if there was no step.
+        """Return one line about how the time of a run on `nodes` nodes was spent, or "" if there was no step.
 
         An example is ``412 s on 2 nodes: starting 31 s (8 %), training 370 s (90 %), saving 11 s (3 %)``.
         """

@@ -1,7 +1,7 @@
-"""The check that the run's copy of the code is mounted in the container of a job.
+"""Check that the run's copy of the user's code is mounted in the container of a job.
 
-A container runtime may leave out a mount without an error. The job would then silently run the code of the
-image.
+A container runtime may leave out a mount without an error. The job would then silently run older code from
+the image.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ _MOUNT_POINT = 4  # the index of the fifth field (proc_pid_mountinfo(5))
 def refuse_missing_code(env: Mapping[str, str]) -> None:
     """Raise NoPlan if the run's copy of the user's code is not mounted in the container.
 
-    A run without a copy passes. With an unmounted copy, the program would then run the image's older code, or
-    not be found. The content of the copy is not compared with the digest: the program may have changed files
-    before a requeue.
+    Otherwise, the program would run the image's older code, or not be found. A run without a copy passes. The
+    digest is not compared with the content of the copy, because the program may have changed files before a
+    requeue.
     """
     code = env.get(CODE_VARIABLE, "")
     if not code:
         return
+    # The list of mounts shows whether the folder is a mount, even if the image has a folder of the same name.
     mounts = facts.Reader(root=facts.root_of(env)).text(_MOUNTS) or ""
     for line in mounts.splitlines():
         fields = line.split(" ")

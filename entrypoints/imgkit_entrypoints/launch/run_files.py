@@ -1,7 +1,7 @@
-"""The files that the head writes into the run's folder, for the job script and for people.
+"""Write the head's files in the run's folder, for the job script and for people.
 
-Every other node, and a run without a folder, writes none of them. A file that cannot be written is never a
-reason to end the run, so each method prints a warning in that case.
+Other nodes write none of these files, and neither does a run without a folder. A file that cannot be written
+never ends the run: most methods then print a warning.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RunFiles:
 
     Parameters
     ----------
-    folder : the run's folder. None on other nodes, and for a run without a folder.
+    folder : the run's folder. None on nodes other than the head, and for a run without a folder.
     job_id : the job's id, which the job script compares with its own.
     log : prints one message.
     """
@@ -36,12 +36,12 @@ class RunFiles:
     def __init__(self, folder: RunFolder | None, job_id: str, log: Callable[..., None]) -> None:
         self.folder = folder
         self.run_id = secrets.token_hex(4)
-        """Random name of this start of the run, by which the workers know their fence (fence.py)."""
+        """Random name of this start of the run. Workers compare it before they write (fence.py)."""
         self._job_id, self._log = job_id, log
         self._next_gpu_write_s = 0.0
 
     def prepare(self, plan_text: str) -> None:
-        """Remove the files of an earlier start from the run's folder, and write the new plan into it.
+        """Remove the files of an earlier start from the run's folder, and write the new plan.
 
         Raises
         ------
@@ -55,14 +55,14 @@ class RunFiles:
             self._write(PLAN_FILE, plan_text, "the reasons of the settings are not there")
 
     def write_result(self, code: int) -> None:
-        """Write the exit code of the run. The job script takes this file as the end of the run."""
+        """Write the exit code of the run. When this file exists, the job script considers the run ended."""
         loss = "the job script and imgkit status will not see how the run has ended"
         self._write(RESULT, f"{self._job_id} {code}\n", loss)
 
     def write_gpu_use(self, session: HeadSession) -> GpuUse | None:
         """Write the GPU use of all nodes so far into the run's folder, and return it.
 
-        Return None and write nothing if no node has read its GPUs yet.
+        Return None and write nothing if no node has reported its GPU use yet.
         """
         use = gpu_use.combine_uses(session.gpu_uses.values())
         if use:
@@ -71,15 +71,15 @@ class RunFiles:
         return use
 
     def write_gpu_use_when_due(self, session: HeadSession) -> None:
-        """Write the GPU use of all nodes, unless that was done less than a minute ago."""
+        """Write the GPU use of all nodes, unless it was written less than a minute ago."""
         if time.monotonic() >= self._next_gpu_write_s:
             self._next_gpu_write_s = time.monotonic() + gpu_use.WRITE_EVERY_S
             self.write_gpu_use(session)
 
     def admit_attempt(self, attempt: int) -> None:
-        """Let only workers of this attempt write into the run's folder.
+        """Allow only workers of this attempt to write into the run's folder.
 
-        Workers of an earlier attempt may still run on a lost node, and would overwrite newer files.
+        Workers of an earlier attempt may still be running on a lost node, and would overwrite newer files.
         """
         if self.folder is None:
             return
@@ -96,8 +96,8 @@ class RunFiles:
     def request_requeue(self, saved_state: str) -> int:
         """Ask the job script to requeue a run that has saved its state, and return the exit code of the run.
 
-        The request is a file, because the exit code that a scheduler passes on is not reliable: Slurm reports
-        the code of a task that it has killed.
+        The request is a file, because the exit code that a scheduler passes on is unreliable: if Slurm has
+        killed a task, it reports the code of that task.
         """
         if self.folder is None or not saved_state:
             return EXIT_SAVED
@@ -108,7 +108,7 @@ class RunFiles:
         return EXIT_SAVED
 
     def _write(self, name: str, text: str, loss: str) -> None:
-        """Write a file. If that fails, print a warning that ends with `loss`."""
+        """Write a file. If that fails, print a warning that ends with `loss`, which says what is lost."""
         if self.folder is None:
             return
         try:
@@ -117,5 +117,5 @@ class RunFiles:
             self._warn(error, loss)
 
     def _warn(self, error: OSError, loss: str) -> None:
-        assert self.folder is not None  # noqa: S101 - only a folder can fail
+        assert self.folder is not None  # noqa: S101 - the callers return early without a folder
         self._log(f"warning: {self.folder.path}: {error.strerror}; {loss}")

@@ -1,12 +1,12 @@
-"""The time from a job's start to its first step in consecutive parts, and the phases of torchrun's start.
+"""Measure the parts of a start, from the start of the job to the first step, and report torchrun's phases.
 
 The node agent measures the first parts and passes them to the workers in a variable. dist-train measures the
-rest. All times are of `time.monotonic`, which is one clock for all processes of a node.
+rest. All times are of `time.monotonic`, which is the same clock for all processes of a node.
 
-In torchrun's rendezvous, nodes wait for each other's keys in torch's store. Anyone who can reach its port can
-delete these keys (SECURITY.md), and torchrun would then wait for 15 minutes. So each torchrun writes its
-phase into the stop folder, the heartbeats carry it to the head, and the head ends a rendezvous that takes too
-long (attempts.py).
+In torchrun's rendezvous, nodes wait for each other's keys in torch's store. Anyone who can reach the store's
+port can delete these keys (SECURITY.md), and torchrun would then wait for 15 minutes. So each torchrun writes
+its phase into the stop folder, and the heartbeats carry the phase to the head. The head ends a rendezvous
+that takes too long (attempts.py).
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ from imgkit_entrypoints.launch.watchdog import read_stat
 from imgkit_entrypoints.rollcall.messages import PHASES, RENDEZVOUS, STARTING, WORKERS
 
 VARIABLE = "IMGKIT_START_UP"
-"""Variable with the end of the last part and the seconds of each part: ``8123.500 container=3.200 ...``."""
-FIRST_ATTEMPT = "IMGKIT_FIRST_ATTEMPT"
-"""Variable with the time at which this start's first attempt began on the node.
+"""Variable with the time at which the last part ended, and the seconds of each part.
 
-It is the same in all attempts.
+An example is ``8123.500 container=3.200 ...``.
+"""
+FIRST_ATTEMPT = "IMGKIT_FIRST_ATTEMPT"
+"""Variable with the time at which the first attempt of this start began on the node.
+
+The value is the same in all attempts.
 """
 
 
 class StartUp:
-    """The seconds of each part of a start, in order. A part begins where the one before ended."""
+    """The seconds of each part of a start, in order. Each part begins when the previous one ends."""
 
     def __init__(self, end_s: float, parts: Mapping[str, float] | None = None) -> None:
         self.parts = dict(parts or {})
@@ -45,9 +48,9 @@ class StartUp:
     def from_env(cls, env: Mapping[str, str]) -> StartUp:
         """Return how long each part of the start has taken until the start of this worker.
 
-        The node agent has measured the first parts, and this method adds the part ``torchrun``. The part
-        ``torchrun`` lasts from the start of torchrun until this process has started. Without a node agent,
-        nothing was measured, so there are no parts yet.
+        The node agent has measured the first parts. This method adds the part ``torchrun``, from the start of
+        torchrun until this process has started. Without a node agent, nothing was measured, so the result has
+        no parts.
         """
         worker_start_s = process_start_s()
         try:
@@ -63,10 +66,10 @@ class StartUp:
         return start_up
 
     def record(self, name: str, end_s: float | None = None) -> None:
-        """Record that the part `name` has lasted from the end of the part before it until `end_s`.
+        """Record that the part `name` lasted from the end of the previous part until `end_s`.
 
-        `end_s` is on the monotonic clock. None means now. If `name` was recorded before, the new time is
-        added to it.
+        `end_s` is on the monotonic clock, and None means now. If the part was recorded before, its time grows
+        by the new time.
         """
         if end_s is None:
             end_s = time.monotonic()
@@ -74,7 +77,7 @@ class StartUp:
         self._end_s = max(self._end_s, end_s)
 
     def variables(self, first_attempt_s: float) -> dict[str, str]:
-        """Return the variables that pass the parts, and the time of the first attempt, to the workers."""
+        """Return variables that pass the parts, and the time of the first attempt, to the workers."""
         fields = [f"{self._end_s:.3f}"]
         for name, seconds in self.parts.items():
             fields.append(f"{name}={seconds:.3f}")
@@ -82,29 +85,32 @@ class StartUp:
 
 
 def first_attempt_s(env: Mapping[str, str]) -> float:
-    """Return when the first attempt began, on the monotonic clock. Without a node agent, return now."""
+    """Return when the first attempt began, on the monotonic clock.
+
+    Without a node agent, return the current time.
+    """
     try:
         return min(float(env[FIRST_ATTEMPT]), time.monotonic())
     except (KeyError, ValueError):  # there is no node agent, or the variable is not imgkit's
         return time.monotonic()
 
 
-# 400 days in seconds. A job's start time before that, or in the future, is wrong.
+# 400 days in seconds. A job cannot be older, so an earlier start time is wrong.
 LONGEST_S = 400 * 86400
 
 
 def start_time_s(env: Mapping[str, str], folder: RunFolder | None) -> float:
-    """Return when this start began, on the monotonic clock: with its Slurm job, or else with this process.
+    """Return when this start of the run began, on the monotonic clock.
 
-    The job's time counts only for a run with a folder, since an interactive allocation begins long before the
-    commands in it. A job may start a run a second time. That start begins when the earlier one has last
-    written to the folder.
+    For a run with a folder and a Slurm job, that is the start of the job. If the job starts the run a second
+    time, it is the time at which the previous start last wrote to the folder. In all other cases, it is the
+    start of this process: an interactive allocation begins long before the commands in it.
     """
     process_s = process_start_s()
     job_s = parse_digits(env.get("SLURM_JOB_START_TIME", ""))  # in seconds of the epoch
     if folder is None or job_s is None:
         return process_s
-    # The monotonic clock has another zero than the epoch, so convert by the age.
+    # The monotonic clock does not count from the epoch, so convert the time by its age.
     age_s = time.time() - max(float(job_s), folder.last_change_s())
     # A clock that was set wrongly gives an impossible age.
     if not 0 <= age_s <= LONGEST_S:
@@ -113,7 +119,10 @@ def start_time_s(env: Mapping[str, str], folder: RunFolder | None) -> float:
 
 
 def process_start_s() -> float:
-    """Return when this process began, on the monotonic clock. A forked process began with the fork."""
+    """Return when this process began, on the monotonic clock.
+
+    For a forked process, that is the time of the fork.
+    """
     # The start is in clock ticks since boot, on a clock that also runs while the machine sleeps.
     start_ticks = int(read_stat("self")["starttime"])
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
@@ -124,8 +133,8 @@ def process_start_s() -> float:
 def rendezvous(env: Mapping[str, str]) -> Iterator[None]:
     """Report to the node agent that torchrun is in its rendezvous, in which all nodes meet.
 
-    Use this as a context around the rendezvous: at its end, it reports that torchrun is past it. If the
-    rendezvous fails, nothing more is reported.
+    Use this as a context around the rendezvous. At the end of the context, torchrun is reported to be past
+    it. If the rendezvous raises an error, nothing more is reported.
     """
     write_phase(env, RENDEZVOUS)
     yield
@@ -135,14 +144,15 @@ def rendezvous(env: Mapping[str, str]) -> Iterator[None]:
 def write_phase(env: Mapping[str, str], phase: str) -> None:
     """Write the phase of this node's torchrun, one of `messages.PHASES`, for the node agent.
 
-    Do nothing without a node agent. If the file cannot be written, the head does not limit the start.
+    Without a node agent, do nothing. If the file cannot be written, the head does not limit the time of the
+    start.
     """
     with contextlib.suppress(KeyError, OSError):
         files.write_file(Path(env["IMGKIT_STOP_DIR"]) / stop_protocol.PHASE, phase)
 
 
 def read_phase(stop_folder: Path) -> str:
-    """Return the phase of this node's torchrun. It is `STARTING` while torchrun has written nothing."""
+    """Return the phase of this node's torchrun. It is `STARTING` as long as torchrun has not written any."""
     try:
         phase = files.read_own(stop_folder / stop_protocol.PHASE)
     except (OSError, UnicodeDecodeError):

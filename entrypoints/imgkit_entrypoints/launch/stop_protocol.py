@@ -1,9 +1,10 @@
 """How a run is stopped: signals, files in the run's folder, and the protocol between node agent and program.
 
-**The program's side** is two files in the node's folder ``IMGKIT_STOP_DIR``. The node agent makes ``stop``
-when the program should save and end. Its only line is the reason. A program that has saved writes
-``state-saved`` with one line ``JOB_ID STEP`` (the job id is in ``IMGKIT_JOB_ID``) and exits with 0. The node
-agent then exits with 85, "requeue me", or with 0 if a person requested the stop. At a step boundary::
+**The program** uses two files in the node's stop folder, whose path is in ``IMGKIT_STOP_DIR``. The node agent
+creates the file ``stop`` when the program should save and end. Its only line is the reason. After saving, the
+program writes the file ``state-saved`` with one line ``JOB_ID STEP``, and exits with 0. The job id is in
+``IMGKIT_JOB_ID``. The node agent then exits with 85 ("requeue me"), or with 0 if a person requested the stop.
+The program runs this code between two steps::
 
     stop, job = Path(os.environ["IMGKIT_STOP_DIR"]), os.environ["IMGKIT_JOB_ID"]
     if (stop / "stop").exists():
@@ -11,13 +12,17 @@ agent then exits with 85, "requeue me", or with 0 if a person requested the stop
         (stop / "state-saved").write_text(f"{job} {step}")
         sys.exit(0)
 
-Ranks see the file at slightly different times, so they must agree on the step by an all-reduce first.
+Ranks see the file at slightly different times. So they must first agree on the step, with an all-reduce.
 
-**Requests** come as signals (`CollectedSignals`) or as files in the run's folder (IMGKIT_RUN_DIR,
-`RunFolder`), which people, job scripts and all nodes share. A person's request is ``touch RUN_DIR/stop``: the
-run saves and ends with 0, is not requeued, and does not start again while the file is there. A job script
-touches ``stop-for-requeue`` before its time limit: the run saves and ends with 85, and the next start removes
-the file. A run that has saved a new state leaves ``requeue``, and the job script then requeues the job. The
+**Requests to stop** are signals (`CollectedSignals`) or files in the run's folder (IMGKIT_RUN_DIR,
+`RunFolder`), which people, job scripts and all nodes share:
+
+* A person types ``touch RUN_DIR/stop``. The run saves, ends with 0 and is not requeued. It does not start
+  again as long as the file exists.
+* A job script creates ``stop-for-requeue`` before its time limit. The run saves and ends with 85. The next
+  start removes the file.
+
+If a run has saved a new state, it creates the file ``requeue``, and the job script then requeues the job. The
 reasons for this protocol are in docs/adr/0009-one-stop-file.md.
 """
 
@@ -58,18 +63,18 @@ TEMPORARY = "imgkit-stop-"
 LOCK = "lock"
 """File that the node agent locks in a temporary folder."""
 NEW_S = 60.0
-"""Seconds after which a temporary folder without a lock counts as left behind. A start locks it earlier."""
+"""Age in seconds from which a temporary folder without a lock is abandoned. A start locks it much sooner."""
 LOCAL_JOB = "local"
 """Value of IMGKIT_JOB_ID if no scheduler gave a job id."""
 
 
 @contextlib.contextmanager
 def use_stop_folder(parent: str, node_rank: int) -> Iterator[Path]:
-    """Yield this node's stop folder, without files of an earlier run.
+    """Yield the stop folder of this node, without files of an earlier run.
 
-    In this folder, the node agent asks the program to stop, and the program says what it has saved. The
-    folder is ``PARENT/nodeRANK``, since all nodes may share the file system of `parent`. If `parent` is
-    empty, the folder is a temporary one, which is removed afterwards.
+    In the stop folder, the node agent asks the program to stop, and the program says what it has saved. The
+    folder is ``PARENT/nodeRANK``, because all nodes may share the file system of `parent`. If `parent` is
+    empty, the folder is a temporary one, which is removed at the end of the context.
 
     Raises
     ------
@@ -96,11 +101,11 @@ def use_stop_folder(parent: str, node_rank: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked_folder(path: Path) -> Iterator[None]:
-    """Make a folder of this user unless it exists, lock it, and remove it at the end of the context.
+    """Create a private folder, lock it while the context lasts, and remove it at the end.
 
-    The lock shows that the folder is in use. If a node agent is killed, its lock is gone, and a later start
-    of this user removes the folder (`_remove_abandoned`). If several nodes share the file system, they share
-    the folder, and the first of them locks it.
+    The lock shows that the folder is in use. If a node agent is killed, its lock is released, and a later
+    start by this user removes the folder (`_remove_abandoned`). If `path` exists already, because several
+    nodes share the file system, the nodes share the folder, and only the first of them holds the lock.
 
     Raises
     ------
@@ -110,7 +115,8 @@ def locked_folder(path: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(FileExistsError):
             lock = stack.enter_context(files.create_file(path / LOCK))
-            with contextlib.suppress(OSError):  # without locks, no later start removes the folder
+            # Some file systems have no locks. A folder of a killed node agent then stays there.
+            with contextlib.suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
             yield
@@ -119,10 +125,10 @@ def locked_folder(path: Path) -> Iterator[None]:
 
 
 def _temporary_folder() -> Path:
-    """Make a temporary folder, and return its path.
+    """Create a temporary folder, and return its path.
 
-    It is in the usual place for temporary files, in /dev/shm, or in the current folder: the first of them
-    that can be written.
+    Its parent is the first folder that can be written: the usual one for temporary files, /dev/shm, or the
+    current folder.
 
     Raises
     ------
@@ -135,9 +141,10 @@ def _temporary_folder() -> Path:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove the stop folders and Ray folders that killed node agents of this user have left in `parent`.
+    """Remove stop folders and Ray folders in `parent` that killed node agents of this user have left.
 
-    Slurm kills all processes of a cancelled job that hangs, and then its node agent cannot remove its folder.
+    When Slurm cancels a job that hangs, it kills all processes. The node agent then cannot remove its folder
+    itself.
     """
     for path in (*parent.glob(f"{TEMPORARY}*"), *parent.glob(f"{RAY_PREFIX}*")):
         try:
@@ -153,7 +160,7 @@ def _remove_abandoned(parent: Path) -> None:
 def clear_stop_folder(stop_folder: Path) -> None:
     """Remove the files of an earlier run or attempt from the stop folder.
 
-    The program would otherwise take an old stop request for a new one.
+    Otherwise the program would take an old stop request for a new one.
 
     Raises
     ------
@@ -165,15 +172,16 @@ def clear_stop_folder(stop_folder: Path) -> None:
 
 
 def write_stop_file(stop_folder: Path, reason: str) -> None:
-    """Write the file ``stop``, which asks the program to save and end. `reason` is its content."""
+    """Create the file ``stop``, which asks the program to save and end. Its content is `reason`."""
     with contextlib.suppress(OSError):
         files.write_file(stop_folder / STOP, f"{reason}\n")
 
 
 def release_torchrun(stop_folder: Path) -> None:
-    """Let torchrun of the head exit.
+    """Allow the torchrun of the head to exit.
 
-    It waits for this, since workers of other nodes use its store until they end.
+    That torchrun serves the store, which workers of other nodes use until they end. So it waits for the file
+    that this function creates.
     """
     if not (stop_folder / RELEASE).exists():
         with contextlib.suppress(OSError):
@@ -181,7 +189,7 @@ def release_torchrun(stop_folder: Path) -> None:
 
 
 def lost_output_reason(stop_folder: Path) -> str:
-    """Return why torchrun could not print the output of its workers. Empty if all of it was printed."""
+    """Return why torchrun could not print the output of its workers, or "" if it has printed everything."""
     try:
         return files.read_text(stop_folder / LOST_OUTPUT)
     except (OSError, UnicodeDecodeError):
@@ -189,10 +197,9 @@ def lost_output_reason(stop_folder: Path) -> str:
 
 
 def read_saved_step(stop_folder: Path, job_id: str) -> tuple[str | None, str]:
-    """Return the step that the program has saved, and a message about a problem with its record.
+    """Return the step that the program has saved, and a message about a problem with the record of it.
 
-    The record is the file ``state-saved``, such as ``4711.0 300``: job id and step.
-
+    The record is the file ``state-saved``, which contains the job id and the step, such as ``4711.0 300``.
     The step is None if nothing was saved, and ``?`` if the file names no step. The message is "" if there is
     no problem. A problem is, for example, a file that another job has left.
     """
@@ -214,7 +221,7 @@ def read_saved_step(stop_folder: Path, job_id: str) -> tuple[str | None, str]:
 
 
 BY_PERSON = "stop"
-"""Name of the file in the run's folder by which a person asks the run to stop, and not to start again."""
+"""Name of the file in the run's folder by which a person asks the run to stop, and never to start again."""
 FOR_REQUEUE = "stop-for-requeue"
 """Name of the file in the run's folder by which a job script asks the run to stop before its time limit."""
 RESULT = "result"
@@ -234,15 +241,16 @@ class StopRequest:
     reason: str
     """The source of the request: the name of a signal or the path of a file."""
     requeue: bool
-    """True if the run should go on later, so that it ends with 85.
+    """True if the job should be requeued, so that the run continues later. The exit code is then 85.
 
-    False if a person has ended it for good.
+    False if a person has ended the run for good.
     """
 
     def takes_precedence(self, previous: StopRequest | None) -> bool:
-        """Return whether this request counts although `previous` came before. None means that none came.
+        """Return whether this request replaces `previous`, which is None if there was none.
 
-        After a request for a requeue, only a person's request counts: the job must then stay ended.
+        After a request for a requeue, only a person's request counts, because the job must then not start
+        again.
         """
         return previous is None or (previous.requeue and not self.requeue)
 
@@ -253,7 +261,7 @@ class RunFolder:
 
     path: Path
     log: Callable[[str], None] = field(default=terminal.print_messages, compare=False)
-    """Prints messages, such as the reason why a file is ignored, once for each file."""
+    """Prints messages, such as the reason why a file is ignored."""
     _reported: set[str] = field(default_factory=set, compare=False)
 
     @classmethod
@@ -263,11 +271,14 @@ class RunFolder:
         return cls(path=Path(path), log=log) if path else None
 
     def stop_file(self) -> Path | None:
-        """Return the file by which a person asks this run to stop or not to start, or None."""
+        """Return the path of a person's stop file, or None if there is none.
+
+        A person creates this file to make the run stop, or to keep it from starting.
+        """
         return self.path / BY_PERSON if self._has_own_file(BY_PERSON) else None
 
     def refuse_if_stopped(self) -> None:
-        """Raise UsageError if a person has asked the run not to start, by a stop file in its folder."""
+        """Raise UsageError if a person's stop file forbids the run to start."""
         file = self.stop_file()
         if file:
             raise UsageError(
@@ -277,14 +288,14 @@ class RunFolder:
             )
 
     def refuse_if_unusable(self) -> None:
-        """Raise UsageError if the run cannot write the folder. Called before the workers start."""
+        """Raise UsageError if the run cannot write into the folder. Called before the workers start."""
         where, hint = f"IMGKIT_RUN_DIR: {self.path}", "name a writable folder that all nodes share"
         files.refuse_unusable_folder(self.path, "run folder", where=where, hint=hint)
 
     def clear(self) -> None:
-        """Remove the files that an earlier start of this run and the job script have left for each other.
+        """Remove the files that an earlier start of this run and its job script have left.
 
-        A file of another user may stay, since it is ignored in any case.
+        A file of another user may stay, because such files are ignored anyway.
 
         Raises
         ------
@@ -303,7 +314,7 @@ class RunFolder:
                 ) from error
 
     def stop_request(self) -> StopRequest | None:
-        """Return the request that is in the folder now, or None. A person's request comes first."""
+        """Return the stop request that is in the folder now, or None. A person's request takes precedence."""
         for name in (BY_PERSON, FOR_REQUEUE):
             if self._has_own_file(name):
                 return StopRequest(reason=str(self.path / name), requeue=name == FOR_REQUEUE)
@@ -312,8 +323,8 @@ class RunFolder:
     def _has_own_file(self, name: str) -> bool:
         """Return whether the file `name` is in the run's folder and belongs to this user.
 
-        A file of another user is ignored, since anyone may be able to write to the folder. One warning is
-        printed about it.
+        Other users may be able to write into the folder, so their files are ignored. For each such file, one
+        warning is printed.
         """
         try:
             problem = files.foreign_file_reason(self.path / name)
@@ -327,7 +338,7 @@ class RunFolder:
         return False
 
     def write(self, name: str, text: str) -> None:
-        """Write a file into the run's folder, for people and for the job script. Make the folder if needed.
+        """Write a file into the run's folder, for people and the job script. Create the folder if needed.
 
         Raises
         ------
@@ -337,12 +348,11 @@ class RunFolder:
         files.write_file(self.path / name, text)
 
     def request_requeue(self, state: str) -> int:
-        """Ask the job script to requeue the job of a run that has saved its state.
+        """Ask the job script to requeue the job of a run that has saved its state, and return the exit code.
 
-        Return the exit code of the run.
-
-        There are two cases without a request. If the state is the same as at the last requeue, the run makes
-        no progress. If a person has asked the run to stop, it should not start again, and the exit code is 0.
+        In two cases, there is no request. If the saved state is the same as at the last requeue, the run
+        makes no progress. If a person has asked the run to stop, it must not start again, and the exit code
+        is 0.
 
         Parameters
         ----------
@@ -364,14 +374,17 @@ class RunFolder:
         return EXIT_SAVED
 
     def _last_requeued_state(self) -> str:
-        """Return the saved state at the last requeue. Empty if there was none."""
+        """Return the saved state at the last requeue, or "" if there was none."""
         try:
             return files.read_own(self.path / REQUEUED).strip()
         except (OSError, UnicodeDecodeError):
             return ""
 
     def last_change_s(self) -> float:
-        """Return when an earlier start has last written here, in seconds of the epoch, or 0 if none has."""
+        """Return when an earlier start of the run last wrote into this folder, in seconds of the epoch.
+
+        Return 0 if there was no earlier start.
+        """
         latest = 0.0
         for name in (RESULT, fence.FILE):
             with contextlib.suppress(OSError):
@@ -380,18 +393,18 @@ class RunFolder:
 
 
 def parse_result_code(text: str) -> int | None:
-    """Return the exit code in the text of the file `RESULT`: 85 for ``4711.0 85``.
+    """Return the exit code in the text of the file `RESULT`, such as 85 for ``4711.0 85``.
 
-    None for any other text.
+    Return None for any other text.
     """
     match = re.fullmatch(r"\S+ ([0-9]{1,3})\n?", text, re.ASCII)
     return int(match[1]) if match else None
 
 
 REPEAT_S = 2.0
-"""Seconds within which a repeated signal counts as the same one.
+"""Seconds within which a repeated signal counts as the same request.
 
-Schedulers signal every process, and launchers forward the signal to the processes in addition.
+Schedulers signal every process, and launchers forward the signal as well, so a process may get it twice.
 """
 
 
@@ -401,9 +414,10 @@ class CollectedSignals:
     def __init__(self) -> None:
         self.received: list[int] = []
         self.is_repeated = False
-        """True once TERM or INT has come a second time, which means that the user wants the end now."""
+        """True once TERM or INT has arrived a second time: the user wants the run to end immediately."""
         self._received_at: dict[int, float] = {}
-        """Time of the latest signal of each number, on the monotonic clock."""
+        """Time at which each signal last arrived, on the monotonic clock."""
+        # Python writes a byte into this pipe for each signal, which wakes `select`.
         self._reader, self._writer = os.pipe()
         for descriptor in (self._reader, self._writer):
             os.set_blocking(descriptor, False)
@@ -411,8 +425,8 @@ class CollectedSignals:
     def record(self, number: int, _frame: FrameType | None) -> None:
         """Record signal `number`. Python calls this method as the signal handler.
 
-        TERM or INT a second time means that the user wants the end now. Two signals in quick succession are
-        taken as one, since launchers pass on signals that a process also gets directly.
+        A second TERM or INT means that the user wants the run to end immediately. Two signals in quick
+        succession count as one, because launchers forward signals that the process also gets directly.
         """
         now = time.monotonic()
         previous_at = self._received_at.get(number)
@@ -423,7 +437,7 @@ class CollectedSignals:
             self.is_repeated = True
 
     def first_name(self) -> str:
-        """Return the name of the first signal, such as ``SIGTERM``. Empty while there is none."""
+        """Return the name of the first signal, such as ``SIGTERM``, or "" if none has arrived."""
         return signal.Signals(self.received[0]).name if self.received else ""
 
     def fileno(self) -> int:
@@ -437,10 +451,10 @@ class CollectedSignals:
 
     @contextlib.contextmanager
     def collect(self) -> Iterator[CollectedSignals]:
-        """Collect signals within this context, and ignore them afterwards.
+        """Collect stop signals within this context, and ignore them afterwards.
 
         srun sends TERM to the other tasks of a step once the first one has ended. A process that is about to
-        exit must ignore it, since it would lose its own exit code if the signal killed it.
+        exit must ignore it, because it would lose its own exit code if the signal killed it.
         """
         for number in STOP_SIGNALS:
             signal.signal(number, self.record)

@@ -1,18 +1,19 @@
 """Run the user program in a worker: prepare its signals and arguments, and report the error that ends it.
 
-The node agent starts torchrun and its workers with the stop signals blocked. This module unblocks them for
-the user program and gives them a handler that does nothing. The program may set its own handlers, and the
-commands that it starts have the default ones. A process that it forks, such as torch's data workers, must
-survive the signals that a scheduler sends to every process. But ``Process.terminate()`` must still end it,
-since multiprocessing waits for it at exit. So in a forked process, TERM counts only if it comes from its
-parent.
+The node agent starts torchrun and its workers with the stop signals blocked. This module unblocks the signals
+for the user program, and sets a handler for them that does nothing. The program may set its own handlers. The
+commands that it starts have the default handlers.
 
-If an exception ends the program, the node agent prints it as the last thing of the run (failures.py). So
-`record_error` writes the traceback into the node's stop folder. It also writes it to standard error with a
-mark, which keeps it in the log and off the terminal. A program that sets its own excepthook prints its errors
-itself.
+Processes that the program forks, such as torch's data workers, must survive the signals that a scheduler
+sends to every process. But ``Process.terminate()`` must still end them, because multiprocessing waits for
+them at exit. So a forked process only obeys a TERM signal from its parent.
 
-torchrun runs this file by path and with the standard library alone: ``python3 user_program.py
+If an exception ends the program, the node agent prints it at the very end of the run (failures.py). For that,
+`record_error` writes the traceback into the node's stop folder. It also writes the traceback to standard
+error, with a mark that keeps it in the log and off the terminal. A program that sets its own excepthook
+prints its errors itself.
+
+torchrun runs this file by its path, and only with the standard library: ``python3 user_program.py
 [--pass-local-rank] [-m] PROGRAM ARGS``. An import of imgkit would leave its modules in the user program, or
 take modules of the same names from the user's PYTHONPATH.
 """
@@ -48,7 +49,10 @@ RECORD = "failed-"
 
 
 def main(argv: list[str]) -> None:
-    """Run the program as ``python3 PROGRAM ARGS`` would, and report the error that ends it."""
+    """Run the program as ``python3 PROGRAM ARGS`` would, and report the error that ends it.
+
+    `argv` is the command line of this module: its options, and then the program with its arguments.
+    """
     sys.excepthook = excepthook
     os.register_at_fork(after_in_child=_name_bad_samples)
     open_watchdog_files()
@@ -59,7 +63,7 @@ def main(argv: list[str]) -> None:
         passes_local_rank |= option == "--pass-local-rank"
         is_module |= option == "-m"
     program = argv[0]
-    if passes_local_rank:  # torch.distributed.launch put this argument first as well
+    if passes_local_rank:  # as torch.distributed.launch does, before the program's own arguments
         argv.insert(1, f"--local_rank={os.environ['LOCAL_RANK']}")
     sys.argv = argv
     _set_import_path(program, is_module=is_module)
@@ -69,7 +73,8 @@ def main(argv: list[str]) -> None:
         else:
             runpy.run_path(program, run_name="__main__")
     except SystemExit as error:
-        # sys.exit("a message") prints the message and exits with 1.
+        # For sys.exit("a message"), Python prints the message and exits with 1. If the message was recorded,
+        # the node agent prints it later, so Python must not.
         is_message = error.code is not None and not isinstance(error.code, int)
         if is_message and record_error(str(error.code)):
             error.code = 1
@@ -79,8 +84,8 @@ def main(argv: list[str]) -> None:
 def _unblock_stop_signals() -> None:
     """Unblock the stop signals for the program, with a handler that does nothing.
 
-    The node agent, not the program, acts on these signals. They are blocked only if a node agent has started
-    torchrun; otherwise, change nothing.
+    The node agent acts on these signals, not the program. They are blocked only if a node agent has started
+    torchrun. If they are not blocked, change nothing.
     """
     blocked_signals = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # blocks nothing more
     if signal.SIGTERM not in blocked_signals:
@@ -94,9 +99,9 @@ def _unblock_stop_signals() -> None:
 def _set_import_path(program: str, *, is_module: bool) -> None:
     """Set the first entry of sys.path to the folder in which Python looks for the program's modules.
 
-    It is the folder of the script, or with -m the current folder. Until now it is the folder of this file,
-    since Python was started with this file. With -P (safe_path), Python has left out the entry, and it stays
-    out.
+    That is the folder of the script or, with -m, the current folder. Python was started with this file, so
+    until now the entry is the folder of this file. With -P (safe_path), Python adds no such entry, and this
+    function adds none either.
     """
     has_entry = not getattr(sys.flags, "safe_path", False) or sys.path[:1] == [""]
     if not has_entry:
@@ -108,15 +113,15 @@ def _set_import_path(program: str, *, is_module: bool) -> None:
 
 
 def open_watchdog_files() -> None:
-    """Make the files by which the node agent's watchdog sees this process and its stacks (watchdog.py).
+    """Create the files by which the node agent's watchdog watches this process (watchdog.py).
 
-    Without a node agent, nobody reads these files, so do nothing.
+    If there is no node agent, nobody reads these files, so do nothing.
     """
     folder, rank = os.environ.get("IMGKIT_STOP_DIR"), os.environ.get("RANK", "")
     if not folder or not rank.isdigit():
         return
-    # watchdog.LAYOUT: -1 is the position before the first step, and the number of signs of life of a program
-    # that gives none.
+    # The format is watchdog.LAYOUT. The first -1 is the position before the first step. The second -1, as the
+    # number of signs of life, tells the watchdog that this program writes no positions.
     position = signs = -1
     try:
         stacks_file = _create_private_file(os.path.join(folder, f"stacks-{rank}"))  # noqa: PTH118
@@ -124,7 +129,7 @@ def open_watchdog_files() -> None:
         _open_files.append(stacks_file)
         with _create_private_file(os.path.join(folder, f"pulse-{rank}")) as pulse_file:  # noqa: PTH118
             pulse_file.write(struct.pack("qqq", os.getpid(), position, signs))
-    except OSError:  # on a full disk, the program runs without stacks
+    except OSError:  # for example on a full disk: the program runs, but the watchdog cannot watch it
         return
 
 
@@ -133,7 +138,7 @@ _open_files: list[object] = []
 
 
 def _create_private_file(path: str) -> BinaryIO:
-    """Make a new file that only this user can read, and remove an old file of this name."""
+    """Create a new file that only this user can read, in place of an old file of the same name."""
     if os.path.lexists(path):
         os.unlink(path)  # noqa: PTH108
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -141,27 +146,27 @@ def _create_private_file(path: str) -> BinaryIO:
 
 
 def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Report the exception that ends this worker to the node agent.
-
-    Without a node agent, print it as Python does.
+    """Report the exception that ends this worker to the node agent, or print it if there is none.
 
     Python calls this function for an exception that the program has not caught (sys.excepthook).
     """
     try:
         text = format_error(error, trace)
         is_recorded = record_error(text, sample=find_sample(trace), address=find_unreachable(error))
-    except Exception:  # the exception cannot be printed, or the program has changed these modules
+    # Anything can fail here: the exception may have no text, or the program may have changed these modules.
+    # The error must be printed in any case.
+    except Exception:
         is_recorded = False
     if not is_recorded:
         sys.__excepthook__(kind, error, trace)
 
 
 def format_error(error: BaseException, trace: TracebackType | None) -> str:
-    """Return the traceback of `error` from the first frame of the user's code on.
+    """Return the traceback of `error`, beginning with the first frame of the user's code.
 
-    The frames before it only start the program: they are of runpy, of this package or of torch. If there is
-    no frame of the user's code, return the whole traceback. But if the program was not found or is not valid
-    Python, return the error without any frames, since they say nothing about it.
+    The frames before it only start the program. They belong to runpy, this package or torch. If no frame
+    belongs to the user's code, return the whole traceback. If the program was not found or is not valid
+    Python, return only the error, because the frames say nothing about it.
     """
     frames = user_frames(trace)
     has_started = frames is not None or not _failed_to_start(trace)
@@ -172,10 +177,10 @@ def format_error(error: BaseException, trace: TracebackType | None) -> str:
 
 
 def _failed_to_start(trace: TracebackType | None) -> bool:
-    """Return whether the error came up while the program was started.
+    """Return whether the error occurred while the program was being started.
 
     For example, the program's file may be missing. In this case, the innermost frame outside of runpy and
-    Python's import system is a frame of this module.
+    Python's import system belongs to this module.
     """
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
     for file in reversed(files):
@@ -185,16 +190,16 @@ def _failed_to_start(trace: TracebackType | None) -> bool:
 
 
 def user_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Return `trace` from the first frame of the user's code on, or None if it has no such frame."""
+    """Return the part of `trace` from the first frame of the user's code on, or None if there is none."""
     while trace is not None and _starts_programs(trace.tb_frame):
         trace = trace.tb_next
     return trace
 
 
 def _starts_programs(frame: FrameType) -> bool:
-    """Return whether `frame` belongs to code that starts programs: of Python, this package or torch.
+    """Return whether `frame` belongs to code that starts programs, in Python, this package or torch.
 
-    Such frames are left out of tracebacks, since the user has not written them.
+    Such frames are left out of tracebacks, since the user has not written that code.
     """
     file = frame.f_code.co_filename
     if _is_python_start(file):
@@ -208,12 +213,15 @@ def _starts_programs(frame: FrameType) -> bool:
 
 
 def _is_python_start(file: str) -> bool:
-    """Return whether `file` is a part of Python that starts programs, such as ``<frozen runpy>``."""
+    """Return whether `file` is part of Python's code that starts programs, such as ``<frozen runpy>``."""
     return file.startswith("<frozen ") or file == runpy.__file__
 
 
 def find_sample(trace: TracebackType | None) -> Any:
-    """Return the index of the sample that torch's DataLoader was reading, or None if it was reading none."""
+    """Return the index of the sample that torch's DataLoader was reading, or None if it was not reading.
+
+    A sample is one item of the data set.
+    """
     index = None
     fetch_file = os.path.join("torch", "utils", "data", "_utils", "fetch.py")  # noqa: PTH118
     for frame, _ in traceback.walk_tb(trace):
@@ -223,17 +231,17 @@ def find_sample(trace: TracebackType | None) -> Any:
 
 
 def find_unreachable(error: BaseException | None) -> str:
-    """Return the ``HOST:PORT`` to which `error`, or an error that led to it, could not connect.
+    """Return the ``HOST:PORT`` to which a connection failed, if that has led to `error`. Otherwise return "".
 
-    Return "" if no connection failed. Many libraries do not name the host in their messages. But all of them
-    connect through Python's socket module, so its frames in the traceback have the host.
+    Many libraries do not name the host in their messages. But all of them connect through Python's socket
+    module, so the host can be found in its frames in the traceback.
     """
-    seen = list[BaseException]()
-    while error is not None and error not in seen:  # a program can make a circle of errors
+    visited_errors = list[BaseException]()
+    while error is not None and error not in visited_errors:  # errors can refer to each other in a circle
         address = _connect_address(error)
         if address:
             return address
-        seen.append(error)
+        visited_errors.append(error)
         error = error.__cause__ or error.__context__
     return ""
 
@@ -253,10 +261,10 @@ def _connect_address(error: BaseException) -> str:
 
 
 def record_error(text: str, *, sample: object = None, address: str = "") -> bool:
-    """Write the error text with which this worker ends into the stop folder, for the node agent.
+    """Write the text of the error that ends this worker into the stop folder, for the node agent.
 
-    The node agent prints it at the end of the run. Return False if there is no node agent, or if the record
-    cannot be written.
+    The node agent prints the text at the end of the run. Return False if there is no node agent, or if the
+    text cannot be written.
 
     Parameters
     ----------
@@ -273,7 +281,7 @@ def record_error(text: str, *, sample: object = None, address: str = "") -> bool
         text = f"sample {str(sample)[:100]} of the data set\n{text}"
     if address:
         text = f"this node cannot reach {address[:200]} (is there a route to the internet?)\n{text}"
-    # The record is renamed into place, so that the node agent never reads half of it.
+    # Write to a temporary file and rename it, so that the node agent never reads an incomplete record.
     temporary = os.path.join(folder, f".imgkit-{os.getpid()}.part")  # noqa: PTH118
     try:
         with _create_private_file(temporary) as file:
@@ -286,7 +294,10 @@ def record_error(text: str, *, sample: object = None, address: str = "") -> bool
 
 
 def print_to_log(text: str) -> None:
-    """Write `text` to standard error with `MARK` before each line, so that only the agent's log has it."""
+    """Write `text` to standard error in a form that the node agent puts into its log, but does not print.
+
+    Each line begins with `MARK`.
+    """
     data = "".join(f"{MARK}{line}\n" for line in text.split("\n")).encode(errors="backslashreplace")
     try:
         while data:
@@ -296,10 +307,10 @@ def print_to_log(text: str) -> None:
 
 
 def _name_bad_samples() -> None:
-    """Change torch so that the error of a data worker names the sample that it could not read.
+    """Change torch so that the error of a data worker names the sample that the worker could not read.
 
-    A sample is one item of the data set. torch sends the error to the parent process as a text, and the
-    parent cannot find the sample in it.
+    A sample is one item of the data set. A data worker sends its error to the parent process as text, and the
+    parent cannot find the sample in that text.
     """
     wrapper = getattr(sys.modules.get("torch._utils"), "ExceptionWrapper", None)
     if wrapper is None:
@@ -317,10 +328,10 @@ def _name_bad_samples() -> None:
 
 
 def _obey_parent_only() -> None:
-    """In a forked process, let TERM end the process only if the parent process has sent it.
+    """In a forked process, let TERM end the process only if the parent process has sent the signal.
 
-    A scheduler sends TERM to all processes, and the forked process must survive that. A thread waits for the
-    signal, since a signal handler in Python does not see the sender.
+    A scheduler sends TERM to all processes, and the forked process must survive that. A signal handler in
+    Python cannot see the sender, so a thread waits for the signal instead.
     """
     parent = os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])

@@ -1,16 +1,17 @@
-"""The watchdog: find workers that no longer move, and report where they are stuck.
+"""Find workers that no longer make progress, and report where they are stuck.
 
-Each worker writes its position into a few bytes of shared memory, and the node agent reads them. This works
-while a C call holds the worker's interpreter, and even while the process is stopped. A note costs the worker
-one store to memory. The heartbeats of the node agents carry the positions of the other nodes
-(rollcall/session.py).
+Each worker writes its position (the number of its current step) into a few bytes of shared memory, and the
+node agent reads them. The position stays readable while a C call blocks the worker's interpreter, and even
+while the process is stopped. Writing a position costs the worker a single store to memory. The node agents
+learn the positions of workers on other nodes from each other's heartbeats (rollcall/session.py).
 
-A user program of dist-run writes no positions (user_program.py), so it is judged by its main thread. If the
-kernel counts no new waits of that thread since the last check, the program is stuck or in one long call.
+A user program of dist-run writes no positions (user_program.py), so the watchdog judges it by its main
+thread. Each time the thread waits, for example for a lock or for data, the kernel counts it. If the count
+does not grow between two checks, the program is stuck or in one long call.
 
-The stacks come from faulthandler's signal handler, which is written in C and so needs no interpreter either.
-It writes the stack of the main thread, in which it runs. The frames of other threads, which go on running in
-the meantime, cannot be read safely.
+The stacks in a report come from faulthandler's signal handler. It is written in C, so it needs no interpreter
+either. It writes only the stack of the main thread, because the handler runs in that thread. Other threads go
+on running in the meantime, so their frames cannot be read safely.
 """
 
 from __future__ import annotations
@@ -37,69 +38,72 @@ if TYPE_CHECKING:
 
 
 LAYOUT = struct.Struct("qqq")
-"""Process id, position, and number of signs of life at this position. The last is -1 for a user program.
+"""Layout of the shared memory: process id, position, and number of signs of life at that position.
 
-The position is twice the number of steps that are done, or one less within a step: 5 within step 3, and 6
-after it. Before the first step, it is negative.
+The position is twice the number of completed steps, or one less while a step runs. For example, it is 5
+during step 3 and 6 after step 3. Before the first step, it is negative. A user program writes no positions
+and has -1 as its number of signs of life.
 """
-# The position before the first step.
+# The position of a worker before its first step.
 BEFORE = -1
 PATIENCE = 3
-"""A user program is late after so many times ``--hang-after``.
+"""Factor on ``--hang-after`` for a user program, which writes no positions.
 
-Any other worker is late after ``--hang-after``, or after so many times its longest step if that is longer.
+Any other worker is late after ``--hang-after`` itself, or after this factor times the duration of its longest
+step, whichever is longer.
 """
 PATIENCE_BEFORE = 10
-"""A worker is late after so many times ``--hang-after`` before its first step, since it may be compiling.
+"""Factor on ``--hang-after`` before a worker's first step, because the worker may still be compiling code.
 
-While a worker waits for other ranks in `CONNECTS`, neither factor applies to ``--hang-after``.
+While a worker waits for other ranks in `CONNECTS`, it is late after ``--hang-after``, without either factor.
 """
 CONNECTS = "init_process_group"
-"""Function in which ranks meet in torch's store.
+"""Torch function in which the ranks find each other through torch's key-value store.
 
-Anyone who can reach its port can delete the keys (SECURITY.md).
+The call may never return, since anyone who can reach the store's port can delete its keys (SECURITY.md).
 """
 CONNECT_LOOK_S = 10.0
 """Seconds between two checks of whether a worker without a sign of life waits in `CONNECTS`."""
 IDLE_S = 3.0
-"""A worker that hardly uses a processor for so many seconds is waiting for others.
+"""Seconds with almost no processor use after which a worker counts as idle, that is, as waiting for others.
 
-Before its first step, only such a worker is asked for its stack, since the frames of running threads cannot
-be read safely.
+Before their first step, only idle workers are asked for their stacks, because the frames of running threads
+cannot be read safely.
 """
 IDLE_SHARE = 0.05
 """Largest share of a processor that a waiting worker uses: 5 %."""
 MAX_IDLE_WAITS = 5
-"""A main thread with so many waits since the last check may still be stuck, since signals wake it as well."""
+"""A main thread with up to this many waits since the last check may still be stuck. Signals wake it, too."""
 ANSWER_S = 5.0
-"""Longest time in seconds until a stack arrives."""
+"""Longest time in seconds that the watchdog waits for a requested stack."""
 WAKE_S = 1.5
-"""Seconds after a request for a stack in which a wait of the main thread counts as no sign of life.
+"""Seconds after a request for a stack during which waits of the main thread are not signs of life.
 
-The request itself wakes that thread.
+The signal that requests the stack wakes the thread itself.
 """
 MAX_FRAMES = 12
-"""Number of innermost frames in a report."""
+"""Largest number of innermost frames of one stack that a report shows."""
 STOPPED = {
     "T": "it is stopped (SIGSTOP); to continue it: kill -CONT {pid}",
     "t": "it is stopped by a debugger",
 }
-"""The reason for no stack by the first letter of the process' state in /proc/PID/status."""
+"""Why a process sends no stack, by the first letter of its state in /proc/PID/status."""
 _STACK = "stack, innermost first:"
 # Frames of Python and of imgkit that start the program: "<frozen runpy>:88 _run_code".
 _START_FRAME = re.compile(r"(?:<frozen runpy>|.*/(?:runpy|user_program)\.py):\d+ ")
 
 
 class Pulse:
-    """The position of this worker in memory that its node agent reads.
+    """The position of this worker, in memory that the worker shares with its node agent.
 
-    Without a node agent, or without room for the file, the position stays in this process.
+    Without a node agent, or if the file cannot be created, the position stays in this process.
     """
 
     def __init__(self, folder: str | None, rank: int) -> None:
         """Open the files that this worker shares with its node agent, in the stop folder `folder`.
 
-        Without a folder, or without room in it, the notes stay in memory that nobody else reads.
+        If there is no folder, or the files cannot be created, the worker keeps its position in private
+        memory.
         """
         self._memory: mmap.mmap | bytearray = bytearray(LAYOUT.size)
         if folder:
@@ -117,27 +121,28 @@ class Pulse:
         return self._notes[1], self._notes[2]
 
     def begin_step(self, step: int) -> None:
-        """Note that this worker is in `step`."""
+        """Record that this worker has begun `step`."""
         self._notes[1] = 2 * step - 1
 
     def end_step(self, step: int) -> None:
-        """Note that this worker has done `step`."""
+        """Record that this worker has completed `step`."""
         self._notes[1] = 2 * step
 
     def count_sign_of_life(self) -> None:
-        """Note that this worker is busy between two steps."""
+        """Record that this worker is alive, although its position has not changed."""
         self._notes[2] += 1
 
     def end_watch(self) -> None:
-        """Note that this worker should not be watched any more."""
+        """Record that the watchdog should no longer watch this worker."""
         self._notes[0] = 0
 
 
 @contextlib.contextmanager
 def connecting(env: Mapping[str, str]) -> Iterator[None]:
-    """Have the watchdog watch this worker in this context, while the worker opens the process group.
+    """Let the watchdog watch this worker while the worker opens the process group within this context.
 
-    A worker that has a file for the watchdog already needs no other one.
+    Opening the process group can hang, because every rank waits there for all others. If the worker already
+    has a file for the watchdog, the context does nothing.
     """
     folder, rank = env.get("IMGKIT_STOP_DIR"), env.get("RANK", "0")
     if folder is None or Path(folder, f"pulse-{rank}").exists():
@@ -149,44 +154,48 @@ def connecting(env: Mapping[str, str]) -> Iterator[None]:
 
 
 def _replace_file(path: Path) -> BinaryIO:
-    """Make a new file at `path`, and return it open for writing."""
+    """Create a new file at `path` in place of an old one, and return it open for writing."""
     path.unlink(missing_ok=True)  # a worker of an earlier attempt may still write to the old file
     return files.create_file(path)
 
 
 def map_shared_file(path: Path, size: int) -> mmap.mmap:
-    """Make the file `path` with `size` zero bytes, and return it as memory that other processes can read.
+    """Create the file `path` with `size` zero bytes, and return it as memory that other processes can read.
 
     Raises
     ------
-    OSError : there is no room for the file.
+    OSError : the file cannot be created, for example because the file system is full.
     """
     with _replace_file(path) as file:
-        # Without written zeros, a store into the memory on a full file system would end the worker by SIGBUS.
+        # Writing the zeros allocates the space. Otherwise, on a full file system, the first store into the
+        # memory would kill the worker with SIGBUS.
         file.write(bytes(size))
         file.flush()
         return mmap.mmap(file.fileno(), size)
 
 
-# Fields of /proc/PID/stat by their number in proc_pid_stat(5). Field 3 is the first one after the name.
+# The fields of /proc/PID/stat that we use, by their number in proc_pid_stat(5).
 _STAT_FIELDS = {14: "utime", 15: "stime", 22: "starttime"}
 
 
 def read_stat(pid: int | str) -> dict[str, str]:
-    """Return the fields `_STAT_FIELDS` of a process, in clock ticks, such as ``{"utime": "310", ...}``.
+    """Return the processor times and the start time of a process, in clock ticks.
+
+    The keys are the field names in `_STAT_FIELDS`, as in ``{"utime": "310", ...}``.
 
     Raises
     ------
     OSError : the process has ended.
     """
-    # "4711 (python3) S 1 ...": the name in parentheses may contain spaces, so split what follows it.
+    # An example is "4711 (python3) S 1 ...". The name in parentheses may contain spaces and parentheses, so
+    # only the text after the last ")" is split. It begins with field 3.
     _, _, text = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
     numbered = enumerate(text.split(), start=3)
-    return {_STAT_FIELDS[number]: field for number, field in numbered if number in _STAT_FIELDS}
+    return {_STAT_FIELDS[number]: value for number, value in numbered if number in _STAT_FIELDS}
 
 
 class _IdleTimer:
-    """Measures for how long a process has hardly used a processor."""
+    """Measures for how long a process has used almost no processor time."""
 
     def __init__(self) -> None:
         self._cpu_s = 0.0  # processor time that the process had used at the last reading
@@ -194,10 +203,11 @@ class _IdleTimer:
         self._idle_since = math.inf
 
     def update(self, pid: int, now: float) -> float:
-        """Read the processor time of process `pid`, and return the seconds for which it has been idle.
+        """Return for how many seconds process `pid` has been idle.
 
-        Idle means that it uses at most `IDLE_SHARE` of a processor. Call this about once a second. For a
-        process that has ended, return minus infinity, so that it never counts as idle.
+        A process is idle while it uses at most `IDLE_SHARE` of a processor. The processor time is measured
+        between two calls, so call this method about once a second. If the process has ended, return minus
+        infinity, so that it never counts as idle.
         """
         try:
             fields = read_stat(pid)
@@ -207,6 +217,7 @@ class _IdleTimer:
         cpu_s = (user_ticks + system_ticks) / os.sysconf("SC_CLK_TCK")
         if cpu_s - self._cpu_s > IDLE_SHARE * (now - self._read_at):
             self._idle_since = now
+        # The time is still infinite if no reading has shown the process busy.
         self._idle_since = min(self._idle_since, now)
         self._cpu_s, self._read_at = cpu_s, now
         return now - self._idle_since
@@ -219,23 +230,23 @@ class _Note(NamedTuple):
     pid: int
     position: int
     signs: int
-    """Signs of life at this position. For a user program, voluntary waits of its main thread."""
+    """Number of signs of life at this position. For a user program, the waits of its main thread."""
     writes_no_positions: bool
     """True for a user program."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Worker:
-    """One worker, as the watchdog has last seen it. Times are of the monotonic clock."""
+    """The state of one worker when the watchdog last checked it. All times are on the monotonic clock."""
 
     note: _Note
     """What the worker had written at its last sign of life."""
     since: float
     """Time of the last sign of life."""
     longest_s: float = 0.0
-    """Longest time between two signs of life since the first step, without hangs that were reported."""
+    """Longest time between two signs of life since the first step. Reported hangs are not counted."""
     stacks_from: int | None = None
-    """Size of the file of stacks when the watchdog asked for new ones. None while it has not asked."""
+    """Size of the worker's stack file when the watchdog asked for a new stack. None if it has not asked."""
     asked_at: float = 0.0
     """Time at which the watchdog last asked for stacks."""
     is_connecting: bool = False
@@ -243,23 +254,31 @@ class _Worker:
     idle_timer: _IdleTimer = field(default_factory=_IdleTimer)
 
     def was_woken(self, now: float) -> bool:
-        """Return whether new waits of a user program come from the watchdog's own request for its stack."""
+        """Return whether new waits of a user program come from the watchdog's own request for a stack.
+
+        The request is a signal, which wakes the main thread. Such a wait is not a sign of life.
+        """
         return self.note.writes_no_positions and now - self.asked_at <= WAKE_S
 
     def has_moved(self, note: _Note) -> bool:
-        """Return whether `note` shows a sign of life of this worker since its last note."""
+        """Return whether `note`, the worker's latest data, shows a sign of life since the previous note."""
         if note.writes_no_positions:
             return note.signs - self.note.signs > MAX_IDLE_WAITS
         return note != self.note
 
     def update(self, note: _Note, now: float) -> None:
-        """Set what `note` says about a worker that has moved."""
+        """Record the data of a worker that has given a sign of life, and forget the request for its stack."""
         self.note, self.since, self.stacks_from = note, now, None
-        if note.writes_no_positions:  # any other worker keeps it, since `connecting` itself ends its notes
+        # Workers that write positions keep the flag. They leave the watch when `connecting` ends.
+        if note.writes_no_positions:
             self.is_connecting = False
 
     def patience_s(self, hang_after_s: float) -> float:
-        """Return the seconds without a sign of life after which this worker is late."""
+        """Return after how many seconds without a sign of life this worker counts as late.
+
+        Before the first step, and for user programs, the limit is a multiple of `hang_after_s`. It is also at
+        least a multiple of the worker's longest step so far.
+        """
         factor = 1
         if self.note.writes_no_positions and not self.is_connecting:
             factor = PATIENCE
@@ -273,7 +292,7 @@ class _Worker:
 
 
 class Watchdog:
-    """The workers of one node. `new_reports` returns reports about those that no longer move."""
+    """Watches the workers of one node, and reports those that have stopped moving (`new_reports`)."""
 
     def __init__(
         self,
@@ -284,13 +303,13 @@ class Watchdog:
     ) -> None:
         """Watch the workers that write their positions into `folder`.
 
-        Files of workers of an earlier attempt are removed.
+        Position files of an earlier attempt (an earlier start of the workers) are removed.
 
         Parameters
         ----------
         host : name of this node in reports.
-        hang_after_s : the value of ``--hang-after``. 0 switches the reports off.
-        ask_nccl : starts a question to NCCL, or returns None if NCCL cannot be asked.
+        hang_after_s : the value of ``--hang-after``. With 0, nothing is reported.
+        ask_nccl : starts a query about NCCL's state, or returns None if NCCL cannot be asked.
         """
         self._folder, self._host, self._hang_after_s, self._ask_nccl = folder, host, hang_after_s, ask_nccl
         self._question: Question | None = None
@@ -308,9 +327,9 @@ class Watchdog:
         return (min(positions), max(positions)) if positions else None
 
     def furthest_position(self) -> int | None:
-        """Return the furthest position that a worker of this node has written.
+        """Return the furthest position of a worker of this node, or None if no worker has written one.
 
-        Ended workers count as well.
+        Workers that have already ended are included.
         """
         return max((note.position for note in self._read_notes()), default=None)
 
@@ -343,16 +362,17 @@ class Watchdog:
         return reports
 
     def _find_hang(self, low: int, high: int, now: float) -> str:
-        """Return the report about a hang of this node's workers, or "" while there is none.
+        """Return a report about workers of this node that hang, or "" if there is nothing to report now.
 
-        The workers are asked for their stacks first, and reported in a later call.
+        A report contains stacks, and a worker needs time to write its stack. The first call that finds a hang
+        therefore only requests the stacks, and a later call returns the report.
 
         Parameters
         ----------
-        low : position of the slowest worker of the run.
-        high : position of the furthest worker of the run.
+        low : position of the slowest worker of the whole run.
+        high : position of the furthest worker of the whole run.
         """
-        # Only workers at the lowest position can be the cause: all others wait for them.
+        # Only the workers at the lowest position can be the cause, since all others wait for them.
         slowest = [worker for worker in self._workers.values() if worker.note.position == low]
         late = [worker for worker in slowest if worker.is_late(self._hang_after_s, now)]
         if not self._should_report(slowest, late):
@@ -361,7 +381,7 @@ class Watchdog:
             self._ask_for_reasons(slowest, now, some_are_ahead=low < high)
             return ""
         stacks = self._read_stacks(slowest, now)
-        if stacks is None:  # they may still come
+        if stacks is None:  # not all workers have answered, and they may still do so
             return ""
         for worker in slowest:
             worker.is_connecting = CONNECTS in stacks[worker.note.rank]
@@ -373,7 +393,7 @@ class Watchdog:
         return "\n".join(lines)
 
     def _ask_for_reasons(self, workers: Sequence[_Worker], now: float, *, some_are_ahead: bool) -> None:
-        """Ask workers that hang for their stacks, and NCCL for its state.
+        """Ask workers that hang for their stacks, and ask NCCL for its state. The answers are read later.
 
         Parameters
         ----------
@@ -383,46 +403,54 @@ class Watchdog:
             if worker.stacks_from is None:
                 self._request_stack(worker, now)
         self._asked_at = now
-        # If all ranks are at the same position, all nodes report, and one answer of NCCL is enough.
+        # If all ranks are at the same position, every node reports a hang. One answer of NCCL is enough then,
+        # so only the node with rank 0 asks.
         has_rank_0 = any(worker.note.rank == 0 for worker in workers)
         self._question = self._ask_nccl() if some_are_ahead or has_rank_0 else None
 
     def _read_stacks(self, workers: Sequence[_Worker], now: float) -> Mapping[int, str] | None:
-        """Return the stacks of workers that hang, by rank. Return None while an answer may still come.
+        """Return the stacks of workers that hang, by rank, or None while an answer may still arrive.
 
-        The stack of a worker that does not answer in time is "".
+        The stack of a worker that has not answered within `ANSWER_S` seconds is "".
         """
         if self._question is not None and self._question.is_open:
             return None
         stacks = {worker.note.rank: self._read_stack(worker) for worker in workers}
+        # An empty stack means that the worker has not answered yet.
         if not all(stacks.values()) and now - self._asked_at < ANSWER_S:
             return None
         return stacks
 
     def _should_report(self, slowest: Sequence[_Worker], late: Sequence[_Worker]) -> bool:
-        """Return whether the late workers are a hang that was not reported yet.
+        """Return whether the late workers are a hang that has not been reported yet.
+
+        A worker is late if it has given no sign of life for too long. Usually, all workers at the lowest
+        position must be late, because the run may just be slow while one of them still moves. For user
+        programs, one late worker is enough: the other workers may be waiting for it in short naps, which look
+        like signs of life.
 
         Parameters
         ----------
-        slowest : the workers at the lowest position of the run. All of them must be late: if one still moves,
-            the run may just be slow. For user programs, one late worker is enough: the others may wait for it
-            in short naps.
-        late : the part of `slowest` that has given no sign of life for too long.
+        slowest : the workers of this node at the lowest position of the run.
+        late : the workers in `slowest` that are late.
         """
         if not late:
             return False
+        # Without positions, nothing shows which worker is the cause. So report all of them once.
         if any(worker.note.writes_no_positions for worker in late):
             return not self._reported
         is_new = any(worker.note.rank not in self._reported for worker in late)
         return is_new and len(late) == len(slowest)
 
     def _look_for_connecting(self, now: float) -> None:
-        """Find out which workers before their first step wait for other ranks in `CONNECTS`.
+        """Find the workers that wait for other ranks in `CONNECTS` before their first step.
 
-        Their stacks show that. Workers that are late are left out, since a report asks for their stacks.
+        The stack of such a worker contains that function, so idle workers are asked for their stacks. Late
+        workers are skipped, because `_find_hang` asks them for their stacks.
         """
         for worker in self._workers.values():
             is_late = self._hang_after_s > 0 and worker.is_late(self._hang_after_s, now)
+            # A worker that has reached its first step is connected already.
             if worker.note.position >= 0 or worker.is_connecting or is_late:
                 continue
             if worker.stacks_from is None:
@@ -431,9 +459,10 @@ class Watchdog:
                 self._read_connecting(worker, now)
 
     def _request_stack_if_idle(self, worker: _Worker, now: float) -> None:
-        """Ask a worker for its stack if it is idle.
+        """Ask a worker for its stack if it is idle and was not asked recently.
 
-        It is asked every `CONNECT_LOOK_S` seconds, or every ``--hang-after`` if that is shorter.
+        A worker is asked at most every `CONNECT_LOOK_S` seconds, or every ``--hang-after`` seconds if that is
+        shorter.
         """
         interval_s = CONNECT_LOOK_S
         if self._hang_after_s:
@@ -443,33 +472,39 @@ class Watchdog:
             self._request_stack(worker, now)
 
     def _read_connecting(self, worker: _Worker, now: float) -> None:
-        """Set `is_connecting` by the stack of a worker that was asked for it, once the stack has come."""
+        """Update `is_connecting` of a worker that was asked for its stack.
+
+        Do nothing while the stack may still arrive.
+        """
         stack = self._read_stack(worker)
         if not stack and now - worker.asked_at < ANSWER_S:
             return
         worker.is_connecting = CONNECTS in stack
         if not worker.is_connecting:
-            worker.stacks_from = None  # so that it is asked again later
+            worker.stacks_from = None  # None makes the watchdog ask this worker again later
 
     def _update(self, now: float) -> list[str]:
-        """Read the notes of all workers, and update what is known about each worker.
+        """Read what all workers have written, and update the state of each worker.
 
-        A note is what a worker has written into shared memory: its position (the number of its step) and its
-        signs of life. Return a report about workers that move again after they were reported as late.
+        Each worker writes a note into shared memory: its position (the number of its step) and its signs of
+        life. Return a report about workers that were reported as late and now move again.
         """
-        moved: dict[int, list[_Worker]] = {}  # by the whole seconds of the hang
-        # While a worker is reported, others wait for it, so their steps do not show how long a step takes.
+        # Workers that move again, grouped by the length of their hang in whole seconds.
+        moved_workers: dict[int, list[_Worker]] = {}
+        # Workers that wait for a reported worker have long steps, which must not raise `longest_s`.
         is_calm = not self._reported
         notes = list(self._read_running())
         for rank in self._workers.keys() - {note.rank for note in notes}:
             self._forget(rank)
         for note in notes:
             worker = self._workers.get(note.rank)
+            # A new process id means that a worker of a new attempt has taken over the rank.
             if worker is None or worker.note.pid != note.pid:
                 self._forget(note.rank)
                 self._workers[note.rank] = _Worker(note=note, since=now)
                 continue
-            # The new waits come from our own request for a stack, and are no sign of life.
+            # Waits that our own request for a stack has caused are no sign of life. Storing the note keeps
+            # them out of the comparison.
             if worker.was_woken(now):
                 worker.note = note
             if not worker.has_moved(note):
@@ -477,24 +512,25 @@ class Watchdog:
             silent_s = now - worker.since
             if note.rank in self._reported:
                 self._reported.remove(note.rank)
-                moved.setdefault(round(silent_s), []).append(worker)
+                moved_workers.setdefault(round(silent_s), []).append(worker)
             elif is_calm and worker.note.position >= 0:
                 worker.longest_s = max(worker.longest_s, silent_s)
             worker.update(note, now)
         reports = []
-        for seconds, workers in moved.items():
+        for seconds, workers in moved_workers.items():
             reports.append(f"{self._ranks_text(workers)} moved again after {seconds} s")
         return reports
 
     def _forget(self, rank: int) -> None:
-        """Stop watching a worker that has ended or was replaced."""
+        """Stop watching a worker that has ended or was replaced by a new process."""
         self._workers.pop(rank, None)
         self._reported.discard(rank)
 
     def _read_running(self) -> Iterator[_Note]:
-        """Yield the notes of workers that still run.
+        """Yield the notes of all workers whose processes are still running.
 
-        A user program writes no signs of life, so the number of its main thread's waits stands for them.
+        A user program counts no signs of life. The number of its main thread's waits, which the kernel
+        counts, is used instead.
         """
         for note in self._read_notes():
             status = _process_status(note.pid)
@@ -506,35 +542,35 @@ class Watchdog:
                 yield note
 
     def _read_notes(self) -> Iterator[_Note]:
-        """Yield what each worker has written, except those that should not be watched any more."""
+        """Yield the note of each worker, except of workers that should no longer be watched."""
         for path in self._folder.glob("pulse-*"):
+            # The file may vanish meanwhile, or be incomplete while the worker creates it.
             with contextlib.suppress(OSError, struct.error):
                 pid, position, signs = LAYOUT.unpack(files.read_bytes(path))
-                if pid:
+                if pid:  # 0 means that the worker has left the watch, or has not written its first note yet
                     rank = int(path.name.removeprefix("pulse-"))
                     yield _Note(rank, pid, position, signs, writes_no_positions=signs < 0)
 
     def _request_stack(self, worker: _Worker, now: float) -> None:
-        """Ask a worker for its stack by a signal, and remember where its answer will begin in the file.
+        """Ask a worker for its stack by sending `STACK_SIGNAL`.
 
-        The handler of the signal appends the stack to the file ``stacks-RANK``, which may hold older ones.
+        The worker's signal handler appends the stack to the file ``stacks-RANK``. That file may already
+        contain older stacks, so this method records its current size: the answer begins there.
         """
         path = self._folder / f"stacks-{worker.note.rank}"
         worker.stacks_from = path.stat().st_size if path.exists() else 0
         worker.asked_at = now
-        # Bit n - 1 of SigCgt stands for a handler of signal n. Without one, the signal would end the process,
-        # or a new process that has got its id.
+        # SigCgt is the mask of signals with a handler, and bit n - 1 stands for signal n. Without a handler,
+        # the signal would kill the process, or another process that has got the same id in the meantime.
         caught_signals = int(_process_status(worker.note.pid).get("SigCgt", "0"), 16)
         if caught_signals & 1 << (STACK_SIGNAL - 1):
             with contextlib.suppress(OSError):
                 os.kill(worker.note.pid, STACK_SIGNAL)
 
     def _read_stack(self, worker: _Worker) -> str:
-        """Return the stack of `worker`, or the reason why it has none.
+        """Return the stack of `worker`, or the reason why the worker cannot write one.
 
-        Return "" while the stack may still come.
-
-        A stopped process, for example, cannot write its stack.
+        A stopped process, for example, cannot write its stack. Return "" while the stack may still arrive.
         """
         with contextlib.suppress(OSError):
             data = files.read_bytes(self._folder / f"stacks-{worker.note.rank}")
@@ -550,7 +586,7 @@ class Watchdog:
 
         Parameters
         ----------
-        late : these workers.
+        late : the workers that the report is about.
         seconds : time since their last sign of life.
         low : position of the slowest worker of the run.
         high : position of the furthest worker of the run.
@@ -567,15 +603,16 @@ class Watchdog:
         return f"no rank has moved from {slowest} for {seconds:.0f} s"
 
     def _stack_lines(self, workers: list[_Worker], stacks: Mapping[int, str]) -> Iterator[str]:
-        """Yield each different stack once, with all workers that have it.
+        """Yield each different stack once, after the ranks of all workers that have this stack.
 
-        Workers without a stack come first, then stacks of few workers. They are more likely the cause: most
-        workers have the same stack and wait for the others.
+        The most likely causes come first. These are workers without a stack, and then the stacks that few
+        workers have: most workers wait for the others, and have the same stack.
         """
         workers_by_text: dict[str, list[_Worker]] = {}
         for worker in workers:
             text = stacks[worker.note.rank] or _no_stack_reason(worker)
             workers_by_text.setdefault(text, []).append(worker)
+        # False sorts before True, so that reasons for a missing stack come before stacks.
         texts = sorted(workers_by_text, key=lambda text: (_STACK in text, len(workers_by_text[text])))
         for text in texts:
             same_workers = workers_by_text[text]
@@ -583,22 +620,22 @@ class Watchdog:
             yield f"  {self._ranks_text(same_workers)} (process {pids}): {text}"
 
     def _ranks_text(self, workers: list[_Worker]) -> str:
-        """Return the name of some workers of this node, such as ``ranks 4, 6 on n2``."""
+        """Return a description of workers of this node, such as ``ranks 4, 6 on n2``."""
         ranks = sorted(worker.note.rank for worker in workers)
         label = "rank" if len(ranks) == 1 else "ranks"
         return f"{label} {', '.join(map(str, ranks))} on {self._host}"
 
 
 def _no_stack_reason(worker: _Worker) -> str:
-    """Return why a worker has sent no stack."""
-    # "D (disk sleep)": the kernel delivers no signal to such a process.
+    """Return why a worker has not answered the request for its stack."""
+    # The kernel delivers no signal to a process in the state "D (disk sleep)".
     if _process_status(worker.note.pid).get("State", "").startswith("D"):
         return "no stack: it hangs in the kernel, in a file system or a driver"
     return f"no stack: it did not answer signal {STACK_SIGNAL} in {ANSWER_S:g} s"
 
 
 def _describe_position(position: int) -> str:
-    """Return a position in words: -1 is ``its start``, 5 is ``step 3``, 6 is ``the end of step 3``."""
+    """Return a position in words: -1 is ``its start``, 5 is ``step 3``, and 6 is ``the end of step 3``."""
     if position < 0:
         return "its start"
     if position % 2 == 0:
@@ -619,21 +656,23 @@ def _process_status(pid: int) -> dict[str, str]:
     for line in lines:
         name, _, value = line.partition(":")
         status[name] = value.strip()
-    if status.get("State", "Z")[:1] in ("Z", "X"):  # a zombie or dead: nobody has read its exit code yet
+    # "Z" (zombie) and "X" (dead): the process has ended, but its parent has not read its exit code yet.
+    if status.get("State", "Z")[:1] in ("Z", "X"):
         return {}
     return status
 
 
 def _main_stack(text: str) -> str:
-    """Return the main thread's innermost frames from faulthandler's text, or "" while there are none.
+    """Return the innermost frames of the main thread from faulthandler's output, or "" if there are none.
 
-    ``File "train.py", line 12 in step`` becomes ``train.py:12 step``.
+    In the result, ``File "train.py", line 12 in step`` is ``train.py:12 step``.
     """
     match = re.search(r"(?m)^Stack \(most recent call first\):\n((?:  .*\n)+)", text)
     if match is None:
         return ""
     frames = []
     for line in match[1].splitlines():
+        # 'File "train.py", line 12 in step' -> "train.py:12 step"
         frame = re.sub(r'^File "(.*)", line (\d+) in (.*)$', r"\1:\2 \3", line.strip())
         if not _START_FRAME.match(frame):
             frames.append(frame)

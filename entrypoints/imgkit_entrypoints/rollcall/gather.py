@@ -1,12 +1,13 @@
-"""The roll call: the nodes of a run meet before torchrun starts.
+"""The roll call, in which the nodes of a run meet before torchrun starts.
 
-Node 0 listens (`_RollCallHead`) and the others call it (join.py). The head names every node that never
-joins, refuses nodes with different software on all nodes at once, lets the nodes test the network between
-them (probe.py), and hands out a free port for torchrun. The connections stay open (session.py).
+The head (the node with rank 0) listens (`_RollCallHead`), and the other nodes connect to it (join.py). The
+head reports every node that never joins. If nodes run different software, it refuses the run on all of them.
+It lets the nodes test the network between them (probe.py), and chooses a free port for torchrun. The
+connections stay open after the roll call (session.py).
 
-A run with spares (``--nnodes N+S``) starts with N+S nodes, or with N or more once no further one has joined
-for `LAST_CALL_S`. The head numbers those that are there anew, since torchrun allows no gaps. Nobody joins
-after the start.
+A run with spares (``--nnodes N+S``) starts with N+S nodes. It starts with fewer nodes, but at least N, if no
+further node has joined for `LAST_CALL_S` seconds. The head then numbers the present nodes anew, because
+torchrun allows no gaps. No node can join after the start.
 """
 
 from __future__ import annotations
@@ -30,17 +31,18 @@ from imgkit_entrypoints.rollcall.session import HeadSession, Session, node_name
 from imgkit_entrypoints.schedulers import hostlist
 from imgkit_entrypoints.schedulers.placement import Placement
 
-# Time between two lines in the log about the nodes that are missing.
+# Seconds between two messages about the nodes that are missing.
 PROGRESS_S = 10.0
-# Time between two checks of the nodes that have joined and are waiting.
+# Seconds between two checks of the nodes that have joined and are waiting.
 CHECK_S = 0.5
-# Characters of the names of missing nodes in one message; beyond, it names the first `MAX_SHOWN` of them.
+# Largest number of characters for the names of missing nodes in one message. If they need more, the message
+# names only the first `MAX_SHOWN` nodes.
 MAX_NAMES = 400
 MAX_SHOWN = 32
-# Time that a run with spares waits for one more after the last node has joined.
+# Seconds that a run with spares waits for a further node after the last one has joined.
 #
-# Nodes of one job start seconds apart, and pods as far apart as their images take to pull. So a shorter wait
-# would leave nodes out, and a longer one costs every run in which a node is missing.
+# The nodes of a job start seconds apart. Pods may start further apart, since each node pulls the image first.
+# A shorter wait would exclude such nodes. A longer wait would delay every run in which a node is missing.
 LAST_CALL_S = 30.0
 
 
@@ -54,20 +56,22 @@ def meet_nodes(
     secret: bytes | None = None,
     all_reach_head: bool = False,
 ) -> Session:
-    """Meet all nodes of `placement` within `timeout_s` seconds from this node's own start.
+    """Meet all nodes of `placement`, and return the session that connects them during the run.
 
-    The placement of the result counts the nodes that have joined, which may be fewer in a run with spares.
+    All nodes must have joined within `timeout_s` seconds after this node has called this function. The
+    placement in the session contains only the nodes that have joined. In a run with spares, these may be
+    fewer than requested.
 
     Parameters
     ----------
-    stop_reason : called about twice a second. A text that it returns ends the roll call on all nodes.
-    secret : the run's secret, which every node proves (connection.py). With None, the job id is enough.
-    all_reach_head : True if every node has to connect to the head's address in the network of the data.
+    stop_reason : called about twice a second. If it returns a text, the roll call ends on all nodes.
+    secret : the run's secret, which every node has to prove (connection.py). With None, the job id is enough.
+    all_reach_head : True if every node must be able to connect to the head's address on the data network.
 
     Raises
     ------
-    NoPlan : a node did not join or never answered, the nodes run different software, the network between two
-    nodes loses data, a port is busy, or the limit of open files is too low.
+    NoPlan : a node did not join, or the head did not answer. The nodes run different software. The network
+        between two nodes loses data. A port is busy. The limit of open files is too low.
     """
     if placement.nnodes == 1:
         # A container without a network cannot resolve the host's name.
@@ -81,20 +85,22 @@ def meet_nodes(
         try:
             return head.start_run()
         except BaseException as error:
-            if isinstance(error, NoPlan):  # the other nodes print the same error
+            # The other nodes should print the same error. On any other error or interrupt, only close the
+            # connections.
+            if isinstance(error, NoPlan):
                 head.server.send_all(Refused.from_error(error))
             head.server.close(session.LINGER_S)
             raise
 
 
 class _RollCallHead:
-    """The head until all nodes have joined."""
+    """The head's side of the roll call, until all nodes have joined. The head is the node with rank 0."""
 
     def __init__(self, roll_call: RollCall) -> None:
         self.roll_call = roll_call
         self.placement = roll_call.placement
         self.nodes = {0: roll_call.node}
-        """What each node that has joined has said about itself, by rank."""
+        """The description that each node has sent when it joined, by rank."""
         self.probe_ports = {0: roll_call.open_port.offer}
         raise_file_limit(self.placement.nnodes)
         self.server = Server(
@@ -113,20 +119,21 @@ class _RollCallHead:
         self._wait_for_nodes(start)
         warnings = [*compare_software(self.placement, self.nodes), *self._test_network()]
         port = self._torchrun_port()
-        # In a run with spares some nodes may be missing, and torchrun allows no gaps. So nodes 0, 2 and 3 get
-        # the numbers 0, 1 and 2.
+        # In a run with spares, some nodes may be missing, but torchrun allows no gaps in the ranks. So nodes
+        # 0, 2 and 3, for example, get the numbers 0, 1 and 2.
         numbers = {rank: number for number, rank in enumerate(sorted(self.nodes))}
         self.server.renumber(numbers)
         nodes = {number: self.nodes[rank] for rank, number in numbers.items()}
         self._send_starts(nodes)
         self.roll_call.log(f"roll call: {self._present_count()} in {time.monotonic() - start:.1f} s")
         placement = self.placement.numbered(len(nodes), 0)
+        # All nodes have just reached the head by this address, so the run uses it.
         if self.roll_call.all_reach_head and None not in self.probe_ports.values():
             placement = dataclasses.replace(placement, head=nodes[0].address)
         return HeadSession(placement, port, warnings, self.server, nodes)
 
     def _test_network(self) -> tuple[str, ...]:
-        """Let the nodes test the network between them, and return warnings.
+        """Let the nodes test the network between them, and return warnings about missing results.
 
         Raises
         ------
@@ -146,12 +153,14 @@ class _RollCallHead:
         return (f"strangers connect to the ports of the network test; no result from {names}",)
 
     def _wait_for_nodes(self, start: float) -> None:
-        """Wait until the run can start, and log now and then which nodes are missing.
+        """Wait until the run can start. From time to time, log which nodes are missing.
+
+        `start` is the time at which the roll call began, on the monotonic clock.
 
         Raises
         ------
-        NoPlan : the time is over, a node asks to join that does not belong to this run, or this node was
-            asked to stop.
+        NoPlan : nodes are still missing after the time limit, a node asks to join that does not belong to
+            this run, or this node was asked to stop.
         """
         last_log = start
         deadline = start + self.roll_call.timeout_s
@@ -167,10 +176,10 @@ class _RollCallHead:
             self._receive_requests()
 
     def _send_starts(self, nodes: Mapping[int, NodeInfo]) -> None:
-        """Send each node but the head the start of the run.
+        """Tell each node except the head that the run starts, with its number in the run.
 
-        The message also has the number of the node among those on its host, which is 0 unless this command
-        was started several times there.
+        The message also contains the node's index among the nodes on the same host. The index is 0 unless
+        this command was started several times on one host.
         """
         node_counts: collections.Counter[str] = collections.Counter()
         for number, node in sorted(nodes.items()):
@@ -200,10 +209,11 @@ class _RollCallHead:
             ) from error
 
     def _can_start(self, deadline: float) -> bool:
-        """Return whether the run can start: all nodes have joined, or enough of them in a run with spares.
+        """Return whether the run can start, because all nodes have joined or there are enough of them.
 
-        A spare is a node beyond those that the training needs. Once enough nodes are there, the head waits
-        `LAST_CALL_S` seconds after the last one for further ones, but not beyond the deadline.
+        Enough nodes are only sufficient in a run with spares, which are nodes beyond those that the training
+        needs. In this case, the head still waits for further nodes, until none has joined for `LAST_CALL_S`
+        seconds. It waits no longer than until the deadline.
         """
         size = self.placement.size
         if len(self.nodes) == self.placement.nnodes:
@@ -213,7 +223,7 @@ class _RollCallHead:
         return time.monotonic() >= min(deadline, self._last_join + LAST_CALL_S)
 
     def _incomplete_error(self) -> NoPlan:
-        """Return the error that names the nodes that have not joined in time."""
+        """Return the error about nodes that have not joined in time. It names these nodes."""
         reports = "".join(f"; {text}" for text in self.server.reports[:4])
         timeout_s = self.roll_call.timeout_s
         return NoPlan(
@@ -224,7 +234,10 @@ class _RollCallHead:
         )
 
     def _receive_requests(self) -> None:
-        """Wait a moment, add the nodes that ask to join, and forget nodes whose connection is over."""
+        """Wait a moment for messages, then add the nodes that ask to join and remove those that are gone.
+
+        Nodes that have joined get heartbeats, so that they know that the head still waits.
+        """
         self.server.receive(CHECK_S, missing=self.placement.nnodes - len(self.nodes))
         if time.monotonic() - self._last_beat >= CHECK_S:
             self._last_beat = time.monotonic()
@@ -239,7 +252,7 @@ class _RollCallHead:
             self._add_node(peer, request)
 
     def _remove_lost_nodes(self) -> None:
-        """Remove the nodes whose connection is over. They may join again."""
+        """Remove the nodes whose connections have ended. They may join again."""
         while self.server.lost:
             rank, reason = self.server.lost.popitem()
             self.roll_call.log(f"roll call: {self._node_name(rank)} joined and disconnected ({reason})")
@@ -253,29 +266,30 @@ class _RollCallHead:
         NoPlan : the node expects another number of nodes, or another node has its rank already.
         """
         rank = request.node_rank
-        # The node of this rank may call again because it was restarted. Then its old connection has ended,
-        # which the head notices when it reads from it.
+        # A node that was restarted connects again with the same rank. Its old connection has ended, but the
+        # head only notices that when it reads from it. Earlier data may come first, so read up to three
+        # times.
         for _ in range(3):
             if rank in self.server:
                 self.server.receive()
         self._remove_lost_nodes()
         previous = self.nodes.get(rank)
-        # `meet_nodes` sends a refusal to all nodes that were added, so add this one before the checks. If
-        # another node has its rank, it gets the number -1, which no node has.
+        # If a check fails, `meet_nodes` sends the error to all nodes that were added. So add this node before
+        # the checks. If another node has its rank, use the rank -1 for it, which no node has.
         self.server.add_node(rank if previous is None else -1, peer)
         self._refuse_other_layout(request, previous)
         self.nodes[rank] = request.node
         self.probe_ports[rank] = request.probe
         self._last_join = time.monotonic()
-        # The heartbeat shows the node that the head, and no other service, took its call.
+        # The heartbeat shows the node that it has reached the head, and not some other service.
         self.server.send(rank, messages.Heartbeat())
 
     def _refuse_other_layout(self, request: JoinRequest, previous: NodeInfo | None) -> None:
-        """Raise NoPlan if a node asks for a rank that does not exist, or that another node has.
+        """Raise NoPlan if a node requests a rank that does not exist, or that another node already has.
 
         Parameters
         ----------
-        previous : the node that has joined with this rank, or None.
+        previous : the node that has already joined with this rank, or None.
         """
         rank, nnodes, host = request.node_rank, request.nnodes, request.node.host
         if nnodes != self.placement.nnodes or not 0 < rank < nnodes:
@@ -313,7 +327,10 @@ class _RollCallHead:
         return node_name(self.placement, rank, node.host if node else "")
 
     def _missing_nodes(self) -> str:
-        """Return the names of the missing nodes, such as ``nodes 1-2,5 of 8 (node[01-02,05])``."""
+        """Return the names of the missing nodes, such as ``nodes 1-2,5 of 8 (node[01-02,05])``.
+
+        If the names are too long for a message, only the first nodes are named.
+        """
         ranks = [rank for rank in range(self.placement.nnodes) if rank not in self.nodes]
         names = self._node_names(ranks)
         if len(names) <= MAX_NAMES:
@@ -321,7 +338,7 @@ class _RollCallHead:
         return f"{self._node_names(ranks[:MAX_SHOWN])} and {len(ranks) - MAX_SHOWN} more"
 
     def _node_names(self, ranks: list[int]) -> str:
-        """Return the names of some nodes in one text: ``nodes 1-2,5 of 8 (node[01-02,05])``."""
+        """Return the names of nodes as one text, such as ``nodes 1-2,5 of 8 (node[01-02,05])``."""
         if len(ranks) == 1:
             return self._node_name(ranks[0])
         numbers = hostlist.number_ranges(str(rank + 1) for rank in ranks)
@@ -336,12 +353,12 @@ class _RollCallHead:
 
 
 MANIFEST = "opt/imgkit/manifest.json"
-# Groups of different nodes that one message names: it must fit into a line.
+# Largest number of groups of nodes that one message names, so that the message fits into a line.
 MAX_GROUPS = 8
 
 
 def read_software(*, torch: str, nccl: str, root: Path = Path("/")) -> messages.Software:
-    """Return the software of this image."""
+    """Return the versions of the software in this image: a digest of its manifest, torch and NCCL."""
     try:
         image = hashlib.sha256(files.read_bytes(root / MANIFEST)).hexdigest()[:12]
     except OSError:
@@ -350,11 +367,14 @@ def read_software(*, torch: str, nccl: str, root: Path = Path("/")) -> messages.
 
 
 def compare_software(placement: Placement, nodes: Mapping[int, NodeInfo]) -> tuple[str, ...]:
-    """Refuse nodes with different software, and return warnings about differences that torchrun supports.
+    """Raise an error if the nodes run different software, and return warnings about other differences.
+
+    torchrun supports different GPUs and different numbers of workers, so these only lead to warnings.
 
     Raises
     ------
-    NoPlan : the nodes run different images, torch or NCCL, or a run with spares has different workers.
+    NoPlan : the nodes run different images, torch or NCCL. Or the run has spares, and the nodes have
+        different numbers of workers.
     """
     named_nodes = {node_name(placement, rank, node.host): node for rank, node in sorted(nodes.items())}
     image = _find_difference("image", named_nodes, lambda node: node.software.image)
@@ -362,6 +382,7 @@ def compare_software(placement: Placement, nodes: Mapping[int, NodeInfo]) -> tup
     nccl = _find_difference("NCCL", named_nodes, lambda node: node.software.nccl)
     workers = _find_difference("workers per node", named_nodes, lambda node: str(node.nproc))
     gpu = _find_difference("GPU", named_nodes, lambda node: node.gpu)
+    # Different images, or different versions of torch or NCCL, need not work together.
     software = [difference for difference in (image, torch, nccl) if difference]
     if software:
         raise NoPlan(
@@ -380,38 +401,41 @@ def compare_software(placement: Placement, nodes: Mapping[int, NodeInfo]) -> tup
 def _find_difference(
     label: str, named_nodes: Mapping[str, NodeInfo], read_value: Callable[[NodeInfo], str]
 ) -> str:
-    """Return how a value differs between nodes, or "" if it is the same on all of them.
+    """Return a text about a value that differs between nodes, or "" if it is the same on all of them.
 
     An example is ``torch 2.3 on node 1 of 2 (n1), 2.4 on node 2 of 2 (n2)``.
 
     Parameters
     ----------
+    label : name of the value in the text.
     named_nodes : the nodes by name.
     read_value : returns the value of one node.
     """
     names_by_value: dict[str, list[str]] = {}
     for name, node in named_nodes.items():
-        names_by_value.setdefault(read_value(node) or "none", []).append(name)
+        names_by_value.setdefault(read_value(node) or "none", []).append(name)  # "none" in the message
     if len(names_by_value) < 2:
         return ""
     groups = [f"{value} on {join_names(names, 1)}" for value, names in names_by_value.items()]
     return f"{label} {join_names(groups, MAX_GROUPS)}"
 
 
-# Descriptors for the node agent itself: those that it had at its start, pipes to its children, files.
+# Number of descriptors that the node agent itself needs: those from its start, pipes to its children, and
+# files.
 AGENT_FILES = 128
 
 
 def raise_file_limit(nnodes: int) -> None:
-    """Raise this process' soft limit of open files, since the head has a connection to each of `nnodes`.
+    """Raise the soft limit of open files of this process, because the head has a connection to each node.
 
-    The user's program gets the old limit back (launch/guard.py), since some programs close every number up to
-    the limit.
+    `nnodes` is the number of nodes. The user's program gets the old limit back (launch/guard.py), because
+    some programs close every descriptor up to the limit.
 
     Raises
     ------
     NoPlan : the hard limit is too low for the nodes.
     """
+    # A process may raise its soft limit up to the hard limit. Only root can raise the hard limit.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = nnodes + MAX_STRANGERS + AGENT_FILES
     if hard != resource.RLIM_INFINITY and needed > hard:

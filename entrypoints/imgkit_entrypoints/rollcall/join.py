@@ -1,4 +1,7 @@
-"""The side of any node but the head in the roll call, until the head sends the start."""
+"""The side of the roll call on every node except the head, until the head starts the run.
+
+The head is the node with rank 0. Every other node connects to it and asks to join.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,19 @@ from imgkit_entrypoints.rollcall.connection import Connection, Handshake
 from imgkit_entrypoints.rollcall.session import MemberSession, node_name, wait
 from imgkit_entrypoints.schedulers.placement import Placement
 
-# Limit for one connection to the head.
+# Longest time in seconds for one attempt to connect to the head.
 CONNECT_S = 5.0
-# Time between two calls, and between two looks at what the head has sent.
+# Seconds between two attempts to connect, and between two checks for messages from the head.
 RETRY_S = 0.5
-# Time between two lines in the log about the head that does not answer.
+# Seconds between two messages to the user while the head does not answer.
 PROGRESS_S = 10.0
-# Time that a node gives the head to prove itself before it calls again.
+# Seconds in which the head must prove that it knows the secret. Then the node connects again.
 PROOF_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class RollCall:
-    """What one node knows about a roll call (`gather.meet_nodes`)."""
+    """The data of one node for a roll call. `gather.meet_nodes` describes the fields."""
 
     placement: Placement
     node: messages.NodeInfo
@@ -35,16 +38,16 @@ class RollCall:
     stop_reason: Callable[[], str]
     secret: bytes | None
     all_reach_head: bool = False
-    """Every node has to connect to the head's address in the network of the data."""
+    """True if every node must be able to connect to the head's address on the data network."""
 
     @property
     def port(self) -> int:
-        """Return the port on which the head listens."""
+        """Return the port on which the head listens for the other nodes."""
         return ports.rollcall_port(self.placement.job_id, self.placement.port)
 
     @property
     def address(self) -> str:
-        """Return the head's address with the port, for messages."""
+        """Return the head's address and port, such as ``n1:24711``, for messages."""
         return f"{self.placement.head}:{self.port}"
 
     def refuse_if_stopped(self) -> None:
@@ -55,11 +58,11 @@ class RollCall:
 
 
 def join(roll_call: RollCall) -> MemberSession:
-    """Call the head again and again until it starts the run or refuses it.
+    """Connect to the head again and again, until it starts the run or refuses it.
 
     Raises
     ------
-    NoPlan : the head refuses this node or the run or does not answer, or this node was asked to stop.
+    NoPlan : the head does not answer, or refuses this node or the whole run, or this node was asked to stop.
     """
     address = (roll_call.placement.head, roll_call.port)
     reason = call_error = ""
@@ -72,14 +75,14 @@ def join(roll_call: RollCall) -> MemberSession:
         roll_call.refuse_if_stopped()
         try:
             connection = Connection(socket.create_connection(address, timeout=min(CONNECT_S, left_s)))
-        except OSError as error:  # not started yet, or a pod whose name does not resolve yet
+        except OSError as error:  # the head has not started yet, or the name of its pod does not resolve yet
             reason = f"{error.strerror or error}"
         else:
             member = _request_start(roll_call, connection, deadline)
             if member is not None:
                 return member
-            # The last call before the deadline may leave the head no time for an answer. Then the error of an
-            # earlier call says more.
+            # Shortly before the deadline, the head may have too little time to answer. The error of an
+            # earlier attempt then says more than that of the last one.
             if not call_error or time.monotonic() < deadline:
                 call_error = connection.error or call_error
             reason = call_error or "it does not answer the call"
@@ -90,13 +93,14 @@ def join(roll_call: RollCall) -> MemberSession:
 
 
 def _request_start(roll_call: RollCall, connection: Connection, deadline: float) -> MemberSession | None:
-    """Ask the head to join, and return the session once the run starts.
+    """Ask the head to let this node join, and return the session once the run starts.
 
-    Return None, and close the connection, if the head does not prove itself or is silent.
+    If the head does not answer, or does not prove that it knows the secret, close the connection and return
+    None.
 
     Raises
     ------
-    NoPlan : the head refuses this node or the run, or this node was asked to stop.
+    NoPlan : the head refuses this node or the whole run, or this node was asked to stop.
     """
     member = None
     try:
@@ -109,7 +113,10 @@ def _request_start(roll_call: RollCall, connection: Connection, deadline: float)
 
 
 def _no_answer_error(roll_call: RollCall, reason: str) -> NoPlan:
-    """Return the error for a head that has not answered in time, with the reason why the last call failed."""
+    """Return the error about a head that has not answered in time.
+
+    `reason` says why the last attempt to connect failed.
+    """
     placement = roll_call.placement
     name = node_name(placement, placement.node_rank, roll_call.node.host)
     return NoPlan(
@@ -121,7 +128,7 @@ def _no_answer_error(roll_call: RollCall, reason: str) -> NoPlan:
 
 
 def _send_request(roll_call: RollCall, connection: Connection, deadline: float) -> bool:
-    """Send the request to join, after a handshake if the run has a secret.
+    """Send the request to join. If the run has a secret, do the handshake first.
 
     Return False if the head does not prove that it knows the secret.
     """
@@ -145,22 +152,24 @@ def _send_request(roll_call: RollCall, connection: Connection, deadline: float) 
 
 
 def _wait_for_start(roll_call: RollCall, connection: Connection, deadline: float) -> MemberSession | None:
-    """Obey the head until it starts the run, and return the session. Return None if the head is silent.
+    """Follow the head's requests until it starts the run, and return the session.
+
+    Return None if the head stops answering.
 
     Raises
     ------
-    NoPlan : the head refuses this node or the run.
+    NoPlan : the head refuses this node or the whole run.
     """
     while True:
         lines = _wait_for_lines(roll_call, connection, deadline)
         if not lines:
             return None
-        # The head has answered. From now on it sends heartbeats while it waits for other nodes, so it counts
-        # as lost only if these stop.
+        # The head has answered. While it waits for other nodes, it sends heartbeats (signs of life), so it is
+        # lost only if these stop.
         deadline = time.monotonic() + session.LOST_AFTER_S
         while lines:
             match connection.decode(lines.pop(0)):
-                case None:
+                case None:  # not a message: the error of the connection ends the wait in the next round
                     break
                 case messages.Refused() as refusal:
                     raise NoPlan(refusal.what, where=refusal.where, hint=refusal.hint)
@@ -168,6 +177,7 @@ def _wait_for_start(roll_call: RollCall, connection: Connection, deadline: float
                     connection.send(probe.run_request(request, roll_call.open_port))
                 case messages.RunStart() as start:
                     placement = roll_call.placement.numbered(start.nnodes, start.node_rank)
+                    # `lines` now contains the messages after the start, which belong to the session.
                     return MemberSession(placement, connection, lines, host_index=start.host_index)
         if time.monotonic() - connection.last_sent >= session.BEAT_S:
             connection.send(messages.Heartbeat())
@@ -176,9 +186,10 @@ def _wait_for_start(roll_call: RollCall, connection: Connection, deadline: float
 def _shake_hands(
     roll_call: RollCall, connection: Connection, secret: bytes, deadline: float
 ) -> Handshake | None:
-    """Let the head prove that it knows the run's secret, and return the handshake, which signs the request.
+    """Let the head prove that it knows the run's secret, and return the state of the handshake.
 
-    If its answer is wrong or does not come within `PROOF_S`, set the connection's error and return None.
+    The caller signs the request to join with it. If the head's answer is wrong, or does not arrive within
+    `PROOF_S` seconds, set the connection's error and return None.
     """
     placement = roll_call.placement
     handshake = Handshake(secret=secret, job_id=placement.job_id, node_rank=placement.node_rank)
@@ -199,7 +210,10 @@ def _shake_hands(
 
 
 def _wait_for_lines(roll_call: RollCall, connection: Connection, deadline: float) -> list[bytes]:
-    """Return the next lines, or an empty list at the deadline or at the end of the connection."""
+    """Return the next lines from the head.
+
+    The result is empty if the deadline has passed or the connection has ended.
+    """
     lines = list(connection.receive_lines())
     while not lines and not connection.error and time.monotonic() < deadline:
         roll_call.refuse_if_stopped()

@@ -1,9 +1,10 @@
-"""The messages between a node and the head: dataclasses, written and read as one JSON object a line.
+"""The messages between a node and the head, which are dataclasses that are sent as one line of JSON each.
 
-`encode` and `decode` work by the fields of the dataclasses: a field's annotation says what a value may be,
-and a missing field has its default. Code behind `decode` may trust a message: type, range and length of each
-field are checked, and control characters in texts are escaped. Unknown fields are ignored, since another
-image may hold another version of imgkit.
+The head is the node with rank 0. `encode` and `decode` work with the fields of the dataclasses: the
+annotation of a field says which values are allowed, and a missing field gets its default. Code that gets a
+message from `decode` can trust it. The type, range and length of each field have been checked, and control
+characters in texts are escaped. Unknown fields are ignored, because another image may contain another version
+of imgkit.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.rules import Fault, Rule, pattern_rule
 from imgkit_entrypoints.terminal import escape_controls
 
-# How far torchrun of a node is: before its rendezvous, in it, past it, or past it with all its workers at the
-# start of their process group.
+# The phases of torchrun on a node: before its rendezvous, in the rendezvous, and past it, with running
+# workers. In the last phase, all workers are opening their process group.
 STARTING = ""
 RENDEZVOUS = "rendezvous"
 WORKERS = "workers"
 CONNECTING = "connecting"
 PHASES = (STARTING, RENDEZVOUS, WORKERS, CONNECTING)
-# More nodes, and more attempts, than any run has.
+# A limit for the numbers of nodes and of attempts that no run reaches.
 MAX_NODES = 1 << 20
 MAX_STAGE_S = 600
-# Most lines of a traceback, and most characters of each.
+# Largest number of lines of a traceback, and of characters in each line.
 MAX_LINES = 200
 LINE_CHARACTERS = 1000
-# The watchdog counts in 64 bits with a sign.
+# Limit for numbers from the watchdog, which are 64-bit integers with a sign.
 _MAX_COUNT = 1 << 63
 
 
 def _in_range(low: int, high: int) -> Rule:
-    """Return the rule for a number, or for the length of a text or list."""
+    """Return a rule that limits a number, or the length of a text or list, to a range."""
 
     def check(value: Any) -> Iterator[Fault]:
         size = value if isinstance(value, int | float) else len(value)
@@ -49,11 +50,11 @@ def _in_range(low: int, high: int) -> Rule:
 
 
 _ESCAPED = Rule(lambda _: iter(()), convert=escape_controls)
-"""The rule of a text that is printed: it has an escape for each control character."""
+"""The rule for texts that are printed. It replaces each control character by an escape."""
 
 NodeRank = Annotated[int, _in_range(0, MAX_NODES)]
 OtherRank = Annotated[int, _in_range(1, MAX_NODES)]
-"""Node rank of any node but the head."""
+"""Node rank of any node except the head."""
 NodeCount = Annotated[int, _in_range(1, MAX_NODES)]
 Attempt = NodeCount
 Rank = Annotated[int, _in_range(0, MAX_NODES << 8)]
@@ -72,7 +73,7 @@ Remarks = Annotated[tuple[Line, ...], _in_range(0, 32)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Software:
-    """The software that must be the same on every node; an empty string means "none"."""
+    """The software that must be the same on every node. An empty string means that it is not there."""
 
     image: Name = ""
     torch: Name = ""
@@ -81,21 +82,24 @@ class Software:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeInfo:
-    """A node's own description."""
+    """What a node reports about itself when it joins."""
 
     host: Name
     software: Software = Software()
     nproc: Annotated[int, _in_range(0, MAX_NODES)] = 1
-    """Like `gpu`, it may differ between nodes; a difference is reported, never refused."""
+    """Number of workers. Like `gpu`, it may differ between nodes, which only leads to a warning."""
     gpu: Name = ""
     address: Name = ""
-    """Address that carries the data between nodes, or empty if the network to this node is not tested."""
+    """Address that carries the data between nodes. Empty if the network to this node is not tested."""
     interface: Name = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbePort:
-    """The port that a node has opened for the test of the network. Hints with commands name it."""
+    """The port that a node has opened for the network test.
+
+    Address and interface become part of commands in hints, so their characters are limited.
+    """
 
     address: Annotated[str, pattern_rule(r"[0-9A-Fa-f:.]{1,45}", "is not an address", "")]
     interface: Annotated[str, pattern_rule(r"[\w.:@-]{0,32}", "is not an interface", "")]
@@ -104,21 +108,21 @@ class ProbePort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeFailure:
-    """A connection or a burst of the network test that failed."""
+    """A failed connection, or a burst of data that did not arrive, in the network test."""
 
     target: NodeRank
     size: ByteCount
-    """Bytes of the burst that did not arrive. 0 means that there was no connection."""
+    """Size in bytes of the burst that did not arrive. 0 means that the connection failed."""
     arrived: ByteCount
-    """Bytes of the largest burst that arrived."""
+    """Size in bytes of the largest burst that arrived."""
     packet: ByteCount
-    """Bytes of the largest packet on the way, headers included."""
+    """Size in bytes of the largest packet that was sent, including headers."""
     reason: Name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinRequest:
-    """The first message of a node."""
+    """A node asks the head to let it join the run. It is the first message of each node."""
 
     job: Text
     node_rank: NodeRank
@@ -129,21 +133,21 @@ class JoinRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """A sign of life."""
+    """A sign of life, which also carries the state of the workers."""
 
     positions: Positions | None = None
-    """Positions of the sender's workers. A heartbeat of the head has those of all workers."""
+    """Positions of the sender's workers. In a heartbeat of the head, they are of all workers of the run."""
     phase: Annotated[str, pattern_rule("|".join(PHASES), "is not a phase", "")] = STARTING
-    """Phase of torchrun on the sending node. A heartbeat of the head has none."""
+    """Phase of torchrun on the sending node. A heartbeat of the head does not set it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeReport:
-    """What a node found in the test of the network."""
+    """The results of the network test on one node."""
 
     failures: Annotated[tuple[ProbeFailure, ...], _in_range(0, 1024)]
     is_crowded: bool = False
-    """Strangers have connected to this node's port: a failed test of it proves nothing."""
+    """True if other programs have connected to this node's port. A failed test of it then proves nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,45 +157,45 @@ class RankFailure:
     rank: Rank | None
     """The worker's rank. None means torchrun itself, or a command."""
     code: Annotated[int, _in_range(-64, 255)]
-    """Exit code. A negative one is the signal that ended it."""
+    """Exit code, or the negative number of the signal that ended the process."""
     age_ms: Annotated[int, _in_range(0, _MAX_COUNT)]
-    """Time since the worker ended."""
+    """Milliseconds since the worker ended."""
     after_peer: bool
-    """True if the worker has ended because another rank had."""
+    """True if the worker has only ended because another rank was gone."""
     log: Line
-    """Path of the full log of its node."""
+    """Path of the full log on the worker's node."""
     lines: Annotated[tuple[Line, ...], _in_range(0, MAX_LINES)] = ()
-    """Its traceback or message, or nothing if it left none."""
+    """Traceback or message of the worker. Empty if it left none."""
     is_command: bool = False
     """True for the command of dist-run --per-node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptEnded:
-    """An attempt is over on the sending node."""
+    """An attempt, which is one start of the command on all nodes, is over on the sending node."""
 
     code: ExitCode
     attempt: Attempt = 1
     position: Annotated[int, _in_range(-1, _MAX_COUNT)] | None = None
-    """Furthest position of a worker of this node (launch/watchdog.py), or None if no worker notes it."""
+    """Furthest position of a worker of this node (launch/watchdog.py), or None if it is unknown."""
     failure: RankFailure | None = None
     """The worker of this node that failed first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuUse:
-    """How much GPUs were used until now, from all readings of all GPUs."""
+    """How much GPUs have been used so far, from all readings of all GPUs."""
 
     readings: Annotated[int, _in_range(1, _MAX_COUNT)]
     gpu_percent: Annotated[float, _in_range(0, 100)]
-    """Mean of the share of time in which a GPU was busy."""
+    """Mean of the percentages of time in which the GPUs were busy."""
     memory_MiB: Annotated[float, _in_range(0, _MAX_COUNT)]
-    """Most memory that was in use on one GPU."""
+    """Largest amount of memory that was in use on one GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """The head refuses this node, or the whole run. The fields are those of an ImgkitError."""
+    """The head refuses this node or the whole run. The fields are those of an ImgkitError."""
 
     what: Text
     where: Text | None = None
@@ -199,27 +203,27 @@ class Refused:
 
     @classmethod
     def from_error(cls, error: ImgkitError) -> Refused:
-        """Return the message with which other nodes can raise `error`, too."""
+        """Return the message that carries `error` to other nodes, so that they can raise it as well."""
         return cls(what=error.what, where=error.where, hint=error.hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeRequest:
-    """The head asks a node to test the network to `targets`: node ranks with their ports."""
+    """The head asks a node to test the network to other nodes. `targets` contains their ranks and ports."""
 
     targets: Annotated[tuple[tuple[NodeRank, ProbePort], ...], _in_range(0, 8)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStart:
-    """All nodes have joined; the head starts each attempt by `AttemptStart`."""
+    """All nodes have joined, and the run starts. The head starts each attempt with `AttemptStart`."""
 
     nnodes: NodeCount
-    """Nodes that have joined."""
+    """Number of nodes that have joined."""
     node_rank: OtherRank
-    """Node rank of the receiving node among them."""
+    """Rank of the receiving node among the nodes that have joined."""
     host_index: NodeRank = 0
-    """Number of the receiving node among those on its host, which is usually the only one."""
+    """Index of the receiving node among the nodes on its host. It is 0 if there is only one."""
 
     def __post_init__(self) -> None:
         if self.node_rank >= self.nnodes:
@@ -228,23 +232,26 @@ class RunStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptStart:
-    """The next attempt starts."""
+    """The head orders the start of the next attempt, in which each node starts its command."""
 
     attempt: Attempt
     nnodes: NodeCount
-    """Nodes that take part."""
+    """Number of nodes that take part."""
     node_rank: OtherRank | None
-    """The receiving node's rank among them, 0 on the head alone. None means that it waits as a spare."""
+    """Rank of the receiving node in the attempt, or None if the node waits as a spare.
+
+    Only the head has rank 0, and it does not receive this message over a connection.
+    """
     port: Port
-    """Torchrun's port on the head."""
+    """torchrun's port on the head."""
     second_port: Port = 1
     """Another free port on the head, for a command of dist-run --per-node."""
     head: Name = ""
-    """Address of the head by which such a command connects."""
+    """Address of the head, to which such a command connects."""
     token: Annotated[str, pattern_rule(r"[0-9a-f]{0,8}", "is not a token", "")] = ""
-    """Names the run on all nodes."""
+    """Random name of the run, which is the same on all nodes."""
     world_size: Annotated[int, _in_range(0, MAX_NODES << 8)] = 0
-    """Processes of all nodes that take part."""
+    """Number of processes on all nodes that take part."""
 
     def __post_init__(self) -> None:
         if self.node_rank is not None and self.node_rank >= self.nnodes:
@@ -253,7 +260,10 @@ class AttemptStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndAttempt:
-    """The attempt has failed: end its workers at once, they could save nothing together."""
+    """The attempt has failed. Each node ends its workers at once.
+
+    The workers could not save a state, because that needs all of them.
+    """
 
     attempt: Attempt
     reason: Text
@@ -261,18 +271,18 @@ class EndAttempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopOrder:
-    """A node was asked to stop, so all are."""
+    """One node was asked to stop, so all nodes must save and end."""
 
     reason: Text
     requeue: bool = True
-    """The run is to go on later. False means that a person wants it to stay ended."""
+    """True if the run should continue later. False if a person wants it to end for good."""
     node: Text = ""
-    """The node that was asked; the head fills it in."""
+    """Name of the node that was asked to stop. The head fills it in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndRun:
-    """The run is over."""
+    """The head ends the run."""
 
     code: ExitCode
     """Exit code of all nodes."""
@@ -280,51 +290,54 @@ class EndRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureRequest:
-    """The head asks a node for one stage of the preflight."""
+    """The head asks a node to measure in one stage of the preflight, the test before the first attempt."""
 
     stage: NodeRank
     """Number of the stage."""
     limit_s: Annotated[int, _in_range(1, MAX_STAGE_S)]
     group: tuple[NodeRank, ...]
-    """The receiver's node rank alone, or those of two nodes that measure together."""
+    """Ranks of the nodes that measure together: only the receiver, or a pair of nodes."""
     store: Annotated[int, _in_range(0, 65535)] = 0
-    """Port on the head where two nodes meet."""
+    """Port on the head of the store in which a pair of nodes meets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureResult:
-    """What a node has measured in one stage of the preflight."""
+    """The results of a node in one stage of the preflight, the test before the first attempt."""
 
     stage: NodeRank
     figures: Annotated[tuple[tuple[Name, Figure], ...], _in_range(0, 32)] = ()
-    """Names and values; a value is a float, as another node accepts no integer for it."""
+    """Names and values. Each value must be a float, because the receiver accepts no integer."""
     failed: Remarks = ()
-    """Checks that failed."""
+    """Names of the checks that failed."""
     notes: Remarks = ()
     error: Line = ""
-    """Why there are no figures."""
+    """Why there are no figures. Empty if the measurement has succeeded."""
     mute: bool = False
-    """The measuring process did not answer at all; with a partner that hangs, it says so in time."""
+    """True if the measuring process did not answer at all.
+
+    If only its partner hangs, the process reports an error in time, and this is False.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightEnd:
-    """The preflight is over, and the run goes on."""
+    """The preflight (the test before the first attempt) is over, and the run goes on."""
 
     left_out: tuple[NodeRank, ...]
-    """Node ranks that take no part in it."""
+    """Ranks of the nodes that take no part in the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadLost:
-    """The connection to the head is over; no message of it says so."""
+    """The connection to the head is lost. The node's own session creates this event, it is never sent."""
 
     node: str
     reason: str
 
 
 Order = AttemptStart | EndAttempt | StopOrder | EndRun | MeasureRequest | PreflightEnd | Refused
-"""Messages of the head that a node agent reacts to; the head's own agent gets the same."""
+"""Messages from the head to which a node agent reacts. The head's own agent gets the same messages."""
 Event = Order | HeadLost
 Message = (
     Order
@@ -354,14 +367,15 @@ def _values(message: Any) -> dict[str, Any]:
 _ENCODER = json.JSONEncoder(default=_values)
 
 
-# Nodes at the same step send equal heartbeats. To look one up takes a tenth of the time to decode it.
+# Nodes at the same step send equal heartbeats. Looking up a line in the cache takes a tenth of the time of
+# decoding it.
 @functools.lru_cache(maxsize=64)
 def decode(line: bytes) -> Message:
     """Return the message in a line, such as ``{"type": "EndRun", "code": 0}``.
 
     Raises
     ------
-    ValueError : the line is no message.
+    ValueError : the line is not a message.
     """
     values = json_text.parse(line)
     name = values.get("type") if isinstance(values, dict) else None

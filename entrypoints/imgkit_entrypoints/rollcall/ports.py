@@ -1,4 +1,4 @@
-"""Ports of a run: derived from the job id, and probed by binding."""
+"""Choose the ports of a run. They are derived from the job id, and are tested by listening on them."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ import socket
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.schedulers.placement import FIRST_PORT, PORTS, job_port
 
-# Ports tried for torchrun before giving up.
+# Number of ports that are tried for torchrun before an error is raised.
 PROBES = 64
-# Connections that the kernel queues for a listener.
+# Number of connections that the kernel queues for a listener.
 BACKLOG = 1024
 
 
 def rollcall_port(job_id: str, port: int | None) -> int:
-    """Return the port on which the head listens: next to torchrun's `port`, or derived from the job id."""
+    """Return the port on which the head listens during the roll call, in which the nodes meet.
+
+    If the user has chosen torchrun's `port`, it is the next port. Otherwise, it is derived from the job id.
+    """
     if port is None:
         return job_port(job_id)
     return port + 1 if port < 65535 else port - 1
 
 
 def listen(port: int, *, backlog: int = 0) -> socket.socket:
-    """Open a non-blocking listener on all addresses of this machine, IPv4 and IPv6.
+    """Open a non-blocking listener on all addresses of this machine, for IPv4 and IPv6.
 
-    The kernel queues `backlog` connections, at least `BACKLOG`, and never more than net.core.somaxconn.
+    The kernel queues `backlog` connections, but at least `BACKLOG`, and never more than net.core.somaxconn.
 
     Raises
     ------
@@ -39,7 +42,7 @@ def listen(port: int, *, backlog: int = 0) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise
-        listener = socket.create_server(("", port), backlog=queue)  # this machine has IPv6 switched off
+        listener = socket.create_server(("", port), backlog=queue)  # IPv6 is switched off on this machine
     listener.setblocking(False)
     return listener
 
@@ -54,9 +57,12 @@ def is_free(port: int) -> bool:
 
 
 def first_free(after: int) -> int | None:
-    """Return the first free port after `after` in the range of `job_port`, or None after `PROBES` tries."""
+    """Return the first free port after `after` in the range of `job_port`.
+
+    Return None if none of `PROBES` ports is free.
+    """
     for step in range(1, PROBES + 1):
-        port = FIRST_PORT + (after + step - FIRST_PORT) % PORTS
+        port = FIRST_PORT + (after + step - FIRST_PORT) % PORTS  # after the last port comes the first one
         if is_free(port):
             return port
     return None
@@ -79,7 +85,9 @@ def next_free(port: int) -> int:
 
 
 def any_free() -> int:
-    """Return a random free port in the range of `job_port`. Runs that start at once rarely get the same.
+    """Return a free port in the range of `job_port`, beginning the search at a random port.
+
+    Because of the random port, runs that start at the same time rarely get the same port.
 
     Raises
     ------

@@ -1,8 +1,9 @@
-"""The network between a few pairs of nodes, tested in the roll call before torchrun depends on it.
+"""Test the network between pairs of nodes during the roll call, before torchrun depends on the network.
 
-Each node opens a port on the address that carries its data; the kernel chooses it, as it does for NCCL and
-Gloo. Up to three other nodes connect there and send bursts of growing size. The kernels answer, and no
-process does: a busy node delays nothing, and an unanswered burst means lost packets.
+Each node opens a port on the address that carries its data. The kernel chooses the port number, as it does
+for NCCL and Gloo. Up to three other nodes connect to that port and send bursts of data of growing size. The
+kernels acknowledge the data, without any process. So a busy node delays nothing, and a burst without an
+acknowledgment means lost packets.
 """
 
 from __future__ import annotations
@@ -23,23 +24,25 @@ from imgkit_entrypoints.rollcall import ports
 from imgkit_entrypoints.rollcall.messages import ProbeFailure, ProbePort, ProbeReport, ProbeRequest
 from imgkit_entrypoints.rollcall.server import Server
 
-# Bytes of the bursts, on both sides of the packet sizes of tunnels, Ethernet and jumbo frames.
+# Sizes of the bursts in bytes. They are smaller and larger than the packets of tunnels, Ethernet and jumbo
+# frames.
 SIZES = (64, 1200, 1400, 2000, 4000, 9000)
-# Node rank of the head.
+# Node rank of the head, the node that leads the test.
 HEAD = 0
-# Most nodes that connect to one node.
+# Largest number of nodes that connect to one node.
 PARTNERS = 3
-# Room for the largest burst several times. The kernel's own limit is megabytes for each connection.
+# Size of the receive buffer, which holds the largest burst several times. By default, the kernel would keep
+# megabytes for each connection.
 BUFFER_BYTES = 65536
-# Limit for one connection or one burst. Linux repeats a lost SYN after 1 and 3 seconds.
+# Longest time in seconds for one connection or one burst. Linux repeats a lost SYN after 1 and 3 seconds.
 STEP_S = 3.5
-# Limit for all tests of a node; an unfinished test counts as passed.
+# Longest time in seconds for all tests of a node. A test that is unfinished by then counts as passed.
 LIMIT_S = 6.0
-# Further time for the nodes' reports to reach the head.
+# Further seconds in which the nodes' reports can reach the head.
 ANSWER_S = 2.0
-# Time in which a node that has just ended is noticed.
+# Seconds in which the head notices that a node has just ended.
 SETTLE_S = 0.2
-# Time between two looks at whether a burst has arrived.
+# Seconds between two checks of whether a burst has arrived.
 TICK_S = 0.001
 
 
@@ -52,17 +55,18 @@ class PairFailure(NamedTuple):
 
 
 class NetworkTest(NamedTuple):
-    """The result of the test between all nodes."""
+    """The result of the network test between all nodes."""
 
     failures: list[PairFailure]
     untested: list[int]
-    """Ranks of nodes without a result, since other programs have connected to their ports."""
+    """Ranks of nodes without a result, because other programs have connected to their ports."""
 
 
 class OpenPort:
-    """The port that a node opens for the test.
+    """The port that this node opens for the network test.
 
-    `offer` is what other nodes need to connect to it, or None if the node takes no part in the test.
+    `offer` contains what other nodes need to connect to the port. It is None if this node takes no part in
+    the test.
     """
 
     def __init__(self, offer: ProbePort | None, listener: socket.socket) -> None:
@@ -71,23 +75,23 @@ class OpenPort:
         self._accepted: list[socket.socket] = []
 
     def is_crowded(self, limit: int = PARTNERS) -> bool:
-        """Return whether more than `limit` connections have come, so that a test of this port proves nothing.
+        """Return whether more than `limit` connections have arrived. A test of this port then proves nothing.
 
-        Anybody on the network may connect. Enough connections of a stranger fill the kernel's queue, so that
-        connections of other nodes fail.
+        Anyone on the network can connect to the port. If a stranger opens enough connections, they fill the
+        kernel's queue, and connections of other nodes fail.
         """
         self.accept_callers(limit)
         return len(self._accepted) > limit
 
     def accept_callers(self, limit: int) -> None:
-        """Accept the connections that wait, until there are more than `limit` in all."""
-        with contextlib.suppress(OSError):  # none waits any more
+        """Accept the connections in the kernel's queue, until there are more than `limit` in total."""
+        with contextlib.suppress(OSError):  # the queue is empty
             while len(self._accepted) <= limit:
                 sock, _ = self._listener.accept()
                 self._accepted.append(sock)  # it stays open, since a partner may still be sending
 
     def close(self) -> None:
-        """Close everything."""
+        """Close the port and all accepted connections."""
         for sock in (self._listener, *self._accepted):
             sock.close()
 
@@ -96,14 +100,14 @@ class OpenPort:
 def open_port(address: str, interface: str) -> Iterator[OpenPort]:
     """Open a port of this node on `address` until the ``with`` block ends.
 
-    If `address` is empty or cannot be used, no port is opened: the `offer` of the result is None, and the
-    node takes no part in the test.
+    If `address` is empty or cannot be used, no port is opened. The `offer` of the result is then None, and
+    the node takes no part in the test.
     """
     listener = socket.socket(_family(address))
     listener.setblocking(False)
     offer = None
     with contextlib.suppress(OSError):
-        # The kernel keeps what a stranger sends here, since nobody reads it.
+        # Nobody reads the data, so the kernel keeps it. This limits how much memory a stranger can fill.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
         if address:
             listener.bind((address, 0))
@@ -125,11 +129,18 @@ def probe_all(
     *,
     all_reach_head: bool = False,
 ) -> NetworkTest:
-    """Let every node test the network to its partners, and return the result. The head calls this.
+    """Let every node test the network to its partners, and return the result. Only the head calls this.
 
-    Tests of a node that ends meanwhile or never reports do not count, nor do tests of a node whose port is
-    crowded: other programs have connected to it, so that partners may not get through. With
-    `all_reach_head`, every node tests the head as well, and has to report success.
+    The head is the node with rank 0. Failed tests are ignored if one of their two nodes has ended in the
+    meantime, or has a crowded port. A port is crowded if other programs have connected to it, because
+    partners may then not get through. A node that sends no report is not a failure either, unless it must
+    test the head.
+
+    Parameters
+    ----------
+    offers : the ports of the nodes, by node rank. None for a node that takes no part.
+    head_port : the port of the head itself.
+    all_reach_head : True if every node must test the head as well, and must report the result.
     """
     results = _ProbeResults(_choose_targets(offers, all_reach_head=all_reach_head))
     max_callers = PARTNERS
@@ -137,7 +148,7 @@ def probe_all(
         max_callers += len(results.waiting)
     for rank in results.waiting:
         server.send(rank, ProbeRequest(targets=tuple(results.targets[rank].items())))
-    # The head tests its own partners while the others test theirs.
+    # The other nodes test their partners in the meantime, so the deadline begins before the head's own test.
     deadline = time.monotonic() + LIMIT_S + ANSWER_S
     for failure in probe_targets(results.targets.get(HEAD, {})):
         results.failures.append(PairFailure(HEAD, failure))
@@ -145,8 +156,8 @@ def probe_all(
     if all_reach_head:
         results.add_silent_nodes()
     if results.failures:
-        # If a node has ended during the test, the head notices it a moment later. Then failed tests from and
-        # to this node say nothing about the network.
+        # If a node has ended during the test, the head notices it only a moment later. Failed tests of such a
+        # node say nothing about the network, so wait until `server.lost` is complete.
         settle_end = time.monotonic() + SETTLE_S
         while time.monotonic() < settle_end:
             server.receive(settle_end - time.monotonic())
@@ -157,35 +168,37 @@ def probe_all(
 
 
 class _ProbeResults:
-    """What the head knows about the tests of all nodes.
+    """Collects the results of the network tests of all nodes. Only the head uses it.
 
     Parameters
     ----------
-    targets : the ports that each node tests, by the ranks of both nodes.
+    targets : the ports that each node tests, by the rank of the testing node and the rank of the target.
     """
 
     def __init__(self, targets: dict[int, dict[int, ProbePort]]) -> None:
         self.targets = targets
         self.waiting = targets.keys() - {HEAD}
-        """Nodes whose report may still come."""
+        """Ranks of the nodes whose reports are still missing."""
         self.failures: list[PairFailure] = []
         self.crowded: list[int] = []
-        """Nodes to whose ports strangers have connected."""
+        """Ranks of the nodes to whose ports strangers have connected."""
 
     def collect(self, server: Server, head_port: OpenPort, max_callers: int, deadline: float) -> None:
-        """Wait until all nodes have reported or are lost, at most until the deadline.
+        """Wait until all nodes have sent their reports or are lost, but not beyond the deadline.
 
-        Meanwhile, accept the connections of other nodes, since the kernel's queue may hold only 128.
+        Meanwhile, accept the connections of other nodes to the head's port, since the kernel's queue may hold
+        only 128.
         """
         while self.waiting and time.monotonic() < deadline:
             for rank, message in server.receive(deadline - time.monotonic()):
+                # Other messages are heartbeats. A second report of a node is ignored.
                 if isinstance(message, ProbeReport) and rank in self.waiting:
                     self.add(rank, message)
             self.waiting -= server.lost.keys()
             head_port.accept_callers(max_callers)
 
     def add(self, rank: int, report: ProbeReport) -> None:
-        """Add a node's report, without tests for which the head has not asked."""
+        """Add a node's report. Results of tests that the head has not requested are ignored."""
         self.waiting.remove(rank)
         if report.is_crowded:
             self.crowded.append(rank)
@@ -194,42 +207,43 @@ class _ProbeResults:
                 self.failures.append(PairFailure(rank, failure))
 
     def add_silent_nodes(self) -> None:
-        """Add a failure for each node that was to test the head and has not reported."""
+        """Add a failure for each node that had to test the head and has not sent a report."""
         silence = ProbeFailure(target=HEAD, size=0, arrived=0, packet=0, reason="no report of this test")
         for rank in self.waiting:
             if HEAD in self.targets[rank]:
                 self.failures.append(PairFailure(rank, silence))
 
     def failures_without(self, ranks: Collection[int]) -> list[PairFailure]:
-        """Return the failed tests without those from or to a node in `ranks`."""
-        counted = []
+        """Return the failed tests, except those from or to a node in `ranks`."""
+        remaining_failures = []
         for pair in self.failures:
             if pair.sender not in ranks and pair.failure.target not in ranks:
-                counted.append(pair)
-        return counted
+                remaining_failures.append(pair)
+        return remaining_failures
 
 
 def _choose_targets(
     offers: Mapping[int, ProbePort | None], *, all_reach_head: bool
 ) -> dict[int, dict[int, ProbePort]]:
-    """Return the ports that each node tests: ``{0: {1: the port of node 1, ...}, ...}``.
+    """Return the ports that each node tests, such as ``{0: {1: the port of node 1, ...}, ...}``.
 
-    Nodes without a port take no part.
+    Nodes that have opened no port take no part.
     """
     ports_by_rank = {rank: offer for rank, offer in sorted(offers.items()) if offer}
     ranks = tuple(ports_by_rank)
     targets = {}
     for position, rank in enumerate(ranks):
         targets[rank] = {partner: ports_by_rank[partner] for partner in choose_partners(position, ranks)}
+        # With the head as a further target, each node tests up to four others.
         if all_reach_head and HEAD in ports_by_rank and rank != HEAD:
             targets[rank][HEAD] = ports_by_rank[HEAD]
     return targets
 
 
 def choose_partners(position: int, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Return the nodes that the node at `position` in `ranks` tests: both neighbours and the node across.
+    """Return the nodes that the node at `position` in `ranks` tests: both neighbors and the node opposite.
 
-    Of 8 nodes, node 0 tests the nodes 1, 7 and 4. In this way no node gets connections from many others.
+    Of 8 nodes, node 0 tests the nodes 1, 7 and 4. In this way, no node gets connections from many others.
     """
     partners: list[int] = []
     for step in (1, -1, len(ranks) // 2):
@@ -240,13 +254,13 @@ def choose_partners(position: int, ranks: Sequence[int]) -> tuple[int, ...]:
 
 
 def run_request(request: ProbeRequest, open_port: OpenPort) -> ProbeReport:
-    """Test the partners that the head has named, and return the report for the head."""
+    """Test the nodes that the head has chosen, and return the report for the head."""
     failures = tuple(probe_targets(dict(request.targets)))
     return ProbeReport(failures=failures, is_crowded=open_port.is_crowded())
 
 
 def probe_targets(targets: Mapping[int, ProbePort]) -> list[ProbeFailure]:
-    """Test all `targets` at once, each in a thread, and return the failed tests.
+    """Test all `targets` at the same time, each in a thread, and return the tests that failed.
 
     Parameters
     ----------
@@ -269,12 +283,13 @@ def probe_targets(targets: Mapping[int, ProbePort]) -> list[ProbeFailure]:
 
 
 def _probe_port(target: int, offer: ProbePort, deadline: float) -> ProbeFailure | None:
-    """Connect to the node `target` and send it all bursts. Return the failure, or None if all have arrived.
+    """Connect to the node `target`, and send it bursts of growing size.
 
-    A burst is a number of bytes that is sent at once. The next one is sent after it has arrived. If small
-    bursts arrive and large ones do not, the network drops large packets.
+    Return the failure, or None if all bursts have arrived. A burst is a number of bytes that is sent at once.
+    The next burst is sent after the previous one has arrived. If only large bursts fail, the network drops
+    large packets.
     """
-    size = arrived = segment = 0  # a failure with the size 0 means that there was no connection
+    size = arrived = segment = 0  # if `size` stays 0, the connection itself has failed
     try:
         with socket.socket(_family(offer.address)) as sock:
             sock.settimeout(max(TICK_S, min(STEP_S, deadline - time.monotonic())))
@@ -300,20 +315,22 @@ def _probe_port(target: int, offer: ProbePort, deadline: float) -> ProbeFailure 
 
 
 def _wait_for_arrival(sock: socket.socket, deadline: float) -> None:
-    """Wait until the kernel of the other node has acknowledged every byte; its process need not read them.
+    """Wait until the kernel of the other node has acknowledged every byte, even if no process reads them.
 
     Raises
     ------
-    TimeoutError : the deadline is over. OSError : the connection has failed.
+    TimeoutError : the deadline has passed.
+    OSError : the connection has failed.
     """
     while True:
         error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             raise OSError(error, os.strerror(error))
         try:
-            # Linux calls it SIOCOUTQ (linux/sockios.h): the bytes that are not acknowledged, as a C int.
+            # On a socket, Linux calls this request SIOCOUTQ (linux/sockios.h). Its result is the number of
+            # bytes that are not acknowledged yet, as a C int.
             (unsent,) = struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))
-        except OSError:  # this kernel does not tell
+        except OSError:  # this kernel does not support the request, so the burst counts as arrived
             return
         if unsent == 0:
             return
@@ -323,25 +340,31 @@ def _wait_for_arrival(sock: socket.socket, deadline: float) -> None:
 
 
 def _headers_bytes(address: str) -> int:
-    """Return the size of the headers of IP and of TCP, with the time stamps that Linux adds."""
+    """Return the size in bytes of the IP and TCP headers, including the TCP time stamps that Linux adds."""
     return 72 if ":" in address else 52
 
 
 def network_error(
     failures: Sequence[PairFailure], offers: Mapping[int, ProbePort | None], name: Callable[[int], str]
 ) -> NoPlan:
-    """Return the error about one failed pair of nodes, with the likely cause and the command to run.
+    """Return the error about one failed pair of nodes, with the likely cause and a command to run.
 
-    The error stays short, below the smallest packets: the other nodes have to receive it over the very
-    network that failed.
+    The message is short enough for the smallest packets, because the other nodes have to receive it over the
+    network that has just failed.
+
+    Parameters
+    ----------
+    failures : the failed tests. The message describes one of them and counts the others.
+    offers : the ports of the nodes, by node rank.
+    name : returns the name of a node for messages.
     """
-    # The smallest burst that failed, and of these the first pair of nodes.
+    # Describe the smallest burst that failed. If there are several, describe the first pair of nodes.
     sender, failure = min(failures, key=lambda pair: (pair.failure.size, pair.sender, pair.failure.target))
     sender_offer, offer = offers[sender], offers[failure.target]
     assert sender_offer and offer  # noqa: S101, PT018 - only nodes with an offer take part
     sender_name, target_name = name(sender), name(failure.target)
     hint = _firewall_hint(sender_offer, offer, target_name)
-    if failure.size > SIZES[0]:
+    if failure.size > SIZES[0]:  # a smaller burst has arrived, so large packets are lost
         problem = (
             f"{sender_name} cannot send {failure.size} B at once to {target_name}: {failure.arrived} B "
             f"arrive, {failure.size} B do not"
@@ -363,11 +386,12 @@ def network_error(
 
 
 def _mtu_hint(failure: ProbeFailure, offer: ProbePort) -> str:
-    """Return what to do about a network that carries only small packets."""
+    """Return the hint for a network that loses large packets."""
     headers = _headers_bytes(offer.address)
-    # Ping has ICMP's 8 bytes in place of TCP's 32, so 24 more are left for its payload.
+    # The headers of ping are smaller: ICMP has 8 bytes, and TCP has 32. So the payload of ping has 24 bytes
+    # more.
     payload = failure.packet - headers + 24
-    # The MTU in the hint is the largest burst that has arrived, with its headers.
+    # The hint suggests the size of the largest burst that has arrived, with its headers, as the MTU.
     return (
         f"a path MTU black hole: a switch or tunnel drops packets of {failure.packet} B without a report. "
         f"To see it: ping -c 3 -M do -s {payload} {offer.address}. Raise the MTU of the path, or lower "
@@ -376,7 +400,7 @@ def _mtu_hint(failure: ProbeFailure, offer: ProbePort) -> str:
 
 
 def _firewall_hint(sender: ProbePort, target: ProbePort, target_name: str) -> str:
-    """Return what to do about a node to which another node cannot connect."""
+    """Return the hint for a node to which another node cannot connect."""
     if sender.address == target.address:
         return (
             f"both nodes have the address {target.address}, which is that of a container's own network. "

@@ -1,12 +1,13 @@
-"""The secret of a run, and where a node finds it; in the roll call the nodes prove it to each other.
+"""Find the secret of a run. In the roll call, the nodes prove to each other that they know it.
 
-Only its path travels: values in arguments or variables can be read by everybody on a node, or in the
-scheduler's database. The sources, in this order:
+Only the path of the secret is passed on. Values in arguments or variables could be read by everyone on a
+node, or in the scheduler's database. The sources are, in this order:
 
 1. ``--secret-file``, or IMGKIT_SECRET_FILE of a job script, which makes a new file for each start;
 2. `MOUNTED`, a Secret of Kubernetes;
-3. ``~/.config/imgkit/secret``. A start of several nodes makes it if the home folder is on a network disk,
-   which the nodes share. On a disk of its own each node would make another one.
+3. ``~/.config/imgkit/secret``. If this file is missing, a start on several nodes creates it. It only does so
+    if the home
+   folder is on a network disk that the nodes share. Otherwise each node would create its own secret.
 """
 
 from __future__ import annotations
@@ -22,31 +23,33 @@ from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
 
 VARIABLE = "IMGKIT_SECRET_FILE"
-# The file name that stands for a line on standard input; ``imgkit run --mpi-start ssh`` sends one.
+# The file name that stands for a line on standard input. ``imgkit run --mpi-start ssh`` sends the secret in
+# this way.
 STDIN = "-"
-# Where the pods of a job mount a Secret of Kubernetes.
+# The path at which the pods of a job mount a Secret of Kubernetes.
 MOUNTED = Path("/run/secrets/imgkit/secret")
-# HMAC-SHA256 wants a key of at least 32 bytes. A longer file than 4 KiB is something else.
+# HMAC-SHA256 needs a key of at least 32 bytes. A file of more than 4 KiB is probably not a secret.
 MIN_BYTES, MAX_BYTES = 32, 4096
 PURPOSE = "the run's secret"
-# A shell's line that makes a good file.
+# A shell command that creates a valid secret.
 MAKE = "(umask 077; head -c 32 /dev/urandom > {file})"
 
 
 def find_secret(option: str | None, env: Mapping[str, str], *, shared_home: bool) -> bytes | None:
-    """Return the secret of this start, or None if any program may join the roll call.
+    """Return the secret of this start, or None if there is none, so that any program may join the roll call.
 
-    The first of these that exists counts: ``--secret-file``, a Secret of Kubernetes, the file in the home
-    folder.
+    The first of these sources that exists is used: ``--secret-file``, a Secret of Kubernetes, the file in the
+    home folder.
 
     Parameters
     ----------
-    option : value of ``--secret-file``.
-    shared_home : True if the home folder is on a network disk, so that a missing file is made there.
+    option : the value of ``--secret-file``.
+    env : the environment, which contains the path of the home folder.
+    shared_home : True if the home folder is on a network disk, so that a missing file may be created there.
 
     Raises
     ------
-    UsageError : the file of a source is missing, too short, or not safe from other users.
+    UsageError : the file is missing, too short, or not protected from other users.
     """
     if option == STDIN:
         return read_stdin()
@@ -54,7 +57,8 @@ def find_secret(option: str | None, env: Mapping[str, str], *, shared_home: bool
     if path is None:
         return None
     if not option and path == MOUNTED:
-        # Kubernetes mounts a link into a folder that it replaces. Only root can have put it there.
+        # Kubernetes mounts the Secret as a link into a folder that it may replace. `read_secret` refuses
+        # links, but this link is safe, since only root can create it.
         return read_secret(path.resolve())
     if option or os.path.lexists(path) or _make_secret(path):
         return read_secret(path)
@@ -62,9 +66,9 @@ def find_secret(option: str | None, env: Mapping[str, str], *, shared_home: bool
 
 
 def describe_source(option: str | None, env: Mapping[str, str], *, shared_home: bool) -> str:
-    """Return the path or name of the source that `find_secret` would use, without reading or making it.
+    """Return the path or name of the secret that `find_secret` would use, without reading or creating it.
 
-    The result is empty if any program may join the roll call.
+    The result is "" if there is no secret, so that any program may join the roll call.
     """
     if option == STDIN:
         return "standard input"
@@ -73,7 +77,10 @@ def describe_source(option: str | None, env: Mapping[str, str], *, shared_home: 
 
 
 def _find_path(option: str | None, env: Mapping[str, str], *, shared_home: bool) -> Path | None:
-    """Return the path of the secret, or None without one. The file may not exist yet in a shared home."""
+    """Return the path of the secret, or None if there is none.
+
+    In a shared home, the file may not exist yet.
+    """
     if option:
         return Path(option)
     if os.path.exists(MOUNTED):  # noqa: PTH110 - Path.exists raises an error if a folder cannot be entered
@@ -85,7 +92,7 @@ def _find_path(option: str | None, env: Mapping[str, str], *, shared_home: bool)
 
 
 def home_file(env: Mapping[str, str]) -> Path | None:
-    """Return the path of the user's secret in the home folder, or None without a home folder."""
+    """Return the path of the user's secret in the home folder, or None if there is no home folder."""
     if env.get("XDG_CONFIG_HOME", "").startswith("/"):
         return Path(env["XDG_CONFIG_HOME"], "imgkit/secret")
     home = env.get("HOME", "")
@@ -99,7 +106,7 @@ def read_secret(path: Path) -> bytes:
 
     Raises
     ------
-    UsageError : see `find_secret`.
+    UsageError : the file is missing, too short, or not protected from other users.
     """
     descriptor = open_private(path)
     try:
@@ -111,14 +118,15 @@ def read_secret(path: Path) -> bytes:
 
 
 def open_private(path: Path, *, purpose: str = PURPOSE) -> int:
-    """Return a descriptor of a file that nobody but its owner can read, and that no other user has written.
+    """Open a file that only its owner can read and write, and return the descriptor.
 
     Raises
     ------
     UsageError : the file is missing, or other users have access to it. The message begins with `purpose`.
     """
     try:
-        # A named pipe would not open before somebody writes to it.
+        # O_NOFOLLOW refuses links. Without O_NONBLOCK, opening a named pipe would wait until someone writes
+        # to it.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)  # noqa: TID251
     except OSError as error:
         problem, hint = _describe_open_error(path, error)
@@ -132,14 +140,14 @@ def open_private(path: Path, *, purpose: str = PURPOSE) -> int:
 
 
 def read_stdin() -> bytes:
-    """Return the secret on the first line of standard input.
+    """Return the secret in the first line of standard input.
 
     Raises
     ------
-    UsageError : the line is too short.
+    UsageError : the line is too short or too long.
     """
     try:
-        # Without a buffer, so that the program gets all that follows the line.
+        # A buffer would read beyond the line, and the program would not get that data.
         with open(0, "rb", buffering=0, closefd=False) as stream:
             line = stream.readline(MAX_BYTES + 2).rstrip(b"\n")
     except OSError:  # standard input is closed
@@ -149,9 +157,9 @@ def read_stdin() -> bytes:
 
 
 def _find_access_problem(descriptor: int, path: Path) -> tuple[str, str] | None:
-    """Return why another user could read the open file or have written it, and what to type.
+    """Return why another user could read or have written the open file, and what the user can type.
 
-    The result is None if no other user could.
+    Return None if no other user could.
     """
     status = os.fstat(descriptor)
     user = os.geteuid()
@@ -160,7 +168,7 @@ def _find_access_problem(descriptor: int, path: Path) -> tuple[str, str] | None:
         return "it is not a regular file", f"name a file; to make one: {MAKE.format(file='FILE')}"
     trusted_users = {0, user}
     if user == 0:
-        # Root of a container reads the file of the user that started the job.
+        # In a container, root may read the file of the user who started the job.
         trusted_users.add(path.parent.stat().st_uid)
     if status.st_uid not in trusted_users:
         problem = f"it belongs to user {status.st_uid}, not to you ({user})"
@@ -175,8 +183,8 @@ def _find_access_problem(descriptor: int, path: Path) -> tuple[str, str] | None:
 def _is_pod_secret(descriptor: int) -> bool:
     """Return whether the open file is a Secret that Kubernetes has mounted into this pod.
 
-    Root mounts it read-only, so no other user of the node sees it. With an fsGroup, Kubernetes lets the pod's
-    group read it, whatever mode the pod asks for.
+    Kubernetes mounts it read-only and as root, so no other user of the node sees it. If the pod has an
+    fsGroup, Kubernetes lets the pod's group read the file, whatever mode the pod requests.
     """
     if "KUBERNETES_SERVICE_HOST" not in os.environ or os.fstat(descriptor).st_uid != 0:
         return False
@@ -184,7 +192,7 @@ def _is_pod_secret(descriptor: int) -> bool:
 
 
 def _refuse_other_length(value: bytes, name: str) -> None:
-    """Raise UsageError for a secret that is too short to be one, or longer than was read."""
+    """Raise UsageError if a secret is too short or too long."""
     if MIN_BYTES <= len(value) <= MAX_BYTES:
         return
     size = f"{len(value)} bytes" if len(value) <= MAX_BYTES else f"more than {MAX_BYTES} bytes"
@@ -196,7 +204,7 @@ def _refuse_other_length(value: bytes, name: str) -> None:
 
 
 def _describe_open_error(path: Path, error: OSError) -> tuple[str, str]:
-    """Return why a file could not be opened, and what to type."""
+    """Return why a file could not be opened, and a hint for the user."""
     if path.is_symlink():
         return "it is a symbolic link", f"name the file itself: {os.path.realpath(path)}"
     return error.strerror or str(error), (
@@ -206,9 +214,9 @@ def _describe_open_error(path: Path, error: OSError) -> tuple[str, str]:
 
 
 def _make_secret(path: Path) -> bool:
-    """Make a file with random bytes, unless another node does it first. Return whether the file exists.
+    """Create a secret of random bytes, unless another node does so first. Return whether the file exists.
 
-    It is written under a temporary name first, so that no node reads a part of a secret.
+    The file is first written under a temporary name, so that no node reads an incomplete secret.
     """
     temporary = files.temporary_name(path)
     try:
@@ -218,7 +226,8 @@ def _make_secret(path: Path) -> bool:
             stream.flush()
             os.fsync(stream.fileno())
         try:
-            # If several nodes do this at once, only one of the links succeeds, and all nodes read that file.
+            # If several nodes do this at the same time, only one of them creates the link, and all nodes read
+            # its secret.
             os.link(temporary, path, follow_symlinks=False)
         finally:
             temporary.unlink()

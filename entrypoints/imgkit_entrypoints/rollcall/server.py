@@ -1,12 +1,13 @@
-"""The head's listener and all connections to it, on one epoll.
+"""The head's listener and all connections to it. One epoll waits for all of them.
 
-A connection is a stranger until it has shown that it belongs to the run, and then a node. A stranger has a
-descriptor of the head, `MAX_HANDSHAKE_BYTES` of memory and `MAX_WAIT_S` seconds. There are at most
-`MAX_STRANGERS` of them, and one more for each node that has not joined yet. The oldest is closed first; a
-node calls again.
+The head is the node with rank 0. A new connection is a stranger until it has shown that it belongs to the
+run. After that, it is a node. To limit what strangers can do, each of them gets one descriptor of the head,
+`MAX_HANDSHAKE_BYTES` of memory and `MAX_WAIT_S` seconds. There are at most `MAX_STRANGERS` of them, and one
+more for each node that has not joined yet. If there are too many, the oldest is closed. If that was a node,
+it connects again.
 
-A message costs work for its own connection only. A node that reads slowly or not at all delays nobody: what
-it has not taken waits until the next turn.
+A message only causes work for its own connection. A node that reads slowly or not at all delays no other
+node, because data that it has not accepted waits in a queue.
 """
 
 from __future__ import annotations
@@ -22,38 +23,40 @@ from imgkit_entrypoints.rollcall.messages import Heartbeat, JoinRequest, Message
 
 MAX_STRANGERS = 64
 MAX_HANDSHAKE_BYTES = 4096
-# Time in which a connection must show that it belongs to the run.
+# Seconds in which a connection must show that it belongs to the run.
 MAX_WAIT_S = 5.0
-# Time that the head does nothing after the system had no descriptor for a connection.
+# Seconds that the head waits if the system has no descriptor for a new connection.
 PAUSE_S = 0.05
-# Connections accepted in one turn, so that no flood keeps the head from its nodes.
+# Largest number of connections that are accepted at once, so that a flood cannot keep the head from its
+# nodes.
 MAX_ACCEPTED = 256
-# Lines in the log about strangers; a flood must not fill the disk.
+# Largest number of lines in the log about strangers, so that a flood cannot fill the disk.
 MAX_REPORTS = 16
 
 
 class HeadConnection(Connection):
-    """A connection to the head."""
+    """A connection to the head, from a node or from a stranger, which may not belong to the run."""
 
     def __init__(self, sock: socket.socket, address: str) -> None:
         super().__init__(sock, max_line_bytes=MAX_HANDSHAKE_BYTES)
         self.address = address
         self.since = time.monotonic()
         self.rank: int | None = None
-        """Its node rank. None means a stranger, or a node that asks to join."""
+        """Node rank of the peer. None for a stranger, and for a node that has only asked to join."""
         self.handshake: Handshake | None = None
         self.is_refused = False
-        """True if it was refused. It has until its time is over to read why."""
+        """True if the peer was refused. The connection stays open for a while, so that it can read why."""
 
 
 class Server:
-    """The listener of the head, its nodes by rank, and strangers.
+    """The listener of the head, the connections to its nodes, and connections of strangers.
 
     Parameters
     ----------
-    listener : None: the run has no other nodes.
-    secret : None: a request to join with the right job id is enough.
-    log : takes the few lines about connections that were refused.
+    listener : the socket on which the head listens. None if the run has no other nodes.
+    secret : the secret that nodes have to prove. With None, a request to join with the right job id is
+        enough.
+    log : prints the few lines about connections that were refused.
     """
 
     def __init__(
@@ -65,18 +68,18 @@ class Server:
         log: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.joining: list[tuple[HeadConnection, JoinRequest]] = []
-        """Nodes of the run that have asked to join, until somebody adds or refuses them."""
+        """Nodes that have asked to join. The caller removes each of them, and adds or refuses it."""
         self.lost: dict[int, str] = {}
-        """Nodes whose connection is over, and why."""
+        """Reason for each node whose connection is over, by node rank."""
         self.reports: list[str] = []
-        """Lines about connections that were not counted."""
+        """Lines about connections that do not belong to the run."""
         self._listener = listener
         self._job_id = job_id
         self._secret = secret
         self._log = log
         self._nodes: dict[int, HeadConnection] = {}
         self._unsent: set[HeadConnection] = set()
-        # As keys, the oldest first.
+        # A dict is used as an ordered set here. The oldest connection comes first.
         self._strangers: dict[HeadConnection, None] = {}
         self._selector = selectors.DefaultSelector()
         if listener:
@@ -88,21 +91,22 @@ class Server:
 
     @property
     def has_strangers(self) -> bool:
-        """Return whether a connection has not shown yet that it belongs to the run."""
+        """Return whether there are connections that have not shown yet that they belong to the run."""
         return bool(self._strangers)
 
     def __contains__(self, rank: object) -> bool:
         return rank in self._nodes
 
     def receive(self, seconds: float = 0.0, *, missing: int = 0) -> list[tuple[int, Message]]:
-        """Wait up to `seconds` for anything, and return the messages of nodes with their ranks, in order.
+        """Wait up to `seconds` for data, and return the messages of nodes with their ranks, in order.
 
-        New connections are accepted on the way. Each is a stranger until it has shown that it belongs to the
-        run, and is closed if it does not do so in time.
+        New connections are accepted as well. Each is a stranger until it has shown that it belongs to the
+        run. If it does not do so in time, it is closed.
 
         Parameters
         ----------
-        missing : number of nodes that have not joined yet. The head accepts so many more connections.
+        missing : number of nodes that have not joined yet. The head accepts as many connections in addition
+            to `MAX_STRANGERS`.
         """
         received: list[tuple[int, Message]] = []
         for key, _ in self._selector.select(seconds):
@@ -120,7 +124,7 @@ class Server:
         return received
 
     def _flush_unsent(self) -> None:
-        """Send what had to wait until a node reads again."""
+        """Send the data that waits because a node could not accept it earlier."""
         for peer in list(self._unsent):
             peer.flush()
             if not peer.has_unsent:
@@ -129,7 +133,8 @@ class Server:
     def _close_late_strangers(self) -> None:
         """Close the connections that have not shown within `MAX_WAIT_S` that they belong to the run.
 
-        The oldest comes first in `_strangers`, so the loop ends at the first one that has time left.
+        The oldest connections come first in `_strangers`. So the loop ends at the first connection that has
+        time left.
         """
         now = time.monotonic()
         for peer in list(self._strangers):
@@ -140,53 +145,57 @@ class Server:
             self._close_stranger(peer)
 
     def add_node(self, rank: int, peer: HeadConnection) -> None:
-        """Count a peer that has asked to join as the node with this rank."""
+        """Accept a peer that has asked to join as the node with rank `rank`."""
         peer.max_line_bytes = MAX_LINE_BYTES
         peer.rank = rank
         self._nodes[rank] = peer
         self._selector.register(peer, selectors.EVENT_READ, peer)
 
     def refuse(self, peer: HeadConnection, refusal: Refused) -> None:
-        """Refuse a peer that has asked to join. It has `MAX_WAIT_S` to read why, and nobody waits for it."""
+        """Refuse a peer that has asked to join. It has `MAX_WAIT_S` seconds to read the reason.
+
+        Nobody waits for it in the meantime.
+        """
         peer.since = time.monotonic()
         self._add_stranger(peer)
         self._send_refusal(peer, refusal)
 
     def renumber(self, ranks: Mapping[int, int]) -> None:
-        """Give each node its new rank."""
+        """Give each node a new rank. `ranks` contains the new ranks by the old ones."""
         self._nodes = {ranks[rank]: peer for rank, peer in self._nodes.items()}
         self.lost = {ranks[rank]: reason for rank, reason in self.lost.items()}
         for rank, peer in self._nodes.items():
             peer.rank = rank
 
     def send_heartbeats(self, heartbeat: Heartbeat, *, beat_s: float, lost_after_s: float) -> None:
-        """Send a heartbeat (a sign of life) to each node that got nothing for `beat_s` seconds.
+        """Send a heartbeat (a sign of life) to each node that has received nothing for `beat_s` seconds.
 
-        A node that has sent nothing for `lost_after_s` seconds counts as lost, and its connection is closed.
+        A node that has sent nothing for `lost_after_s` seconds is lost, and its connection is closed.
         """
         now = time.monotonic()
         line = messages.encode(heartbeat)
         for peer in list(self._nodes.values()):
             if now - peer.last_received > lost_after_s:
                 self._close_lost_node(peer, f"no heartbeat for {lost_after_s:g} s")
+            # A node that reads slowly gets no further heartbeats, so that its queue does not grow.
             elif now - peer.last_sent >= beat_s and not peer.has_unsent:
                 self._send_line(peer, line)
 
     def send(self, rank: int, message: Message) -> None:
-        """Send a message to one node, if it is there."""
+        """Send a message to one node. If the node is not connected, do nothing."""
         peer = self._nodes.get(rank)
         if peer is not None:
             self._send_line(peer, messages.encode(message))
 
     def send_all(self, message: Message, *, except_rank: int | None = None) -> None:
-        """Send a message to all nodes, except to the node `except_rank`."""
+        """Send a message to all nodes except the node `except_rank`."""
         line = messages.encode(message)
         for rank, peer in self._nodes.items():
             if rank != except_rank:
                 self._send_line(peer, line)
 
     def close(self, linger_s: float) -> None:
-        """Close everything. The nodes have up to `linger_s` seconds together to read the last messages."""
+        """Close all connections. The nodes together have `linger_s` seconds to read the last messages."""
         if self._listener:
             self._listener.close()
         close_all([*(peer for peer, _ in self.joining), *self._strangers])
@@ -200,7 +209,7 @@ class Server:
             self._unsent.add(peer)
 
     def _close_lost_node(self, peer: HeadConnection, reason: str) -> None:
-        """Close the connection of a node, and add the reason to `lost`."""
+        """Close the connection of a node, and record the reason in `lost`."""
         assert peer.rank is not None  # noqa: S101 - it is a node
         self.lost[peer.rank] = reason
         del self._nodes[peer.rank]
@@ -209,24 +218,25 @@ class Server:
         peer.close()
 
     def _accept(self, max_strangers: int) -> None:
-        """Accept the connections that wait, as strangers: nothing shows yet that they belong to the run.
+        """Accept the connections in the kernel's queue as strangers, which may not belong to the run.
 
-        If there are more than `max_strangers`, the oldest is closed, so that a flood of connections cannot
+        If there are more than `max_strangers`, the oldest is closed. Otherwise a flood of connections could
         use up the head's descriptors.
         """
-        assert self._listener is not None  # noqa: S101 - it has a caller
+        assert self._listener is not None  # noqa: S101 - only an event of the listener leads here
         for _ in range(MAX_ACCEPTED):
             try:
                 sock, address = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError:  # no descriptor is left, or the connection is gone again
+            except OSError:  # no descriptor is left, or the connection has already ended
                 self._close_oldest_stranger()
-                time.sleep(PAUSE_S)  # the listener stays readable, and would wake the head at once
+                # The listener stays readable. Without a pause, it would wake the head again and again.
+                time.sleep(PAUSE_S)
                 return
             if len(self._strangers) >= max_strangers:
                 self._close_oldest_stranger()
-            # A listener for IPv4 and IPv6 sees an IPv4 address with this prefix.
+            # On a listener for both IPv4 and IPv6, IPv4 addresses have this prefix.
             self._add_stranger(HeadConnection(sock, address[0].removeprefix("::ffff:")))
 
     def _add_stranger(self, peer: HeadConnection) -> None:
@@ -244,18 +254,19 @@ class Server:
         peer.close()
 
     def _read_stranger(self, peer: HeadConnection) -> None:
-        """Read what a stranger (a connection that may not belong to the run) has sent.
+        """Read data from a stranger, which is a connection that may not belong to the run.
 
-        A valid request to join goes into `joining`. The connection is closed if it sends anything else.
+        A valid request to join is appended to `joining`. If anything else arrives, the connection is closed.
         """
         for line in peer.receive_lines():
-            if peer.is_refused:
+            if peer.is_refused:  # ignore what the peer sends until its connection is closed
                 continue
             if self._secret is not None and peer.handshake is None:
                 self._answer_handshake(peer, line, self._secret)
                 continue
             request = self._read_request(peer, line)
             if request is not None:
+                # Stop reading here. Later messages stay in the socket until the caller has added the node.
                 del self._strangers[peer]
                 self._selector.unregister(peer)
                 self.joining.append((peer, request))
@@ -265,7 +276,7 @@ class Server:
             self._close_stranger(peer)
 
     def _log_failed_join(self, peer: HeadConnection) -> None:
-        """Log why a connection that is over has not joined, unless it was refused or has sent nothing."""
+        """Log why a connection that has ended did not join, unless it was refused or has sent nothing."""
         if peer.is_refused:
             return
         if peer.handshake:
@@ -276,9 +287,10 @@ class Server:
             self._log_stranger(peer, "sent something other than an imgkit roll call")
 
     def _answer_handshake(self, peer: HeadConnection, line: bytes, secret: bytes) -> None:
-        """Answer the first line of a connection, and so prove that the head knows the run's secret."""
+        """Answer the first line of a connection. The answer proves that the head knows the run's secret."""
         if line.startswith(b"{"):
-            # A node without a secret; the answer is the same for all of them.
+            # The line is JSON, as a node without a secret sends it. Refuse every such node with the same
+            # message.
             problem = "the head requires a secret, and this node has none"
             hint = "pass the same --secret-file to both, or share one home folder"
             self._send_refusal(peer, Refused(what=problem, hint=hint))
@@ -292,8 +304,8 @@ class Server:
     def _read_request(self, peer: HeadConnection, line: bytes) -> JoinRequest | None:
         """Return the request to join in a line. If there is none, refuse the peer or set its error.
 
-        Without a secret, the request is the first line. With one, it comes after the head's answer, and is
-        signed with the secret.
+        Without a secret, the request is the first line. With a secret, it follows the head's answer to the
+        handshake, and is signed with the secret.
         """
         handshake = peer.handshake
         if handshake is None and line.startswith(b"imgkit-join "):
@@ -307,7 +319,7 @@ class Server:
             peer.error = FOREIGN
             return None
         if request.job != self._job_id:
-            # The head's job id stays secret: in a start without a secret, who knows it can join as a node.
+            # Do not tell the peer the head's job id. In a run without a secret, the job id is enough to join.
             problem = f"{request.node.host} belongs to job {request.job!r}, the head to another"
             self._send_refusal(peer, Refused(what=problem))
             return None
@@ -320,9 +332,10 @@ class Server:
         peer.end_sending()
 
     def _log_stranger(self, peer: HeadConnection, problem: str) -> None:
-        """Log what a connection that is no node of the run did, each text once.
+        """Log what a connection that does not belong to the run has done. Each text is logged only once.
 
-        After `MAX_REPORTS` texts nothing more is logged, so that a flood cannot fill the disk.
+        After `MAX_REPORTS` texts, nothing more is logged, so that a flood of connections cannot fill the
+        disk.
         """
         text = f"{peer.address} {problem}"
         if text in self.reports or len(self.reports) > MAX_REPORTS:

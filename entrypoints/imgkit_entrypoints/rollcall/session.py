@@ -1,7 +1,8 @@
-"""The session after the roll call: heartbeats, reports and orders between the node agents.
+"""The session of a node after the roll call: heartbeats, reports and orders between the node agents.
 
-The head (`HeadSession`) has a connection to each of the others (`MemberSession`), which know nobody else. It
-knows nodes by their number in the roll call, which never changes; the head is 0.
+The head, which is node 0, has a connection to every other node (`HeadSession`). The other nodes are only
+connected to the head (`MemberSession`). The head identifies nodes by their numbers from the roll call, which
+never change.
 """
 
 from __future__ import annotations
@@ -29,28 +30,35 @@ from imgkit_entrypoints.rollcall.server import Server
 if TYPE_CHECKING:
     from imgkit_entrypoints.schedulers.placement import Placement
 
-# Longest time between two messages of a node.
+# Longest time in seconds between two messages of a node.
 BEAT_S = 5.0
-# Silence after which a node counts as lost.
+# Seconds without a message after which a node is lost.
 LOST_AFTER_S = 30.0
-# Time in which the other end can read the last messages.
+# Seconds in which the other end can read the last messages.
 LINGER_S = 2.0
-# Time that messages wait for more where `MANY` nodes beat: to wake costs more than to read a message.
+# Seconds for which the head lets messages collect before it reads them, in a run with `MANY` or more nodes.
+# Waking the process costs more than reading a message. With fewer nodes, the time is shorter in proportion.
 READ_PAUSE_S = 0.25
 MANY = 1000
-# The same among strangers, whose flood must not take the processors of the workers.
+# The same time while there are strangers, which may not belong to the run. A flood of their connections must
+# not take processor time from the workers.
 STRANGERS_PAUSE_S = 0.2
-# Looks at all nodes in the time of a heartbeat, so that one is late by a fifth of that at most.
+# Number of checks of all nodes in the time between two heartbeats. A heartbeat is late by at most a fifth of
+# that time.
 LOOKS_PER_BEAT = 5
 
 
 def beat_s(lost_after_s: float) -> float:
-    """Return the time between two heartbeats where a node counts as lost after `lost_after_s` seconds."""
+    """Return the seconds between two heartbeats of a node.
+
+    After `lost_after_s` seconds without a heartbeat, a node is lost. So several heartbeats must fit into that
+    time.
+    """
     return min(BEAT_S, lost_after_s / 4)
 
 
 def node_name(placement: Placement, rank: int, host: str = "") -> str:
-    """Return a node as users know it, counted from 1: "node 2 of 2 (as07r3b13)"."""
+    """Return the name of a node as users know it, counted from 1, such as "node 2 of 2 (as07r3b13)"."""
     if not host and rank < len(placement.hosts):
         host = placement.hosts[rank]
     if not host and rank == 0:
@@ -60,15 +68,15 @@ def node_name(placement: Placement, rank: int, host: str = "") -> str:
 
 
 class Readable(Protocol):
-    """Anything with a descriptor to wait for."""
+    """Anything with a descriptor for which `wait` can wait."""
 
     def fileno(self) -> int:
         """Return the descriptor, or a negative number if it is closed."""
 
 
 def wait(sources: Iterable[Readable], seconds: float) -> list[Readable]:
-    """Wait up to `seconds` until one of `sources` has something to read, and return those that have."""
-    # select.select would end at descriptor 1023, and an epoll costs more for a few.
+    """Wait up to `seconds` until one of `sources` has data to read, and return the sources that have."""
+    # select.select supports descriptors only up to 1023, and epoll costs more for a few descriptors.
     poll = select.poll()
     by_descriptor = {source.fileno(): source for source in sources if source.fileno() >= 0}
     for descriptor in by_descriptor:
@@ -77,25 +85,25 @@ def wait(sources: Iterable[Readable], seconds: float) -> list[Readable]:
 
 
 class _Session:
-    """What the sessions of the head and of the other nodes have in common."""
+    """The common part of the sessions of the head and of the other nodes."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
-        """The node's place in the run that has started: without the nodes that did not join."""
+        """The nodes of the run that have joined, and the rank of this node among them."""
         self.host_index = 0
-        """Number of this node agent among those of its host; a second one is rare."""
+        """Index of this node agent among those on the same host. It is 0 if there is only one."""
         self.lost_after_s = LOST_AFTER_S
-        """Silence after which a node counts as lost."""
+        """Seconds without a message after which a node is lost."""
         self.positions: Positions | None = None
-        """Positions of this node's workers (launch/watchdog.py); every heartbeat carries them."""
+        """Positions of this node's slowest and furthest worker (launch/watchdog.py), sent in heartbeats."""
         self.run_positions: Positions | None = None
-        """Positions of the workers of all nodes, as far as heartbeats have brought them."""
+        """Positions of the slowest and the furthest worker of the run, as known from heartbeats."""
         self.phase = messages.STARTING
-        """How far torchrun of this node is (`messages.PHASES`); a change goes to the head at once."""
+        """Phase of torchrun on this node (`messages.PHASES`). A change is sent to the head at once."""
         self._hosts: Mapping[int, str] = {}
 
     def node_name(self, rank: int, host: str = "") -> str:
-        """Return a node as users know it."""
+        """Return the name of a node as users know it, such as "node 2 of 2 (as07r3b13)"."""
         return node_name(self.placement, rank, host or self._hosts.get(rank, ""))
 
 
@@ -105,18 +113,23 @@ class ReportedFailure(NamedTuple):
     at: float
     """Time of the failure on the head's monotonic clock."""
     number: int
-    """Number of the node."""
+    """Number of the node from the roll call."""
     failure: messages.RankFailure
 
 
 class HeadSession(_Session):
-    """The session of the head, also of the only node of a run: it starts attempts and hears how they end.
+    """The session of the head (node 0), which starts attempts and receives the reports about their ends.
+
+    The only node of a run has such a session as well.
 
     Parameters
     ----------
-    port : torchrun's port, free on the head when it was handed out.
-    server : it listens to the end, or a command started twice on a host would begin a second run.
-    nodes : what each node has said of itself, by number.
+    placement : the nodes that have joined.
+    port : torchrun's port, which was free when it was chosen.
+    warnings : the warnings from the roll call.
+    server : the connections to the other nodes. It listens until the end. Otherwise, if the command was
+        started twice on a host, the second one would begin another run.
+    nodes : the descriptions that the nodes have sent when they joined, by number.
     """
 
     def __init__(
@@ -133,29 +146,29 @@ class HeadSession(_Session):
         self.port = port
         self.warnings = tuple(warnings)
         self.attempt = 1
-        """Reports of another attempt do not count."""
+        """Number of the current attempt. Reports of other attempts are ignored."""
         self.reports: dict[int, AttemptEnded] = {}
-        """Nodes on which the attempt is over."""
+        """Reports of the nodes on which the attempt is over, by number."""
         self.measurements: dict[int, messages.MeasureResult] = {}
-        """What each node has measured last."""
+        """The latest measurement of each node, by number."""
         self.gpu_uses: dict[int, messages.GpuUse] = {}
-        """How much the GPUs of each node were used until now."""
+        """GPU use of each node so far, by number."""
         self.failures: list[ReportedFailure] = []
-        """Failed workers of this attempt."""
+        """Failed workers of the current attempt."""
         self.previous_failures: list[ReportedFailure] = []
-        """Failed workers of the attempt before."""
+        """Failed workers of the previous attempt."""
         self._server = server or Server()
         self.lost: Mapping[int, str] = self._server.lost
-        """Nodes that are lost, and why."""
+        """Reason for each lost node, by number."""
         self._token = secrets.token_hex(4)
         self._members: Collection[int] = range(placement.nnodes)
         self._events: list[Event] = []
         self._has_news = False
-        """A node has reported the end of its attempt or what it has measured, or it is lost."""
+        """True if a node has reported the end of its attempt or a measurement, or was lost, since `poll`."""
         self._phases: dict[int, str] = {}
         self._positions: dict[int, Positions] = {}
         self._stopping: set[tuple[int, bool]] = set()
-        """Nodes that were asked to stop, each with whether for a requeue."""
+        """Stop orders that were forwarded, as pairs of the node and of `requeue`."""
         self._next_read = self._next_beat = time.monotonic()
         self._read_pause_s = READ_PAUSE_S * min(1.0, placement.nnodes / MANY)
 
@@ -166,16 +179,16 @@ class HeadSession(_Session):
 
     @property
     def phases(self) -> Mapping[int, str]:
-        """Return how far torchrun is on each node of this attempt, by number."""
+        """Return the phase of torchrun on each node of the current attempt, by number."""
         phases = {**self._phases, 0: self.phase}
         return {number: phases.get(number, messages.STARTING) for number in self._members}
 
     def host(self, number: int) -> str:
-        """Return the name of a node's host, or an empty text where it is not known."""
+        """Return the host name of a node, or "" if it is unknown."""
         return self._hosts.get(number, "")
 
     def wait(self, sources: Collection[Readable], seconds: float) -> None:
-        """Wait up to `seconds` until one of `sources` has something to read or an event may be there."""
+        """Wait up to `seconds` until one of `sources` has data to read, or until there may be an event."""
         deadline = time.monotonic() + seconds
         while not self._events and not self._has_news:
             ready = self._wait_once(sources, deadline)
@@ -185,9 +198,10 @@ class HeadSession(_Session):
                 return
 
     def _wait_once(self, sources: Collection[Readable], deadline: float) -> list[Readable]:
-        """Wait for `sources` and the other nodes until the next heartbeat. Return what has something to read.
+        """Wait for data from `sources` and the other nodes, but only until the next heartbeat is due.
 
-        Until `_next_read`, the other nodes are left out. Their messages wait, so that one read takes many.
+        Return the sources that have data to read. Until `_next_read`, the other nodes are ignored, so that
+        their messages collect and one read gets many of them.
         """
         now = time.monotonic()
         wake_up = min(deadline, self._next_beat)
@@ -198,7 +212,7 @@ class HeadSession(_Session):
     def poll(self) -> list[Event]:
         """Read messages, send heartbeats, and return the events since the last call.
 
-        This never blocks, and has to be called about once a second.
+        This method never blocks. Call it about once a second.
         """
         self._receive_messages()
         events, self._events = self._events, []
@@ -206,25 +220,26 @@ class HeadSession(_Session):
         return events
 
     def report(self, message: Message) -> None:
-        """Handle a report of the head's own agent in the same way as the reports of other nodes."""
+        """Handle a report of the head's own agent in the same way as reports from other nodes."""
         self._handle(0, message)
 
     def send(self, number: int, order: Order) -> None:
-        """Send an order to one node, if it is not lost."""
+        """Send an order to one node. If the node is lost, do nothing."""
         if number == 0:
             self._events.append(order)
         else:
             self._server.send(number, order)
 
     def send_all(self, order: Order) -> None:
-        """Send an order to all nodes, the head included."""
+        """Send an order to all nodes, including the head itself."""
         self._server.send_all(order)
         self._events.append(order)
 
     def start_attempt(self, attempt: int, ranks: Mapping[int, int]) -> None:
-        """Send all nodes the order to start an attempt: one start of the workers on all nodes.
+        """Order all nodes to start an attempt, which is one start of the workers on all nodes.
 
-        Nodes that take no part get the order too, without a node rank: they wait as spares.
+        Nodes that take no part also get the order, but without a node rank. They wait as spares, to replace
+        lost nodes later.
 
         Parameters
         ----------
@@ -235,7 +250,8 @@ class HeadSession(_Session):
         NoPlan : no port is free.
         """
         if attempt > 1:
-            self.port = ports.next_free(self.port)  # workers of the attempt before may still use its port
+            # Workers of the previous attempt may still use the old port.
+            self.port = ports.next_free(self.port)
         self._forget_attempt()
         self.attempt = attempt
         self._members = tuple(ranks)
@@ -253,7 +269,7 @@ class HeadSession(_Session):
             self.send(number, dataclasses.replace(order, node_rank=ranks.get(number)))
 
     def _forget_attempt(self) -> None:
-        """Remove the reports of an attempt that has ended, so that they do not count in the next one."""
+        """Remove the reports of an attempt that has ended, so that they do not affect the next attempt."""
         self.previous_failures, self.failures = self.failures, []
         self.reports = {}
         self._phases = {}
@@ -261,11 +277,11 @@ class HeadSession(_Session):
         self.run_positions = None
 
     def close(self) -> None:
-        """Close all connections. The other nodes have `LINGER_S` seconds to read the last message."""
+        """Close all connections. The other nodes have `LINGER_S` seconds to read the last messages."""
         self._server.close(LINGER_S)
 
     def _receive_messages(self) -> None:
-        """React to the messages that have arrived, and send heartbeats (signs of life) when it is time."""
+        """Handle the messages that have arrived, and send heartbeats (signs of life) if they are due."""
         lost_before = len(self.lost)
         for number, message in self._server.receive():
             self._handle(number, message)
@@ -273,7 +289,8 @@ class HeadSession(_Session):
             self._refuse_late_node()
         now = time.monotonic()
         self._next_read = now + self._read_pause_s
-        # Connections that may not belong to the run must not wake this process all the time.
+        # Strangers are connections that may not belong to the run. They must not wake this process all the
+        # time.
         if self._server.has_strangers:
             self._next_read = now + STRANGERS_PAUSE_S
         if now >= self._next_beat:
@@ -282,7 +299,7 @@ class HeadSession(_Session):
         self._has_news |= len(self.lost) > lost_before
 
     def _send_heartbeats(self) -> None:
-        """Send heartbeats with the positions (steps) of the slowest and of the furthest worker of the run."""
+        """Send heartbeats with the positions (steps) of the slowest and the furthest worker of the run."""
         positions = list(self._positions.values())
         if self.positions:
             positions.append(self.positions)
@@ -296,9 +313,10 @@ class HeadSession(_Session):
         )
 
     def _handle(self, number: int, message: Message) -> None:
-        """Handle a node's message.
+        """Handle a message from node `number`.
 
-        Of each kind of message, one of each node is kept. Otherwise a node could fill the head's memory.
+        Only the latest message of each kind is kept for each node. Otherwise, a node could fill the head's
+        memory.
         """
         match message:
             case messages.Heartbeat():
@@ -317,9 +335,9 @@ class HeadSession(_Session):
                 self._forward_stop(number, message)
 
     def _handle_attempt_end(self, number: int, report: AttemptEnded) -> None:
-        """Keep a node's report about the end of the current attempt, and the failure in it.
+        """Record a node's report about the end of the current attempt, and the failure in the report.
 
-        A report about an earlier attempt, and a second report of the same node, do not count.
+        Reports about earlier attempts are ignored, and so is a second report of the same node.
         """
         if report.attempt != self.attempt or number in self.reports:
             return
@@ -331,7 +349,7 @@ class HeadSession(_Session):
             self.failures.append(ReportedFailure(failed_at, number, report.failure))
 
     def _forward_stop(self, number: int, message: messages.StopOrder) -> None:
-        """Send the stop of a node to all other nodes. The node itself has been stopped by its own agent."""
+        """Forward a node's stop order to all other nodes. That node has already been stopped by its agent."""
         if (number, message.requeue) in self._stopping:
             return
         self._stopping.add((number, message.requeue))
@@ -341,7 +359,7 @@ class HeadSession(_Session):
             self._events.append(order)
 
     def _refuse_late_node(self) -> None:
-        """Refuse a node that asks to join after the start of the run, when the nodes are numbered already."""
+        """Refuse a node that asks to join after the start of the run, since nodes are already numbered."""
         if self.placement.size:
             problem = f"the run has started with {self.placement.nnodes} nodes, and no node can join it later"
             hint = "start it with the others: the head waits 30 s for one more than it has"
@@ -353,11 +371,12 @@ class HeadSession(_Session):
 
 
 class MemberSession(_Session):
-    """The session of any node but the head. Its methods are like those of `HeadSession`.
+    """The session of a node that is not the head. Its methods correspond to those of `HeadSession`.
 
     Parameters
     ----------
-    lines : messages that the head has sent after the start of the run, as lines of JSON.
+    lines : messages that the head has already sent after the start of the run, as lines of JSON.
+    host_index : index of this node agent among those on the same host.
     """
 
     def __init__(
@@ -376,16 +395,16 @@ class MemberSession(_Session):
         self._reported_phase = messages.STARTING
 
     def wait(self, sources: Collection[Readable], seconds: float) -> None:
-        """Wait up to `seconds` until one of `sources` has something to read or an event may be there."""
+        """Wait up to `seconds` until one of `sources` has data to read, or until there may be an event."""
         if self._is_over:
             wait(sources, seconds)
-        elif not self._lines:
+        elif not self._lines:  # with lines that were not handled yet, there are events already
             wait([*sources, self._connection], seconds)
 
     def poll(self) -> list[Event]:
-        """Read messages, send a heartbeat when it is time, and return the events since the last call.
+        """Read messages, send a heartbeat if it is due, and return the events since the last call.
 
-        If the connection is over, the last event is `HeadLost`, and later calls return none.
+        Once the connection has ended, the last event is `HeadLost`, and later calls return no events.
         """
         if self._is_over:
             return []
@@ -393,6 +412,7 @@ class MemberSession(_Session):
         events = self._read_events()
         self._send_heartbeat()
         loss_reason = self._loss_reason()
+        # After the end of the run, the head closes the connection, which is no loss.
         if loss_reason and not self._is_over:
             self._is_over = True
             events.append(messages.HeadLost(node=self.node_name(0), reason=loss_reason))
@@ -401,14 +421,14 @@ class MemberSession(_Session):
         return events
 
     def _send_heartbeat(self) -> None:
-        """Send the head a heartbeat if it is time or torchrun's phase has changed."""
+        """Send a heartbeat to the head if it is due, or if torchrun's phase has changed."""
         is_due = time.monotonic() - self._connection.last_sent >= beat_s(self.lost_after_s)
         if is_due or self.phase != self._reported_phase:
             self._reported_phase = self.phase
             self._connection.send(messages.Heartbeat(positions=self.positions, phase=self.phase))
 
     def _loss_reason(self) -> str:
-        """Return why the head counts as lost. Empty while it does not."""
+        """Return why the head is lost, or "" if it is not."""
         if self._connection.error:
             return self._connection.error
         if time.monotonic() - self._connection.last_received > self.lost_after_s:
@@ -416,7 +436,7 @@ class MemberSession(_Session):
         return ""
 
     def report(self, message: Message) -> None:
-        """Send the head a report of this node's agent."""
+        """Send a report of this node's agent to the head."""
         self._connection.send(message)
 
     def close(self) -> None:
@@ -427,8 +447,8 @@ class MemberSession(_Session):
     def _read_events(self) -> list[Event]:
         """Return the head's orders in the lines that have arrived.
 
-        The order that ends the preflight (the test of the nodes before the first attempt) is the last one
-        that a call returns. Later lines wait for the next call.
+        The order that ends the preflight (the test of the nodes before the first attempt) is the last order
+        that one call returns. Later lines stay for the next call.
         """
         events: list[Event] = []
         while self._lines:
@@ -442,7 +462,7 @@ class MemberSession(_Session):
             if isinstance(message, messages.EndRun):
                 self._is_over = True
             if isinstance(message, messages.PreflightEnd):
-                break  # the preflight takes only its own events, and what follows belongs to the attempts
+                break  # the preflight handles only its own events, and the attempts handle later ones
         return events
 
 

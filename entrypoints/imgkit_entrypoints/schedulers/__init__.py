@@ -1,1 +1,1 @@
-"""One module per launcher: its argv for one process per node, and how that process finds its node rank."""
+"""One module per launcher: how to start a process on each node, and how it finds its node rank."""

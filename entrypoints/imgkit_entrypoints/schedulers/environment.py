@@ -1,7 +1,7 @@
-"""Variables and files that say which node of its job this process is on, with the errors for wrong values.
+"""Read from variables and files on which node of its job this process is, and raise errors for wrong values.
 
-Many methods of `Environment` return a value together with the variable that it comes from. The variable
-appears in a dry run and in error messages, so that the user knows which one to change.
+Many methods of `Environment` return a value together with the variable that contains it. A dry run and error
+messages show the variable, so that the user knows which one to change.
 """
 
 from __future__ import annotations
@@ -16,26 +16,29 @@ from imgkit_entrypoints.schedulers.hostlist import expand_nodelist
 Read = Callable[[str], "str | None"]
 """Function that returns the content of the file at an absolute path, or None if it cannot be read."""
 
-# The hosts of the job in the order of the node ranks: "n1,n2", "n1 n2" or "n[1-2]".
+# Variable with the hosts of the job in the order of the node ranks: "n1,n2", "n1 n2" or "n[1-2]".
 NODES = "IMGKIT_NODES"
 MAX_DIGITS = 9
 """Largest number of digits of a count or a rank."""
 
 
 class HostList(NamedTuple):
-    """The hosts of a job, and the variable that they come from. Both are empty if there is no list."""
+    """The hosts of a job, and the variable that contains them. Both are empty if there is no list."""
 
     names: tuple[str, ...] = ()
     variable: str = ""
 
 
 def unique_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Return each name once, in the order of first appearance."""
+    """Return `names` without duplicates, in the order of their first appearance."""
     return tuple(dict.fromkeys(names))
 
 
 def short_host(name: str) -> str:
-    """Return a host name without its domain: ``n1.example.org`` -> ``n1``. Addresses stay complete."""
+    """Return a host name without its domain, such as ``n1`` for ``n1.example.org``.
+
+    Addresses stay complete.
+    """
     # An IPv4 address has only digits and dots, and an IPv6 address has colons.
     if name.replace(".", "").isdigit() or ":" in name:
         return name
@@ -45,7 +48,7 @@ def short_host(name: str) -> str:
 class Environment(dict[str, str]):
     """The variables of this process, and a function that reads files.
 
-    An empty variable counts as not set, since training operators set variables that they do not use to the
+    An empty variable counts as not set, because training operators set variables that they do not use to the
     empty string.
     """
 
@@ -54,22 +57,25 @@ class Environment(dict[str, str]):
         self.read = read
 
     def present(self, *names: str) -> tuple[str, ...]:
-        """Return those of `names` that are set."""
+        """Return the variables among `names` that are set."""
         return tuple(name for name in names if self.get(name))
 
     def first_set(self, names: Sequence[str]) -> str:
-        """Return the first of `names` that is set, or an empty text if none is."""
+        """Return the first variable among `names` that is set, or "" if none is."""
         for name in names:
             if self.get(name):
                 return name
         return ""
 
     def first_name(self, names: Sequence[str]) -> str:
-        """Return the first of `names` that is set. If none is set, return the first name, for an error."""
+        """Return the first variable among `names` that is set.
+
+        If none is set, return the first of `names`, so that an error can name it.
+        """
         return self.first_set(names) or names[0]
 
     def quote(self, *names: str) -> str:
-        """Return those of `names` that are set for an error message, as ``NAME=VALUE, NAME=VALUE``."""
+        """Return the variables among `names` that are set, as ``NAME=VALUE, NAME=VALUE`` for an error."""
         return ", ".join(f"{name}={self[name]}" for name in self.present(*names))
 
     def read_number(self, name: str, *, least: int = 0) -> int:
@@ -102,13 +108,13 @@ class Environment(dict[str, str]):
         return port
 
     def hostname(self) -> str:
-        """Return the name of this machine, or an empty text if /proc does not show it."""
+        """Return the name of this machine, or "" if /proc does not show it."""
         return (self.read("/proc/sys/kernel/hostname") or "").strip()
 
     def find_position(self, hosts: Sequence[str]) -> int | None:
-        """Return the index of this machine in `hosts`, or None if it is not there exactly once.
+        """Return the index of this machine in `hosts`, or None unless it is there exactly once.
 
-        Host names are compared without their domains, since some launchers leave the domain out.
+        Host names are compared without their domains, because some launchers omit the domain.
         """
         name = short_host(self.hostname())
         short_names = [short_host(host) for host in hosts]
@@ -121,9 +127,16 @@ class Environment(dict[str, str]):
     ) -> tuple[int | None, str]:
         """Return the rank of this node and its source, such as ``(2, "PBS_NODENUM")``.
 
-        The rank is the value of the first of `variables` that is set, or else the position of this machine in
-        `hosts`, with the source ``hostname``. Return ``(None, "")`` if both are unknown. On a run of
-        one node, the rank is 0, and its source is that of the number of nodes.
+        The rank is the value of the first of `variables` that is set. If none is set, it is the position of
+        this machine in `hosts`, and the source is ``hostname``. If that is unknown as well, return ``(None,
+        "")``. In a run on one node, the rank is 0, and its source is `nnodes_from`.
+
+        Parameters
+        ----------
+        nnodes : number of nodes of the run.
+        nnodes_from : the variable that contains the number of nodes.
+        hosts : the hosts of the job.
+        variables : variables that may contain the rank.
         """
         if nnodes == 1:
             return 0, nnodes_from
@@ -136,11 +149,11 @@ class Environment(dict[str, str]):
         return position, "hostname"
 
     def requested_nodes(self) -> tuple[str, ...]:
-        """Return the hosts of IMGKIT_NODES in their order, each once. Empty if the variable is not set.
+        """Return the hosts in IMGKIT_NODES, each once and in their order, or () if the variable is not set.
 
-        A list with brackets is in Slurm's compact form: ``n[1-2]`` is n1, n2. Otherwise commas and spaces
-        separate the hosts. A host may be there several times, since a PBS node file has a line for each
-        process of a host.
+        A list with brackets is in Slurm's compact form: ``n[1-2]`` means n1 and n2. Otherwise commas and
+        spaces separate the hosts. A host may appear several times, because a PBS node file has a line for
+        each process on a host.
         """
         text = self.get(NODES, "")
         if "[" in text or "]" in text:
@@ -148,29 +161,30 @@ class Environment(dict[str, str]):
         return unique_names(text.replace(",", " ").split())
 
     def find_hosts(self) -> HostList:
-        """Return the hosts of the job, which are listed in IMGKIT_NODES, or else in the node file of PBS."""
+        """Return the hosts of the job from IMGKIT_NODES. If it is not set, read the node file of PBS."""
         requested = self.requested_nodes()
         if requested:
             return HostList(requested, NODES)
         node_file = self.get("PBS_NODEFILE")
         text = self.read(node_file) if node_file else None
-        if not text or not text.strip():  # in most containers, the path of the file does not exist
+        if not text or not text.strip():  # most containers do not contain the node file
             return HostList()
         return HostList(unique_names(text.split()), "PBS_NODEFILE")
 
     def choose_hosts(self, nnodes: int, launcher_hosts: HostList) -> HostList:
-        """Return the hosts of the run: those of IMGKIT_NODES if it is set, else those of the launcher.
+        """Return the hosts of the run: those in IMGKIT_NODES if it is set, otherwise those of the launcher.
 
         On some clusters, each node has a second name on the fast network. The user then lists these names in
         IMGKIT_NODES.
 
         Parameters
         ----------
-        nnodes : number of nodes that the launcher has started.
+        nnodes : number of nodes on which the launcher has started the command.
+        launcher_hosts : the hosts that the launcher names.
 
         Raises
         ------
-        NoPlan : IMGKIT_NODES has another number of hosts than the launcher has started.
+        NoPlan : the number of hosts in IMGKIT_NODES differs from `nnodes`.
         """
         requested = self.requested_nodes()
         if not requested or nnodes == 1:
@@ -184,10 +198,10 @@ class Environment(dict[str, str]):
         return HostList(requested, NODES)
 
     def find_head(self, nnodes: int, hosts: HostList, *variables: str) -> tuple[str, str]:
-        """Return the address of node 0 (the head), and the variable that it comes from.
+        """Return the address of node 0 (the head), and the variable that contains it.
 
-        It is the value of IMGKIT_HEAD, the first of `hosts`, or the value of the first of `variables` that is
-        set, in this order. Return ``("", "")`` on one node, and if nothing says where node 0 is.
+        The address comes from IMGKIT_HEAD, or else it is the first of `hosts`, or else the value of the first
+        of `variables` that is set. Return ``("", "")`` in a run on one node, and if the address is unknown.
         """
         if nnodes == 1:
             return "", ""

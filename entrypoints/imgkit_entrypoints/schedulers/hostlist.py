@@ -1,8 +1,8 @@
-"""Slurm's compact lists of hosts and counts.
+"""Slurm's compact lists of hosts and of counts.
 
 ``node-[42,49-51]`` means node-42, node-49, node-50 and node-51, and ``2(x3),1`` means 2, 2, 2 and 1. The
-lists are parsed here because images have no scontrol. A malformed list is an error: a run must never fall
-back to this machine alone.
+lists are parsed here because images do not contain scontrol. A malformed list is an error, because a run must
+never silently use only this machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.terminal import escape_controls
 
 MAX_HOSTS = 65536
-"""Largest number of hosts in a list: Slurm's own limit of a range (MAX_RANGE in src/common/hostlist.c)."""
+"""Largest number of hosts in a list, which is Slurm's limit for a range (MAX_RANGE in src/common/hostlist.c).
+"""
 MAX_NUMBER_DIGITS = 18
 """Largest number of digits of a number in brackets."""
 LONGEST_NAME = 253
@@ -27,25 +28,26 @@ _COUNT = re.compile(r"(?P<count>[0-9]{1,9})(?:\(x(?P<repeats>[0-9]{1,9})\))?")
 _NAME_PART = re.compile(r"[^\s()\[\],]+")
 # "7", or "5-7" for 5, 6 and 7.
 _RANGE = re.compile("([0-9]+)(?:-([0-9]+))?")
-# A name with its last number: "node", "003" and "-ib" of "node003-ib".
+# A name, split at its last number: "node003-ib" has the groups "node", "003" and "-ib".
 _NUMBERED = re.compile(r"(.*?)([0-9]{1,18})([^0-9]*)", re.ASCII)
 
 
 def expand_nodelist(text: str, *, where: str = "") -> tuple[str, ...]:
-    """Return the hosts that a compact list names: ``"a3,a[5-7]" -> a3, a5, a6, a7``.
+    """Return the hosts in a compact list: ``"a3,a[5-7]"`` contains a3, a5, a6 and a7.
 
-    Order and repeats stay, since node 0 of a step is its first host. As in Slurm, numbers have at least as
-    many digits as the low end of their range: ``n[098-101]`` is n098, n099, n100, n101, and ``n[8-12]`` has
-    no zeros. If a name has several brackets, the numbers vary in Slurm's order (`scontrol show hostnames`,
-    22.05): those in the last bracket fastest, then those in the first bracket, the second and so on.
+    Order and duplicates are kept, because node 0 of a step is its first host. As in Slurm, numbers have at
+    least as many digits as the low end of their range: ``n[098-101]`` is n098, n099, n100, n101, and
+    ``n[8-12]`` has no zeros. If a name has several brackets, the numbers vary in Slurm's order (`scontrol
+    show hostnames`, 22.05). The last bracket varies fastest, then the first bracket, the second and so on.
 
     Parameters
     ----------
-    where : the variable with the list, for errors.
+    where : the variable that contains the list, for errors.
 
     Raises
     ------
-    NoPlan : the list is empty, malformed or names more than 65536 hosts. A caret marks the position.
+    NoPlan : the list is empty, malformed or has more than 65536 hosts. In the message, a caret marks the
+        position.
     """
     if text.strip() in ("", "(null)"):
         raise NoPlan(f"the node list {text!r} names no host", where=where or None)
@@ -53,9 +55,13 @@ def expand_nodelist(text: str, *, where: str = "") -> tuple[str, ...]:
 
 
 def expand_counts(text: str, *, where: str = "") -> tuple[int, ...]:
-    """Return the numbers of a list of counts, one for each node: ``"4(x2),3" -> 4, 4, 3``.
+    """Return the numbers in a list of counts, one for each node: ``"4(x2),3"`` means 4, 4, 3.
 
-    Slurm writes such lists: ``4(x2)`` means that two nodes have 4 tasks each.
+    Slurm writes such lists. ``4(x2)`` means that two nodes have 4 tasks each.
+
+    Parameters
+    ----------
+    where : the variable that contains the list, for errors.
 
     Raises
     ------
@@ -68,6 +74,7 @@ def expand_counts(text: str, *, where: str = "") -> tuple[int, ...]:
         if match is None:
             _raise_error(text, position, "a count like 4 or 4(x2) was expected", where)
         repeats = int(match["repeats"] or 1)
+        # Check before the list grows. "4(x999999999)" would fill the memory.
         if len(counts) + repeats > MAX_HOSTS:
             _raise_error(text, position, f"more than {MAX_HOSTS} nodes", where)
         counts += [int(match["count"])] * repeats
@@ -76,20 +83,20 @@ def expand_counts(text: str, *, where: str = "") -> tuple[int, ...]:
 
 
 def fold_hosts(hosts: Iterable[str]) -> str:
-    """Return hosts in Slurm's compact form: ``n3, n4, n5, n9 -> "n[3-5,9]"``.
+    """Return hosts as a list in Slurm's compact form: n3, n4, n5 and n9 become ``"n[3-5,9]"``.
 
-    `expand_nodelist` reads such a list. Only one number of a name becomes a range: the last number before the
-    first dot, or in an address such as 10.0.0.7 the last number.
+    `expand_nodelist` does the reverse. In each name, only one number can become part of a range: the last
+    number before the first dot. In an address such as 10.0.0.7, it is the last number.
     """
     numbers_by_pattern: dict[str, list[str]] = {}  # {"n*": ["3", "4", "5", "9"]}
     for host in hosts:
         # "n3.cluster.org" has the label "n3" with the number 3.
         label, dot, domain = host.partition(".")
-        if label.isdigit():  # an address such as 10.0.0.7 has no domain
+        if label.isdigit():  # an address such as 10.0.0.7 is a single label without a domain
             label, dot, domain = host, "", ""
         match = _NUMBERED.fullmatch(label)
         if match is None:
-            numbers_by_pattern[host] = []
+            numbers_by_pattern[host] = []  # a name without a number stays as it is
             continue
         before, number, after = match.groups()
         pattern = f"{before}*{after}{dot}{domain}"
@@ -106,11 +113,13 @@ def fold_hosts(hosts: Iterable[str]) -> str:
 def number_ranges(numbers: Iterable[str]) -> str:
     """Return decimal numbers as ranges in ascending order, such as ``003-007,012``.
 
-    A range contains only numbers of the same width: 9 and 10 form ``9-10``, but 9 and 010 stay apart.
+    All numbers of a range have leading zeros in the same way: 9 and 10 form ``9-10``, but 9 and 010 stay
+    separate.
     """
     ranges: list[str] = []
     previous = ""
     for number in sorted(set(numbers), key=lambda number: (int(number), len(number))):
+        # The number extends the last range if it follows `previous` and has the same width.
         if previous and number == f"{int(previous) + 1:0{len(previous)}d}":
             first, _, _ = ranges[-1].partition("-")
             ranges[-1] = f"{first}-{number}"
@@ -121,17 +130,24 @@ def number_ranges(numbers: Iterable[str]) -> str:
 
 
 class _NamePart(NamedTuple):
-    """A part of a host name: ``n`` of ``n[1-2]`` has the choice n, and ``[1-2]`` has 1 and 2."""
+    """A part of a host name, such as ``n`` or ``[1-2]`` in ``n[1-2]``.
+
+    ``n`` has the only choice n, and ``[1-2]`` has the choices 1 and 2.
+    """
 
     choices: list[str]
     is_bracket: bool = False
 
 
 def _combine_parts(parts: Sequence[_NamePart]) -> list[str]:
-    """Return the host names of all combinations of the parts' choices, in the order of `expand_nodelist`."""
+    """Return all host names that can be formed from the choices of `parts`, in Slurm's order.
+
+    `expand_nodelist` describes the order.
+    """
     brackets = [index for index, part in enumerate(parts) if part.is_bracket]
-    # From the slowest to the fastest. Two brackets vary in reading order. With more, Slurm expands the part
-    # before the last bracket from its right end.
+    # The indexes of the brackets, from the one that varies slowest to the fastest. The last bracket varies
+    # fastest. Slurm expands the brackets before it from right to left, so the first of them varies second
+    # fastest.
     slowest_first = [*reversed(brackets[:-1]), *brackets[-1:]]
     names = []
     for numbers in itertools.product(*(parts[index].choices for index in slowest_first)):
@@ -143,9 +159,9 @@ def _combine_parts(parts: Sequence[_NamePart]) -> list[str]:
 
 
 class _Expansion:
-    """The expansion of a list, which is read from left to right.
+    """Expands a compact list of hosts, which is read from left to right.
 
-    An error points at its position in the list.
+    Errors show their position in the list.
     """
 
     def __init__(self, text: str, where: str) -> None:
@@ -153,7 +169,7 @@ class _Expansion:
         self.where = where
 
     def read_hosts(self) -> list[str]:
-        """Return the hosts of the whole list, item by item. Commas outside of brackets separate the items."""
+        """Return the hosts of the whole list, item by item. Commas outside of brackets separate items."""
         hosts: list[str] = []
         start = 0
         while start <= len(self.text):
@@ -161,13 +177,13 @@ class _Expansion:
             if len(hosts) + len(names) > MAX_HOSTS:
                 self.refuse(start, f"more than {MAX_HOSTS} hosts")
             hosts += names
-            start = end + 1  # behind the comma
+            start = end + 1  # the position after the comma
         return hosts
 
     def read_item(self, start: int) -> tuple[list[str], int]:
-        """Return all hosts that the item at position `start` stands for, and the position of its end.
+        """Return the hosts that the item at position `start` stands for, and the position where it ends.
 
-        An item is the text up to the next comma or the end of the list, such as ``n[1-2]``.
+        An item is the text up to the next comma or to the end of the list, such as ``n[1-2]``.
         """
         parts: list[_NamePart] = []
         host_count = 1
@@ -175,6 +191,7 @@ class _Expansion:
         while position < len(self.text) and self.text[position] != ",":
             part, end = self.read_part(position)
             parts.append(part)
+            # Check before the names are built. A short list can stand for more names than fit into memory.
             host_count *= len(part.choices)
             if host_count > MAX_HOSTS:
                 self.refuse(position, f"more than {MAX_HOSTS} hosts")
@@ -186,7 +203,7 @@ class _Expansion:
         return _combine_parts(parts), position
 
     def read_part(self, position: int) -> tuple[_NamePart, int]:
-        """Return the part at `position`, such as ``n`` or ``[1-2]``, and the position of its end."""
+        """Return the part at `position`, such as ``n`` or ``[1-2]``, and the position where it ends."""
         match = _NAME_PART.match(self.text, position)
         if match:
             return _NamePart([match[0]]), match.end()
@@ -195,15 +212,17 @@ class _Expansion:
             self.refuse(position, "] without [")
         if character != "[":
             self.refuse(position, f"a host name cannot contain {character!r}")
+        # Brackets cannot be nested, so the next "]" must come before another "[".
         end = self.text.find("]", position)
         if end < 0 or "[" in self.text[position + 1 : end]:
             self.refuse(position, "[ without ]")
         return _NamePart(self.read_numbers(position + 1, end), is_bracket=True), end + 1
 
     def read_numbers(self, position: int, end: int) -> list[str]:
-        """Return the numbers in a bracket: those between the positions `position` and `end`.
+        """Return the numbers in a bracket, which are between the positions `position` and `end`.
 
-        ``098-100,7`` gives 098, 099, 100, 7: each number is at least as wide as the low end of its range.
+        ``098-100,7`` contains 098, 099, 100 and 7. Each number has at least as many digits as the low end of
+        its range.
         """
         numbers: list[str] = []
         while True:
@@ -214,16 +233,16 @@ class _Expansion:
             if len(numbers) > MAX_HOSTS:
                 self.refuse(position, f"more than {MAX_HOSTS} hosts")
             position = match.end()
-            if position == end:
+            if position == end:  # the closing bracket
                 return numbers
             if self.text[position] != ",":
                 self.refuse(position, "only numbers, ranges like 1-5 and commas may stand in brackets")
             position += 1
 
     def expand_range(self, match: re.Match[str]) -> list[str]:
-        """Return the numbers of a range that `_RANGE` has matched: ``098-100`` gives 098, 099, 100.
+        """Return the numbers of a range that `_RANGE` has matched: ``098-100`` contains 098, 099 and 100.
 
-        Each number is at least as wide as the low end of the range.
+        Each number has at least as many digits as the low end of the range.
         """
         low, high = match[1], match[2] or match[1]
         if len(low) > MAX_NUMBER_DIGITS or len(high) > MAX_NUMBER_DIGITS:
@@ -231,20 +250,20 @@ class _Expansion:
         first, last = int(low), int(high)
         if first > last:
             self.refuse(match.start(), f"the range goes down, from {low} to {high}")
-        if last - first >= MAX_HOSTS:
+        if last - first >= MAX_HOSTS:  # check before the numbers are built
             self.refuse(match.start(), f"more than {MAX_HOSTS} hosts")
         return [f"{number:0{len(low)}d}" for number in range(first, last + 1)]
 
     def refuse(self, position: int, reason: str) -> NoReturn:
-        """Raise the NoPlan that shows `position` in the list."""
+        """Raise a NoPlan error that shows `position` in the list."""
         _raise_error(self.text, position, reason, self.where)
 
 
 def _raise_error(text: str, position: int, reason: str, where: str) -> NoReturn:
-    """Raise a NoPlan whose hint shows the part of `text` around `position`, with a caret below the position.
+    """Raise a NoPlan error whose hint shows the text around `position`, with a caret below the position.
 
-    The part has at most 50 characters on each side, since a terminal would wrap a long line and the caret
-    would stand elsewhere. Control characters are escaped, since they would move the caret as well.
+    At most 50 characters on each side are shown. A terminal would wrap a longer line, and the caret would be
+    in the wrong place. Control characters are escaped for the same reason.
     """
     before = escape_controls(text[max(0, position - 50) : position])
     after = escape_controls(text[position : position + 50])

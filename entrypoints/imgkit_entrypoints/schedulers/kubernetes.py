@@ -2,11 +2,11 @@
 
 Notes
 -----
-Operators use the same names with different meanings. RANK and WORLD_SIZE count pods in the operator v1 of the
-RunAI tutorials. In later operators, WORLD_SIZE is the number of pods times that of processes. These operators
-also set PET_NNODES and PET_NODE_RANK, so PET_* take precedence if they are set. Empty variables
-(``PET_STANDALONE=""``) count as not set. Pods of a job with an elasticPolicy have a range in PET_NNODES, and
-are refused. Source: kubeflow/training-operator pkg/controller.v1/pytorch/{envvar,elastic}.go. EPFL's page on
+Operators use the same variables with different meanings. In the operator v1 of the RunAI tutorials, RANK and
+WORLD_SIZE count pods. In later operators, WORLD_SIZE is the number of pods times the number of processes in
+each pod. These operators also set PET_NNODES and PET_NODE_RANK, so PET_* take precedence. Empty variables
+(``PET_STANDALONE=""``) count as not set. In a job with an elasticPolicy, PET_NNODES is a range, which is
+refused. Source: kubeflow/training-operator pkg/controller.v1/pytorch/{envvar,elastic}.go. EPFL's page on
 RunAI also lists LOCAL_RANK, which is 0 in every pod.
 """
 
@@ -24,12 +24,12 @@ NAME = "kubeflow"
 
 OWN = ("PET_NNODES", "PET_NODE_RANK", "PET_RDZV_ENDPOINT")
 """Variables that only operators set."""
-# Variables that operators set, but job scripts and other launchers as well. All three together count.
+# Variables that operators set, but also job scripts and other launchers. Only all three together show a pod.
 PLAIN = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 
 
 def claims(env: Environment) -> tuple[str, ...]:
-    """Return the variables that show a pod of a training operator. Empty outside of such a pod."""
+    """Return the variables that show a pod of a training operator, or () outside of such a pod."""
     names = env.present(*OWN)
     if env.present(*PLAIN) == PLAIN and not _is_rank(env):
         return (*names, *PLAIN)
@@ -37,8 +37,9 @@ def claims(env: Environment) -> tuple[str, ...]:
 
 
 def _is_rank(env: Environment) -> bool:
-    """Return whether the plain variables describe one of several processes on a node, and not a pod."""
-    # With --direct, the user says that this process is a rank. Local rank 0 is then no sign of a pod.
+    """Return whether the variables in `PLAIN` describe one of several processes on a node, and not a pod."""
+    # With --direct, the user says that this process is a rank. It may then have the local rank 0 without
+    # being a pod.
     if env.get("IMGKIT_DIRECT") == "1" and env.present("LOCAL_RANK"):
         return True
     return (env.get("LOCAL_RANK") or "0") != "0" or (env.get("LOCAL_WORLD_SIZE") or "1") != "1"
@@ -51,8 +52,8 @@ def find_placement(env: Environment) -> Placement:
 
     Raises
     ------
-    NoPlan : the number of pods is a range, the rank is not below that number, or no variable says where the
-        first pod is.
+    NoPlan : the number of pods is a range, the rank is not below that number, or the address of the first pod
+        is unknown.
     """
     nnodes_from = env.first_set(("PET_NNODES", "WORLD_SIZE"))
     if ":" in env.get("PET_NNODES", ""):
@@ -64,7 +65,8 @@ def find_placement(env: Environment) -> Placement:
     nnodes = env.read_number(nnodes_from or "PET_NNODES", least=1)
     requested = parse_digits(env.get("IMGKIT_NNODES", ""))
     if nnodes_from == "WORLD_SIZE" and requested is not None:
-        # WORLD_SIZE is ambiguous: one operator counts pods in it, another one processes. So --nnodes decides.
+        # WORLD_SIZE is ambiguous, because it counts pods in one operator and processes in another. So
+        # --nnodes decides.
         nnodes, nnodes_from = requested, "IMGKIT_NNODES"
     rank_from = env.first_set(("PET_NODE_RANK", "RANK"))
     node_rank = env.read_number(rank_from or "PET_NODE_RANK") if nnodes > 1 else 0
@@ -85,6 +87,7 @@ def find_placement(env: Environment) -> Placement:
         head, _, port = endpoint.partition(":")
         head_from = "PET_RDZV_ENDPOINT"
         if port:
+            # Below, the port is read from the variable `port_from`, so store it there.
             env, port_from = Environment({**env, head_from: port}), head_from
     if nnodes > 1 and not head:
         raise NoPlan(
@@ -113,10 +116,10 @@ def find_placement(env: Environment) -> Placement:
 
 
 def start_argv(command: Sequence[str]) -> tuple[str, ...]:
-    """Return `command` as it is, since the operator runs it once in each pod."""
+    """Return `command` unchanged, because the operator runs it once in each pod."""
     return tuple(command)
 
 
 def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -> str:
-    """Return the line that starts `command` in a pod: the command itself."""
+    """Return the line that starts `command` in a pod, which is the command itself."""
     return shlex.join(command)

@@ -1,7 +1,7 @@
-"""Nodes that are started by hand: the same command on each, with its node rank and the address of node 0.
+"""Nodes that the user starts by hand, with the same command on each node.
 
-The flags come in as variables: ``--nnodes`` as IMGKIT_NNODES, ``--node-rank`` as IMGKIT_NODE_RANK and
-``--head`` as IMGKIT_HEAD (resolve.py).
+The command contains the node rank and the address of node 0. The flags are read as variables: ``--nnodes`` as
+IMGKIT_NNODES, ``--node-rank`` as IMGKIT_NODE_RANK and ``--head`` as IMGKIT_HEAD (resolve.py).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ NAME = "manual"
 
 
 def claims(env: Environment) -> tuple[str, ...]:
-    """Return the variables that ask for several nodes. Flags count as their variables."""
+    """Return the variables that request several nodes. Flags count as their variables."""
     if env.get("IMGKIT_NNODES", "1") == "1":
         return env.present(NODES)
     return ("IMGKIT_NNODES", *env.present(NODES))
 
 
 def find_placement(env: Environment) -> Placement:
-    """Return the placement that the user's flags and variables describe, without help of a launcher.
+    """Return the placement that the user's flags and variables describe, without a launcher.
 
     Raises
     ------
@@ -44,7 +44,7 @@ def find_placement(env: Environment) -> Placement:
             where=NODES,
             hint=f"leave --nnodes out, or list the {nnodes} hosts in the order of their ranks",
         )
-    # With --nnodes 1, the list may still name several hosts. It then says nothing about this run.
+    # With --nnodes 1, the list may still contain several hosts. It does not belong to this run then.
     hosts = HostList(listed, NODES) if len(listed) == nnodes else HostList()
     node_rank, rank_from = env.find_node_rank(nnodes, nnodes_from, hosts, "IMGKIT_NODE_RANK")
     head, head_from = env.find_head(nnodes, hosts, "MASTER_ADDR")
@@ -67,7 +67,7 @@ def find_placement(env: Environment) -> Placement:
             where=rank_from,
             hint=f"node ranks are 0 to {nnodes - 1}; HOST of --head has 0",
         )
-    # MASTER_PORT is the port at MASTER_ADDR, so it counts only with that head.
+    # MASTER_PORT belongs to MASTER_ADDR, so it is only used if the head comes from there.
     port = env.read_port("MASTER_PORT") if head_from == "MASTER_ADDR" else None
     source = {
         "nnodes": nnodes_from,
@@ -90,10 +90,10 @@ def find_placement(env: Environment) -> Placement:
 def start_argv(
     command: Sequence[str], *, nnodes: int | Size, node_rank: int | str, head: str, port: str | int = ""
 ) -> tuple[str, ...]:
-    """Return the argv that starts `command` on one node of several, with the flags that describe this node.
+    """Return the argv that starts `command` on one of several nodes, with the flags that describe the node.
 
-    The flags follow the ``dist-*`` word, since arguments behind a script are the script's own. ``dist-run
-    train.py`` becomes ``dist-run --nnodes 2 --node-rank 0 --head n1 train.py``.
+    The flags are inserted after the name ``dist-*``, because arguments after a script belong to the script.
+    For example, ``dist-run train.py`` becomes ``dist-run --nnodes 2 --node-rank 0 --head n1 train.py``.
     """
     options = ["--nnodes", str(nnodes), "--node-rank", str(node_rank), "--head", head]
     if port:
@@ -108,6 +108,9 @@ def start_argv(
 
 
 def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -> str:
-    """Return the line to type on each node. The user replaces RANK, and HOST if the head is not known."""
+    """Return the line that the user types on each node.
+
+    The user has to replace RANK, and also HOST if the head is unknown.
+    """
     head = env.get("IMGKIT_HEAD") or "HOST"
     return shlex.join(start_argv(command, nnodes=nnodes, node_rank="RANK", head=head))

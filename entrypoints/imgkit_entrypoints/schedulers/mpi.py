@@ -1,14 +1,16 @@
-"""The MPI launchers Open MPI, Cray PALS and Hydra: their start line, and how a rank finds its node.
+"""The MPI launchers Open MPI, Cray PALS and Hydra: how they start a command, and how a rank finds its node.
 
-An MPI launcher starts ranks. It tells each rank how many ranks run on its node, and nothing else about nodes.
-With one rank per node, a rank stands for its node, and torchrun starts the workers. With several ranks per
-node, every process already is a rank (direct mode).
+An MPI launcher starts ranks. It tells each rank how many ranks run on its node, but hardly anything else
+about nodes. With one rank per node, the rank runs the node agent, and torchrun starts the workers. With
+several ranks per node, every process already is a worker (direct mode).
 
 Notes
 -----
-No launcher passes on a host list or the address of node 0. So IMGKIT_NODES or IMGKIT_HEAD must be passed on,
-or PBS' node file must be readable. The launcher's binding must be off, since by default all workers of a node
-would share one core.
+No launcher passes on a list of hosts or the address of node 0. So the user must pass on IMGKIT_NODES or
+    IMGKIT_HEAD,
+unless PBS' node file can be read. The launcher must not bind its processes to processors. By default, it
+    would bind all
+workers of a node to the same core.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ from imgkit_entrypoints.schedulers.placement import Direct, Placement, WrongStar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankVariables:
-    """The variables that a launcher sets for its ranks. In each group, the first one that is set counts."""
+    """The variables that a launcher sets for its ranks.
+
+    In each group, the first variable that is set is used.
+    """
 
     rank: tuple[str, ...]
     world_size: tuple[str, ...]
@@ -32,42 +37,45 @@ class RankVariables:
     local_world_size: tuple[str, ...]
     node_rank: tuple[str, ...] = ()
     job_id: tuple[str, ...]
-    """Variables that are equal on every rank, since the port is computed from the job id.
+    """Variables that form the job id. All that are set are joined.
 
-    The job id joins the values of all of them that are set.
+    They must be the same on every rank, because the port is computed from the job id.
     """
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """Return all variables, which must be passed into a container."""
+        """Return all variables of the launcher, which must be passed into a container."""
         ranks = (*self.rank, *self.world_size, *self.local_rank, *self.local_world_size)
         return (*ranks, *self.node_rank, *self.job_id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MpiLauncher:
-    """An MPI launcher: the variables of its ranks, and the argv of its start line."""
+    """An MPI launcher: the variables that it sets for ranks, and the command line that starts it."""
 
     NAME: str
-    """The launcher's name. It is in capitals as in the modules, since both are a `Scheduler` (resolve.py)."""
+    """Name of the launcher. The field is in capitals, as `NAME` in the modules of other launchers.
+
+    Both an `MpiLauncher` and such a module are a `Scheduler` (resolve.py).
+    """
     fields: RankVariables
     shown_by: tuple[str, ...]
-    """Variables, each of which shows that this launcher started the process."""
+    """Variables, each of which shows that this launcher has started the process."""
     shown_with: tuple[str, ...] = ()
-    """Variables of which at least one must be set for `shown_by` to count. Empty if none is needed."""
+    """If not empty, at least one of these variables must be set in addition to `shown_by`."""
     forward: tuple[str, ...]
-    """Variables that the start line passes on if they are set."""
+    """Variables that the command line of the launcher passes on if they are set."""
     program: str
     """The launcher's program, such as ``mpirun``."""
     count: str
     """Option before the number of processes, such as ``-n``."""
     once_per_node: tuple[str, ...]
-    """Options that start one process on each node and leave it unbound."""
+    """Options that start one process on each node, without binding it to processors."""
     export: tuple[str, ...]
-    """Options that set variable {name} to {value} for the processes."""
+    """Options that set the variable {name} to {value} for the processes."""
 
     def claims(self, env: Environment) -> tuple[str, ...]:
-        """Return the variables that show this launcher. Empty if it did not start this process."""
+        """Return the variables that show this launcher, or () if it has not started this process."""
         if self.shown_with and not env.present(*self.shown_with):
             return ()
         return env.present(*self.shown_by)
@@ -84,9 +92,12 @@ class MpiLauncher:
         forward: Mapping[str, str] | None = None,
         options: Sequence[str] = (),
     ) -> tuple[str, ...]:
-        """Return the argv that starts `command` once on each node, with the variables in `forward` set.
+        """Return the argv that starts `command` once on each node.
 
-        `options` are further options of the launcher.
+        Parameters
+        ----------
+        forward : variables to set for the processes, with their values.
+        options : further options of the launcher.
         """
         exports: list[str] = []
         for name, value in (forward or {}).items():
@@ -99,15 +110,15 @@ class MpiLauncher:
         return shlex.join(self.start_argv(command, nnodes=nnodes, forward=forward))
 
     def find_placement(self, env: Environment) -> Placement:
-        """Return the placement of this process: the node on which this MPI launcher has started it.
+        """Return the placement of this process, which is the node on which this launcher has started it.
 
-        If the launcher has started several processes on each node, the placement also has the process's own
-        rank.
+        If the launcher has started several processes on each node, the placement also contains the rank of
+        this process.
 
         Raises
         ------
-        WrongStart : the process was started on one node, but the host list has several.
-        NoPlan : no variable says where node 0 is, or the numbers contradict each other.
+        WrongStart : the command was started on one node, but the list of hosts contains several.
+        NoPlan : no variable contains the address of node 0, or the numbers contradict each other.
         """
         hosts = env.find_hosts()
         ranks = self._read_ranks(env, len(hosts.names))
@@ -134,7 +145,7 @@ class MpiLauncher:
             "job_id": ", ".join(job_id_from),
         }
         port = None
-        if head_from == "MASTER_ADDR":  # MASTER_PORT is the port at MASTER_ADDR, so it counts only with that
+        if head_from == "MASTER_ADDR":  # MASTER_PORT belongs to MASTER_ADDR, so it is only used with it
             port = env.read_port("MASTER_PORT")
         if port is not None:
             source["port"] = "MASTER_PORT"
@@ -151,13 +162,13 @@ class MpiLauncher:
         )
 
     def _hint(self, name: str, value: str) -> str:
-        """Return a hint that shows how the launcher's start line sets the variable `name`."""
+        """Return a hint that shows how to set the variable `name` on the command line of the launcher."""
         return f"start it with `{' '.join((self.program, *self.export_options(name, value)))} ...`"
 
     def _read_ranks(self, env: Environment, host_count: int) -> Direct:
-        """Return the rank of this process, and the numbers of ranks in the job and on this node.
+        """Return the rank of this process, and the number of ranks in the job and on this node.
 
-        If no variable gives one of the two numbers, it is computed from the number of hosts.
+        If no variable contains one of these two numbers, it is computed from the number of hosts.
 
         Raises
         ------
@@ -170,12 +181,13 @@ class MpiLauncher:
         rank = env.read_number(rank_from)
         local_rank_from = env.first_set(self.fields.local_rank)
         local_rank = 0
+        # With one rank on the node, its local rank is 0, even if no variable contains it.
         if local_rank_from or local_size > 1:
             local_rank = env.read_number(env.first_name(self.fields.local_rank))
         if local_rank >= local_size:
             problem = f"this is local rank {local_rank}, but the node has only ranks 0 to {local_size - 1}"
             raise NoPlan(problem, where=local_rank_from)
-        if size % local_size:
+        if size % local_size:  # nnodes, the quotient of both, must be a whole number
             raise NoPlan(
                 f"the job has {size} ranks, {local_size} of them on this node: nodes have different numbers "
                 "of ranks",
@@ -191,7 +203,9 @@ class MpiLauncher:
         return Direct(rank=rank, local_rank=local_rank, world_size=size, local_world_size=local_size)
 
     def _read_local_size(self, env: Environment, host_count: int) -> int:
-        """Return the number of ranks on this node. It may follow from those of all ranks and of hosts.
+        """Return the number of ranks on this node.
+
+        If no variable contains it, it is the number of all ranks divided by the number of hosts.
 
         Raises
         ------
@@ -200,6 +214,7 @@ class MpiLauncher:
         fields = self.fields
         size_from = env.first_set(fields.world_size)
         local_size_from = env.first_set(fields.local_world_size)
+        # Without a list of hosts, the number of nodes can only be computed from these two numbers.
         for names in (fields.world_size, fields.local_world_size):
             if not host_count and not env.first_set(names):
                 raise self._unknown_number_error(env, "nodes", names)
@@ -213,9 +228,9 @@ class MpiLauncher:
         raise self._unknown_number_error(env, "ranks on this node", names)
 
     def _is_alone(self, env: Environment) -> bool:
-        """Return whether this process looks like the only rank of its node.
+        """Return whether this process seems to be the only rank on its node.
 
-        With one rank on each node, the rank equals the number of the node. For a second rank on a node, they
+        With one rank on each node, the rank equals the index of the node. If a node has a second rank, they
         differ.
         """
         rank = env.get(env.first_set(self.fields.rank))
@@ -224,9 +239,9 @@ class MpiLauncher:
         return rank is not None and rank == node_rank and local_rank == "0"
 
     def _unknown_number_error(self, env: Environment, numbers: str, names: Sequence[str]) -> NoPlan:
-        """Return the error for a number, such as that of the nodes, that none of the variables `names` gives.
+        """Return the error about a number that is unknown because none of the variables `names` is set.
 
-        The hint tells the user to list the hosts.
+        `numbers` says what is counted, such as ``nodes``. The hint tells the user to list the hosts.
         """
         hosts = "" if env.get(NODES) else ", and there is no host list"
         return NoPlan(
@@ -237,12 +252,12 @@ class MpiLauncher:
         )
 
     def _check_hosts(self, env: Environment, nnodes: int, hosts: HostList) -> None:
-        """Raise an error if the host list has another length than the number of nodes that were started.
+        """Raise an error if the list of hosts has another length than the number of started nodes.
 
         Raises
         ------
-        WrongStart : only one node was started. The caller then tells the user how to start all of them.
-        NoPlan : another number of nodes was started.
+        WrongStart : only one node was started. The caller tells the user how to start all of them.
+        NoPlan : any other number of nodes was started.
         """
         host_count = len(hosts.names)
         if host_count in (0, nnodes):
@@ -260,11 +275,11 @@ class MpiLauncher:
         )
 
     def _node_rank(self, env: Environment, ranks: Direct, nnodes: int) -> tuple[int, str]:
-        """Return the rank of this node, and the variable from which it comes.
+        """Return the rank of this node, and the variable from which it was read or computed.
 
-        If the launcher sets no variable for the node, the rank of the node follows from the rank of this
-        process. Launchers place ranks in one of two orders: they fill one node after another, or give each
-        node one rank in turn.
+        If the launcher sets no variable with the node's rank, it is computed from the rank of this process.
+        That depends on the order in which the launcher has placed the ranks: it either fills one node after
+        another, or gives each node one rank in turn.
         """
         name = env.first_set(self.fields.node_rank)
         if name:
@@ -274,7 +289,8 @@ class MpiLauncher:
                 raise NoPlan(problem, where=f"{name}={node_rank}")
             return node_rank, name
         rank_from = env.first_set(self.fields.rank)
-        # With 2 nodes of 2 ranks, ranks 0 and 1 are on the same node (they fill it), or on different ones.
+        # With 2 nodes and 4 ranks, ranks 0 and 1 are either on the same node (filled) or on different nodes
+        # (in turn).
         fills_nodes = ranks.rank % ranks.local_world_size == ranks.local_rank
         alternates = ranks.rank // nnodes == ranks.local_rank
         if alternates and not fills_nodes:
@@ -284,7 +300,8 @@ class MpiLauncher:
 
 OPENMPI = MpiLauncher(
     NAME="openmpi",
-    # OMPI_COMM_WORLD_NODE_RANK is the rank among all jobs on one node, not the node's index: it is not read.
+    # OMPI_COMM_WORLD_NODE_RANK is not used, because it is not the node's index but a rank among all jobs on a
+    # node.
     fields=RankVariables(
         rank=("OMPI_COMM_WORLD_RANK",),
         world_size=("OMPI_COMM_WORLD_SIZE",),
@@ -292,11 +309,11 @@ OPENMPI = MpiLauncher(
         local_world_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
         job_id=("PMIX_NAMESPACE",),
     ),
-    shown_by=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # not PMIX_*: srun sets them too
+    shown_by=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # not PMIX_*, which srun sets as well
     forward=("IMGKIT_NODES", "IMGKIT_HEAD"),  # each with its own -x
     program="mpirun",
     count="-np",
-    # The default binds torchrun, and with it all workers of the node, to one core.
+    # By default, mpirun would bind torchrun, and so all workers of the node, to one core.
     once_per_node=("--map-by", "ppr:1:node", "--bind-to", "none"),
     export=("-x", "{name}={value}"),
 )
@@ -304,9 +321,10 @@ OPENMPI = MpiLauncher(
 
 PALS = MpiLauncher(
     NAME="pals",
-    # PALS_PPN, PALS_CPU_BIND and PALS_DEPTH are inputs that sites preset, so they do not show that PALS
-    # started the process. Some systems do not set PALS_SIZE, so PMI_SIZE comes first and the host list last.
-    # Slurm's Cray plugin sets PALS_* as well, but Slurm then places the process (resolve.OVERLAPS).
+    # PALS_PPN, PALS_CPU_BIND and PALS_DEPTH are settings that sites may preset, so they do not show that PALS
+    # has started the process. Some systems do not set PALS_SIZE, so PMI_SIZE comes first, and the list of
+    # hosts is the last resort. Slurm's Cray plugin sets PALS_* as well, but then Slurm determines the
+    # placement (resolve.OVERLAPS).
     fields=RankVariables(
         rank=("PALS_RANKID",),
         world_size=("PMI_SIZE", "PALS_SIZE"),
@@ -316,7 +334,7 @@ PALS = MpiLauncher(
         job_id=("PBS_JOBID", "PALS_APID"),
     ),
     shown_by=("PALS_RANKID", "PALS_NODEID"),
-    forward=("IMGKIT_NODES",),  # mpiexec passes the environment on, the container may not
+    forward=("IMGKIT_NODES",),  # mpiexec passes the environment on, but the container may not
     program="mpiexec",
     count="-n",
     once_per_node=("--ppn", "1", "--cpu-bind", "none"),

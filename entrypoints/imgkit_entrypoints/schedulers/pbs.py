@@ -2,15 +2,16 @@
 
 Notes
 -----
-* PBS runs the job script on the first host only, and starts nothing on the others by itself. A launcher
-  started once in the script would wait for agents that nobody starts.
-* PBS_NODEFILE has a line for each chunk x mpiprocs. Its path is in PBS' spool folder, which is not in a
-  container. So the job script passes the list on as IMGKIT_NODES, in the same order: the script runs on the
-  first host.
-* A task that pbsdsh starts gets PBS_NODENUM, its host's index, and none of the script's exports. PBS_TASKNUM
-  is decimal in the script and 8 hexadecimal digits in a task. It distinguishes the two and is never a rank.
-* pbsdsh starts one task for each line of the node file, so two on a host with mpiprocs=2. With ``-n INDEX``,
-  it starts one task for one line.
+* PBS runs the job script only on the first host, and starts nothing on the other hosts. A command that is
+  started once in the script would wait for node agents that nobody starts.
+* PBS_NODEFILE has a line for each chunk x mpiprocs. The file is in PBS' spool folder, which containers do not
+  contain. So the job script passes the list on as IMGKIT_NODES. It keeps the order, because the script runs
+  on the first host.
+* A task that pbsdsh starts gets PBS_NODENUM, the index of its host, but none of the variables that the script
+  exports. PBS_TASKNUM is a decimal number in the script, and has 8 hexadecimal digits in a task. This
+  distinguishes the two. It is never a rank.
+* pbsdsh starts one task for each line of the node file, which means two tasks on a host with mpiprocs=2. With
+  ``-n INDEX``, it starts one task for one line.
 * pbsdsh ends with 0 even if its tasks fail, and their output does not pass through it.
 
 Source: openpbs src/resmom/start_exec.c, mom_comm.c, src/cmds/pbsdsh.c.
@@ -33,29 +34,30 @@ FORWARD: tuple[str, ...] = (NODES,)
 
 # PBS_TASKNUM of a task that pbsdsh has started. In the job script, it is a decimal number.
 _SPAWNED = re.compile("[0-9A-Fa-f]{8}")
-# Shell commands for the hosts of the node file without repeats, and for the index of each host's first line.
+# Shell commands that print the hosts in the node file without duplicates, and the index of each host's first
+# line.
 _UNIQUE_NODES = "awk '!seen[$0]++' \"$PBS_NODEFILE\""
 _FIRST_LINES = "awk '!seen[$0]++{print NR-1}' \"$PBS_NODEFILE\""
 
 
 def claims(env: Environment) -> tuple[str, ...]:
-    """Return the variables that show a PBS job. Empty outside of a job."""
+    """Return the variables that show a PBS job, or () outside of a job."""
     return env.present("PBS_JOBID", "PBS_NODENUM", "PBS_NODEFILE")
 
 
 def find_placement(env: Environment) -> Placement:
-    """Return the placement of this process: the host of the PBS job on which it was started.
+    """Return the placement of this process, which is the host of the PBS job on which it was started.
 
     Raises
     ------
-    WrongStart : this is the job script itself, which runs on the first host only, but the job has several
-        hosts.
+    WrongStart : the job has several hosts, but this is the job script itself, which runs only on the first
+        host.
     NoPlan : the job's hosts are unknown, or this host is not one of them.
     """
     hosts = env.find_hosts()
     if hosts.names:
         nnodes, nnodes_from = len(hosts.names), hosts.variable
-    elif env.get("IMGKIT_NNODES") == "1":  # --nnodes 1 asks for this host alone
+    elif env.get("IMGKIT_NNODES") == "1":  # with --nnodes 1, the user requests only this host
         nnodes, nnodes_from = 1, "IMGKIT_NNODES"
     else:
         raise NoPlan(
@@ -108,23 +110,23 @@ def find_placement(env: Environment) -> Placement:
 def start_argv(command: Sequence[str], *, line_index: str) -> tuple[str, ...]:
     """Return the argv that starts `command` through pbsdsh on one host of the PBS job.
 
-    The command does not get the variables, modules or working directory of the job script. pbsdsh itself
-    always ends with 0, so the option ``-v`` is given: with it, pbsdsh prints the exit status of the task.
+    The command does not inherit variables, modules or the working directory from the job script. pbsdsh
+    itself always ends with 0. With the option ``-v``, it prints the exit status of the task.
 
     Parameters
     ----------
-    line_index : index of a line of the host in the node file, from 0, or a shell expression for it.
+    line_index : index of a line of the host in the node file, counted from 0, or a shell expression for it.
     """
     return ("pbsdsh", "-v", "-n", line_index, "--", *command)
 
 
 def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -> str:
-    """Return the lines for a job script that start `command` on each node, for a hint.
+    """Return the lines of a job script that start `command` on each node, for a hint.
 
-    They show PALS' mpiexec, and pbsdsh for systems without it.
+    The first line uses PALS' mpiexec. The other lines use pbsdsh, for systems without PALS.
     """
     command_line = shlex.join(command)
-    # With pbsdsh, the command is a part of a double-quoted word, so these characters in it need a backslash.
+    # With pbsdsh, the command is inside double quotes, in which these characters need a backslash.
     quoted = re.sub(r'(["\\$`])', r"\\\1", command_line)
     return "\n     ".join(
         (
@@ -142,13 +144,13 @@ def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -
 def _is_script(env: Environment) -> bool:
     """Return whether this process belongs to the job script.
 
-    Otherwise, pbsdsh or another program has started it as a task on a host.
+    Otherwise, pbsdsh or another program has started it as a task on one of the hosts.
     """
     if _SPAWNED.fullmatch(env.get("PBS_TASKNUM", "")):
         return False
     if env.get("PBS_NODENUM", "0") != "0":
-        return False  # the script runs on host 0
+        return False  # the script always runs on host 0
     if env.present("PBS_ENVIRONMENT", "PBS_TASKNUM"):
         return True
-    # Without both variables, the process counts as a task if the hosts were passed on to it.
+    # If neither variable is set, the process is a task if the list of hosts was passed on to it.
     return not env.present(NODES)

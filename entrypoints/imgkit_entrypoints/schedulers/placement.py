@@ -1,4 +1,4 @@
-"""The placement of this process: which node of its job it runs on. Also the request of the user for it."""
+"""The placement of this process (the node of its job on which it runs), and the user's request for it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 from imgkit_entrypoints.errors import NoPlan
 
-# The range of computed ports: 20000 to 30999. Linux takes the ports from 32768 on for outgoing connections.
-# Ray takes 10002 to 19999 for its workers, and refuses one of them as the port of its head.
+# Computed ports are from 20000 to 30999. Linux uses ports from 32768 on for outgoing connections. Ray uses
+# 10002 to 19999 for its workers, and refuses these ports for its head.
 FIRST_PORT = 20000
 PORTS = 11000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Direct:
-    """The rank of this process, if the launcher has started every rank itself and torchrun is not used."""
+    """The rank of this process in direct mode, in which the launcher starts every rank without torchrun."""
 
     rank: int
     local_rank: int
@@ -28,22 +28,23 @@ class Direct:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """The number of nodes that a run uses and keeps in reserve: the value of ``--nnodes``."""
+    """The number of nodes that a run trains on and keeps in reserve, which is the value of ``--nnodes``."""
 
     training: int
     """Number of nodes that train."""
     spares: int = 0
-    """Number of further nodes, which wait until a node is lost."""
+    """Number of spare nodes, each of which waits until it can replace a lost node."""
 
     @classmethod
     def parse(cls, text: str) -> Size:
-        """Return the size that `text` means: ``4`` is four nodes, and ``4+1`` is four nodes and a spare.
+        """Return the size in `text`: ``4`` means four nodes, and ``4+1`` means four nodes and a spare.
 
-        A spare is a node that waits until it can replace a lost one.
+        A spare is a node that waits until it can replace a lost node.
 
         Raises
         ------
-        ValueError : the text is neither ``N`` nor ``N+S``. `size_examples` returns what to type instead.
+        ValueError : the text is neither ``N`` nor ``N+S``. `size_examples` returns what the user can type
+            instead.
         """
         if _RANGE.fullmatch(text.strip()):
             raise ValueError(f"{text!r} is a range, but a run has a fixed number of nodes")
@@ -60,7 +61,7 @@ class Size:
 
     @property
     def started(self) -> int:
-        """Return the number of nodes on which the command is started, spares included."""
+        """Return the number of nodes on which the command is started, including spares."""
         return self.training + self.spares
 
 
@@ -69,13 +70,13 @@ _RANGE = re.compile(r"([0-9]{1,7}):([0-9]{1,7})", re.ASCII)
 
 
 def size_examples(text: str, option: str) -> str:
-    """Return what to type instead of a text that `Size.parse` refuses, for a hint.
+    """Return what the user can type instead of a text that `Size.parse` refuses, for a hint.
 
     For the range ``2:4``, it is ``--nnodes 4, or --nnodes 4+1 with one spare``.
 
     Parameters
     ----------
-    option : what precedes the value: ``"--nnodes "``, or the variable with an equals sign.
+    option : the text before the value: ``"--nnodes "``, or the name of the variable with an equals sign.
     """
     ends = _RANGE.fullmatch(text.strip())
     nodes = max(1, *map(int, ends.groups())) if ends else 4
@@ -84,31 +85,32 @@ def size_examples(text: str, option: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The node of a job on which this process runs. It counts nodes, and only `direct` counts ranks."""
+    """The node of a job on which this process runs. All numbers are about nodes, except those in `direct`."""
 
     scheduler: str
     """Launcher that placed the process: slurm, pbs, pals, openmpi, hydra, kubeflow, manual or standalone."""
     nnodes: int
     node_rank: int
     hosts: tuple[str, ...] = ()
-    """Hosts in the order of the node ranks. Empty if the launcher does not give them."""
+    """Hosts in the order of the node ranks. Empty if they are unknown."""
     head: str = ""
-    """Name or address by which the other nodes reach node 0. Empty on one node."""
+    """Name or address by which the other nodes reach node 0. Empty in a run on one node."""
     port: int | None = None
-    """Port that the scheduler or the user gave. With None, it is computed by `job_port`."""
+    """Port that the scheduler or the user has set. With None, `job_port` computes the port."""
     job_id: str = ""
-    """A text that is equal on all nodes and differs between starts. Empty if the launcher has none."""
+    """A text that is the same on all nodes and differs between starts. Empty if the launcher has none."""
     source: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """The variables or the flag from which a field comes, by the field's name."""
+    """The variables or the flag that a field was read from, by the name of the field."""
     direct: Direct | None = None
     """The rank of this process in direct mode. None if torchrun starts the workers."""
     size: Size | None = None
     """The size of a run with spares. None if all `nnodes` train."""
 
     def numbered(self, nnodes: int, node_rank: int) -> Placement:
-        """Return this placement with the numbers that the head has given in the roll call.
+        """Return this placement with the numbers that the head has assigned in the roll call.
 
-        If they differ from the launcher's, the hosts are dropped, since their order does not apply any more.
+        In the roll call, all nodes meet. If the numbers differ from the launcher's, the hosts are dropped,
+        because their order no longer corresponds to the ranks.
         """
         if (nnodes, node_rank) == (self.nnodes, self.node_rank):
             return self
@@ -116,7 +118,7 @@ class Placement:
 
     @property
     def base_port(self) -> int:
-        """Return the given port, or else the one computed from the job id. All nodes have the same one."""
+        """Return `port`, or else a port that is computed from the job id. It is the same on all nodes."""
         return job_port(self.job_id) if self.port is None else self.port
 
 
@@ -141,17 +143,17 @@ class PlacementRequest:
 
     @property
     def describes_node(self) -> bool:
-        """Return whether the flags say which node of several this is, so that no launcher has to."""
+        """Return whether the flags fully describe this node of several, so that no launcher is needed."""
         has_rank = self.head is not None and self.node_rank is not None
         return has_rank and (self.nnodes or 1) > 1
 
 
 class WrongStart(NoPlan):
-    """The error for an allocation of several nodes on which only this one process was started.
+    """The error for a job of several nodes in which only this process was started.
 
     Parameters
     ----------
-    nnodes : number of nodes of the allocation.
+    nnodes : number of nodes of the job.
     """
 
     def __init__(self, problem: str, *, where: str, nnodes: int) -> None:

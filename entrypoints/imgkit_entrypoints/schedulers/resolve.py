@@ -1,8 +1,8 @@
-"""Find the `Placement` of this process from flags, environment and launcher, and refuse contradictions.
+"""Find the `Placement` of this process from flags, variables and the launcher, and refuse contradictions.
 
-The module of each launcher is pure: the environment and a function that reads files come in as arguments. A
-launcher "shows" if its variables are set (`Scheduler.claims`). If two launchers show at once, that is an
-error, unless a known overlap explains it (`OVERLAPS`).
+The modules of the launchers are pure: the environment and a function that reads files are arguments. A
+launcher is recognized by the variables that it sets (`Scheduler.claims`). If two launchers are recognized at
+the same time, that is an error, unless a known overlap explains it (`OVERLAPS`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,19 @@ def find_placement(
 ) -> Placement:
     """Return the placement of this process: which node of the run this is, and where the other nodes are.
 
-    A worker of torchrun is refused. Otherwise the first of these decides: the flag ``--scheduler``; the flags
-    ``--nnodes --node-rank --head``, if all are given; the launcher whose variables are set; IMGKIT_NODES or
-    IMGKIT_NNODES; this machine alone.
+    A worker of torchrun is refused. Otherwise, the first of these sources that exists is used:
+
+    * the flag ``--scheduler``,
+    * the flags ``--nnodes --node-rank --head``, if all are given,
+    * the launcher whose variables are set,
+    * IMGKIT_NODES or IMGKIT_NNODES.
+
+    If there is none of them, the run uses only this machine.
 
     Parameters
     ----------
     read : returns the text of a file, or None if it cannot be read.
-    head_suffix : the recipe's ``fabric.head_suffix``. It is added to the head's name if that comes from
+    head_suffix : the recipe's ``fabric.head_suffix``. It is added to the head's name if the name comes from
         Slurm's list of nodes.
 
     Raises
@@ -44,7 +49,7 @@ def find_placement(
     try:
         placement = _detect_placement(request, env_with_flags)
     except NoPlan as error:
-        # The error should name what the user has typed.
+        # If the user has typed a flag, the error should name the flag, and not its variable.
         if error.where and error.where in env_with_flags:
             error.where = _flags_by_variable(env).get(error.where, error.where)
         raise
@@ -52,9 +57,9 @@ def find_placement(
 
 
 def _detect_placement(request: PlacementRequest, env: Environment) -> Placement:
-    """Return the placement by the first module that decides, in the order of `find_placement`.
+    """Return the placement from the first source that exists, in the order of `find_placement`.
 
-    Each module knows one launcher, such as Slurm.
+    Each module of a launcher, such as Slurm's, finds the placement in the variables of that launcher.
     """
     _refuse_nesting(env)
     launchers = _find_launchers(env)
@@ -80,7 +85,7 @@ def _with_fast_network(placement: Placement, suffix: str) -> Placement:
     """Return the placement with the head's name on the fast network.
 
     With the suffix ``-ib``, ``n1`` becomes ``n1-ib``. Only a name from Slurm's own list is changed. A head or
-    a host list that the user has named stays as it is.
+    a list of hosts from the user stays unchanged.
     """
     hosts_from = placement.source.get("hosts", "")
     if not suffix or not placement.head or hosts_from not in slurm.FIELDS["hosts"]:
@@ -95,7 +100,7 @@ def _with_fast_network(placement: Placement, suffix: str) -> Placement:
 def placement_warnings(
     placement: Placement, request: PlacementRequest, env: Mapping[str, str], *, recipe: str
 ) -> tuple[str, ...]:
-    """Return warnings about a placement that is odd, but not an error.
+    """Return warnings about a placement that is unusual, but not an error.
 
     For example, an image that was built for Slurm is started without any variable of Slurm.
 
@@ -116,9 +121,10 @@ def placement_warnings(
 def _refuse_nesting(env: Environment) -> None:
     """Raise NoPlan if this process is already a worker of torchrun.
 
-    A node agent in each worker would start all workers once more.
+    Otherwise, the node agent in each worker would start all workers again.
     """
-    # Only torchrun sets these two variables. Pods have RANK and LOCAL_RANK as well.
+    # Only torchrun sets these two variables. RANK and LOCAL_RANK are no evidence, since pods have them as
+    # well.
     where = env.quote("TORCHELASTIC_RUN_ID", "GROUP_RANK")
     if where:
         raise NoPlan(
@@ -132,14 +138,14 @@ def _refuse_nesting(env: Environment) -> None:
 
 
 def _ask_launcher(module: Scheduler, request: PlacementRequest, env: Environment) -> Placement:
-    """Return the placement by `module`, the module of a launcher.
+    """Return the placement that `module`, the module of a launcher, finds.
 
-    If the command was started on one node of several, and the user gave ``--nnodes 1``, this node alone is
-    meant.
+    If the command was started on only one of several nodes, and the user gave ``--nnodes 1``, the run uses
+    only this node.
 
     Raises
     ------
-    NoPlan : only one node of several was started. The hint is the line that starts all of them.
+    NoPlan : only one of several nodes was started. The hint is the line that starts all of them.
     """
     try:
         return module.find_placement(env)
@@ -153,22 +159,22 @@ def _ask_launcher(module: Scheduler, request: PlacementRequest, env: Environment
 
 
 def _command_on_host(command: Sequence[str], env: Environment) -> tuple[str, ...]:
-    """Return the argv to type on the host: the start of this container, followed by `command`.
+    """Return the argv that the user has to type on the host to run `command` in this container.
 
     An example is ``apptainer exec --nv image.sif dist-run train.py``. Outside of a container of Singularity
-    or Apptainer, return `command` as it is.
+    or Apptainer, return `command` unchanged.
     """
     for runtime in ("apptainer", "singularity"):
         image = env.get(f"{runtime.upper()}_CONTAINER")
         if not image:
             continue
         # Without squashfuse, the runtime unpacks the .sif into a temporary folder. *_CONTAINER is then the
-        # path of that folder, and *_NAME still has the name of the .sif.
+        # path of that folder, but *_NAME is still the name of the .sif.
         name = env.get(f"{runtime.upper()}_NAME")
         if name and name != PurePath(image).name:
             image = name
         options = []
-        if env.read("/proc/driver/nvidia/version") is not None:
+        if env.read("/proc/driver/nvidia/version") is not None:  # the host has an NVIDIA driver
             options.append("--nv")
         binds = env.get(f"{runtime.upper()}_BIND")
         if binds:
@@ -178,16 +184,16 @@ def _command_on_host(command: Sequence[str], env: Environment) -> tuple[str, ...
 
 
 def _refuse_other_rank(launchers: Sequence[Scheduler], placement: Placement, env: Environment) -> None:
-    """Raise NoPlan if ``--node-rank`` differs from the rank that a launcher gives this process.
+    """Raise NoPlan if ``--node-rank`` differs from the rank that a launcher has given this process.
 
     In ``srun dist-run --node-rank $SLURM_NODEID``, the shell of the job script expands the variable before
-    the tasks start. The flag is then 0 on every node, and no node would find the others.
+    the tasks start. The flag is then 0 on every node, and the nodes would not find each other.
     """
     for module in launchers:
         try:
             launched = module.find_placement(env)
         except NoPlan:
-            continue  # ssh, for example, has started this process, so the flags are the only source
+            continue  # the launcher has not started this process, but ssh, for example
         is_same_run = launched.nnodes == placement.nnodes and launched.direct is None
         if is_same_run and launched.node_rank != placement.node_rank:
             name = launched.source.get("node_rank", "")
@@ -201,9 +207,9 @@ def _refuse_other_rank(launchers: Sequence[Scheduler], placement: Placement, env
 
 
 def _refuse_wrong_order(placement: Placement, env: Environment) -> None:
-    """Raise NoPlan if the host list is in another order than the ranks.
+    """Raise NoPlan if the order of the list of hosts differs from the order of the ranks.
 
-    All nodes take the first host of the list for node 0, so they would connect to the wrong host.
+    All nodes take the first host in the list for node 0, so they would connect to the wrong host.
     """
     position = env.find_position(placement.hosts)
     if placement.nnodes == 1 or position in (None, placement.node_rank):
@@ -218,7 +224,7 @@ def _refuse_wrong_order(placement: Placement, env: Environment) -> None:
     )
 
 
-# The variable that the modules read for a field of `PlacementRequest`.
+# The variables that the modules of the launchers read instead of the fields of `PlacementRequest`.
 _FLAG_VARIABLES: Mapping[str, str] = {
     "nnodes": "IMGKIT_NNODES",
     "node_rank": "IMGKIT_NODE_RANK",
@@ -229,7 +235,7 @@ _FLAG_VARIABLES: Mapping[str, str] = {
 
 
 def _flags_as_variables(request: PlacementRequest, env: Environment) -> Environment:
-    """Return the environment with every flag as its variable: ``--node-rank 2`` is IMGKIT_NODE_RANK=2.
+    """Return the environment with each flag as a variable: ``--node-rank 2`` becomes IMGKIT_NODE_RANK=2.
 
     The modules of the launchers then only have to read variables.
     """
@@ -245,7 +251,10 @@ def _flags_as_variables(request: PlacementRequest, env: Environment) -> Environm
 
 
 def _flags_by_variable(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the flag for each variable in `_FLAG_VARIABLES` that is not set: ``--head`` for IMGKIT_HEAD."""
+    """Return the flags that belong to variables in `_FLAG_VARIABLES`, such as ``--head`` for IMGKIT_HEAD.
+
+    Variables that are set in `env` are left out, because the user has set the variable and not the flag.
+    """
     flags = {}
     for field, name in _FLAG_VARIABLES.items():
         if not env.get(name):
@@ -258,8 +267,8 @@ def _with_requested_values(
 ) -> Placement:
     """Return the placement with the port, the spares and the direct rank that the user has requested.
 
-    A direct rank is one that the launcher has started itself, without torchrun. The modules of the launchers
-    have read the flags as variables, but the sources in the result name the flags again.
+    In direct mode, the launcher has started every rank itself, without torchrun. The modules of the launchers
+    have read flags as variables. The sources in the result name the flags again.
 
     Raises
     ------
@@ -290,7 +299,7 @@ def _with_requested_values(
 def _refuse_contradictions(placement: Placement, request: PlacementRequest) -> None:
     """Raise NoPlan if a flag contradicts what the launcher has started.
 
-    One of the two is a mistake, and choosing either of them silently could start a wrong run.
+    One of the two is a mistake. If imgkit silently chose one of them, it could start a wrong run.
     """
     size, scheduler = request.size, placement.scheduler
     if size and not size.training <= placement.nnodes <= size.started:
@@ -311,21 +320,22 @@ def _refuse_contradictions(placement: Placement, request: PlacementRequest) -> N
 
 
 class Scheduler(Protocol):
-    """The interface of a launcher's module. Most also have a `start_argv`, whose arguments differ."""
+    """The interface of a launcher's module. Most modules also have a `start_argv`, with various arguments."""
 
     @property
     def NAME(self) -> str:
-        """Return the name of the launcher, a value of ``--scheduler``."""
+        """Return the name of the launcher, which is a value of ``--scheduler``."""
 
     def claims(self, env: Environment) -> tuple[str, ...]:
-        """Return the variables that show this launcher. Empty if it did not start this process."""
+        """Return the variables that show this launcher, or () if it has not started this process."""
 
     def find_placement(self, env: Environment) -> Placement:
-        """Return the node of this process.
+        """Return the placement of this process.
 
         Raises
         ------
-        WrongStart : only one node of several was started. NoPlan : the variables contradict each other.
+        WrongStart : only one of several nodes was started.
+        NoPlan : the variables contradict each other.
         """
 
     def per_node_command(self, command: Sequence[str], *, nnodes: int, env: Environment) -> str:
@@ -333,24 +343,25 @@ class Scheduler(Protocol):
 
 
 ALWAYS_SHOWING: tuple[str, ...] = ("slurm", "pbs")
-"""Schedulers of recipes whose variables are set in every job. The others set none in a job of one node."""
+"""Schedulers that set variables in every job. Other schedulers set none in a job of one node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Two launchers whose variables appear together for a known reason. The first one places the process."""
+    """Two launchers whose variables are set at the same time for a known reason. The first one is used."""
 
     first: str
     second: str
     unless: tuple[str, ...] = ()
-    """Variables that show that the second launcher really has started the process. Then it is an error."""
+    """Variables that show that the second launcher has really started the process. That is an error then."""
 
 
-# The launchers that are recognized by their variables. Without any of them, `manual` or `standalone` applies.
+# The launchers that are recognized by their variables. If none is recognized, `manual` or `standalone` is
+# used.
 LAUNCHERS: tuple[Scheduler, ...] = (slurm, PALS, pbs, OPENMPI, HYDRA, kubernetes)
 BY_NAME: Mapping[str, Scheduler] = {module.NAME: module for module in (*LAUNCHERS, manual, standalone)}
 
-# Launchers by a name in recipes and flags that may mean several of them.
+# Further names in recipes and flags, each with the launchers that it stands for.
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "runai": ("kubeflow",),
     "kubernetes": ("kubeflow",),
@@ -364,10 +375,10 @@ OVERLAPS: tuple[Overlap, ...] = (
     Overlap("slurm", "pals"),
     Overlap("slurm", "hydra", unless=HYDRA_OWN),
     Overlap("pals", "hydra", unless=HYDRA_OWN),
-    # mpiexec is the right way to start inside a PBS job. It knows the ranks, while PBS knows only the job.
+    # In a PBS job, mpiexec usually starts the processes. It sets the ranks, while PBS only describes the job.
     *(Overlap(name, "pbs") for name in ("pals", "openmpi", "hydra")),
-    # RANK, WORLD_SIZE and MASTER_ADDR are torch's own names, which many job scripts export. Beside another
-    # launcher, they show a pod only if a variable is set that only operators set.
+    # RANK, WORLD_SIZE and MASTER_ADDR are torch's own names, which many job scripts export. If another
+    # launcher is recognized, they only show a pod together with a variable that only operators set.
     *(
         Overlap(module.NAME, "kubeflow", unless=kubernetes.OWN)
         for module in (slurm, PALS, pbs, OPENMPI, HYDRA)
@@ -376,9 +387,9 @@ OVERLAPS: tuple[Overlap, ...] = (
 
 
 def _find_launchers(env: Environment) -> list[Scheduler]:
-    """Return the launchers that show, without those that a known overlap explains."""
+    """Return the launchers whose variables are set, except those that a known overlap explains."""
     launchers = {module.NAME: module for module in LAUNCHERS if module.claims(env)}
-    # The order of the table matters, since a launcher that was removed does not explain another one.
+    # The order of the table matters, because a launcher that was removed cannot explain another one.
     for overlap in OVERLAPS:
         if overlap.first in launchers and not env.present(*overlap.unless):
             launchers.pop(overlap.second, None)
@@ -388,7 +399,8 @@ def _find_launchers(env: Environment) -> list[Scheduler]:
 def _get_scheduler(name: str, env: Environment) -> Scheduler:
     """Return the module of the launcher that ``--scheduler`` names.
 
-    A name such as ``mpi`` may stand for several modules. Then return the first whose variables are set.
+    A name such as ``mpi`` may stand for several modules. In this case, return the first module whose
+    variables are set.
 
     Raises
     ------
@@ -407,7 +419,7 @@ def _get_scheduler(name: str, env: Environment) -> Scheduler:
 
 
 def launcher_variables(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return one variable of each launcher that shows, as evidence of a job."""
+    """Return one variable of each launcher that is recognized, as evidence of a job."""
     variables = []
     for module in LAUNCHERS:
         names = module.claims(Environment(env))
@@ -417,9 +429,9 @@ def launcher_variables(env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def missing_launcher_clause(name: str, env: Mapping[str, str]) -> str:
-    """Return a clause for a warning if the recipe's scheduler `name` should show, but no launcher does.
+    """Return a clause for a warning if no launcher is recognized, although the recipe expects one.
 
-    Otherwise return an empty text.
+    `name` is the scheduler in the recipe. Return "" if there is no reason for a warning.
     """
     if name not in ALWAYS_SHOWING or launcher_variables(env):
         return ""
@@ -427,9 +439,9 @@ def missing_launcher_clause(name: str, env: Mapping[str, str]) -> str:
 
 
 def _refuse_two_launchers(launchers: Sequence[Scheduler], env: Environment) -> NoReturn:
-    """Raise NoPlan because the variables of two launchers are set at once.
+    """Raise NoPlan because the variables of two launchers are set at the same time.
 
-    Either of them may have started this process. The error names both, and the flag that chooses one of them.
+    Either of them may have started this process. The error names both, and the flags that choose one of them.
     """
     names = [f"{module.NAME} ({', '.join(module.claims(env)[:3])})" for module in launchers]
     flags = " or ".join(f"--scheduler {module.NAME}" for module in launchers)

@@ -4,12 +4,13 @@ Notes
 -----
 The variables follow Slurm's src/common/env.c and were seen on 22.05:
 
-* A batch script has SLURM_PROCID=0 and SLURM_NODEID=0 too, so they do not prove that srun started this
-  process. SLURM_STEP_NUM_NODES and SLURM_STEP_NODELIST do prove it, since only srun sets them. SLURM_STEP_ID
-  does not, since the batch script (-5) and salloc's interactive shell (-6) have one as well.
-* SLURM_LAUNCH_NODE_IPADDR is the node where srun ran. Under salloc, that is a login node and never the head.
-* srun stopped inheriting --cpus-per-task in 22.05, and inherits it again since 23.11. So start lines always
-  contain it.
+* A batch script also has SLURM_PROCID=0 and SLURM_NODEID=0, so these do not prove that srun has started this
+  process. SLURM_STEP_NUM_NODES and SLURM_STEP_NODELIST do prove it, because only srun sets them.
+  SLURM_STEP_ID proves nothing, because the batch script (-5) and salloc's interactive shell (-6) have it too.
+* SLURM_LAUNCH_NODE_IPADDR is the node on which srun was called. Under salloc, that is a login node and never
+  the head (node 0).
+* In 22.05, srun stopped inheriting --cpus-per-task, and it inherits it again since 23.11. So command lines of
+  srun always contain the option.
 """
 
 from __future__ import annotations
@@ -47,29 +48,31 @@ JOB_FIELDS: Mapping[str, tuple[str, ...]] = {
 OUTLIVES_NODES = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0")
 """srun's options for a step that continues without a lost node. The job needs --no-kill as well."""
 
-# Ids of Slurm's own steps are small negative numbers (slurm.h). Here is -16 as an unsigned number of 32 bits.
+# Slurm's own steps have small negative numbers as ids (slurm.h). This is -16 as an unsigned number of 32
+# bits.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-# The node lists of a heterogeneous job's components. Other *_PACK_GROUP_* do not show such a job: Slurm 22.05
-# sets SLURM_JOB_CPUS_PER_NODE_PACK_GROUP_0 in every step of a batch script.
+# The node lists of the components of a heterogeneous job. Other variables with *_PACK_GROUP_* are no evidence
+# of such a job: Slurm 22.05 sets SLURM_JOB_CPUS_PER_NODE_PACK_GROUP_0 in every step of a batch script.
 _HET = re.compile(r"SLURM_JOB_NODELIST_(?:HET|PACK)_GROUP_[0-9]+")
 
 
 def claims(env: Environment) -> tuple[str, ...]:
-    """Return the variables that show a Slurm job. Empty outside of a job."""
+    """Return the variables that show a Slurm job, or () outside of a job."""
     names = (*FIELDS["nnodes"], *FIELDS["hosts"], *JOB_FIELDS["nnodes"], *JOB_FIELDS["hosts"])
-    # The salloc shell of a heterogeneous job has none of these, only the lists of its components.
+    # The salloc shell of a heterogeneous job has none of these variables, but only the lists of its
+    # components.
     return (*env.present(*names), *_hetjob_variables(env))
 
 
 def find_placement(env: Environment) -> Placement:
-    """Return the placement of this process: the node of a Slurm step on which srun has started it.
+    """Return the placement of this process, which is the node of a Slurm step on which srun has started it.
 
     A step is one call of srun in a job.
 
     Raises
     ------
-    WrongStart : this is the shell of the batch script or of salloc, and the allocation has several nodes.
-    NoPlan : a heterogeneous job, or variables that contradict each other.
+    WrongStart : this is the shell of the batch script or of salloc, and the job has several nodes.
+    NoPlan : the job is heterogeneous, or variables contradict each other.
     """
     components = _hetjob_variables(env)
     if components:
@@ -100,7 +103,8 @@ def find_placement(env: Environment) -> Placement:
     if node_rank >= nnodes:
         problem = f"{rank_from} is {node_rank}, but the step has only nodes 0 to {nnodes - 1}"
         raise NoPlan(problem, where=rank_from)
-    # SLURMD_NODENAME is the name of this node, so a rank that belongs to another node shows here.
+    # SLURMD_NODENAME is the name of this node. If the rank belongs to another node in the list, the variables
+    # of another task were passed on to this one.
     node = env.get("SLURMD_NODENAME", "")
     if node in hosts and hosts[node_rank] != node and hosts.count(node) == 1:
         raise NoPlan(
@@ -150,7 +154,7 @@ def start_argv(
     Parameters
     ----------
     cpus : number of CPUs on each node. None leaves the number to Slurm.
-    outlives_nodes : True if the step goes on when a task ends or a node is lost.
+    outlives_nodes : True if the step must continue when a task ends or a node is lost.
     options : further options of srun.
     """
     argv = ["srun", f"--nodes={nnodes}", f"--ntasks={nnodes}", "--ntasks-per-node=1"]
@@ -164,14 +168,14 @@ def start_argv(
 
 
 def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -> str:
-    """Return the line that starts `command` on all nodes of this allocation, for a hint.
+    """Return the line that starts `command` on all nodes of this job, for a hint.
 
     The tasks get all CPUs of the job.
     """
     cpus = None
     counts = env.get("SLURM_JOB_CPUS_PER_NODE")
     if counts:
-        # Each task gets the same number, so the smallest node decides.
+        # All tasks get the same number of CPUs, so the node with the fewest CPUs decides.
         cpus = min(expand_counts(counts, where="SLURM_JOB_CPUS_PER_NODE"))
     elif env.present("SLURM_CPUS_PER_TASK"):
         cpus = env.read_number("SLURM_CPUS_PER_TASK", least=1)
@@ -179,7 +183,7 @@ def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -
 
 
 def _hetjob_variables(env: Environment) -> tuple[str, ...]:
-    """Return the variables with the components of a heterogeneous job. Empty in any other job."""
+    """Return the variables that list the components of a heterogeneous job, or () in any other job."""
     return tuple(name for name in sorted(env) if _HET.fullmatch(name))
 
 
@@ -192,7 +196,10 @@ def _expand_hosts(env: Environment, names: Sequence[str]) -> HostList:
 
 
 def _job_nodes(env: Environment) -> tuple[int, str]:
-    """Return the number of nodes of the allocation, and the variable that gives it. It is 0 if none does."""
+    """Return the number of nodes of the job, and the variable that contains it.
+
+    The number is 0 if no variable contains it.
+    """
     name = env.first_set(JOB_FIELDS["nnodes"])
     if name:
         return env.read_number(name, least=1), name
@@ -201,7 +208,7 @@ def _job_nodes(env: Environment) -> tuple[int, str]:
 
 
 def _is_shell(env: Environment) -> bool:
-    """Return whether the step is a shell of Slurm: its id is -5 for a batch script, or -6 for salloc.
+    """Return whether the step is a shell that Slurm has started: a batch script (id -5) or salloc (id -6).
 
     Some versions print the id as an unsigned number, such as 4294967290 for -6.
     """
@@ -213,16 +220,16 @@ def _is_shell(env: Environment) -> bool:
 def _find_placement_outside_step(env: Environment) -> Placement:
     """Return the placement of a process that srun has not started, such as a batch script.
 
-    In a job of one node, the process is on that node. In a job of several nodes, it is on one of them, and
-    the others have no process yet.
+    In a job of one node, the process runs on that node. In a job of several nodes, the other nodes have no
+    process yet, which is an error.
 
     Raises
     ------
-    WrongStart : the job has several nodes, or this shell is not on the job's node.
+    WrongStart : the job has several nodes, or this shell does not run on the job's node.
     """
     nnodes, nnodes_from = _job_nodes(env)
     hosts = _expand_hosts(env, JOB_FIELDS["hosts"])
-    # A batch script has SLURM_NODEID, and a shell of salloc on the login node does not.
+    # A batch script has SLURM_NODEID, but a shell of salloc on the login node does not.
     is_on_node = env.first_set(FIELDS["node_rank"]) != ""
     if nnodes > 1:
         shell = f"of salloc, outside the job of {nnodes} nodes"
@@ -248,18 +255,18 @@ def _find_placement_outside_step(env: Environment) -> Placement:
 
 
 def _job_id(env: Environment) -> tuple[str, str]:
-    """Return the ids of job and step as ``4711.0``, and the variables that give them.
+    """Return the ids of the job and the step as ``4711.0``, and the variables that contain them.
 
-    The step is included since two steps of one job may share a node.
+    The id of the step is included because two steps of one job may share a node.
     """
     names = env.present(env.first_set(FIELDS["job_id"]), env.first_set(FIELDS["step_id"]))
     return ".".join(env[name] for name in names), ", ".join(names)
 
 
 def _direct_rank(env: Environment, nnodes: int, node_rank: int) -> Direct | None:
-    """Return the rank of this task in a step with several tasks on a node. None with one task on each node.
+    """Return the rank of this task if the step has several tasks on a node, otherwise None.
 
-    With several tasks, srun has already started every rank, and torchrun is not used.
+    With several tasks on a node, srun has already started every rank, and torchrun is not used.
 
     Raises
     ------

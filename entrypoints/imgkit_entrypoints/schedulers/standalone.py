@@ -10,28 +10,28 @@ from imgkit_entrypoints.schedulers.environment import Environment, unique_names
 from imgkit_entrypoints.schedulers.placement import Direct, Placement
 
 NAME = "standalone"
-# All three together show that some launcher has started this process as one rank.
+# If all three are set, some launcher has started this process as one rank.
 WORKER: tuple[str, ...] = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
 def claims(env: Environment) -> tuple[str, ...]:
-    """Return nothing. No variable shows this module: it is used if no launcher shows."""
+    """Return (), because no variable shows this module. It is used if no launcher is recognized."""
     return ()
 
 
 def find_placement(env: Environment) -> Placement:
-    """Return the placement of a process that no known launcher has started: this machine alone.
+    """Return the placement of a process that no known launcher has started, which is only this machine.
 
-    With ``--direct``, return the rank that an unknown launcher has given in torch's variables.
+    With ``--direct``, return the rank that an unknown launcher has set in torch's variables.
 
     Raises
     ------
-    NoPlan : the process is already one rank of several, or a job of LSF has several hosts.
+    NoPlan : the process is already one rank of several, or belongs to an LSF job with several hosts.
     """
     # All variables of a torch rank are set, and there are several ranks.
     if env.present(*WORKER) == WORKER and env.read_number("WORLD_SIZE", least=1) > 1:
         return _direct_placement(env)
-    # LSF is not supported, but a job of LSF on one host is a run on this machine alone.
+    # LSF is not supported. But an LSF job on one host is the same as a run on this machine.
     host_file = env.get("LSB_DJOB_HOSTFILE")
     text = env.read(host_file) if host_file else None
     hosts = unique_names((text or "").split())
@@ -51,7 +51,7 @@ def single_node() -> Placement:
 
 
 def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -> str:
-    """Return the line that starts `command`: the command itself."""
+    """Return the line that starts `command`, which is the command itself."""
     return shlex.join(command)
 
 

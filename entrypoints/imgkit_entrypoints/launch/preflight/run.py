@@ -1,9 +1,10 @@
-"""One node's part in the preflight. The head leads all nodes through the stages and judges them.
+"""One node's part in the preflight, which measures all nodes before the run starts.
 
-Each node has one measuring process below a guard of its own, so that the node agent survives if that process
-hangs or dies. A node whose process hangs is out at the stage's time limit, and the others go on. On the head,
-a second process serves the store in which the measuring processes meet. It measures nothing, so it does not
-hang with any of them.
+The head (the node with rank 0) leads all nodes through the stages, and judges the results. Each node has a
+measuring process below a guard of its own, so that the node agent survives if the process hangs or dies. If
+the process of a node hangs, the node drops out at the time limit of the stage, and the other nodes continue.
+On the head, a second process serves the store in which the measuring processes meet. It measures nothing, so
+it does not hang with any of them.
 """
 
 from __future__ import annotations
@@ -35,50 +36,51 @@ from imgkit_entrypoints.rollcall.messages import (
 from imgkit_entrypoints.rollcall.session import HeadSession, Readable, Session, wait
 
 ROUNDS = 3
-"""Number of rounds in which pairs of nodes measure their link.
+"""Number of rounds in which pairs of nodes measure the link between them.
 
-With three partners, a node that reaches nobody can be told from a single connection that is down.
+A node has another partner in each round. With three partners, a node that reaches no other node can be
+distinguished from a single broken connection.
 """
 ALONE_S = 40
-"""Limit in seconds of the stage in which each node is alone, with the start of the measuring processes."""
+"""Time limit in seconds for the stage in which the processes start and each node measures itself."""
 PAIR_S = 6
-"""Limit in seconds of each round of pairs. All stages together take 58 s at most."""
+"""Time limit in seconds for each round of pairs. All stages together take at most 58 s."""
 ANSWER_S = 2.0
-"""Seconds after a stage's limit in which a node's answer can still reach the head."""
-# Longest wait in seconds for a message before the time limits are checked.
+"""Seconds after a stage's time limit in which a node's answer can still reach the head."""
+# Longest time in seconds to wait for a message before the time limits are checked.
 TICK_S = 0.25
 # Name of the report in the run's folder.
 FILE = "preflight.json"
 STORE = "store"
-"""Argument of the process that serves the store, and name of the store's port in its answer."""
+"""Argument of the process that serves the store. Its answer contains the store's port under the same name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightConfig:
-    """What the preflight takes from the run."""
+    """The settings of a preflight, which come from the run."""
 
     module: str
     """The module that measures a node."""
     env: Mapping[str, str]
     """Environment of the workers."""
     open_files: int
-    """Soft limit of open files for the measuring process, the same as for the workers."""
+    """The measuring process's soft limit for the number of open files. It is the same as for the workers."""
     signals: CollectedSignals
     log: Callable[..., None]
     folder: Path | None
     """The run's folder, into which the report `FILE` is written. None on nodes other than the head."""
     spares: int = 0
-    """Number of nodes that the run can do without."""
+    """Number of nodes that the run can exclude and still start."""
 
 
 def run_preflight(session: Session, config: PreflightConfig) -> tuple[int, ...]:
-    """Measure all nodes of `session`, and return the numbers of the nodes that the run leaves out.
+    """Measure all nodes of `session`, and return the numbers of the nodes that the run excludes.
 
-    Every node calls this function, and all of them return the same result or raise the same `CheckFailed`.
+    Every node calls this function. All of them return the same result, or raise the same `CheckFailed`.
 
     Raises
     ------
-    CheckFailed : more nodes are outliers (slow or broken) than the run can do without.
+    CheckFailed : more nodes are outliers (slow or broken) than the run has spares.
     NoPlan : a stop was requested, or the head is lost.
     """
     placement = session.placement
@@ -98,13 +100,13 @@ def run_preflight(session: Session, config: PreflightConfig) -> tuple[int, ...]:
 
 
 def _follow(session: Session, process: MeasuringProcess, config: PreflightConfig) -> tuple[int, ...]:
-    """Measure what the head orders, and return the numbers of the nodes that the head leaves out.
+    """Measure what the head requests, and return the numbers of the nodes that the head excludes.
 
-    Every node but the head runs this function.
+    Every node except the head runs this function.
 
     Raises
     ------
-    CheckFailed : the head has judged that the run cannot start.
+    CheckFailed : the head has decided that the run cannot start.
     NoPlan : a stop was requested, or the head is lost.
     """
     while True:
@@ -121,14 +123,14 @@ def _follow(session: Session, process: MeasuringProcess, config: PreflightConfig
 def _poll(
     session: Session, process: MeasuringProcess, config: PreflightConfig, sources: Sequence[Readable] = ()
 ) -> Iterator[Event]:
-    """Wait up to `TICK_S` for the head, this node's measuring process or `sources`, and react.
+    """Wait up to `TICK_S` for messages from the head, this node's measuring process or `sources`, and react.
 
-    Requests of the head to measure go to `process`, and the results of `process` go to the head. All other
-    events are yielded to the caller.
+    Requests to measure are passed to `process`, and the results of `process` are passed to the head. All
+    other events are yielded to the caller.
 
     Raises
     ------
-    NoPlan : a stop was requested on this node or another one.
+    NoPlan : a stop was requested on this or another node.
     """
     session.wait([*process.sources, *sources, config.signals], TICK_S)
     for event in session.poll():
@@ -143,32 +145,32 @@ def _poll(
         session.report(answer)
     config.signals.drain()
     signal_name = config.signals.first_name()
-    if signal_name:
+    if signal_name:  # the scheduler or the user wants the job to stop, so tell all other nodes
         session.report(StopOrder(reason=signal_name))
         raise NoPlan(f"stopped during the preflight by {signal_name}")
 
 
 class _Leader:
-    """The head's side of the preflight: it gives orders to all nodes, and collects their answers."""
+    """The head's side of the preflight: it sends requests to all nodes, and collects their answers."""
 
     def __init__(self, session: HeadSession, process: MeasuringProcess, config: PreflightConfig) -> None:
         self._session, self._process, self._config = session, process, config
         self._store = MeasuringProcess(config, config.env, (STORE,))
         self._port = 0
-        """Port of the store. It is 0 until the process that serves the store has answered."""
+        """Port of the store. 0 until the process that serves the store has answered."""
         self._nodes: dict[int, NodeResult] = {}
-        """What is known about each node, by rank."""
+        """The results of each node so far, by rank."""
         for rank in range(session.placement.nnodes):
             self._nodes[rank] = NodeResult(rank=rank, host=self._host(rank))
         self._links: list[LinkResult] = []
         self._answers: dict[int, MeasureResult] = {}
-        """Answers of the current stage by rank."""
+        """Answers in the current stage, by rank."""
 
     def lead(self) -> tuple[int, ...]:
-        """Lead all nodes through the stages of the preflight, judge them, and send them the verdict.
+        """Lead all nodes through the stages of the preflight, judge them, and send them the result.
 
-        First each node measures itself, and then pairs of nodes measure their link. Return the ranks of the
-        nodes that the run leaves out.
+        First each node measures itself. Then pairs of nodes measure the link between them. Return the ranks
+        of the nodes that the run excludes.
         """
         start = time.monotonic()
         try:
@@ -182,7 +184,7 @@ class _Leader:
         return self._conclude(time.monotonic() - start)
 
     def _measure_nodes(self) -> None:
-        """Let each node measure itself, and enter the figures and errors in `_nodes`.
+        """Let each node measure itself, and store the figures and errors in `_nodes`.
 
         This is stage 0 of the preflight. A node with an error takes no part in later stages.
         """
@@ -200,36 +202,38 @@ class _Leader:
     def _measure_links(self) -> None:
         """Let pairs of nodes measure the link between them, in at most `ROUNDS` rounds.
 
-        Each round has other pairs.
+        In each round, every node has another partner.
         """
         nnodes = len(self._nodes)
-        # Among n nodes, n - 1 rounds (n, if n is odd) pair each two nodes once.
+        # With n nodes, each node has met every other node after n - 1 rounds, or n rounds if n is odd.
         all_rounds = nnodes if nnodes % 2 else nnodes - 1
-        for turn in range(min(ROUNDS, all_rounds)):
-            # Nodes that are out keep their numbers in `pair_up`, so that no two nodes meet twice.
-            pairs = self._complete_pairs(pair_up(nnodes, turn))
+        for round_index in range(min(ROUNDS, all_rounds)):
+            # `pair_up` gets all nodes, including those that dropped out. Otherwise two nodes could meet
+            # twice.
+            pairs = self._complete_pairs(pair_up(nnodes, round_index))
             self._config.log(f"preflight: pairs of nodes measure the network, up to {PAIR_S} s")
-            self._measure(turn + 1, pairs, PAIR_S)
-            # If a node hangs, the result of its pair says nothing about the partner.
+            self._measure(round_index + 1, pairs, PAIR_S)
+            # A node may have dropped out in this round. The result of its pair then says nothing about its
+            # partner.
             self._links += [self._link_result(pair) for pair in self._complete_pairs(pairs)]
 
     def _complete_pairs(self, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return the pairs of which both nodes still take part."""
+        """Return the pairs in which both nodes still take part."""
         failed_ranks = self._failed_ranks()
         return [pair for pair in pairs if failed_ranks.isdisjoint(pair)]
 
     def _conclude(self, seconds: float) -> tuple[int, ...]:
-        """Judge the results, print and save the report, and send the verdict to all nodes.
+        """Judge the results, print and save the report, and send the result to all nodes.
 
-        Return the ranks of the nodes that the run leaves out.
+        Return the ranks of the nodes that the run excludes.
 
         Raises
         ------
-        CheckFailed : the run cannot do without the outliers.
+        CheckFailed : the run cannot start without the outliers.
         """
         verdict = judge(list(self._nodes.values()), self._links)
         excluded = tuple(sorted(node.rank for node in verdict.excluded))
-        # No spare can replace the head, since all nodes are connected to it.
+        # No spare can replace the head (rank 0), because all nodes are connected to it.
         passed = len(excluded) <= self._config.spares and 0 not in excluded
         report = Report(
             verdict=verdict,
@@ -257,14 +261,14 @@ class _Leader:
             self._config.log(f"warning: {self._config.folder / FILE}: {error.strerror}")
 
     def _measure(self, stage: int, groups: Sequence[tuple[int, ...]], limit_s: int) -> None:
-        """Have all groups of nodes measure at the same time, and collect their answers.
+        """Let all groups of nodes measure at the same time, and collect their answers.
 
         A node that does not answer in time gets an error, and takes no part in later stages.
 
         Parameters
         ----------
-        stage : number of the stage. In stage 0, each node is alone. Stages from 1 on are rounds of pairs.
-        groups : ranks that measure together.
+        stage : number of the stage. In stage 0, each node is alone. Later stages are rounds of pairs.
+        groups : ranks of the nodes that measure together.
         limit_s : time limit of the stage in seconds.
         """
         self._answers = {}
@@ -273,7 +277,7 @@ class _Leader:
             for rank in group:
                 self._session.send(rank, request)
         ranks = set(itertools.chain.from_iterable(groups))
-        # An answer may be sent just before the limit, and needs time to arrive.
+        # An answer that is sent just before the limit needs time to arrive.
         deadline = time.monotonic() + limit_s + ANSWER_S
         while self._unanswered(ranks) and time.monotonic() < deadline:
             self._collect_answers(stage)
@@ -285,11 +289,11 @@ class _Leader:
                 self._nodes[rank] = replace(self._nodes[rank], error=answer.error)
 
     def _unanswered(self, ranks: set[int]) -> set[int]:
-        """Return which of `ranks` have not answered yet and may still do so."""
+        """Return the ranks among `ranks` whose answers are still missing, without nodes that dropped out."""
         return ranks - self._answers.keys() - self._failed_ranks()
 
     def _link_result(self, pair: tuple[int, int]) -> LinkResult:
-        """Return the bandwidth between two nodes from their answers, or why there is none."""
+        """Return the bandwidth between the two nodes of `pair`, or the errors in their answers."""
         answers = [self._answers[rank] for rank in pair]
         errors = [answer.error for answer in answers if answer.error]
         if errors:
@@ -297,20 +301,20 @@ class _Leader:
         return LinkResult(nodes=pair, GBps=dict(answers[0].figures).get("bandwidth"))
 
     def _wait_for_store(self) -> bool:
-        """Wait until the store is served. Return False if it is not within `PAIR_S`."""
+        """Wait until the store is served. Return False if that takes longer than `PAIR_S` seconds."""
         deadline = time.monotonic() + PAIR_S
         while not self._port and self._store.sources and time.monotonic() < deadline:
-            self._collect_answers(-1)  # no stage has this number, so no answer of a node is taken
+            self._collect_answers(-1)  # no stage has this number, so answers of nodes are ignored
         return self._port != 0
 
     def _collect_answers(self, stage: int) -> None:
-        """Wait up to `TICK_S` for messages, and enter the answers for `stage` in `_answers`.
+        """Wait up to `TICK_S` for messages, and store the answers for `stage` in `_answers`.
 
-        A node that is lost gets an error. The process that serves the store, in which the nodes meet, sends
-        its port.
+        A lost node gets an error. The process that serves the store, in which the nodes meet, reports its
+        port.
         """
         for _ in _poll(self._session, self._process, self._config, self._store.sources):
-            pass  # the session keeps what the events say, such as lost nodes
+            pass  # the session has already recorded the events, such as lost nodes
         for rank, reason in self._session.lost.items():
             self._nodes[rank] = replace(self._nodes[rank], error=f"lost: {reason}", is_gone=True)
         for rank, answer in self._session.measurements.items():
@@ -321,13 +325,13 @@ class _Leader:
             self._port = int(dict(store_answer.figures).get(STORE, 0))
 
     def _failed_ranks(self) -> set[int]:
-        """Return the ranks of the nodes that take no further part."""
+        """Return the ranks of the nodes that dropped out because of an error."""
         return {rank for rank, node in self._nodes.items() if node.error}
 
     def _host(self, rank: int) -> str:
-        """Return the name of a node.
+        """Return the host name of a node.
 
-        The scheduler's name comes first, since its ``--exclude`` needs that one.
+        The scheduler's name is preferred, because its option ``--exclude`` needs that name.
         """
         hosts = self._session.placement.hosts
         if rank < len(hosts):
@@ -336,9 +340,9 @@ class _Leader:
 
 
 def _outlier_error(report: Report) -> CheckFailed:
-    """Return the error about a run that cannot do without its outliers. It names the slowest of them.
+    """Return the error about a run that cannot start without its outliers, which are slow or broken nodes.
 
-    The hint tells the user how to start again without these nodes.
+    The error names the slowest of them. The hint tells the user how to start again without these nodes.
     """
     excluded = report.verdict.excluded
     worst = excluded[0]
@@ -355,19 +359,22 @@ def _outlier_error(report: Report) -> CheckFailed:
 
 
 class _Process(NamedTuple):
-    """A process that measures, with the connection for its requests and results."""
+    """A measuring process, and the connection for its requests and results."""
 
     command: CommandProcess
     connection: Connection
 
 
 class MeasuringProcess:
-    """The process that measures stage after stage. If it hangs, the next stage starts a new process.
+    """The process that measures this node in one stage after another.
+
+    If the process hangs, the next stage starts a new one.
 
     Parameters
     ----------
+    config : the settings of the preflight.
     env : environment of the process.
-    arguments : arguments of the module after the number of the socket.
+    arguments : further arguments of the module, after the number of the socket.
     """
 
     def __init__(
@@ -376,21 +383,21 @@ class MeasuringProcess:
         self._config, self._env, self._arguments = config, env, arguments
         self._process: _Process | None = None
         self._ending_commands: list[CommandProcess] = []
-        """Processes that were told to end, and for whose end `close` waits."""
+        """Processes that were told to end. `close` waits until they have ended."""
         self._request: MeasureRequest | None = None
-        """The request whose result is not there yet."""
+        """The request whose result is still missing."""
         self._deadline = 0.0
         """Time limit of `_request` on the monotonic clock."""
 
     @property
     def sources(self) -> Sequence[Readable]:
-        """Return the descriptors to wait for. Empty without a process."""
+        """Return what to wait for: the process and its connection, or nothing if there is no process."""
         return self._process or ()
 
     def start(self) -> None:
-        """Start the process, unless it runs already.
+        """Start the process, unless it is already running.
 
-        It gets requests and sends its results over a pair of sockets.
+        The process receives requests and sends results over a pair of sockets.
         """
         if self._process:
             return
@@ -408,24 +415,27 @@ class MeasuringProcess:
         self._process = _Process(command, Connection(own_socket))
 
     def request(self, request: MeasureRequest) -> None:
-        """Send `request` to the process, and start it if needed. `next_answer` returns the result later."""
+        """Send `request` to the process, after starting it if needed.
+
+        `next_answer` returns the result later.
+        """
         self.start()
         assert self._process is not None  # noqa: S101 - start has made it
         self._request, self._deadline = request, time.monotonic() + request.limit_s
         self._process.connection.send(request)
 
     def next_answer(self) -> MeasureResult | None:
-        """Return the result of the last request, or None while it is not there.
+        """Return the result of the last request, or None while it has not arrived.
 
-        If the process has ended, or has not answered within the time limit of the request, the result has an
-        error. `mute` is True if the process hangs, so that it cannot measure anything more.
+        If the process has ended, or has not answered within the time limit of the request, the result
+        contains an error. Its field `mute` is True if the process hangs, and so cannot measure anything more.
         """
         if self._process is None:
             return None
         command, connection = self._process
         request = self._request
         for message in connection.receive():
-            # The process that serves the store gets no request, and sends its answer by itself.
+            # The process that serves the store sends its answer without a request.
             if isinstance(message, MeasureResult) and (request is None or message.stage == request.stage):
                 return self._finish(message)
         is_running = command.read_reports() and command.code is None and not connection.error
@@ -442,7 +452,7 @@ class MeasuringProcess:
         return self._finish(MeasureResult(stage=request.stage, error=error, mute=is_running))
 
     def close(self) -> None:
-        """End the process, and wait until nothing of it is left."""
+        """End the process, and wait until all processes below it have ended."""
         self._end()
         for command in self._ending_commands:
             while command.read_reports():
@@ -451,14 +461,14 @@ class MeasuringProcess:
         self._ending_commands.clear()
 
     def _finish(self, answer: MeasureResult) -> MeasureResult:
-        """Forget the request to which `answer` belongs, and return `answer`."""
+        """Forget the current request, and return `answer`, which is its result."""
         self._request = None
         if answer.error:
-            self._end()  # after an error, the process may have a broken process group
+            self._end()  # torch's process group may be broken after an error, so a new process is needed
         return answer
 
     def _end(self) -> None:
-        """End the process without waiting for it. `close` waits for all of them."""
+        """End the process without waiting for its end. `close` waits for all processes that were ended."""
         if self._process:
             self._process.connection.close()
             self._process.command.send_step("kill")

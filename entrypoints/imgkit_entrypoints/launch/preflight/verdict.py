@@ -1,8 +1,9 @@
-"""The verdict on the figures of a preflight: which nodes and which links are slow. Pure functions.
+"""Decide from the figures of a preflight which nodes and which links between nodes are slow.
 
-A node is an outlier if it hangs, if a check of dist-doctor fails, if its matrix products are more than
-`TOLERANCE` slower than the median of all nodes, or if it reaches none of its partners. A slow link does not
-say which of its two nodes is slow, so it is reported, and no node is left out for it.
+A node is an outlier (too slow or broken) if it hangs, if a check of dist-doctor fails, if its matrix products
+are more than `TOLERANCE` slower than the median of all nodes, or if it reaches none of its partners. A slow
+link does not show which of its two nodes is slow. So the link is only reported, and no node is excluded
+because of it. All functions are pure.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from imgkit_entrypoints.errors import count_text
 from imgkit_entrypoints.schedulers import hostlist
 
 TOLERANCE = 0.25
-"""Part of the median by which a node or a link may be slower: 25 %."""
+"""Fraction of the median by which a node or a link may be slower than the median: 25 %."""
 MIN_NODES = 4
-"""With fewer nodes, the median does not show what is usual, so a preflight only reports outliers."""
+"""Smallest number of nodes whose median shows what is usual. With fewer nodes, outliers are only reported."""
 MAX_ROWS = 64
-"""Largest number of nodes for which the table has a row for each.
+"""Largest number of nodes for which the table has a row for each node.
 
-With more nodes, it has only the outliers.
+With more nodes, the table contains only the outliers.
 """
 # Version of the JSON document.
 SCHEMA = 1
@@ -32,20 +33,20 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeResult:
-    """The measurements of one node, and its errors."""
+    """The measurements of one node and its errors."""
 
     rank: int
     host: str
     matmul_TFLOPs: float | None = None
     """Speed of matrix products, or None if it was not measured."""
     error: str = ""
-    """Why the node takes no further part: it hangs, its measuring process has ended, or it is lost."""
+    """Why the node dropped out: it hangs, its measuring process has ended, or it is lost. Otherwise empty."""
     is_gone: bool = False
     """True if the node agent is lost, so that the node cannot take part in the run at all."""
     failed: tuple[str, ...] = ()
     """Checks of dist-doctor that failed."""
     notes: tuple[str, ...] = ()
-    """Findings that are printed, but do not make the node an outlier."""
+    """Findings that are printed but do not make the node an outlier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,20 +58,20 @@ class LinkResult:
     GBps: float | None = None
     """Bandwidth, or None if there was an error."""
     error: str = ""
-    """Why there is no bandwidth."""
+    """Why the bandwidth could not be measured. Empty if it was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The outliers among all nodes, and the slow links."""
+    """The outliers among all nodes, which are broken or much slower than the median, and the slow links."""
 
     nodes: Sequence[NodeResult]
     links: Sequence[LinkResult]
     median_TFLOPs: float | None
     reasons: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    """Reasons why a node is an outlier, by its rank. The slowest node comes first."""
+    """The reasons for each outlier, by its rank. The slowest node comes first."""
     slow_links: tuple[str, ...] = ()
-    """A line for each slow link, such as ``n1 - n2: 3.1 GB/s, 40 % below the median of 5.2``."""
+    """One line for each slow link, such as ``n1 - n2: 3.1 GB/s, 40 % below the median of 5.2``."""
 
     @property
     def outliers(self) -> tuple[NodeResult, ...]:
@@ -80,17 +81,21 @@ class Verdict:
 
     @property
     def excluded(self) -> tuple[NodeResult, ...]:
-        """Return the outliers that must not take part. With few nodes, these are only the lost ones."""
+        """Return the outliers that must not take part in the run.
+
+        With fewer than `MIN_NODES` nodes, these are only the lost ones.
+        """
         return tuple(node for node in self.outliers if node.is_gone or len(self.nodes) >= MIN_NODES)
 
 
 def judge(nodes: Sequence[NodeResult], links: Sequence[LinkResult]) -> Verdict:
-    """Judge all nodes and links of a preflight: find the outliers and the slow links.
+    """Return the verdict on a preflight: the outliers among `nodes`, and the slow links.
 
-    Links of outliers are left out, because a slow node makes its links slow as well.
+    Links of outliers are ignored, because a slow node makes its links slow as well.
     """
     median = _median_TFLOPs(nodes)
     reasons = {}
+    # The slowest node comes first, and a node that could not measure counts as the slowest.
     for node in sorted(nodes, key=lambda node: (node.matmul_TFLOPs or 0.0, node.rank)):
         node_reasons = tuple(_outlier_reasons(node, median, links))
         if node_reasons:
@@ -107,21 +112,21 @@ def judge(nodes: Sequence[NodeResult], links: Sequence[LinkResult]) -> Verdict:
 
 
 def _median_TFLOPs(nodes: Sequence[NodeResult]) -> float | None:
-    """Return the median speed of the nodes, or None if most of them could not measure it.
+    """Return the median speed of the nodes, or None if fewer than half of them could measure it.
 
-    A few measured nodes do not show what is usual, so no node can be compared with their median.
+    If only a few nodes were measured, their median does not show what is usual.
     """
     rates = [node.matmul_TFLOPs for node in nodes if node.matmul_TFLOPs is not None]
-    # Fewer than half of the nodes could measure it.
     if not rates or 2 * len(rates) < len(nodes):
         return None
     return statistics.median(rates)
 
 
 def _outlier_reasons(node: NodeResult, median: float | None, links: Sequence[LinkResult]) -> Iterator[str]:
-    """Yield the reasons why `node` is an outlier. If there is no reason, the node is not an outlier.
+    """Yield the reasons why `node` is an outlier, or nothing if it is not one.
 
-    `median` is the median speed of all nodes, or None if it is unknown.
+    An outlier is a node that is broken, or much slower than the median. `median` is the median speed of all
+    nodes, or None if it is unknown.
     """
     if node.error:
         yield node.error
@@ -131,19 +136,20 @@ def _outlier_reasons(node: NodeResult, median: float | None, links: Sequence[Lin
         yield "matrix products could not be measured"
     elif median and node.matmul_TFLOPs is not None and _is_slow(node.matmul_TFLOPs, median):
         yield f"matmul {node.matmul_TFLOPs:.3g} TFLOP/s, {_compare_with_median(node.matmul_TFLOPs, median)}"
-    # One broken link does not show which of its nodes is at fault, but several without a good one do.
+    # A single broken link does not show which of its two nodes is at fault. If all links of a node are
+    # broken, it is this node.
     errors = [link.error for link in links if node.rank in link.nodes]
     if len(errors) > 1 and all(errors):
         yield f"it exchanges data with none of {len(errors)} partners: {errors[0]}"
 
 
 def _slow_links(links: Sequence[LinkResult], hosts: Mapping[int, str]) -> Iterator[str]:
-    """Yield a line for each link that is broken, or slower than the median by more than `TOLERANCE`.
+    """Yield one line for each link that is broken, or more than `TOLERANCE` slower than the median.
 
-    `hosts` has the host of each node by rank, since a link only names the ranks of its two nodes.
+    `hosts` contains the host name of each node by rank, because a link only names the ranks of its two nodes.
     """
     rates = [link.GBps for link in links if link.GBps is not None]
-    median = statistics.median(rates) if rates else 0.0
+    median = statistics.median(rates) if rates else 0.0  # 0: no link has a rate, so none can be slow
     for link in links:
         name = " - ".join(hosts[rank] for rank in link.nodes)
         if link.error:
@@ -161,25 +167,26 @@ def _compare_with_median(rate: float, median: float) -> str:
 
 
 def pair_up(nodes: int, turn: int) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of nodes that measure together in round number `turn`, among nodes 0 to `nodes` - 1.
+    """Return the pairs of nodes that measure together in round number `turn`.
 
-    This is the circle method of tournaments: one seat stays, and the others turn around it. All rounds
-    together pair each two nodes once. With four nodes, round 0 is ``(0, 3), (1, 2)`` and round 1 is ``(1, 3),
-    (0, 2)``. With an odd number of nodes, one node has no partner in each round.
+    The nodes are numbered from 0 to `nodes` - 1. The rounds follow the circle method of tournaments: one seat
+    stays in its place, and the others rotate. In all rounds together, every node meets every other node once.
+    With four nodes, round 0 is ``(0, 3), (1, 2)`` and round 1 is ``(1, 3), (0, 2)``. With an odd number of
+    nodes, one node has no partner in each round.
     """
     if nodes < 2:
         return ()
     turning_seats = nodes if nodes % 2 else nodes - 1
     first = turn % turning_seats
-    pairs = [(first, turning_seats)]  # the seat that stays has the number after theirs
+    pairs = [(first, turning_seats)]  # the seat that stays has the next number after the rotating seats
     for step in range(1, (turning_seats + 1) // 2):
         pairs.append(((first + step) % turning_seats, (first - step) % turning_seats))
-    # With an odd number of nodes, nobody has the seat that stays.
+    # With an odd number of nodes, the seat that stays is empty, so its pair is dropped.
     return tuple((min(pair), max(pair)) for pair in pairs if max(pair) < nodes)
 
 
 class _FigureRow(NamedTuple):
-    """A row of the report's table, as texts."""
+    """A row of the report's table. All values are texts."""
 
     name: str
     matmul: str
@@ -192,7 +199,7 @@ class Report:
 
     verdict: Verdict
     seconds: float
-    """Time that the preflight took."""
+    """Duration of the preflight in seconds."""
     left_out: tuple[int, ...]
     """Ranks of the nodes that take no part in the run."""
     passed: bool
@@ -201,7 +208,10 @@ class Report:
 
     @property
     def exclude(self) -> str:
-        """Return the hosts of all outliers: under Slurm ``--exclude=n[3-4]``, else ``n[3-4]``."""
+        """Return the hosts of all outliers as one text.
+
+        Under Slurm, it is an option such as ``--exclude=n[3-4]``. Otherwise, it is only ``n[3-4]``.
+        """
         hosts = [node.host for node in self.verdict.outliers]
         folded = hostlist.fold_hosts(hosts) if hosts else ""
         if folded and self.scheduler == "slurm":
@@ -218,7 +228,7 @@ class Report:
         for node in verdict.outliers:
             lines += [f"OUTLIER {self._name(node)}: {reason}" for reason in verdict.reasons[node.rank]]
         lines += [f"SLOW LINK {text}" for text in verdict.slow_links]
-        # Nodes with the same note share a line.
+        # Print each note once, with all nodes that have it.
         hosts_by_note: dict[str, list[str]] = {}
         for node in verdict.nodes:
             for note in node.notes:
@@ -229,9 +239,8 @@ class Report:
     def _figure_lines(self) -> list[str]:
         """Return the lines of the table with the figures of each node.
 
-        The figures are the speed of matrix products, and the best bandwidth to any partner.
-
-        With more than `MAX_ROWS` nodes, the table has only the outliers.
+        The figures are the speed of matrix products, and the best bandwidth to any partner. With more than
+        `MAX_ROWS` nodes, the table contains only the outliers.
         """
         verdict = self.verdict
         nodes = verdict.nodes if len(verdict.nodes) <= MAX_ROWS else verdict.outliers
@@ -240,6 +249,7 @@ class Report:
             bandwidth = _cell(best_GBps(node.rank, verdict.links))
             rows.append(_FigureRow(self._name(node), _cell(node.matmul_TFLOPs), bandwidth))
         rows.append(_FigureRow(f"median of {len(verdict.nodes)}", _cell(verdict.median_TFLOPs), ""))
+        # Names are aligned to the left, and numbers to the right.
         name_width = max(len(row.name) for row in rows)
         matmul_width = max(len(row.matmul) for row in rows)
         bandwidth_width = max(len(row.bandwidth) for row in rows)
@@ -250,7 +260,7 @@ class Report:
         return lines
 
     def _summary(self) -> str:
-        """Return the result in one line, which names the outliers and says whether the run starts."""
+        """Return the result in one line. It names the outliers, and says whether the run starts."""
         nodes, outliers = len(self.verdict.nodes), len(self.verdict.outliers)
         text = f"preflight of {count_text(nodes, 'node')} in {self.seconds:.0f} s: "
         if outliers == 0:
@@ -287,13 +297,16 @@ class Report:
         return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
     def _name(self, node: NodeResult) -> str:
-        """Return the host. Add the node's rank if several nodes have this name, or if the name is empty."""
+        """Return the host name of `node`.
+
+        If several nodes have the same name, or the name is empty, add the node's rank.
+        """
         is_ambiguous = sum(peer.host == node.host for peer in self.verdict.nodes) > 1
         return f"{node.host} (rank {node.rank})" if is_ambiguous or not node.host else node.host
 
 
 def best_GBps(rank: int, links: Iterable[LinkResult]) -> float | None:
-    """Return the best bandwidth that a node reached with any partner, or None if it has none."""
+    """Return the best bandwidth of a node with any partner, or None if none was measured."""
     return max((link.GBps for link in links if rank in link.nodes and link.GBps is not None), default=None)
 
 
