@@ -325,12 +325,19 @@ def test_indexes_of_the_project_are_named_to_pip(recipe: Recipe) -> None:
     assert uv_export.index_options(recipe) == ["--extra-index-url", "https://index.example.org/simple"]
 
 
-def test_index_with_a_password_is_refused(recipe: Recipe) -> None:
-    edit(recipe, "pyproject.toml", "[project]", INDEX.replace("https://", "https://me:pass-word@"))
+@pytest.mark.parametrize(
+    ("old", "new", "hidden"),
+    [("https://", "https://me:pass-word@", ""), ("simple", "simple?token=pass-word", "?token=*********")],
+)
+def test_index_with_a_password_is_refused(recipe: Recipe, old: str, new: str, hidden: str) -> None:
+    edit(recipe, "pyproject.toml", "[project]", INDEX.replace(old, new))
     problem = refusal(recipe)
-    assert "the index https://index.example.org/simple is no plain HTTP URL" in problem
+    assert f"the index https://index.example.org/simple{hidden} is no plain HTTP URL" in problem
     assert "pass-word" not in problem
-    edit(recipe, "pyproject.toml", "https://me:pass-word@", "file:///srv/")
+
+
+def test_index_that_is_a_folder_is_refused(recipe: Recipe) -> None:
+    edit(recipe, "pyproject.toml", "[project]", INDEX.replace("https://", "file:///srv/"))
     with pytest.raises(UsageError, match="the index file:///srv/"):
         uv_export.index_options(recipe)
 

@@ -359,6 +359,7 @@ def test_sqsh_of_another_program_is_looked_into_by(
     ("fake", "options", "message"),
     [
         ({}, {}, "nothing here starts a .sqsh"),
+        ({"version": "3.9.1"}, {}, "is 3.9.1; the entry points need Python 3.10"),
         ({"site": "/opt/a b"}, {}, "has no folder of packages"),
         ({"code": 255}, {}, "found no Python in it: FATAL: it is broken"),
         ({"code": 3}, {"activate": "x"}, "the command fails in"),

@@ -218,6 +218,7 @@ def test_dead_ports_fail_where_the_recipe_wants_them(image: Path) -> None:
 
 
 DOWN = "1: DOWN"
+UNPLUGGED = dataclasses.replace(PORT, number=2, state=DOWN, path=PORT.path[:-1] + "2")
 
 
 @pytest.mark.parametrize(
@@ -228,6 +229,7 @@ DOWN = "1: DOWN"
         (None, [nic(0), nic(1), nic(2), nic(3, card=0, function=1, state=DOWN)], ["ok"]),
         (None, [nic(0), nic(1), nic(9, state=DOWN)], ["ok", "warn"]),
         (MN5, [nic(0), nic(1), nic(9, state=DOWN)], ["ok"]),
+        (MN5, [dataclasses.replace(NIC, ports=(PORT, UNPLUGGED))], ["ok"]),
     ],
     ids=[
         "the fourth card has failed",
@@ -235,6 +237,7 @@ DOWN = "1: DOWN"
         "the second port of a working card has no cable",
         "the third card has failed",
         "the recipe counts fewer cards",
+        "the second port of a NIC has no cable",
     ],
 )
 def test_port_without_a_link_is_a_fault_if_its_card_has_failed(

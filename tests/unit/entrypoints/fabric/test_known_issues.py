@@ -83,6 +83,11 @@ def test_value_of_the_user_is_kept(machine: Machine, name: str):
     assert "imgkit would set" in decision.reason
 
 
+def test_guard_against_ll128_holds_for_an_unknown_nccl(machine: Machine):
+    case = {"tree": "cxi4", "facts": {"nccl_version": ""}}
+    assert choose(machine, case).env["NCCL_PROTO"] == "^LL128"
+
+
 @pytest.mark.parametrize(
     ("condition", "values", "expected"),
     [

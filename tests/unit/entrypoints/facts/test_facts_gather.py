@@ -96,6 +96,8 @@ def test_driver_without_device_files_shows(planted: Planted):
     root = planted("cxi4")
     for path in (root / "dev").glob("nvidia*"):
         path.unlink()
+    (root / "dev/nvidiactl").touch()  # it is no GPU
+    assert facts.gather(root, {"CUDA_VISIBLE_DEVICES": "0,1"}).gpus == 0
     host = facts.gather(root, {})
     assert host.gpus == 0
     assert "the driver has 4" in host.gpus_source
@@ -107,6 +109,7 @@ def test_driver_without_device_files_shows(planted: Planted):
     [
         ("0,1", 2, ""),
         ("3,2", 2, ""),
+        ("-1", 0, ""),
         ("0,1,-1,2", 2, ""),  # the list ends at -1
         ("0,0,9", 0, "names 0 twice"),
         ("1,9,2", 1, "names 9, but there are 4 GPUs"),

@@ -323,14 +323,18 @@ def test_ranks_are_whole_and_kept_over_any_losses(nnodes: int, spares: int, data
         ([failed(65), failed(99)], 1, "--max-failures 1: the run survives 1 failure"),
         ([failed(65)], 0, "--max-failures 0"),
         *(
-            ([failed(9), *map(failed, positions)], 9, "two failures in a row at step 33; ")
+            (
+                [failed(9), *map(failed, positions)],
+                9,
+                "two failures in a row at step 33; a new attempt would fail there as well",
+            )
             for positions in itertools.product((65, 66), repeat=2)
         ),
         ([failed(65), failed(90), failed(65)], 9, ""),
         (
             [failed(-1, 5.0), failed(None, 7.0)],
             9,
-            "two failures in a row before the first step, 5 s and 7 s ",
+            "two failures in a row before the first step, 5 s and 7 s after the start",
         ),
         ([failed(-1, 5.0), failed(None, 61.0)], 9, ""),
         ([failed(-1, 5.0), failed(10, 5.0)], 9, ""),
@@ -339,9 +343,7 @@ def test_ranks_are_whole_and_kept_over_any_losses(nnodes: int, spares: int, data
 def test_run_ends_after_too_many_or_equal_failures(
     failures: list[FailedAttempt], max_failures: int, reason: str
 ) -> None:
-    text = end_reason(failures, max_failures)
-    assert text.startswith(reason)
-    assert bool(text) == bool(reason)
+    assert end_reason(failures, max_failures) == reason
 
 
 def test_cause_is_a_lost_node_or_the_first_exit_code() -> None:

@@ -177,6 +177,7 @@ def test_ranks_with_fewer_collectives_are_told() -> None:
                 "  The missing rank: 2",
                 "#1-0 (cf264af53edbe986) INCOMPLETE",
                 "  Rank 1 -- [process information not found]",
+                "TIMEOUT\n      Encountered 2 communication timeouts while gathering communicator data",
             ),
         ),
         (CALM, ("all ranks of all communicators answer, and have launched the same number of collectives",)),
@@ -187,6 +188,7 @@ def test_ranks_of_all_communicators_are_told(answer: str, report_lines: tuple[st
     with fake_ras(HEAD + answer) as ras:
         text = report(ras.env()) + "\n"
     assert [line for line in report_lines if f"    {line}\n" not in text] == []
+    assert text.endswith(f"    {report_lines[-1]}\n")
 
 
 def test_stopped_process_that_shares_the_port_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rollcall_nodes import head_placement
 
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import stop_protocol
+from imgkit_entrypoints.launch.agent import NodeAgent
+from imgkit_entrypoints.launch.node_attempt import NodeCommand, NodeConfig
+from imgkit_entrypoints.launch.plan import Timeouts
 from imgkit_entrypoints.launch.stop_protocol import RunFolder, StopRequest
+from imgkit_entrypoints.rollcall.messages import NodeInfo
 
 from .conftest import SAVE, file_names, stub
 
@@ -180,9 +185,18 @@ def test_folder_with_the_name_of_a_mark_does_not_count(nodes: Any, run_dir: Path
 def test_of_two_requests_the_one_of_a_person_counts() -> None:
     person = StopRequest(reason="a file", requeue=False)
     scheduler = StopRequest(reason="SIGTERM", requeue=True)
-    assert scheduler.takes_precedence(None)
-    assert person.takes_precedence(scheduler)
-    assert not scheduler.takes_precedence(person)
+    config = NodeConfig(
+        command=NodeCommand(argv=(), env={}),
+        placement=head_placement(1),
+        node=NodeInfo(host="n1"),
+        timeouts=Timeouts(),
+        log=print,
+    )
+    for requests in ((person, scheduler), (scheduler, person)):
+        agent = NodeAgent(config)
+        for request in requests:
+            agent.request_stop(request)
+        assert agent.stop == person
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as a second user")

@@ -114,6 +114,14 @@ def test_all_that_stand_in_one_step_are_told(nodes: Any) -> None:
         assert re.search(stack, output), output
 
 
+def test_worker_that_goes_on_is_told(nodes: Any) -> None:
+    hang = "if step == 8 and rank == 1: time.sleep(2)"
+    launcher = nodes.start(stub(worker(hang, "rank == 0 and step == 8 and time.sleep(2)")), **SOON)
+    nodes.said("rank 1 on host0 moved again after ")
+    launcher.terminate()
+    assert nodes.codes() == [0]
+
+
 LONG_STEPS = "time.sleep(0.7 if step < 5 else 1.5 if step == 5 else 0); step == 6 and print('past it')"
 BUSY = "if step == 8: {}\n    step == 9 and print('past it')"
 

@@ -11,12 +11,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
+from rollcall_nodes import CallThread, head_placement, stranger
 
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.rollcall import gather, messages, probe, session
-from imgkit_entrypoints.rollcall.messages import JoinRequest, NodeInfo, ProbeFailure, ProbePort
+from imgkit_entrypoints.rollcall.messages import JoinRequest, NodeInfo, ProbeFailure, ProbePort, ProbeReport
 from imgkit_entrypoints.rollcall.probe import OpenPort, PairFailure
-from imgkit_entrypoints.schedulers.placement import Placement, job_port
+from imgkit_entrypoints.schedulers.placement import Placement
 
 HERE = "127.0.0.1"
 
@@ -194,31 +195,25 @@ def test_stranger_in_the_test_ports_does_not_refuse_the_start(
     assert "no result from node 3 of 3 (host2)" in rolls[0].warnings[-1]  # type: ignore[attr-defined]
 
 
-def test_node_that_ends_meanwhile_is_lost_not_blamed(
-    request: pytest.FixtureRequest, closed: ProbePort
-) -> None:
-    (head, _), rolls = node_placements(2, request.node.name), []
-    me = NodeInfo(host="host0", address=HERE, interface="lo")
-    meeting = threading.Thread(
-        target=lambda: rolls.append(gather.meet_nodes(head, me, timeout_s=20, log=lambda _: None))
-    )
-    meeting.start()
-    joining = JoinRequest(job=head.job_id, node_rank=1, nnodes=2, node=NodeInfo(host="host1"), probe=closed)
-    while True:
-        try:
-            node = socket.create_connection((HERE, job_port(head.job_id)))
-            break
-        except ConnectionRefusedError:
-            continue
-    with node:
+@pytest.mark.parametrize("ends", [True, False])
+def test_head_blames_the_way_to_a_node_that_has_not_ended(closed: ProbePort, ends: bool) -> None:
+    head = CallThread(head_placement(), 0, address=HERE, interface="lo")
+    me = NodeInfo(host="host1")
+    joining = JoinRequest(job=head.placement.job_id, node_rank=1, nnodes=2, node=me, probe=closed)
+    with stranger(head.placement) as node:
         node.sendall(messages.encode(joining) + b"\n")
         heard = b""
         while b'"ProbeRequest"' not in heard:
             heard += node.recv(4096)
-    meeting.join(timeout=20)
-    rolls[0].poll()
-    assert list(rolls[0].lost) == [1]
-    rolls[0].close()
+        if not ends:
+            node.sendall(messages.encode(ProbeReport(failures=())) + b"\n")
+            text = "node 1 of 2 (as07r3b12) cannot connect to node 2 of 2 (host1) on port "
+            assert f"{text}{closed.port}: Connection refused" in head.refusal()
+            return
+    roll = head.roll()
+    roll.poll()
+    assert list(roll.lost) == [1]
+    roll.close()
 
 
 HOLE = ProbeFailure(target=0, size=2000, arrived=1400, packet=1500, reason="no answer within 3.5 s")
@@ -231,45 +226,48 @@ def name(rank: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("pairs", "offers", "texts"),
+    ("pairs", "offers", "problems", "hints"),
     [
         (
             [PairFailure(1, HOLE), PairFailure(2, HOLE)],
             OFFERS,
-            (
+            [
                 "node 2 of 3 (host1) cannot send 2000 B at once to node 1 of 3 (host0): 1400 B arrive",
                 "(other failing pairs of nodes: 1)",
+            ],
+            [
                 "drops packets of 1500 B",
                 "ping -c 3 -M do -s 1472 10.0.0.0",
                 "ip link set dev eth0 mtu 1452",
-            ),
+            ],
         ),
         (
             [PairFailure(2, HOLE), PairFailure(1, WALL)],
             OFFERS,
-            (
-                "cannot connect to node 1 of 3 (host0) on port 40001: Connection refused",
-                "sudo ufw allow from 10.0.0.1",
-            ),
+            ["cannot connect to node 1 of 3 (host0) on port 40001: Connection refused"],
+            ["sudo ufw allow from 10.0.0.1"],
         ),
         (
             [PairFailure(1, WALL)],
             dict.fromkeys(range(3), replace(OFFERS[0], address="172.17.0.2")),
-            ("both nodes have the address 172.17.0.2",),
+            [],
+            ["both nodes have the address 172.17.0.2"],
         ),
         (
             [PairFailure(1, replace(WALL, size=64))],
             OFFERS,
-            ("connects to node 1 of 3 (host0), but port 40001 gets no data",),
+            ["connects to node 1 of 3 (host0), but port 40001 gets no data"],
+            [],
         ),
     ],
     ids=["black hole", "firewall", "one address for two nodes", "connection without data"],
 )
 def test_failed_pair_is_refused_with_what_helps(
-    pairs: list[PairFailure], offers: dict[int, ProbePort], texts: tuple[str, ...]
+    pairs: list[PairFailure], offers: dict[int, ProbePort], problems: list[str], hints: list[str]
 ) -> None:
-    message = str(probe.network_error(pairs, offers, name))
-    assert [text for text in texts if text not in message] == []
+    error = probe.network_error(pairs, offers, name)
+    assert [text for text in problems if text not in error.what] == []
+    assert [text for text in hints if text not in str(error.hint)] == []
 
 
 def test_refusal_fits_into_a_small_packet() -> None:

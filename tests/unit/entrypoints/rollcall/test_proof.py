@@ -93,13 +93,14 @@ def test_other_secret_is_not_counted(placement: Placement) -> None:
 
 
 NEEDED = "the head requires a secret, and this node has none"
+ALONE = "this node has a secret, and the head starts without one"
 
 
 @pytest.mark.parametrize(
     ("of_head", "of_node", "told", "logged"),
     [
         (SECRET, None, NEEDED, NEEDED),
-        (None, SECRET, "give both the same --secret-file", "this node has a secret, and the head starts"),
+        (None, SECRET, "give both the same --secret-file", ALONE),
     ],
     ids=["node", "head"],
 )

@@ -111,12 +111,14 @@ def test_busy_torchrun_port_is_refused_everywhere(placement: Placement) -> None:
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (b"", "it does not answer the call"),
+        (None, "it does not answer the call"),
         (b"220 mail ready\r\n", "it sent something other than a message of imgkit's roll call"),
     ],
     ids=["silent", "other protocol"],
 )
-def test_service_on_the_port_is_not_waited_for(placement: Placement, answer: bytes, reason: str) -> None:
+def test_service_on_the_port_is_not_waited_for(
+    placement: Placement, answer: bytes | None, reason: str
+) -> None:
     with squatting(placement, answer):
         assert reason in CallThread(placement, 1, timeout_s=1.0).refusal()
 

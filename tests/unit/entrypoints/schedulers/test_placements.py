@@ -487,15 +487,20 @@ def test_wrong_start_is_refused_with_the_way_out(name: str) -> None:
     assert re.search(case.hint, caught.value.hint or ""), caught.value.hint
 
 
+def pick(env: Env, prefix: str, names: str) -> Env:
+    return {f"{prefix}_{name}": env[f"{prefix}_{name}"] for name in names.split()}
+
+
+MPI = "WORLD_RANK WORLD_SIZE WORLD_LOCAL_RANK WORLD_LOCAL_SIZE"
 LAUNCHERS: dict[str, Env] = {
-    "slurm": slurm_step("n[1-2]", 1, 2),
-    "pals": {name: value for name, value in pals(1, 2).items() if not name.startswith("PBS")},
+    "slurm": pick(slurm_step("n[1-2]", 1, 2), "SLURM", "JOB_ID STEP_ID STEP_NUM_NODES STEP_NODELIST NODEID"),
+    "pals": pick(pals(1, 2), "PALS", "RANKID NODEID LOCAL_SIZE") | pick(pals(1, 2), "PMI", "RANK SIZE"),
     "pbs": pbs_task(1),
-    "openmpi": openmpi(1, 2),
+    "openmpi": pick(openmpi(1, 2), "OMPI_COMM", MPI),
     "hydra": hydra(1, 2),
-    "kubeflow": trainer(1, 2),
+    "kubeflow": pick(trainer(1, 2), "PET", "NNODES NODE_RANK MASTER_ADDR MASTER_PORT"),
 }
-"""Node 1 of 2 with each launcher."""
+"""The fewest variables that each launcher sets, on node 1 of 2."""
 # mpiexec is the right way to start inside a PBS job, so it decides.
 INSIDE = {("pals", "pbs"), ("pbs", "openmpi"), ("pbs", "hydra")}
 LIST = {"IMGKIT_NODES": "n1,n2"}

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 import pytest
-from file_tree import write_files
+from file_tree import write_files, write_program
 from job_records import submitted_job
 from notes import Notes
 
@@ -20,6 +20,7 @@ from imgkit_builder.jobs.remote.config import Remote
 from imgkit_builder.jobs.remote.connection import ScriptFailed
 from imgkit_builder.jobs.request import JobRequest
 from imgkit_builder.jobs.transport import Ssh
+from imgkit_entrypoints.errors import CheckFailed
 
 
 @pytest.fixture
@@ -127,6 +128,14 @@ def test_file_that_cannot_be_written_is_no_full_disk(folder: Path, tmp_path: Pat
     with pytest.raises(ScriptFailed, match=r"a command on far failed with exit code 23\n") as caught:
         send(folder, tmp_path / "far")
     assert "could not make way for new regular file: workspace/table" in caught.value.output
+
+
+def test_exceeded_quota_is_a_full_disk(folder: Path, tmp_path: Path, ssh: Path) -> None:
+    """No quota is set on this machine: a program with rsync's message takes its place there."""
+    rsync = write_program(tmp_path / "far-bin/rsync", "echo 'Disk quota exceeded (122)' >&2; exit 23")
+    ssh.write_text(ssh.read_text().replace("exec ", f"PATH={rsync.parent}:$PATH exec ", 1))
+    with pytest.raises(CheckFailed, match="code: the disk of far is full\n"):
+        send(folder, tmp_path / "far")
 
 
 def test_missing_rsync_here_names_what_installs_it(

@@ -43,21 +43,21 @@ UNKNOWN = UnfinishedJobs(unknown_reason="squeue failed")
 @pytest.mark.parametrize(
     ("notes", "unfinished", "unused", "ended_jobs"),
     [
-        ([], NONE, [IMAGE], ()),
-        ([note(IMAGE)], OTHER, [IMAGE], ("7",)),
+        ([], NONE, [CODE, IMAGE], ()),
+        ([note(IMAGE)], OTHER, [CODE, IMAGE], ("7",)),
         ([note(IMAGE, CODE)], UNFINISHED, [], ()),
-        ([note(IMAGE, used_s=NEW)], NONE, [], ()),
-        ([note(IMAGE)], UNKNOWN, [], ()),
+        ([note(IMAGE, used_s=NEW)], NONE, [CODE], ()),
+        ([note(IMAGE)], UNKNOWN, [CODE], ()),
     ],
     ids=["no job", "ended job", "waiting job", "run of late", "silent scheduler"],
 )
 def test_image_without_a_job_that_may_use_it_is_unused(
     notes: list[JobNote], unfinished: UnfinishedJobs, unused: list[str], ended_jobs: tuple[str, ...]
 ) -> None:
-    store = listing(folder(IMAGE), folder(CODE, NEW), notes=notes)
+    store = listing(folder(IMAGE), folder(CODE), folder("data/new", NEW), notes=notes)
     selected = gc.select_unused(store, {"slurm": unfinished}, LIMIT)
     assert [folder.path for folder in selected.folders] == unused
-    assert (selected.used, selected.ended_jobs) == (2 - len(unused), ended_jobs)
+    assert (selected.used, selected.ended_jobs) == (3 - len(unused), ended_jobs)
     assert selected.unknown == (("squeue failed",) if unfinished is UNKNOWN else ())
 
 

@@ -77,6 +77,15 @@ def test_system_with_a_queue_lists_its_jobs(system: str) -> None:
     assert systems.get_system(system).queue.unfinished_ids
 
 
+@pytest.mark.parametrize("name", systems.MODULES)
+def test_scheduler_is_a_class_of_at_most_nine_methods(name: str) -> None:
+    methods: set[str] = set()
+    for owner in type(systems.get_system(name)).__mro__[:-2]:  # System extends ABC, and that object
+        methods |= {method for method, value in vars(owner).items() if callable(value) and method[0] != "_"}
+    own = "script check parse_job_id status_commands parse_status conversion_script log_source cancel_command"
+    assert methods - {"flags"} <= {*own.split(), "shell_command"}
+
+
 @pytest.mark.parametrize(
     ("output", "job_id"),
     [

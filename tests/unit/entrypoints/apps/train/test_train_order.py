@@ -84,7 +84,6 @@ def test_rank_without_samples_has_weight_zero() -> None:
         (None, 64, 64, 1),
         (8, 64, 64, 4),
         (7, 64, 64, 5),
-        (5, 24, 24, 3),
         (8, None, 16, 1),
         (None, None, 64, 1),
     ],
@@ -96,6 +95,13 @@ def test_batch_sizes_give_the_accumulation(
     slices = order.micro_batches(order.global_batch, 0)
     assert (order.global_batch, len(slices)) == (per_step, parts)
     assert sum(part.end - part.first for part in slices) * 2 == per_step
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 12, 24])
+def test_accumulation_keeps_the_global_batch(ranks: int) -> None:
+    order = plan_order(1000, ranks, 5, 24)
+    assert order.global_batch == 24
+    assert max(part.end - part.first for part in order.micro_batches(24, 0)) <= 5
 
 
 def test_unshareable_global_batch_names_what_works() -> None:

@@ -93,11 +93,14 @@ def test_worst_node_comes_first() -> None:
     assert verdict.reasons[6] == ("dist-doctor: driver: old",)
 
 
+THREE_SLOW = [f"{pair}: 1 GB/s, 82 % below the median of 5.5" for pair in ("n0 - n2", "n1 - n2", "n2 - n3")]
+
+
 @pytest.mark.parametrize(
     ("nodes", "changed", "slow_links"),
     [
         (8, [], []),
-        (4, [((0, 2), 1.0), ((1, 2), 1.0), ((2, 3), 1.0)], ["n0 - n2", "n1 - n2", "n2 - n3"]),
+        (4, [((0, 2), 1.0), ((1, 2), 1.0), ((2, 3), 1.0)], THREE_SLOW),
         (4, [((1, 2), 1.0), ((0, 1), 8.2)], ["n1 - n2: 1 GB/s, 90 % below the median of 10"]),
         (4, [((0, 1), "not done within 4 s")], ["n0 - n1: not done within 4 s"]),
         (2, [((0, 1), "no route")], ["n0 - n1: no route"]),
@@ -109,8 +112,7 @@ def test_slow_links_are_named_and_leave_nobody_out(
 ) -> None:
     verdict = verdict_on([2.0] * nodes, links(nodes, dict(changed)))
     assert bad(verdict) == []
-    assert len(verdict.slow_links) == len(slow_links)
-    assert all(map(str.startswith, verdict.slow_links, slow_links))
+    assert verdict.slow_links == tuple(slow_links)
 
 
 def test_node_that_reaches_nobody_is_the_culprit() -> None:
