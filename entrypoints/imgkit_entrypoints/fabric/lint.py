@@ -44,8 +44,8 @@ def _check_visible_gpus(plan: FabricPlanBuilder) -> Findings:
     fix = "unset CUDA_VISIBLE_DEVICES"
     count = len(plan.facts.gpu_devices)
     if count:
-        numbers = ",".join(map(str, range(count)))
-        fix = f"set CUDA_VISIBLE_DEVICES={numbers}, or unset it"
+        indices = ",".join(map(str, range(count)))
+        fix = f"set CUDA_VISIBLE_DEVICES={indices}, or unset it"
     yield Finding(plan.facts.gpus_problem, fix)
 
 
@@ -149,13 +149,13 @@ def _check_gid_index(plan: FabricPlanBuilder) -> Findings:
         # NCCL reads the number at the beginning, and 0 if there is none. For example, a script that reads the
         # wrong file may set the value "RoCE v2", which NCCL takes for index 0.
         leading_number = re.match(r"\s*[-+]?\d+", preset.value)
-        number = int(leading_number[0]) if leading_number else 0
+        index_read = int(leading_number[0]) if leading_number else 0
         right_gids = [ports.pick_gid(port.gids) for port in used]
         right_indices = [gid.index for gid in right_gids if gid is not None]
         fix = unset
         if right_indices:
             fix += f"; the right index here is {right_indices[0]}"
-        yield Finding(f"{description} is not a number, and NCCL silently reads {number}", fix)
+        yield Finding(f"{description} is not a number, and NCCL silently reads {index_read}", fix)
         return
     index = int(preset.value, 0)
     if plan.kind != "roce" or index < 0:  # -1 lets NCCL search for the address
