@@ -213,8 +213,8 @@ class Measurer:
     ) -> tuple[int, WrongElement | None]:
         """Run the verified iterations, and return the number of wrong elements and the first of them.
 
-        In each iteration, the inputs are filled with known values, and the output is compared with the
-        result.
+        In each iteration, the inputs are filled with known values, and this rank's output is compared with
+        the expected result.
         """
         launch = collectives.bind(collective, buffers, self.ranks)
         rank = self.ranks.rank
