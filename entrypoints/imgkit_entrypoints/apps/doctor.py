@@ -298,8 +298,8 @@ def main() -> None:
     # The process of rank 0 may contain the store's server, so it must exit last. It waits at most `LATE_S`
     # seconds for ranks that hang.
     if rank == 0:
-        end_s = time.monotonic() + LATE_S
-        while store.add("finished", 0) < world_size and time.monotonic() < end_s:
+        deadline_s = time.monotonic() + LATE_S
+        while store.add("finished", 0) < world_size and time.monotonic() < deadline_s:
             time.sleep(0.05)
     sys.stdout.flush()
     # os._exit instead of sys.exit: if a collective hangs, the destructor of its process group would hang,
@@ -443,13 +443,13 @@ def _collect_answers(store: Any, world_size: int, wait_s: int) -> tuple[list[str
     The time limit is for all ranks together. If a rank does not answer, its host name may still be known,
     because each rank reports it at its start.
     """
-    end_s = time.monotonic() + wait_s
+    deadline_s = time.monotonic() + wait_s
     answers: dict[int, Answer] = {}
     hosts = [""] * world_size
     for rank in range(world_size):
         key = f"answer/{rank}"
         # Answers that have already arrived are read even after the time limit, hence at least 0.1 s.
-        text = _read(store, key, max(0.1, end_s - time.monotonic()))
+        text = _read(store, key, max(0.1, deadline_s - time.monotonic()))
         if text is None:
             hosts[rank] = _read(store, f"host/{rank}", 0.1) or ""
         else:

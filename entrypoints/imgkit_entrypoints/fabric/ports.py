@@ -226,8 +226,8 @@ def match_ports(value: str, ports: Iterable[Port]) -> tuple[Port, ...]:
 def _is_port_named(selection: Selection, name: str, port: Port) -> bool:
     """Return whether a name of the selection, such as ``mlx5_0`` or ``mlx5_0:1``, matches `port`."""
     device, _, rest = name.partition(":")
-    number, _, _ = rest.partition(":")
-    return selection.has_name(port.device, device) and number in ("", str(port.number))
+    port_number, _, _ = rest.partition(":")
+    return selection.has_name(port.device, device) and port_number in ("", str(port.number))
 
 
 def ports_in_use(plan: FabricPlanBuilder) -> tuple[Port, ...]:

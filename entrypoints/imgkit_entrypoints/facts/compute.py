@@ -113,9 +113,9 @@ def _find_cgroups(reader: Reader, controller: str) -> Iterator[tuple[int, str]]:
     """
     for line in (reader.text("/proc/self/cgroup") or "").splitlines():
         # A line is "0::/slurm/job_7" in version 2, and "4:cpu,cpuacct:/slurm/job_7" in version 1.
-        number, _, rest = line.partition(":")
+        hierarchy_id, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        if number == line or len(path) > _LONGEST_PATH:  # the line has no colon, or the file is damaged
+        if hierarchy_id == line or len(path) > _LONGEST_PATH:  # the line has no colon, or the file is damaged
             continue
         if controllers == "":
             version = 2
@@ -147,9 +147,9 @@ def read_process_limit(reader: Reader) -> tuple[Limit, str]:
     if user_limit.value is not None:
         limits.append((user_limit.value, user_source))
     for _, folder in _find_cgroups(reader, "pids"):
-        number = reader.number(f"{folder}/pids.max")
-        if number is not None:
-            limits.append((number, f"{folder}/pids.max: {number}"))
+        cgroup_limit = reader.number(f"{folder}/pids.max")
+        if cgroup_limit is not None:
+            limits.append((cgroup_limit, f"{folder}/pids.max: {cgroup_limit}"))
     if limits:
         value, source = min(limits)
         return Limit(value=value), source
@@ -267,9 +267,9 @@ def count_gpus(reader: Reader, env: Mapping[str, str], inaccessible: Mapping[str
         return _count_selected_gpus(setting, devices)
     evidence = f"/dev: {' '.join(files) or 'no nvidia device'}"
     if inaccessible:
-        number = f"{len(inaccessible)} of them " if devices else ""
+        excluded = f"{len(inaccessible)} of them " if devices else ""
         reason, *_ = inaccessible.values()  # the reason is the same for all of them
-        evidence += f", but {number}{reason}"
+        evidence += f", but {excluded}{reason}"
     if devices:
         return VisibleGpus(len(devices), evidence)
     if setting is not None:
@@ -298,8 +298,8 @@ def _count_selected_gpus(setting: str, devices: Sequence[str]) -> VisibleGpus:
         if count > 1:
             return VisibleGpus(0, source, f"{variable} names {entry} twice, so CUDA shows no GPU at all")
     for position, entry in enumerate(entries):
-        number = parse_digits(entry)  # None for the UUID of a GPU
-        if number is not None and number >= len(devices):
+        gpu_index = parse_digits(entry)  # None for the UUID of a GPU
+        if gpu_index is not None and gpu_index >= len(devices):
             problem = (
                 f"{variable} names {entry}, but there are {len(devices)} GPUs "
                 f"(/dev: {' '.join(devices)}): CUDA ends the list there and shows {position}"

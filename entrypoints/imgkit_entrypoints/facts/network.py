@@ -116,15 +116,15 @@ def _local_addresses(trie: str) -> tuple[str, ...]:
     """
     # The line "|-- 10.0.0.1" names an address. The line "/32 host LOCAL" below it means that the address is
     # one of this machine. A dict keeps each address once.
-    local: dict[str, None] = {}
+    local_addresses: dict[str, None] = {}
     address = ""
     for line in trie.splitlines():
-        leaf = re.match(r"\s*\|-- (\S+)", line)
-        if leaf:
-            address = leaf[1]
+        address_match = re.match(r"\s*\|-- (\S+)", line)
+        if address_match:
+            address = address_match[1]
         elif re.match(r"\s*/32 host LOCAL", line) and _is_address(address, ipaddress.IPv4Address):
-            local[address] = None
-    return tuple(local)
+            local_addresses[address] = None
+    return tuple(local_addresses)
 
 
 def _is_address(text: str, kind: type[ipaddress.IPv4Address] | type[ipaddress.IPv6Address]) -> bool:

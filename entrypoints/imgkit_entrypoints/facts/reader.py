@@ -95,10 +95,10 @@ class Reader:
     def number(self, path: str) -> int | None:
         """Return the content of a file as an integer, or None if the content is not an integer."""
         text = self.text(path) or ""
-        number = parse_digits(text.removeprefix("-"))
-        if number is not None and text.startswith("-"):
-            return -number
-        return number
+        value = parse_digits(text.removeprefix("-"))
+        if value is not None and text.startswith("-"):
+            return -value
+        return value
 
     def names(self, folder: str, like: str = "") -> tuple[str, ...]:
         """Return the names in a folder in natural order, so that mlx5_10 comes after mlx5_2.

@@ -29,9 +29,9 @@ def write_MBps(folder: Path) -> float:
     ------
     OSError : a file cannot be written.
     """
-    end_s = time.perf_counter() + ENOUGH_S
+    deadline_s = time.perf_counter() + ENOUGH_S
     seconds = [_time_write(folder)]
-    while len(seconds) < TURNS and time.perf_counter() < end_s:
+    while len(seconds) < TURNS and time.perf_counter() < deadline_s:
         seconds.append(_time_write(folder))
     return WRITTEN_BYTES / min(seconds) / 1e6
 

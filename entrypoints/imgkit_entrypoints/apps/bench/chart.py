@@ -145,9 +145,9 @@ class _LineEnd(NamedTuple):
 def _draw_labels(lines: Mapping[str, Points], x_axis: Axis, y_axis: Axis) -> Iterator[str]:
     """Yield the SVG elements of the names beside the plot, each connected to the end of its line."""
     ends = []
-    for number, (name, points) in enumerate(lines.items()):
+    for index, (name, points) in enumerate(lines.items()):
         size, value = points[-1]
-        ends.append(_LineEnd(y_axis.position(value), x_axis.position(size), number, name))
+        ends.append(_LineEnd(y_axis.position(value), x_axis.position(size), index, name))
     ends.sort()
     heights = spread_apart([end.y for end in ends], LABEL_STEP, TOP + 4, TOP + PLOT_HEIGHT)
     for end, label_y in zip(ends, heights, strict=True):

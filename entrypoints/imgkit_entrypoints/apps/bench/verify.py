@@ -80,10 +80,10 @@ def make_table(dtype: Dtype, ranks: int) -> array.array[int]:
         bits = _hash(index + 1)
         # The upper half of the hash decides whether the number is 0. Its value depends on the whole hash.
         upper_half = bits >> 16
-        number = 0
+        value = 0
         if upper_half < nonzero:
-            number = bits % modulus
-        values.append(number)
+            value = bits % modulus
+        values.append(value)
     return values
 
 

@@ -94,18 +94,18 @@ class Batches:
         start : position at which the run begins, or from which it resumes.
         steps : number of steps of the whole run.
         """
-        loaded: Iterator[Any] | None = None
+        sample_batches: Iterator[Any] | None = None
         if not hasattr(self._samples, "batch"):
             requests = self._iterate_requests(start, steps)
-            loaded = load_samples(self._samples, requests, self._config, self._ranks)
+            sample_batches = load_samples(self._samples, requests, self._config, self._ranks)
         position = start
         clock = time.perf_counter
         while position.step < steps:
             start_s = clock()
             micro_batches = []
-            for piece in self._slices(self._order.samples_at(position)):
-                batch = self._make_batch(position, piece, loaded)
-                micro_batches.append(MicroBatch(batch, piece.weight, piece.last))
+            for slice_of_step in self._slices(self._order.samples_at(position)):
+                batch = self._make_batch(position, slice_of_step, sample_batches)
+                micro_batches.append(MicroBatch(batch, slice_of_step.weight, slice_of_step.last))
             position = self._order.next_position(position)
             self.waited_s += clock() - start_s
             yield position, micro_batches
@@ -134,8 +134,8 @@ class Batches:
         position = start
         while position.step < steps:
             permutation = self._permutation(position.epoch)[position.consumed :]
-            for piece in self._slices(self._order.samples_at(position)):
-                yield position.epoch, permutation[piece.first : piece.end]
+            for slice_of_step in self._slices(self._order.samples_at(position)):
+                yield position.epoch, permutation[slice_of_step.first : slice_of_step.end]
             position = self._order.next_position(position)
 
     def _draw_permutation(self, epoch: int) -> torch.Tensor:

@@ -43,9 +43,9 @@ def _choose_ticks(axis: Axis) -> list[float]:
         stride = math.ceil(len(powers) / 6)
         return [10.0**power for power in powers[::stride]]
     step = _round_up((axis.high - axis.low) / 5)
-    first = math.ceil(axis.low / step)
-    last = math.floor(axis.high / step)
-    return [step * multiple for multiple in range(first, last + 1)]
+    first_multiple = math.ceil(axis.low / step)
+    last_multiple = math.floor(axis.high / step)
+    return [step * multiple for multiple in range(first_multiple, last_multiple + 1)]
 
 
 def _round_up(value: float) -> float:

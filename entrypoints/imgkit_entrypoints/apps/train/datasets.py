@@ -240,9 +240,9 @@ class ImageFolder:
         self._size = size
         self._is_random = split == "train"
         self._files: list[tuple[Path, int]] = []
-        for number, name in enumerate(names):
+        for class_number, name in enumerate(names):
             paths = sorted((folder / name).rglob("*"))
-            self._files += [(path, number) for path in paths if path.suffix.lower() in ENDINGS]
+            self._files += [(path, class_number) for path in paths if path.suffix.lower() in ENDINGS]
         if not self._files:
             raise UsageError(
                 "the folder holds no images", where=str(folder), hint=f"files must end in {' '.join(ENDINGS)}"
@@ -252,15 +252,15 @@ class ImageFolder:
         return len(self._files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        reader = importlib.import_module("PIL.Image")  # Pillow is only needed for images
-        path, number = self._files[index]
-        with reader.open(path) as opened:
-            image = opened.convert("RGB")
+        pillow = importlib.import_module("PIL.Image")  # Pillow is only needed for images
+        path, class_number = self._files[index]
+        with pillow.open(path) as image_file:
+            image = image_file.convert("RGB")
             box = self._choose_box(*image.size)
-            image = image.resize((self._size, self._size), reader.Resampling.BILINEAR, box=box)
+            image = image.resize((self._size, self._size), pillow.Resampling.BILINEAR, box=box)
         if self._is_random and torch.rand(()) < 0.5:
-            image = image.transpose(reader.Transpose.FLIP_LEFT_RIGHT)
-        return _normalize(image), number
+            image = image.transpose(pillow.Transpose.FLIP_LEFT_RIGHT)
+        return _normalize(image), class_number
 
     def _choose_box(self, width: int, height: int) -> tuple[float, float, float, float]:
         """Return the corners of the square to crop from an image.

@@ -104,11 +104,11 @@ def check_port_errors(node: CheckedNode) -> Iterator[Check]:
         errors = counts.get(name)
         if not errors:
             continue
-        device, _, number = name.partition(":")
+        device, _, port_number = name.partition(":")
         counters = ", ".join(f"{counter}: {count}" for counter, count in errors.items())
-        evidence = f"/sys/class/infiniband/{device}/ports/{number}/counters/{counters}"
+        evidence = f"/sys/class/infiniband/{device}/ports/{port_number}/counters/{counters}"
         fix = "check again after a run: if they grow, the cable or the switch port is bad; report them "
-        fix += f"to the site. To count from zero: sudo perfquery -C {device} -P {number} -R"
+        fix += f"to the site. To count from zero: sudo perfquery -C {device} -P {port_number} -R"
         yield Check("port errors", "warn", evidence, fix)
 
 
@@ -196,8 +196,8 @@ def check_xids(node: CheckedNode) -> Iterator[Check]:
     for line in log.splitlines():
         match = _XID_LINE.search(line)
         if match:
-            address, number = match.groups()
-            last_lines[address, int(number)] = line.strip()[:_MAX_LINE_CHARACTERS]
+            address, xid_text = match.groups()
+            last_lines[address, int(xid_text)] = line.strip()[:_MAX_LINE_CHARACTERS]
     for (address, xid), line in last_lines.items():
         if xid in PROGRAM_XIDS:
             continue
