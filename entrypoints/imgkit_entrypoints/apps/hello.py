@@ -69,6 +69,7 @@ def main() -> None:
             if rank != 0:
                 seconds = time_round_trips(rank, peer_host, ranks)
             peers.append(Peer(rank=rank, host=peer_host, device=peer_device, seconds=seconds))
+        # Each rank contributes 1, so the sum must be the number of ranks.
         total = torch.ones(1, device=ranks.device)
         dist.all_reduce(total)
         if ranks.rank == 0:
@@ -102,14 +103,14 @@ def time_round_trips(peer: int, host: str, ranks: Ranks) -> float | None:
             dist.send(buffer, 0)
         elif ranks.rank == 0:
             buffer.fill_(number)
-            ranks.synchronize()
+            ranks.synchronize()  # the time must not include the work of filling the buffer
             start_s = time.perf_counter()
             dist.send(buffer, peer)
             dist.recv(buffer, peer)
             ranks.synchronize()
             latencies_s.append(time.perf_counter() - start_s)
             _refuse_wrong_answer(int(buffer.item()), number, peer, host)
-    if not latencies_s:
+    if not latencies_s:  # only rank 0 has measured something
         return None
     return statistics.median(latencies_s[WARM_UP:]) / 2
 

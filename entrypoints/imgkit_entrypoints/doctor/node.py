@@ -114,6 +114,7 @@ def examine(
         reader=reader,
     )
     results: list[Check] = []
+    # Each check is a generator function, so a check without results adds nothing.
     for run_check in CHECKS:
         results += run_check(node)
     return tuple(results)
@@ -209,5 +210,6 @@ def clock_remark(time_s: float, all_s: Sequence[float]) -> str:
     ahead_s = time_s - statistics.median(all_s)
     if abs(ahead_s) < CLOCKS_APART_S:
         return ""
+    # The median is not affected by a few wrong clocks, unlike the mean.
     direction = "ahead of" if ahead_s > 0 else "behind"
     return f"its clock is {abs(ahead_s):.1f} s {direction} the median of all nodes"

@@ -366,6 +366,7 @@ class FabricPlanBuilder:
         decided = {decision.variable for decision in self.decisions}
         for variable, value in self.recipe.items():
             preset = self.preset(variable)
+            # Without a preset, the variable was dropped on purpose.
             if variable in decided or preset is None:
                 continue
             decided.add(variable)
@@ -392,6 +393,7 @@ class FabricPlanBuilder:
             reason=reason,
             env=self.worker_env,
             decisions=tuple(self.decisions),
+            # A dropped variable may have been set to another value later. dict.fromkeys removes duplicates.
             unset=tuple(name for name in dict.fromkeys(self.dropped) if name not in self.worker_env),
             warnings=tuple(self.warnings),
             blockers=tuple(self.blockers),

@@ -52,6 +52,7 @@ def check_plugin(plan: FabricPlanBuilder) -> None:
     if preset.origin == "image":
         plan.drop_variable(VARIABLE, f"{names} is not on the library path")
         return
+    # NCCL has no network of its own for Slingshot, so it falls back to TCP.
     consequence = "NCCL ignores it"
     if plan.kind == "slingshot":
         consequence += " and uses TCP"

@@ -63,6 +63,7 @@ def choose_ports(plan: FabricPlanBuilder) -> PortChoice:
             unused.append(UnusedPort(port, problem))
         else:
             active.append(port)
+    # NCCL cannot mix the two link layers, so if there is InfiniBand, only InfiniBand is used.
     infiniband = [port for port in active if port.link_layer == "InfiniBand"]
     if infiniband:
         evidence = f"{infiniband[0].path}/link_layer is {infiniband[0].link_layer}"
@@ -71,6 +72,7 @@ def choose_ports(plan: FabricPlanBuilder) -> PortChoice:
         return PortChoice(tuple(infiniband), tuple(unused))
     addressed, without_gid = _keep_addressed(active)
     near, far = _keep_nearest(plan.facts, addressed)
+    # If too few ports remain, the distance was misleading, so keep all ports with an address.
     expected_nics = plan.system.fabric.nics
     if expected_nics is not None and len(near) < expected_nics:
         near, far = addressed, []
@@ -153,7 +155,7 @@ def gpu_distance(facts: HostFacts, device: RdmaDevice) -> int | None:
     bridge = _pci_bridge(device.pci)
     if bridge and bridge in [_pci_bridge(gpu.pci) for gpu in facts.gpu_devices]:
         return 0
-    numa_nodes = {gpu.numa_node for gpu in facts.gpu_devices} - {None}
+    numa_nodes = {gpu.numa_node for gpu in facts.gpu_devices} - {None}  # None means unknown
     if device.numa_node is None or not numa_nodes:
         return None
     return 1 if device.numa_node in numa_nodes else 2
@@ -235,6 +237,7 @@ def ports_in_use(plan: FabricPlanBuilder) -> tuple[Port, ...]:
 
     If the user or the recipe sets NCCL_IB_HCA, its value selects the ports. Otherwise, `choose_ports` does.
     """
+    # A value of the image does not count, because `set_hcas` replaces it.
     preset = plan.requested_preset(HCA)
     if preset is None:
         return choose_ports(plan).selected
@@ -445,6 +448,8 @@ def _set_common_index(plan: FabricPlanBuilder, gids: Mapping[str, Gid], evidence
     indices = {gid.index for gid in gids.values()}
     common_index = str(indices.pop()) if len(indices) == 1 else ""
     nccl = f"NCCL {facts.nccl_version} ({facts.nccl_source})"
+    # Four cases: NCCL's version is unknown, NCCL finds the GID itself, one index is right for all ports, or
+    # none is.
     if facts.nccl is None:
         reason = f"NCCL's version is unknown; 2.21 and later find this themselves: {evidence}"
         plan.report_unset(GID_INDEX, index_by_port, reason)

@@ -66,6 +66,7 @@ def best_interface(plan: FabricPlanBuilder, preferred: Sequence[str] = ()) -> In
     If the head has a loopback address, all nodes are on this machine, and the result is ``lo``.
     """
     facts, head = plan.facts, plan.head
+    # A loopback address is only reachable from this machine.
     if _is_inside(head, "127.0.0.0/8"):
         for interface in facts.interfaces:
             if interface.name == "lo":
@@ -92,6 +93,7 @@ def best_interface(plan: FabricPlanBuilder, preferred: Sequence[str] = ()) -> In
         evidence = describe_interface(interface)
         reason = f"/proc/net/route: the default route via {route.gateway} ({evidence})"
         return InterfaceChoice(interface, reason)
+    # An interface with an IPv4 address is preferred.
     with_ipv4 = [interface for interface in by_name.values() if interface.ipv4]
     first, *_ = with_ipv4 or by_name.values()
     reason = f"the first interface that is up with an address ({describe_interface(first)})"
@@ -187,7 +189,7 @@ def set_interface(plan: FabricPlanBuilder, preferred: Sequence[str] = ()) -> Int
     ----------
     preferred : names of interfaces, the best one first.
     """
-    drop_absent_interfaces(plan)
+    drop_absent_interfaces(plan)  # such values of the recipe or the image must not count as presets below
     choice = best_interface(plan, preferred)
     if choice is None:
         reason = "no interface except lo is up with an address (/sys/class/net, /proc/net/fib_trie)"

@@ -59,7 +59,7 @@ class PcieLink:
         if match is None:
             return None
         lane_GTps = float(match[1])
-        for least_GTps, share in GTps_Gbps:
+        for least_GTps, share in GTps_Gbps:  # the newest generation of PCIe comes first
             if lane_GTps >= least_GTps:
                 return lane_GTps * share * self.width or None  # 0 lanes: unknown
         return None

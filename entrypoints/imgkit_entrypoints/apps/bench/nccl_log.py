@@ -53,6 +53,7 @@ def read_transports(folder: Path | None) -> frozenset[str]:
     lines: list[str] = []
     if folder is None:
         return frozenset()
+    # The files of other processes on this node have other process ids at the end of their names.
     for path in folder.glob(f"*.{os.getpid()}"):
         with contextlib.suppress(OSError):
             lines += files.read_text(path, errors="replace").splitlines()

@@ -122,6 +122,7 @@ def _least_free_bytes(ranks: Ranks, ranks_on_node: int) -> float:
     free_bytes: float | None = machine.free_memory_bytes(ranks, ranks_on_node)
     if free_bytes is None:
         free_bytes = math.inf
+    # Exchange the minimum, because all ranks must choose the same sizes.
     tensor = torch.tensor([float(free_bytes)], device=ranks.device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
     return float(tensor.item())
@@ -150,6 +151,8 @@ def _refuse_on_rank_0(
                 record.refuse_unwritable(path, usage)
         except ImgkitError as error:
             problem = error
+    # The other ranks learn that there is a problem, but not which. They raise an error that refers to rank
+    # 0's output.
     (has_problem,) = measurement.broadcast_numbers((float(problem is not None),), ranks)
     if has_problem:
         raise problem or UsageError("rank 0 refused its options; its output says why")

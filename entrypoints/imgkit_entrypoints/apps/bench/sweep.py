@@ -151,6 +151,7 @@ class Sweep:
         """Return the default of ``--max`` for the backend, or less if there is too little memory for it."""
         max_bytes = MAX_BYTES.get(self._setup.world.backend, MAX_BYTES["gloo"])
         usable_bytes = machine.DEFAULT_SHARE * self._setup.free_bytes
+        # Halve the size until the buffers fit into the usable part of the memory.
         while max_bytes > self._setup.options.min_bytes:
             if self._measurer.needed_bytes(collective, max_bytes) <= usable_bytes:
                 break

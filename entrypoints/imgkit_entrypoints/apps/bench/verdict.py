@@ -72,7 +72,7 @@ def describe_verdicts(
         return ["The line rate of the network is unknown, so no busbw is expected. Give --line-rate Gbps."]
     lines = []
     for verdict in verdicts:
-        percent = verdict.percent or 0.0
+        percent = verdict.percent or 0.0  # not None here, because the line rate is known
         lines.append(_describe_verdict(verdict, percent, line_rate_Gbps))
         if percent < LOW_PERCENT and find_collective(verdict.collective).fills_network:
             lines.append(f"{verdict.collective} is slow on this network. Run dist-doctor to see why.")

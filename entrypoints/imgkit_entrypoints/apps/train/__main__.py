@@ -134,7 +134,7 @@ def train(config: Config, run: Run, ranks: Ranks, start_up: StartUp) -> int:
         if start.step >= steps:
             return 0
     held_out = None
-    if parse_interval(config.eval_every, 1):
+    if parse_interval(config.eval_every, 1):  # 0 means no evaluation
         held_out = load_data(config, "eval")
     start_up.record("data")
     clock = WorkClock(ranks)
@@ -247,7 +247,7 @@ def _tokens_per_sample(batch: Any) -> int | None:
 
     The first tensor of the batch counts as rows of tokens if it has two dimensions and integers.
     """
-    tensors = batch
+    tensors = batch  # a batch is a tuple or a dict of tensors
     if isinstance(batch, dict):
         tensors = batch.values()
     inputs, *_ = tensors

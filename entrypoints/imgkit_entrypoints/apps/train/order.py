@@ -21,6 +21,7 @@ def seed_of(*parts: int | str) -> int:
     It is the same on every platform and with every version of Python, unlike the result of hash().
     """
     text = "\0".join(map(str, parts)).encode()
+    # The shift leaves 63 bits, so that the seed fits into a signed 64-bit integer.
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
@@ -88,12 +89,14 @@ class Order:
         micro-batches, because they take part in the same collectives. For example, with 5 samples, 2 ranks
         and a `batch_size` of 2, rank 0 has the micro-batches (0) and (1), and rank 1 has (2) and (3, 4).
         """
+        # The rank with most samples determines how many micro-batches all ranks have.
         most_samples_of_rank = math.ceil(samples / self.world_size)
         count = math.ceil(most_samples_of_rank / self.batch_size)
         rank_start, rank_end = share(samples, rank, self.world_size)
         slices = []
         for index in range(count):
             start, end = share(rank_end - rank_start, index, count)
+            # DDP divides the sum of the gradients by world_size, which this factor cancels.
             weight = (end - start) * self.world_size / samples
             is_last = index == count - 1
             if start < end:

@@ -119,6 +119,7 @@ class RunLog:
         self._training_s += latest.seconds
         self._trained_steps += latest.steps
         self._usual_s = self._stragglers.judge(latest.step, latest.own_s)
+        # In addition, the first and the last step always get a line.
         is_due = latest.step % self._config.log_every == 0
         is_late = sum(entry.seconds for entry in self._unwritten) >= LINE_EVERY_S
         if is_due or is_late or latest.step in (self._workload.start + 1, self._workload.steps):
@@ -177,6 +178,7 @@ class RunLog:
         }
         self._metrics.add(values)
         self._loggers.log(values.pop("step"), {**values, **numbers})
+        # The estimate of the remaining time also includes evaluations and saves.
         elapsed_s = time.perf_counter() - self._start_s
         step_s = elapsed_s / (step - workload.start)
         left_s = step_s * (workload.steps - step)

@@ -59,6 +59,7 @@ def check_pcie(node: CheckedNode) -> Iterator[Check]:
         if link.width < link.most_width and not _is_fast_enough(link, needed_Gbps):
             warnings.append(_narrow_link(link, needed_Gbps))
     yield from warnings
+    # One result for all good links is enough.
     if len(links) == 1 and not warnings:
         yield Check("pcie", "ok", "1 link of a GPU or NIC is wide enough")
     elif links and not warnings:
@@ -146,6 +147,8 @@ def _gpu_problems(gpu: ElementTree.Element) -> Iterator[Check]:
     if errors:
         evidence = f"{source} {errors} uncorrectable ECC errors since the last reset"
         yield Check("gpu health", "warn", evidence, reset)
+    # The driver replaces a faulty row of memory by a spare row, which takes effect after a reset. If this
+    # fails, the GPU must be replaced.
     if gpu.findtext("remapped_rows/remapped_row_failure") == "Yes":
         evidence = f"{source} Remapping Failure Occurred: Yes, so memory errors will continue"
         fix = "drain the node (Slurm: scontrol update nodename=NODE state=drain), and have the GPU replaced"

@@ -81,6 +81,7 @@ def check_rdma_ports(node: CheckedNode) -> Iterator[Check]:
         links = ", ".join(f"{port.name} {port.link_layer} {port.rate}" for port in used)
         yield Check("rdma ports", "ok", links)
     failed = _ports_of_failed_cards(node, used)
+    # Without any usable port, a node of an RDMA cluster is broken. On other nodes, RDMA is optional.
     is_expected = node.system.fabric.kind in ("infiniband", "roce")
     verdict: Verdict = "fail" if is_expected and not used else "warn"
     fix = "report the node to the site with the output of ibstat; for INIT, check the subnet manager"
@@ -105,9 +106,11 @@ def _ports_of_failed_cards(node: CheckedNode, used: Sequence[Port]) -> set[str]:
     ----------
     used : ports that NCCL uses for the run.
     """
+    # If the node has all NICs that the recipe expects, the other ports are unused on purpose.
     nics = node.system.fabric.nics
     if nics is not None and len(used) >= nics:
         return set()
+    # The ports of a card may be separate devices, so compare cards instead of devices.
     used_devices = {port.device for port in used}
     working_cards = {device.card for device in node.facts.rdma if device.name in used_devices}
     link_layers = {port.link_layer for port in used}
