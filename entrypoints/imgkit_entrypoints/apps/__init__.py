@@ -1,11 +1,11 @@
-"""The programs that the workers of a launch run, such as dist-train, and torchrun, which starts them."""
+"""The programs that workers run, such as dist-train, and the torchrun that starts the workers."""
 
 import gc
 import sys
 
-# All objects that an import of torch makes stay alive. The garbage collector would look through them again
-# and again, which takes a tenth of the start, and with torch._dynamo a quarter. So it is off until
-# `ranks.run_worker`. Python keeps "-m" in sys.argv[0] while it looks for the module of the program. A user's
-# own program keeps its garbage collector.
+# An import of torch creates many objects, and all of them stay alive. The garbage collector would examine
+# them again and again, which takes a tenth of the start-up time, and a quarter with torch._dynamo. So it is
+# switched off until `ranks.run_worker`, but only for programs of this package. While Python searches for the
+# module to run, sys.argv[0] is "-m".
 if sys.argv[0] == "-m" and any(argument.startswith(f"{__name__}.") for argument in sys.orig_argv):
     gc.disable()

@@ -1,8 +1,8 @@
-"""``dist-doctor`` on all nodes.
+"""``dist-doctor`` on all nodes: the worker that checks a node, and the report of rank 0.
 
-Each node checks itself, all ranks verify an all_reduce, and rank 0 names the bad host. The ranks exchange
-their answers through the launch's store and not through the network under test. So the answers arrive even
-if NCCL hangs or returns wrong values.
+Each node checks itself, all ranks verify an all_reduce together, and rank 0 reports which host is bad. The
+ranks send their results through the key-value store of the launch, and not through the network that is
+tested. So the results arrive even if NCCL hangs or returns wrong values.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ if TYPE_CHECKING:
     import torch
 
 ELEMENTS = 1 << 18
-"""Numbers in the all_reduce, which are 1 MiB of float32.
+"""How many numbers the all_reduce adds up: 1 MiB of float32.
 
-Most wrong results on GH200 with Slingshot had this size (NVIDIA/nccl issue 2001).
+On GH200 nodes with Slingshot, most wrong results had this size (NVIDIA/nccl issue 2001).
 """
 SUM_MIB = ELEMENTS * 4 >> 20
 # Number of times that the all_reduce runs.
 REPEATS = 5
 LATE_S = 15
 """Extra seconds for a rank to answer after its own timeout."""
-# Characters of a backend's error in the report; some quote a whole stack.
+# Most characters of a backend's error in the report, because some errors contain a whole stack trace.
 MAX_ERROR_CHARACTERS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What one rank found, as it sends it to rank 0."""
+    """The results of one rank, which it sends to rank 0."""
 
     rank: int
     host: str
@@ -59,18 +59,18 @@ class Answer:
     wrong: tuple[int, ...] = ()
     """Ranks whose values arrived corrupted at this rank."""
     checks: tuple[Check, ...] = ()
-    """Checks of the whole node, which only the first rank of each node runs."""
+    """Results of the checks of the whole node. Only the first rank of each node runs them."""
     machine: str = ""
-    """Boot id of the machine, which is the same in all of its containers."""
+    """Boot id of the machine, which is the same in all containers on it."""
     time_s: float = 0.0
-    """Time of the node directly after the collective, in seconds since the epoch; 0 if that failed."""
+    """Time on the node after the collective, in seconds since the epoch; 0 if the collective failed."""
     nccl_host: str = ""
-    """What NCCL takes for the identity of the machine; see `_nccl_host`."""
+    """The text by which NCCL recognizes ranks on the same machine; see `_nccl_host`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeVerdict:
-    """The verdict on one node, with its reasons and the checks that are not ok."""
+    """The verdict on one node, with the reasons for it and all checks whose verdict is not ``ok``."""
 
     host: str
     ranks: tuple[int, ...]
@@ -82,16 +82,18 @@ class NodeVerdict:
 def judge_nodes(
     hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: int
 ) -> tuple[NodeVerdict, ...]:
-    """Return a verdict on every node, by which the bad one can be told from its victims.
+    """Return a verdict on every node that distinguishes a bad node from nodes that only suffer from it.
 
-    If the values of a rank arrive wrong at most others, that rank is at fault; otherwise the receiver is. A
-    node whose only problem is a failed collective gets the verdict ``unknown`` if another node is at fault,
-    because it may be a victim of that node.
+    If the values of a rank arrive wrong at most other ranks, the sending rank is at fault. Otherwise, the
+    receiving rank is at fault. If the collective fails on a node without any other problem, the verdict
+    depends on the other nodes. If one of them is at fault, the verdict is ``unknown``, because the node may
+    only suffer from that node's fault.
 
     Parameters
     ----------
-    hosts : host of every rank; empty if the rank never reported one.
-    answers : answers by rank; a rank that is missing never answered.
+    hosts : host name of every rank, which is empty if the rank has not reported it.
+    answers : results by rank. Ranks that did not answer are missing.
+    timeout_s : time limit of the collective, for messages.
     """
     blame = _find_blame(hosts, answers, timeout_s)
     has_suspects = bool(blame) or not all(passed(answer.checks) for answer in answers.values())
@@ -107,8 +109,8 @@ def judge_nodes(
 def _find_blame(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: int) -> dict[int, list[str]]:
     """Return the ranks that are at fault, each with the reasons.
 
-    A rank is at fault if it did not answer, if its values arrived wrong at most other ranks, or if it got
-    wrong values from a rank whose values arrived right elsewhere.
+    A rank is at fault in three cases: it did not answer, its values arrived wrong at most other ranks, or it
+    received wrong values from a rank whose values arrived correctly at most others.
     """
     bad_senders = _find_bad_senders(answers)
     blame = {}
@@ -117,7 +119,7 @@ def _find_blame(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: 
         if rank not in answers:
             reasons.append(f"rank {rank} did not answer within {timeout_s} s")
         else:
-            # Other ranks got the right values of these.
+            # The values of these ranks arrived correctly elsewhere, so the fault is at the receiver.
             good_senders = sorted(set(answers[rank].wrong) - bad_senders.keys())
             if good_senders:
                 senders = ", ".join(map(str, good_senders))
@@ -130,7 +132,10 @@ def _find_blame(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: 
 
 
 def _find_bad_senders(answers: Mapping[int, Answer]) -> dict[int, str]:
-    """Return the reason for each rank whose values arrived wrong at most of the ranks that got a result."""
+    """Find the ranks whose values arrived wrong at most receivers, and return the reason for each.
+
+    Only ranks whose collective ended without an error count as receivers.
+    """
     complaints = Counter[int]()
     for answer in answers.values():
         complaints.update(answer.wrong)
@@ -143,10 +148,11 @@ def _find_bad_senders(answers: Mapping[int, Answer]) -> dict[int, str]:
 
 
 def _compare_machines(answer: Answer, answers: Mapping[int, Answer]) -> list[Check]:
-    """Return a warning if NCCL would use the network between GPUs of this rank's machine, and otherwise [].
+    """Return a warning if NCCL would use the network between GPUs of one machine, and otherwise [].
 
-    NCCL takes ranks for neighbours only if host name and /dev/shm are the same, which they may not be in two
-    containers on one machine. The boot id shows that the machine is the same.
+    NCCL treats ranks as neighbors on one machine only if their host name and /dev/shm are the same. In two
+    containers on one machine, these may differ. The boot id is equal in both, so it shows that the machine is
+    the same.
     """
     hosts = set()
     for peer in answers.values():
@@ -166,8 +172,9 @@ def _compare_machines(answer: Answer, answers: Mapping[int, Answer]) -> list[Che
 
 
 def _compare_clocks(answer: Answer, answers: Mapping[int, Answer]) -> list[Check]:
-    """Return a warning if the clock of this rank's node differs from the others' clocks, and otherwise []."""
-    if not answer.time_s or not answer.checks:  # the first rank of a node speaks for its clock
+    """Return a warning if the clock of this rank's node differs from the other clocks, and otherwise []."""
+    # One warning per node is enough. Only the first rank of each node has checks.
+    if not answer.time_s or not answer.checks:
         return []
     times_s = [peer.time_s for peer in answers.values() if peer.time_s]
     remark = clock_remark(answer.time_s, times_s)
@@ -187,8 +194,8 @@ def _judge_node(
 
     Parameters
     ----------
-    blame : reasons by the rank that is at fault.
-    has_suspects : some rank is at fault, or a check failed on some node.
+    blame : the reasons for each rank that is at fault.
+    has_suspects : True if any rank is at fault, or if a check failed on any node.
     """
     checks: list[Check] = []
     reasons: list[str] = []
@@ -208,7 +215,7 @@ def _judge_node(
     verdict: Verdict = "ok"
     if is_at_fault or (errors and not has_suspects):
         verdict = "fail"
-    elif errors:  # perhaps a victim of the node that is at fault
+    elif errors:  # the collective may have failed because of another node, which is at fault
         verdict = "unknown"
     elif problems:
         verdict = "warn"
@@ -222,7 +229,7 @@ def _judge_node(
 
 
 def format_table(nodes: Sequence[NodeVerdict]) -> Iterator[str]:
-    """Yield the lines of the report: one for each node, with its problems below."""
+    """Yield the lines of the report: one line for each node, followed by lines with its problems."""
     width = max(len(node.host) for node in nodes)
     indent = " " * (7 + 2 + width)  # the columns of the verdict and of the host
     for node in nodes:
@@ -236,7 +243,7 @@ def format_table(nodes: Sequence[NodeVerdict]) -> Iterator[str]:
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:
-    """Return ``rank 3``, or ``ranks 0-3`` if there is no gap, and otherwise ``ranks 0,2,4``."""
+    """Return the ranks of a node as a text: ``rank 3``, ``ranks 0-3``, or ``ranks 0,2,4`` with gaps."""
     first = ranks[0]
     last = ranks[-1]
     if len(ranks) == 1:
@@ -247,12 +254,12 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 
 
 def failed_hosts(nodes: Sequence[NodeVerdict], *, strict: bool) -> list[str]:
-    """Return the hosts that failed. With `strict`, a warning counts as a failure."""
+    """Return the names of the hosts that failed. With `strict`, a warning also counts as a failure."""
     return [node.host for node in nodes if node.verdict == "fail" or (strict and node.verdict == "warn")]
 
 
 def verdict_line(nodes: Sequence[NodeVerdict], world_size: int, *, strict: bool = False) -> str:
-    """Return the last line of the report, which names the failed hosts."""
+    """Return the last line of the report, which names the failed hosts or says that all is well."""
     noun = "node" if len(nodes) == 1 else "nodes"
     scope = f"{len(nodes)} {noun}, {world_size} ranks"
     hosts = failed_hosts(nodes, strict=strict)
@@ -272,7 +279,7 @@ def main() -> None:
     store, rank, world_size = next(
         dist.rendezvous("env://", timeout=datetime.timedelta(seconds=options.timeout + LATE_S))
     )
-    # Each attempt has its own prefix, so that keys of an earlier one are not taken for answers.
+    # Each attempt of the launch has its own prefix, so that results of an earlier attempt are not read.
     store = dist.PrefixStore(f"doctor/{os.environ.get('IMGKIT_ATTEMPT', '1')}", store)
     store.set(f"host/{rank}", _host())
     answer = _add_node_checks(_verify_sum(store, rank, world_size, options.timeout))
@@ -288,18 +295,20 @@ def main() -> None:
     store.wait(["code"], datetime.timedelta(seconds=4 * (options.timeout + LATE_S)))
     code = int(store.get("code"))
     store.add("finished", 1)
-    # Rank 0 may serve the store, so it leaves last. It waits at most `LATE_S` for ranks that hang.
+    # The process of rank 0 may contain the store's server, so it must exit last. It waits at most `LATE_S`
+    # seconds for ranks that hang.
     if rank == 0:
-        end_s = time.monotonic() + LATE_S
-        while store.add("finished", 0) < world_size and time.monotonic() < end_s:
+        deadline_s = time.monotonic() + LATE_S
+        while store.add("finished", 0) < world_size and time.monotonic() < deadline_s:
             time.sleep(0.05)
     sys.stdout.flush()
-    # After sys.exit, a group that hangs in a collective would hang again in its destructor.
+    # os._exit instead of sys.exit: if a collective hangs, the destructor of its process group would hang,
+    # too.
     os._exit(code)
 
 
 def _print_report(nodes: Sequence[NodeVerdict], world_size: int, options: argparse.Namespace) -> None:
-    """Print the verdicts as a table or, with ``--json``, as JSON."""
+    """Print the verdicts on all nodes as a table or, with ``--json``, as JSON."""
     if options.json:
         has_passed = not failed_hosts(nodes, strict=options.strict)
         rows = [dataclasses.asdict(node) for node in nodes]
@@ -310,9 +319,9 @@ def _print_report(nodes: Sequence[NodeVerdict], world_size: int, options: argpar
 
 
 def _host() -> str:
-    """Return the name of this node, with its node rank if there are several: ``gpu07 (node 3)``.
+    """Return the host name of this node, and its number in a run on several nodes: ``gpu07 (node 3)``.
 
-    Two containers may have the same name.
+    The number is needed because the host names of two containers may be equal.
     """
     node_rank = os.environ.get("GROUP_RANK")
     if node_rank and _has_peers():
@@ -321,7 +330,7 @@ def _host() -> str:
 
 
 def _has_peers() -> bool:
-    """Return True if the run has other nodes."""
+    """Return whether the run has other nodes."""
     nodes = os.environ.get("GROUP_WORLD_SIZE")  # torchrun sets it; a rank that MPI started has none
     if nodes:
         return nodes != "1"
@@ -329,14 +338,14 @@ def _has_peers() -> bool:
 
 
 def _add_node_checks(answer: Answer) -> Answer:
-    """Run the checks of the node on its first rank, and return the answer with their results.
+    """If this is the first rank of its node, check the node and add the results to the answer of this rank.
 
-    The answer of any other rank is returned as it is.
+    On all other ranks, return the answer unchanged.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return answer
-    # 2 stands for several nodes: what stops NCCL between nodes is then a failure, and otherwise a warning.
-    # CPUs use Gloo, which it does not stop.
+    # 2 means a run on several nodes, in which problems of NCCL between nodes are failures. With 1, they are
+    # only warnings. Runs on CPUs use Gloo, which does not have these problems.
     nnodes = 1
     if _has_peers() and os.environ.get("IMGKIT_DEVICE") == "cuda":
         nnodes = 2
@@ -351,9 +360,10 @@ def _add_node_checks(answer: Answer) -> Answer:
 
 
 def _nccl_host(host: facts.HostFacts) -> str:
-    """Return the identity by which NCCL finds ranks on the same machine, which can share memory.
+    """Return a text that is equal for two ranks if NCCL considers them to be on the same machine.
 
-    It is the host name (or NCCL_HOSTID) and the device of /dev/shm (misc/utils.cc and the shm transport).
+    NCCL compares the host name (or NCCL_HOSTID) and the device number of /dev/shm (misc/utils.cc and the shm
+    transport). Ranks on the same machine can share memory.
     """
     try:
         shm = Path(SHM).stat().st_dev
@@ -365,7 +375,7 @@ def _nccl_host(host: facts.HostFacts) -> str:
 def _verify_sum(store: Any, rank: int, world_size: int, timeout_s: int) -> Answer:
     """Open a process group, verify an all_reduce in it, and return the result as the answer of this rank.
 
-    An error of the network is a finding, and so a part of the answer.
+    If the network fails, no error is raised. The error is part of the answer.
     """
     import torch
     import torch.distributed as dist
@@ -406,17 +416,17 @@ def _verify_sum(store: Any, rank: int, world_size: int, timeout_s: int) -> Answe
 
 
 def _wrong_senders(rank: int, world_size: int, device: torch.device) -> tuple[int, ...]:
-    """Run the all_reduce, and return the ranks whose values arrive wrong.
+    """Run the all_reduce several times, and return the ranks whose values arrive wrong at this rank.
 
-    A rank sends its values at the positions i with i % world_size == rank, and zeros elsewhere. So each value
-    of the sum comes from one rank.
+    Each rank contributes its values at the positions i with i % world_size == rank, and zeros elsewhere. So
+    each value of the sum comes from exactly one rank, and a wrong value shows which rank sent it.
     """
     import torch
     import torch.distributed as dist
 
     count = max(ELEMENTS, world_size)
     owner = torch.arange(count, device=device).remainder_(world_size)
-    # Whole numbers up to 2^20, since float32 is exact only up to 2^24.
+    # Integers up to 2^20, because float32 represents integers exactly only up to 2^24.
     numbers = torch.arange(count, device=device).remainder_(1 << 20).add_(1)
     values = numbers.to(torch.float32)
     bad = torch.zeros(count, dtype=torch.bool, device=device)
@@ -428,16 +438,18 @@ def _wrong_senders(rank: int, world_size: int, device: torch.device) -> tuple[in
 
 
 def _collect_answers(store: Any, world_size: int, wait_s: int) -> tuple[list[str], dict[int, Answer]]:
-    """Return the host of every rank, and the answers that arrive within `wait_s` seconds.
+    """Return the host name of every rank, and the answers that arrive within `wait_s` seconds.
 
-    The time is for all ranks together. A rank that did not answer may still have reported its host.
+    The time limit is for all ranks together. If a rank does not answer, its host name may still be known,
+    because each rank reports it at its start.
     """
-    end_s = time.monotonic() + wait_s
+    deadline_s = time.monotonic() + wait_s
     answers: dict[int, Answer] = {}
     hosts = [""] * world_size
     for rank in range(world_size):
         key = f"answer/{rank}"
-        text = _read(store, key, max(0.1, end_s - time.monotonic()))
+        # Answers that have already arrived are read even after the time limit, hence at least 0.1 s.
+        text = _read(store, key, max(0.1, deadline_s - time.monotonic()))
         if text is None:
             hosts[rank] = _read(store, f"host/{rank}", 0.1) or ""
         else:

@@ -1,7 +1,7 @@
-"""The common parts of the SVG charts of dist-bench and dist-train, which need no plotting library.
+"""Common parts of the SVG charts of dist-bench and dist-train, which are drawn without a plotting library.
 
-Markers, dashes and labels make the charts readable without colours, and they fit light and dark pages. They
-use only plain classes and attributes, because converters for papers do not support CSS variables.
+Markers, dashes and labels make the charts readable without colors. The colors suit light and dark pages. The
+SVG uses only simple CSS classes, because programs that convert it for papers do not support CSS variables.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass
 from html import escape
 
-# The palette of Okabe and Ito, which colour-blind readers can tell apart. Each colour is for light pages, and
-# its lighter variant for dark ones.
+# The palette of Okabe and Ito, which color-blind readers can distinguish. The first of each pair is for light
+# pages, and the lighter second one is for dark pages.
 COLOURS = (
     ("#0072b2", "#56b4e9"),
     ("#d55e00", "#f0894a"),
@@ -22,7 +22,7 @@ COLOURS = (
     ("#4a4a4a", "#c8c8c8"),
 )
 DASHES = ("", "7 3", "2 3")
-"""Dash patterns (stroke-dasharray). With more lines than colours, the second and third round are dashed."""
+"""Dash patterns (stroke-dasharray). If there are more lines than colors, colors are reused with dashes."""
 # Classes .s0, .s1, ... set the stroke of the lines, and .f0, .f1, ... fill their markers.
 STYLE = (
     ".paper{fill:#fff}.grid{stroke:#e3e5e8}.frame{stroke:#8a9099;fill:none}"
@@ -38,18 +38,18 @@ STYLE = (
     )
     + "}"
 )
-"""The CSS for the page or file that has the drawings."""
+"""The CSS for the page or SVG file that contains the drawings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """An axis for values from `low` to `high`, which lie from `start` on in the drawing."""
+    """An axis that maps values from `low` to `high` to positions in the drawing, beginning at `start`."""
 
     low: float
     high: float
     start: float
     length: float
-    """Length in the drawing. Negative means upwards."""
+    """Length in the drawing. It is negative for an axis that points upwards, because y grows downwards."""
     is_logarithmic: bool = False
 
     def position(self, value: float) -> float:
@@ -71,5 +71,5 @@ def document(body: str, width: int, height: int) -> str:
 
 
 def escaped(value: str) -> str:
-    """Return a text escaped for HTML and XML, in which U+FFFD replaces characters that XML forbids."""
+    """Return a text that is escaped for HTML and XML. Characters that XML forbids are replaced by U+FFFD."""
     return escape(re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", value))

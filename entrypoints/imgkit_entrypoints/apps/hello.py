@@ -1,6 +1,6 @@
-"""``dist-hello``, the smallest program with messages between ranks.
+"""``dist-hello``, the smallest program in which ranks exchange messages.
 
-Every rank reports its host and device, and rank 0 measures round trips to each other rank.
+Every rank reports its host and device, and rank 0 measures the latency to each other rank.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     from imgkit_entrypoints.run.ranks import Ranks
 
 WARM_UP, ROUND_TRIPS = 3, 20
-"""Number of round trips to each rank that do not count, and of those that do."""
+"""Number of round trips to each rank: first those that are not counted, then those that are."""
 OPTIONS = ()
-"""dist-hello has no options besides those of the launch."""
+"""dist-hello has no options of its own, only those of every launch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """What rank 0 knows about a rank."""
+    """What rank 0 reports about a rank."""
 
     rank: int
     host: str
     device: str
     seconds: float | None = None
-    """Half of the median round trip of 8 bytes; None for rank 0 itself."""
+    """Half of the median round-trip time of 8 bytes; None for rank 0 itself."""
 
 
 def format_table(peers: Sequence[Peer]) -> list[str]:
-    """Return the lines of an aligned table with rank, host, device and latency."""
+    """Return the lines of a table with aligned columns: rank, host, device and latency."""
     rows = [("rank", "host", "device", "latency")]
     for peer in peers:
         latency = "-" if peer.seconds is None else f"{peer.seconds * 1e6:.1f} us"
@@ -69,6 +69,7 @@ def main() -> None:
             if rank != 0:
                 seconds = time_round_trips(rank, peer_host, ranks)
             peers.append(Peer(rank=rank, host=peer_host, device=peer_device, seconds=seconds))
+        # Each rank contributes 1, so the sum must be the number of ranks.
         total = torch.ones(1, device=ranks.device)
         dist.all_reduce(total)
         if ranks.rank == 0:
@@ -80,14 +81,15 @@ def main() -> None:
 
 
 def time_round_trips(peer: int, host: str, ranks: Ranks) -> float | None:
-    """Send numbers from rank 0 to rank `peer` and back, and return half of the median time in seconds.
+    """Measure the latency between rank 0 and rank `peer`, and return it in seconds.
 
-    All ranks call this function, and it returns None on every rank but 0. The peer adds its rank to each
-    number, so that rank 0 sees a wrong answer and ends the run.
+    All ranks call this function, and the result is None on every rank except rank 0. Rank 0 sends numbers to
+    the peer, which sends them back. The latency is half of the median round-trip time. The peer adds its rank
+    to each number, so that rank 0 can detect a wrong answer. In this case, rank 0 ends the run.
 
     Parameters
     ----------
-    host : host of the peer, for the message about a wrong answer.
+    host : host name of the peer, for the message about a wrong answer.
     """
     import torch
     import torch.distributed as dist
@@ -101,20 +103,20 @@ def time_round_trips(peer: int, host: str, ranks: Ranks) -> float | None:
             dist.send(buffer, 0)
         elif ranks.rank == 0:
             buffer.fill_(number)
-            ranks.synchronize()
+            ranks.synchronize()  # the time must not include the work of filling the buffer
             start_s = time.perf_counter()
             dist.send(buffer, peer)
             dist.recv(buffer, peer)
             ranks.synchronize()
             latencies_s.append(time.perf_counter() - start_s)
             _refuse_wrong_answer(int(buffer.item()), number, peer, host)
-    if not latencies_s:
+    if not latencies_s:  # only rank 0 has measured something
         return None
     return statistics.median(latencies_s[WARM_UP:]) / 2
 
 
 def _refuse_wrong_answer(answer: int, number: int, peer: int, host: str) -> None:
-    """End this process if a peer has not answered a number with the number plus its rank."""
+    """End this process with an error if the answer of a peer is not `number` plus the peer's rank."""
     if answer != number + peer:
         error = f"rank {peer} on {host} answered {answer} to {number}; {number + peer} is right"
         sys.exit(terminal.escape_controls(error))

@@ -22,18 +22,20 @@ from imgkit_entrypoints.errors import EXIT_NO
 if TYPE_CHECKING:
     from imgkit_entrypoints.run.ranks import Ranks
 
-# Two buffers of 512 KiB stay in a core's cache, and enough points share the overhead of a call. Measured on
-# one core against 131072, in CPU seconds of 40 pairs: 65536 is as fast, 32768 is 3 to 5 % slower.
+# Number of points that are computed with one call of each torch function. Two buffers of this size (512 KiB
+# each) fit into the cache of a core, and the overhead of a call is divided among many points. Measured on one
+# core in CPU seconds of 40 pairs, in comparison with 131072: 65536 is as fast, and 32768 is 3 to 5 % slower.
 # One division for two or four points is slower, too: 0.77 and 0.69 times (0.96 and 0.87 with AVX2).
 BLOCK = 65_536
-# A GPU has no such cache, and every block costs a kernel launch and a wait.
+# Blocks on a GPU are larger, because a GPU has no such cache, and each block costs a kernel launch and a
+# wait.
 BLOCK_CUDA = 1 << 24
 ALONE = 50_000_000
-"""Largest number of points that rank 0 computes alone, while all others wait."""
-# What rounding may add to the error of pi.
+"""Largest number of points that rank 0 computes alone, while all other ranks wait."""
+# Part of the error of pi that is allowed for rounding.
 ROUNDING = 1e-12
 MAX_REPORTED = 16
-"""A run with more processes lists only the slowest one, the median and the fastest one."""
+"""Most processes that the report lists. For more, it lists only the slowest, the median and the fastest."""
 OPTIONS = (Option("--intervals", "number of intervals", parse_positive, "N", default=100_000_000),)
 
 
@@ -53,10 +55,10 @@ class Work:
 
 
 def excess_of_ends(first: int, end: int, intervals: int) -> float:
-    """Return how much the sum over ``range(first, end)`` is too large if every point has the weight 1.
+    """Return by how much a sum over ``range(first, end)`` is too large if all points have the weight 1.
 
-    In the trapezoid rule, the two ends of [0, 1] have the weight 1/2. The integrand 4/(1+x^2) is 4 at 0 and 2
-    at 1, so the excess is 2 for the first point, 1 for the last one, and 0 for all others.
+    In the trapezoid rule, the first and the last point have the weight 1/2. The integrand 4/(1+x^2) is 4 at x
+    = 0 and 2 at x = 1. So the first point contributes 2 too much, the last point 1, and all other points 0.
     """
     excess = 0.0
     if first == 0 < end:
@@ -69,7 +71,7 @@ def excess_of_ends(first: int, end: int, intervals: int) -> float:
 def tolerance(intervals: int) -> float:
     """Return the largest error of pi that is accepted for n intervals.
 
-    The trapezoid rule's own error is h^2/12 * (f'(1) - f'(0)) = 1/(6 n^2). Rounding is added to it.
+    The trapezoid rule itself has the error h^2/12 * (f'(1) - f'(0)) = 1/(6 n^2). `ROUNDING` is added to it.
     """
     return 1.0 / (6.0 * intervals * intervals) + ROUNDING
 
@@ -77,12 +79,15 @@ def tolerance(intervals: int) -> float:
 def format_report(
     value: float, intervals: int, results: Sequence[Work], seconds: float, alone: Work
 ) -> list[str]:
-    """Return the lines that rank 0 prints.
+    """Return the lines that rank 0 prints: pi and its error, the speed of processes, and the efficiency.
 
     Parameters
     ----------
-    seconds : time of the slowest process from the common start until it has the sum.
-    alone : work of rank 0 while all others were idle. The parallel efficiency compares with its speed.
+    value : the computed value of pi.
+    results : the work of each process.
+    seconds : time from the common start until the slowest process has the sum.
+    alone : work of rank 0 while all other processes were idle. The parallel efficiency is relative to this
+        speed.
     """
     ordered = sorted(results, key=lambda work: work.points_per_s)
     slowest = ordered[0]
@@ -108,7 +113,7 @@ def format_report(
 
 
 def _format_work(work: Work) -> str:
-    """Return the line of a process in the report."""
+    """Return the line of the report about one process."""
     rate = f"{work.points} terms in {work.seconds:.3f} s, {work.points_per_s:.3e} terms/s"
     return f"rank {work.rank} on {work.host}: {rate}"
 
@@ -116,14 +121,14 @@ def _format_work(work: Work) -> str:
 def partial_sum(first: int, end: int, intervals: int, ranks: Ranks) -> float:
     """Return the sum of 4/(1+x^2) over the points x = i/intervals with i in ``range(first, end)``.
 
-    The points 0 and 1 count half.
+    The points x = 0 and x = 1 have half the weight of the others, as the trapezoid rule requires.
     """
     import torch
 
     largest_block = BLOCK_CUDA if ranks.device.type == "cuda" else BLOCK
     block = max(1, min(largest_block, end - first))
-    # 4/(1+(i/n)^2) is computed as 4 n^2 * 1/(n^2+i^2). That has whole numbers until the division, and needs
-    # one pass over the block less.
+    # 4/(1+(i/n)^2) is computed as 4 n^2 * 1/(n^2+i^2). In this form, all values are integers until the
+    # division, and one pass over the block is saved.
     square = float(intervals) ** 2
     points = torch.arange(first, first + block, dtype=torch.float64, device=ranks.device)
     offset = torch.full((), square, dtype=torch.float64, device=ranks.device)
@@ -134,12 +139,12 @@ def partial_sum(first: int, end: int, intervals: int, ranks: Ranks) -> float:
         values.reciprocal_()
         sums.append(values[: end - start].sum().item())
         points += block
-    # fsum adds the sums of many blocks without a rounding error of its own.
+    # math.fsum adds the sums of the blocks without accumulating rounding errors.
     return 4.0 * square * math.fsum(sums) - excess_of_ends(first, end, intervals)
 
 
 def timed_sum(first: int, end: int, intervals: int, ranks: Ranks) -> tuple[float, Work]:
-    """Return a `partial_sum`, and the points and seconds that it took."""
+    """Compute a `partial_sum`, and return it with the number of its points and the time in seconds."""
     start_s = time.perf_counter()
     value = partial_sum(first, end, intervals, ranks)
     seconds = time.perf_counter() - start_s

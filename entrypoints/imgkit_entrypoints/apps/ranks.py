@@ -1,7 +1,7 @@
 """Open the process group of a worker, and end the worker without a hang.
 
-torch's process group and gloo's threads can hang or abort at the end of a process. The functions below say
-how, and with which versions of torch.
+At the end of a process, torch's process group and gloo's threads can hang or abort the process. The functions
+below explain how this happens, and with which versions of torch.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ from imgkit_entrypoints.launch import user_program, watchdog
 from imgkit_entrypoints.run.ranks import Ranks
 
 REFUSE_S = 5.0
-"""How long other ranks wait until local rank 0 has left. A loaded machine starts workers seconds apart."""
+"""How many seconds other ranks wait for local rank 0 to exit first.
+
+On a busy machine, workers start several seconds apart.
+"""
 RELEASE_S = 0.05
-"""Time in which a thread of gloo gets the GIL and releases its last work."""
+"""Time in seconds that a thread of gloo needs to acquire the GIL and to release its last work."""
 # Process groups that must not be destroyed before the worker ends.
 _alive: list[object] = []
 
@@ -41,14 +44,16 @@ def join_group(
     rank: int = -1,
     world_size: int = -1,
 ) -> Iterator[Ranks]:
-    """Join the process group that torchrun prepared, or the one in `store`, and yield its ranks.
+    """Join a process group, and yield an object with its rank, world size and device.
 
-    The backend is nccl between GPUs, and gloo otherwise.
+    By default, this is the group that torchrun has prepared. The backend is nccl between GPUs, and gloo
+    between CPUs. The group is destroyed when the ``with`` block ends.
 
     Parameters
     ----------
-    timeout_s : time limit of a collective; None for torch's own limits of 10 (nccl) or 30 minutes (gloo).
-    device : device of this rank; by default the local rank's GPU if IMGKIT_DEVICE is cuda, and else the CPU.
+    timeout_s : time limit of a collective, or None for torch's own limits of 10 (nccl) or 30 minutes (gloo).
+    device : device of this rank. The default is the local rank's GPU if IMGKIT_DEVICE is cuda, or else the
+        CPU.
     store, rank, world_size : the group to join if torchrun has not prepared one.
     """
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -61,12 +66,13 @@ def join_group(
     options = {}
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # With device_id, NCCL connects now and on the right GPU, instead of guessing the GPU at the first
-        # collective.
+        # With device_id, NCCL connects immediately and on the right GPU. Otherwise, it guesses the GPU at the
+        # first collective.
         backend = "nccl"
         options = {"device_id": device}
     connecting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if store is None:  # torchrun has started this worker, and its node agent watches it
+    # A worker that torchrun has started is watched while it connects, because connecting may hang.
+    if store is None:
         connecting = watchdog.connecting(os.environ)
     with connecting:
         dist.init_process_group(
@@ -77,10 +83,12 @@ def join_group(
             rank=dist.get_rank(), local_rank=local_rank, world_size=dist.get_world_size(), device=device
         )
     finally:
-        # The group's destructor holds the GIL while it waits for a thread of gloo, and that thread may wait
-        # for the GIL to release its last work. 4 of 10 ranks hung after a gather (torch 2.3 and 2.5).
+        # The destructor of the group holds the GIL while it waits for a thread of gloo. That thread may need
+        # the GIL to release its last work, so both wait forever. 4 of 10 ranks hung after a gather (torch 2.3
+        # and 2.5). So the group is kept alive until the worker exits, or the thread gets time to finish
+        # first.
         if store is None:
-            _alive.append(dist.group.WORLD)  # until the worker leaves
+            _alive.append(dist.group.WORLD)
         else:
             time.sleep(RELEASE_S)
         dist.destroy_process_group()
@@ -96,9 +104,9 @@ def _choose_device(local_rank: int) -> torch.device:
 def refuse(text: str, exit_code: int) -> NoReturn:
     """Print the lines of `text` once per node, and end this worker with `exit_code`.
 
-    Every rank of the node calls this function. torchrun ends all workers when the first one leaves, so local
-    rank 0 leaves first. A rank that still runs after `REFUSE_S` has no torchrun above it, or is the only one
-    with this problem, so it prints the lines as well.
+    Every rank of the node calls this function. Local rank 0 prints the lines and exits, and torchrun then
+    ends all other workers while they wait. If a worker is still running after `REFUSE_S`, it was not started
+    by torchrun, or it is the only one with this problem. It then prints the lines, too.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(REFUSE_S)
@@ -110,29 +118,33 @@ def refuse(text: str, exit_code: int) -> NoReturn:
 def run_worker(main: Callable[[], None], *, end: Callable[[], None] = lambda: None) -> NoReturn:
     """Run a worker's `main`, and end the process with its exit code without finalizing the interpreter.
 
-    DDP keeps the group alive beyond destroy_process_group, and with it gloo's threads, which release their
-    last works late. If such a thread asks for the GIL while the interpreter is finalizing, the worker ends
-    with SIGABRT after a correct run (torch 2.13 on Python 3.11: 1 run in 8, also of a bare DDP loop).
+    A normal exit can crash. DDP keeps the process group and gloo's threads alive after destroy_process_group,
+    and these threads release their last work late. If such a thread requests the GIL while the interpreter is
+    being finalized, the worker ends with SIGABRT after a correct run. This happened in 1 of 8 runs with torch
+    2.13 on Python 3.11, even in a minimal DDP loop.
 
-    An exception is reported by sys.excepthook, and then also ends the process here. Otherwise destructors of
-    objects in its frames would wait for the other ranks, which wait for this one. A bare DDP loop in which
-    one rank raises hangs until gloo's timeout.
+    If `main` raises an exception, it is reported by sys.excepthook, and the process ends here, too.
+    Otherwise, destructors of objects in the exception's frames would wait for other ranks, which in turn wait
+    for this rank. A minimal DDP loop in which one rank raises hangs until gloo's timeout.
 
-    Python's garbage collector is switched on here. It ignores the objects that imports have made
-    (``apps/__init__.py``).
+    This function also switches on Python's garbage collector, which is off while modules are imported
+    (``apps/__init__.py``). The objects that exist so far are excluded from garbage collection.
 
     Parameters
     ----------
-    end : called last; what it raises is printed and does not change the exit code.
+    end : function that is called last. If it raises an exception, this is printed and does not change the
+        exit code.
     """
-    gc.freeze()
+    gc.freeze()  # the objects of imported modules stay alive anyway, so do not examine them
     gc.enable()
     sys.excepthook = user_program.excepthook
     code = 0
     try:
         main()
     except BaseException as error:
-        uncaught = error  # keeps the objects of its frames alive until the process ends
+        uncaught = (
+            error  # this reference keeps the objects in the frames alive, so their destructors do not run
+        )
         code = _report_error(uncaught)
     try:
         end()
@@ -148,10 +160,11 @@ def _report_error(error: BaseException) -> int:
     if not isinstance(error, SystemExit):
         try:
             sys.excepthook(type(error), error, error.__traceback__)
-        except ValueError:  # torch 2.3 puts an excepthook of its own in front, which needs the group
+        except ValueError:  # torch 2.3 installs its own excepthook, which fails without a process group
             user_program.excepthook(type(error), error, error.__traceback__)
         return EXIT_NO
-    if error.code is None:  # as sys.exit() without an argument
+    # sys.exit accepts an exit code, None for success, or a message.
+    if error.code is None:
         return 0
     if isinstance(error.code, int):
         return error.code

@@ -1,19 +1,22 @@
-"""torchrun itself, which the node agent starts with nine changes.
+"""Run torchrun with nine changes.
 
-1. It ends the remaining workers of a failed group by HUP. TERM is blocked in them or does nothing, because
-   schedulers send it to every process, and torchrun would wait 30 s before KILL.
-2. When the node agent ends it, by HUP or QUIT, it prints nothing, because the node agent has said why.
-3. After success it exits without tearing its interpreter down, which takes 0.4 s with torch.
-4. Its report of failed workers goes only to the full log of the node agent (launch/failures.py). For a
-   program of this package, it passes the exit code on.
-5. With ``IMGKIT_START=fork`` its workers are forks of it. So torch is imported once for all of them, and they
-   share the memory of what it imports.
-6. It starts each worker on the processors beside its GPU (launch/cores.py).
-7. It notes for the node agent when its rendezvous begins and ends.
-8. If its standard output is closed or full, it notes that and goes on.
-9. At its end it waits for the other nodes without torch's store.
+The node agent (imgkit's process on each node) starts this module instead of torchrun. The changes are:
 
-Where torch has no setting for a change, a function of torch is replaced at the end of this module.
+1. If a worker fails, torchrun ends the remaining workers by HUP instead of TERM. Schedulers send TERM to
+   every process, so workers block or ignore it, and torchrun would wait 30 s before it sends KILL.
+2. If the node agent ends torchrun by HUP or QUIT, torchrun prints nothing, because the node agent has already
+   reported the reason.
+3. After success, torchrun exits without finalizing its interpreter, which takes 0.4 s with torch.
+4. The report of failed workers goes only to the full log of the node agent (launch/failures.py). If the
+   workers run a program of this package, torchrun exits with the worker's exit code.
+5. With ``IMGKIT_START=fork``, workers are forks of torchrun. So torch is imported only once, and all workers
+   share the memory of the imported modules.
+6. Each worker starts on the processors that are near its GPU (launch/cores.py).
+7. The begin and the end of the rendezvous are recorded for the node agent.
+8. If standard output is closed or its disk is full, this is recorded, and torchrun continues.
+9. At the end, torchrun waits for the other nodes without torch's key-value store.
+
+Where torch has no setting for a change, the code at the end of this module replaces a function of torch.
 """
 
 from __future__ import annotations
@@ -49,9 +52,9 @@ from imgkit_entrypoints.apps.ranks import run_worker
 from imgkit_entrypoints.errors import EXIT_NO
 from imgkit_entrypoints.launch import cores, failures, start_up, stop_protocol, user_program
 
-# How the modules of imgkit's own programs begin, such as imgkit_entrypoints.apps.train.
+# Prefix of the modules of imgkit's own programs, such as imgkit_entrypoints.apps.train.
 _OWN = "imgkit_entrypoints.apps."
-# Time between two searches for the file by which the node agent lets this process end.
+# Seconds between two checks for the file with which the node agent allows this process to exit.
 RELEASE_POLL_S = 0.02
 LOGGERS = [
     logging.getLogger(name)
@@ -62,31 +65,31 @@ LOGGERS = [
         "torch.multiprocessing.spawn",
     )
 ]
-"""Loggers with which torchrun reports about its workers. The reports go only to the node agent's log."""
-# Functions of torch that this module replaces.
+"""torchrun's loggers for messages about workers. Their messages go only to the node agent's log."""
+# The original functions of torch that this module replaces.
 _TORCH_RENDEZVOUS = SimpleElasticAgent._rendezvous
 _TORCH_EXIT_BARRIER = SimpleElasticAgent._exit_barrier
-# None: this release of torch has no such function.
+# These two are None if this version of torch does not have the function.
 _TORCH_START_WORKER: Any = getattr(api, "get_subprocess_handler", None)
 _TORCH_ON_SIGNAL: Any = getattr(api, "_terminate_process_handler", None)
 
 
 class LogHandler(logging.Handler):
-    """Writes records to the log of the node agent, and not to the terminal."""
+    """Writes log records to the log of the node agent instead of the terminal."""
 
     def emit(self, record: logging.LogRecord) -> None:
         user_program.print_to_log(self.format(record))
 
 
 class LossyOutput(io.FileIO):
-    """Standard output that drops what it cannot write, and notes the reason for the node agent.
+    """Standard output that drops data which cannot be written, and records the reason for the node agent.
 
-    Without it, the thread in which torch copies the output of a worker would end at the first error, and the
-    rest of the output would be lost without a message.
+    With a normal file, the thread in which torch copies the output of a worker would end at the first error.
+    The rest of the output would be lost without a message.
     """
 
     def write(self, data: Any) -> int:
-        """Return the number of bytes that were written or dropped."""
+        """Write or drop `data`, and return the number of bytes that were handled."""
         try:
             return super().write(data)
         except OSError as error:
@@ -97,15 +100,16 @@ class LossyOutput(io.FileIO):
 
 
 def run_torchrun(run: Callable[[], None], *, is_imgkits: bool) -> None:
-    """Run torchrun, and pass its report of failed workers to the node agent and its log.
+    """Run torchrun, and report failed workers to the node agent instead of printing a traceback.
 
-    If the node agent ends torchrun by a signal, nothing is printed. Other signals than those of the node
-    agent are blocked here, or end torchrun at once.
+    If the node agent ends torchrun by a signal, nothing is printed. Other signals are blocked, or end
+    torchrun immediately.
 
     Parameters
     ----------
     run : function that runs torchrun, such as ``torch.distributed.run.main``.
-    is_imgkits : the workers run a program of this package, whose exit codes have a meaning.
+    is_imgkits : True if the workers run a program of this package. The exit codes of these programs have a
+        meaning, so torchrun exits with the same code.
     """
     for logger in LOGGERS:
         logger.handlers = [LogHandler()]
@@ -116,7 +120,7 @@ def run_torchrun(run: Callable[[], None], *, is_imgkits: bool) -> None:
         user_program.print_to_log(traceback.format_exc().rstrip("\n"))
         sys.exit(_note_failed_workers(error, is_imgkits=is_imgkits))
     except api.SignalException as error:
-        sys.exit(128 + error.sigval)
+        sys.exit(128 + error.sigval)  # the exit code of a process that a signal has ended, as in a shell
     except Exception:
         text = traceback.format_exc().rstrip("\n")
         if not failures.write_torchrun_error(os.environ, text):
@@ -126,29 +130,35 @@ def run_torchrun(run: Callable[[], None], *, is_imgkits: bool) -> None:
 
 
 def on_signal(number: int, frame: FrameType | None) -> None:
-    """Handle a signal as torchrun does, but log nothing about the workers that it ends."""
+    """Handle a signal as torchrun does, but without log messages about the workers that it ends."""
     for logger in LOGGERS:
         logger.setLevel(logging.CRITICAL)
     _TORCH_ON_SIGNAL(number, frame)
 
 
 def _note_failed_workers(error: ChildFailedError, *, is_imgkits: bool) -> int:
-    """Note the exit codes of failed workers for the node agent, and return the exit code of torchrun."""
+    """Record the exit codes of failed workers for the node agent, and return the exit code of torchrun."""
     first_rank, first_failure = error.get_first_failure()
     codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
     codes.update(_codes_of_forks(first_rank - first_failure.local_rank))
     failures.write_exit_codes(os.environ, codes, is_imgkits=is_imgkits)
-    if is_imgkits and first_failure.exitcode > 0:  # a negative one is the signal that ended the worker
+    if is_imgkits and first_failure.exitcode > 0:  # if a signal ended the worker, the exit code is negative
         return int(first_failure.exitcode)
     return EXIT_NO
 
 
 _FORKS: list[api.MultiprocessContext] = []
-"""The current group of forked workers. torch reports only one failure of forks, and not always the first."""
+"""The current group of forked workers, or empty.
+
+It is kept because torch reports only one failure of forked workers, and not always the first one.
+"""
 
 
 def _codes_of_forks(first_rank: int) -> dict[int, int]:
-    """Return the exit codes of failed forked workers by rank; `first_rank` is the rank of the first one."""
+    """Return the exit codes of forked workers that failed, by rank.
+
+    `first_rank` is the rank of the first worker on this node.
+    """
     codes: dict[int, int] = {}
     for group in _FORKS:
         for rank, process in enumerate(group._pc.processes, first_rank):
@@ -158,17 +168,21 @@ def _codes_of_forks(first_rank: int) -> dict[int, int]:
 
 
 def rendezvous(agent: SimpleElasticAgent, group: object) -> None:
-    """Do torchrun's rendezvous, and note for the node agent when it begins and ends."""
+    """Run torchrun's rendezvous, and record for the node agent when it begins and ends.
+
+    In the rendezvous, the torchruns of all nodes find each other.
+    """
     with start_up.rendezvous(os.environ):
         _TORCH_RENDEZVOUS(agent, group)
 
 
 def exit_barrier(agent: SimpleElasticAgent) -> None:
-    """Wait at the end of torchrun for a file of the node agent, and only on the head of several nodes.
+    """Wait until torchrun may exit. This replaces torchrun's own barrier at the end of a run.
 
-    The head's torchrun serves torch's store, so it must outlive the workers of all nodes. torchrun's own
-    barrier for this is a counter in the store. Others on the network can write to that, and could hold up the
-    barrier for five minutes.
+    The torchrun on node 0 runs the server of torch's key-value store, so it must outlive the workers of all
+    nodes. It waits here until the node agent creates a file. The other nodes need not wait. torchrun's own
+    barrier is a counter in the store. Other programs on the network can write to the store, and could delay
+    the barrier for five minutes.
     """
     folder = os.environ.get("IMGKIT_STOP_DIR")
     if not folder:  # there is no node agent
@@ -177,16 +191,16 @@ def exit_barrier(agent: SimpleElasticAgent) -> None:
     group = agent._worker_group
     if group.group_rank != 0 or group.group_world_size == 1:
         return
-    # If a cleaner of /tmp has removed the folder, no file can come.
+    # If a program that cleans up /tmp has removed the folder, the file cannot be created any more.
     while Path(folder).exists() and not Path(folder, stop_protocol.RELEASE).exists():
         time.sleep(RELEASE_POLL_S)
 
 
 def start_worker(*, local_rank_id: int, **options: Any) -> object:
-    """Start a worker on the processors beside its GPU.
+    """Start a worker on the processors that are near its GPU.
 
-    A process inherits the processors of the thread that starts it. So they are right from the worker's first
-    import on.
+    A new process inherits the allowed processors of the thread that starts it. So this thread changes its own
+    processors for a moment, and the worker runs on the right processors from the beginning.
     """
     own_cpus = os.sched_getaffinity(0)
     cores.bind_to_cpus(os.environ, local_rank_id)
@@ -197,9 +211,11 @@ def start_worker(*, local_rank_id: int, **options: Any) -> object:
 
 
 def run_with_forks() -> None:
-    """Run torchrun with workers that are forks of this process, which has imported torch for all of them.
+    """Run torchrun with workers that are forks of this process.
 
-    This is safe because nothing here has started a thread of torch or a CUDA context.
+    This process has already imported torch, so workers do not need to import it again. Forking is safe,
+    because this process has not started threads of torch or opened a CUDA context. If this container does not
+    allow torch to fork workers, run torchrun as usual.
     """
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
@@ -212,14 +228,17 @@ def run_with_forks() -> None:
     module = _find_own_module(argv)
     if module:
         importlib.import_module(module)
-    # When one worker has failed, torch ends the others by TERM, which is blocked in them. So end them by HUP.
+    # If a worker fails, torch ends the other workers by TERM, which workers block. So replace TERM by HUP.
     popen_fork.Popen.terminate = _hang_up  # type: ignore[assignment, method-assign]
     count_exited_forks()
     elastic_launch(config, run_forked_worker)(*argv)
 
 
 def _can_fork_workers() -> bool:
-    """Return whether torch can fork workers: it needs /dev/shm and /tmp, which a container may lack."""
+    """Return whether torch can fork workers in this container.
+
+    It needs semaphores in /dev/shm and a folder for temporary files. A container may lack both.
+    """
     try:
         multiprocessing.get_context("fork").Event()
         tempfile.gettempdir()
@@ -229,10 +248,11 @@ def _can_fork_workers() -> bool:
 
 
 def count_exited_forks() -> None:
-    """Change torchrun so that the exit code 0 of a fork is success.
+    """Change torchrun so that a forked worker counts as succeeded if its exit code is 0.
 
-    A fork ends its process within its function, so the function returns nothing. torchrun would wait for
-    ever for its return value.
+    torchrun waits for the return value of the function that each fork runs. Here this function ends the
+    process and never returns, so torchrun would wait forever. Therefore a return value is added for each fork
+    with the exit code 0.
     """
     torch_is_done = api.MultiprocessContext._is_done
 
@@ -250,7 +270,7 @@ _ORIGINAL_TERMINATE = popen_fork.Popen.terminate
 
 
 def _hang_up(process: popen_fork.Popen) -> None:
-    """End a forked worker by HUP, if it still runs."""
+    """End a forked worker by HUP if it is still running."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGHUP)
@@ -259,7 +279,8 @@ def _hang_up(process: popen_fork.Popen) -> None:
 def _find_own_module(argv: Sequence[str]) -> str:
     """Return the module of imgkit's own program in `argv`, or "" if the program is the user's.
 
-    For a package such as ``imgkit_entrypoints.apps.train`` it is ``__main__`` in it, which has the imports.
+    If the program is a package such as ``imgkit_entrypoints.apps.train``, return the package's ``__main__``
+    module, which imports everything that the program needs.
     """
     for argument in argv:
         if not argument.startswith(_OWN):
@@ -273,7 +294,8 @@ def _find_own_module(argv: Sequence[str]) -> str:
 
 def run_forked_worker(*argv: str) -> None:
     """Run a worker in a forked process, as ``python3 ARGV`` would, and end the process."""
-    # The fork has torchrun's own way to end processes and its signal handlers, which are not for the program.
+    # The fork has inherited torchrun's changed Popen.terminate and its signal handlers. Undo both, because
+    # they must not affect the program of the worker.
     popen_fork.Popen.terminate = _ORIGINAL_TERMINATE  # type: ignore[method-assign]
     for number in (signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
@@ -286,23 +308,30 @@ def run_forked_worker(*argv: str) -> None:
 
 
 def _finish_interpreter() -> None:
-    """Wait for the program's threads and call its atexit functions, as Python does at the end."""
+    """Wait for the program's threads and call its atexit functions, as Python does at a normal exit.
+
+    `run_worker` ends the process without a normal exit, so this must be done explicitly.
+    """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
 
 
 def _run_own_module(module: str, argv: Sequence[str]) -> None:
-    """Run a module of this package, which was imported before the fork for the sake of its imports."""
+    """Run a module of this package as the main program.
+
+    The module was already imported before the fork, so that its own imports happen only once.
+    """
     option = argv.index("-m")
     program, *options = argv[option + 1 :]
     sys.argv = ["-m", *options]
-    sys.modules.pop(module, None)  # runpy warns about a module that is loaded
+    sys.modules.pop(module, None)  # runpy warns if the module is already imported
     runpy.run_module(program, run_name="__main__", alter_sys=True)
 
 
 def _run_user_program(argv: Sequence[str]) -> None:
     """Run the user's own program."""
-    # torchrun runs isolated (python3 -I), but the user's program expects its folder and PYTHONPATH.
+    # torchrun runs in isolated mode (python3 -I). The user's program expects the current folder and
+    # PYTHONPATH in sys.path.
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[0:0] = ["", *filter(None, folders)]
     runner = argv.index(user_program.__file__)  # the user's program and its arguments come after it
@@ -310,7 +339,7 @@ def _run_user_program(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    # The signal that ends the remaining workers of a failed group; see the first change above.
+    # The signal that ends the remaining workers after a failure; see the first change above.
     api._get_default_signal = lambda: signal.SIGHUP
     if _TORCH_ON_SIGNAL is not None:
         api._terminate_process_handler = on_signal

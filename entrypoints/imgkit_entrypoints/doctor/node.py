@@ -25,7 +25,10 @@ from imgkit_entrypoints.system import SystemFacts
 # Version of the format of the JSON documents.
 SCHEMA = 1
 DECIDED = "IMGKIT_DECIDED"
-"""Variable with the names of the variables that the node agent, and not the user, set: ``NCCL_NET,...``."""
+"""Variable that lists the variables which the node agent has set, and not the user: ``NCCL_NET,...``.
+
+The node agent is imgkit's process on each node that starts the workers.
+"""
 OPTIONS = (
     Option("--strict", "treat warnings as errors", action="store_true"),
     Option(
@@ -74,7 +77,7 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, nnodes: int = 1) -> int
 
 
 def _print_issues(host: str, results: Sequence[IssueResult], *, as_json: bool) -> None:
-    """Print every known issue, for ``--known-issues``."""
+    """Print the result for every known issue, as ``--known-issues`` requests."""
     if as_json:
         print_json({"host": host, "known_issues": issue_rows(results)})
     else:
@@ -89,13 +92,16 @@ def examine(
     reader: Reader,
     nnodes: int = 1,
 ) -> tuple[Check, ...]:
-    """Run every check, and return the results. A check that does not apply to this node returns none.
+    """Run every check on this node, and return the results.
+
+    A check may have several results. If a check does not apply to this node, it has none.
 
     Parameters
     ----------
-    host : what was found on this machine.
-    system : the image's recipe for a cluster, or None in an image without one.
-    reader : reads further files of the machine, which only dist-doctor needs.
+    host : the facts that were read on this machine.
+    system : what the image's recipe says about the cluster, or None if the image has no recipe.
+    env : the environment of this process.
+    reader : reads files that are needed only by dist-doctor and are not part of `host`.
     nnodes : number of nodes of the run. On one node, a problem between nodes is only a warning.
     """
     node = CheckedNode(
@@ -108,37 +114,42 @@ def examine(
         reader=reader,
     )
     results: list[Check] = []
+    # Each check is a generator function, so a check without results adds nothing.
     for run_check in CHECKS:
         results += run_check(node)
     return tuple(results)
 
 
 def _without_decided_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return `env` without the variables that the node agent has set."""
-    # LD_LIBRARY_PATH also has folders of the user. `library_path` tells them from those of the node agent.
+    """Return `env` without the variables that the node agent (imgkit's process on each node) has set."""
+    # LD_LIBRARY_PATH is kept, because it also contains folders of the user. `library_path` can distinguish
+    # these from the folders that the node agent has added.
     decided = set(env.get(DECIDED, "").split(",")) - {library_path.VARIABLE}
     return {name: value for name, value in env.items() if name not in decided}
 
 
 def _plan(host: HostFacts, system: SystemFacts | None, env: Mapping[str, str], nnodes: int) -> FabricPlan:
-    """Return the network plan for at least two nodes, because users ask dist-doctor about such runs."""
+    """Return the network plan for a run on several nodes, even if this run has only one node.
+
+    Users run dist-doctor on one node to learn whether a run on several nodes would work.
+    """
     return fabric.choose_fabric(host, system, _without_decided_variables(env), nnodes=max(2, nnodes))
 
 
 def passed(checks: Sequence[Check], *, strict: bool = False) -> bool:
-    """Return True if no check failed. With `strict`, a warning counts as a failure."""
+    """Return whether no check has failed. With `strict`, a warning also counts as a failure."""
     failing_verdicts = ("fail", "warn") if strict else ("fail",)
     return not any(check.verdict in failing_verdicts for check in checks)
 
 
 def print_json(values: Mapping[str, Any]) -> None:
-    """Print the document for ``--json``, which begins with the version of its format and of imgkit."""
+    """Print `values` as a JSON document, after the versions of the document's format and of imgkit."""
     document = {"schema": SCHEMA, "imgkit": __version__, **values}
     terminal.print_document(json.dumps(document, indent=2) + "\n")
 
 
 def table(checks: Sequence[Check]) -> Iterator[str]:
-    """Yield the lines of the report: one for each check, with its fix in the line below."""
+    """Yield the lines of the report: one line for each check, followed by a line with its fix, if any."""
     width = max((len(check.name) for check in checks), default=0)
     for check in checks:
         yield f"{check.verdict:7}  {check.name:{width}}  {check.evidence}"
@@ -147,10 +158,10 @@ def table(checks: Sequence[Check]) -> Iterator[str]:
 
 
 def issues_table(results: Sequence[IssueResult]) -> Iterator[str]:
-    """Yield the lines about each known issue in `results`.
+    """Yield the lines of ``--known-issues``, which show the result for each known issue.
 
-    An issue that this node has (``match``) is shown with its effect and message, and further lines with its
-    hint and source. The line of any other issue says why it does not match.
+    If an issue affects this node (``match``), its line shows the effect and the message, and further lines
+    show the hint and the source. Otherwise, the line shows why the issue does not affect this node.
     """
     width = max(len(result.issue.id) for result in results)
     for result in results:
@@ -166,7 +177,7 @@ def issues_table(results: Sequence[IssueResult]) -> Iterator[str]:
 
 
 def issue_rows(results: Sequence[IssueResult]) -> list[dict[str, Any]]:
-    """Return the known issues for ``--known-issues --json``, with every key of the rows."""
+    """Return the results for ``--known-issues --json``, with all columns of the table of known issues."""
     rows = []
     for result in results:
         rows.append({"state": result.state, "reason": result.reason, **dataclasses.asdict(result.issue)})
@@ -180,22 +191,25 @@ def summary(checks: Sequence[Check]) -> str:
 
 
 CLOCKS_APART_S = 1.0
-"""Difference between clocks that gets a warning. Tickets, certificates and the order of log lines suffer."""
+"""Difference between clocks in seconds that causes a warning.
+
+With a wrong clock, tickets and certificates may be refused, and the lines of logs are in a wrong order.
+"""
 
 
 def clock_remark(time_s: float, all_s: Sequence[float]) -> str:
-    """Return a remark if a node's clock is wrong, or "" if it is right.
+    """Return a remark if a node's clock differs from the median of all clocks, or "" if it does not.
 
-    The clock is compared with the median of all nodes, for example ``its clock is 2.5 s ahead of the median
-    of all nodes``.
+    For example ``its clock is 2.5 s ahead of the median of all nodes``.
 
     Parameters
     ----------
-    time_s : time of this node in seconds since the epoch.
-    all_s : times of all nodes, which they have read at the same moment.
+    time_s : time on this node, in seconds since the epoch.
+    all_s : times on all nodes, read at the same moment.
     """
     ahead_s = time_s - statistics.median(all_s)
     if abs(ahead_s) < CLOCKS_APART_S:
         return ""
+    # The median is not affected by a few wrong clocks, unlike the mean.
     direction = "ahead of" if ahead_s > 0 else "behind"
     return f"its clock is {abs(ahead_s):.1f} s {direction} the median of all nodes"

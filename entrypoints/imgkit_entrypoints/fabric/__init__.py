@@ -1,7 +1,8 @@
 """Decide the network variables of a node, with one function for each fabric.
 
-The fabrics are InfiniBand, RoCE, Slingshot and plain TCP. Nothing here reads a file: `choose_fabric` is a
-pure function of the node's facts, the recipe and the environment.
+A fabric is the network over which the nodes of a run exchange data: InfiniBand, RoCE, Slingshot or plain TCP.
+This package does not read files. The result of `choose_fabric` depends only on the facts that were read from
+the node, on the image's recipe, and on the environment.
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ def choose_fabric(
 ) -> FabricPlan:
     """Return the network variables of this node, each with the reason for its value.
 
-    A variable that the user has set keeps its value and is only reported. A variable that the image sets is
-    replaced if this node needs another value.
+    If the user has set a variable, it keeps its value and is only reported. If the image sets a variable, but
+    this node needs another value, the image's value is replaced.
 
     Parameters
     ----------
-    facts : what was found on this node.
-    system : the image's recipe for a cluster, or None in an image without one.
-    nnodes : number of nodes of the run. Some settings are only right between nodes.
-    head : address of node 0, or "" if unknown. An interface in its network is preferred.
+    facts : hardware, drivers and libraries that were found on this node.
+    system : what the image's recipe says about the cluster, or None if the image has no recipe.
+    nnodes : number of nodes of the run. Some variables are only set for a run on several nodes.
+    head : address of the head (node 0), or "" if unknown. An interface in the same network is preferred.
     """
     system = system or SystemFacts()
     partition = env.get(PARTITION, "")
     partition_env = sockets.partition_variables(facts, system, partition)
     recipe = {**system.env, **partition_env}
-    # `imgkit run` exports the recipe's variables to the shell or script from which a launch may start. A
-    # variable with exactly the recipe's value therefore does not count as one of the user.
+    # `imgkit run` exports the recipe's variables to the shell or script that starts this launch. So if a
+    # variable has exactly the recipe's value, it is treated as the recipe's and not as the user's.
     users_env = {name: value for name, value in env.items() if recipe.get(name) != value}
     plan = FabricPlanBuilder(
         facts=facts,
@@ -58,6 +59,7 @@ def choose_fabric(
         recipe=recipe,
         nnodes=nnodes,
         head=head,
+        # Messages name the partition only if the recipe has settings for it.
         partition=partition if partition_env else "",
     )
     fabric = _select_fabric(plan)
@@ -65,8 +67,10 @@ def choose_fabric(
     library_path.set_library_path(plan)
     plugin.check_plugin(plan)
     carriers = _FABRICS[fabric.kind](plan)
+    # A user who asks for TCP knows that the node does not use the recipe's fabric.
     if not fabric.is_requested:
         _compare_with_recipe(plan, fabric.reason, carriers.rate_Gbps)
+    # Known issues come after the fabric, because their conditions see the variables that were set above.
     results = issues.apply_known_issues(plan)
     plan.keep_undecided_variables()
     plan.warnings += issue_findings(results, "warn")
@@ -75,10 +79,11 @@ def choose_fabric(
 
 
 def _configure_infiniband(plan: FabricPlanBuilder) -> Carriers:
-    """Set the variables for InfiniBand: the exact ports, the interface, and no GID index.
+    """Set NCCL's variables for InfiniBand, and return the ports that carry the data and their total rate.
 
-    Return the ports and their rate. A GID is an address of a port for RDMA over Ethernet. InfiniBand uses
-    another address, the LID, and NCCL 2.22.3 and later do not even read NCCL_IB_GID_INDEX there.
+    NCCL_IB_HCA lists the exact ports. NCCL_IB_GID_INDEX is not set: it selects a GID, which is the address of
+    a port in RDMA over Ethernet. InfiniBand uses another kind of address, the LID. NCCL 2.22.3 and later do
+    not even read NCCL_IB_GID_INDEX on InfiniBand.
     """
     used = ports.set_hcas(plan)
     lids = "; ".join(f"{port.path}/lid: {port.lid or 'none'}" for port in used)
@@ -90,10 +95,11 @@ def _configure_infiniband(plan: FabricPlanBuilder) -> Carriers:
 
 
 def _configure_roce(plan: FabricPlanBuilder) -> Carriers:
-    """Set the variables for RDMA over Ethernet (RoCE): the exact ports, the GID index and the interface.
+    """Set NCCL's variables for RoCE (RDMA over Ethernet), and return the ports and their total rate.
 
-    Return the ports and their rate. A port has several addresses (GIDs) of different types. The index of the
-    right one is set only for versions of NCCL that do not search for it themselves (`ports.set_gid_index`).
+    NCCL_IB_HCA lists the exact ports. Each port has several addresses (GIDs) of different types, and
+    NCCL_IB_GID_INDEX selects the right address. This index is set only for versions of NCCL that do not find
+    the address themselves (see `ports.set_gid_index`).
     """
     used = ports.set_hcas(plan)
     ports.set_gid_index(plan, used)
@@ -102,7 +108,11 @@ def _configure_roce(plan: FabricPlanBuilder) -> Carriers:
 
 
 def _configure_rdma(plan: FabricPlanBuilder, used: tuple[Port, ...], fabric_name: str) -> Carriers:
-    """Drop variables that would keep NCCL off its RDMA ports, and return the ports' names and rate."""
+    """Drop variables that would keep NCCL from using RDMA, and return the names and total rate of the ports.
+
+    Such variables usually come from an image that was made for another network. For example, NCCL_IB_DISABLE
+    makes NCCL use TCP.
+    """
     sockets.drop_socket_counts(plan, fabric_name)
     if used:
         states = ", ".join(f"{port.path}/state: {port.state}" for port in used)
@@ -113,7 +123,7 @@ def _configure_rdma(plan: FabricPlanBuilder, used: tuple[Port, ...], fabric_name
 
 
 def _drop_other_network(plan: FabricPlanBuilder, networks: tuple[str, ...], reason: str) -> None:
-    """Drop the image's NCCL_NET if it names none of `networks` (in lower case)."""
+    """Drop the image's value of NCCL_NET if it is none of `networks`, which are names in lower case."""
     preset = plan.image_preset("NCCL_NET")
     if preset is None:
         return
@@ -123,16 +133,18 @@ def _drop_other_network(plan: FabricPlanBuilder, networks: tuple[str, ...], reas
 
 
 def _configure_slingshot(plan: FabricPlanBuilder) -> Carriers:
-    """Set the variables for Slingshot: the plug-in's settings, and the interfaces for NCCL's bootstrap.
+    """Set the variables for Slingshot, and return the names of the NICs and their total rate.
 
-    In the bootstrap, NCCL's processes find each other over TCP. Return the NICs and their rate. A network
-    interface of the fabric that is down gets a warning, because its NIC carries no traffic.
+    The variables configure NCCL's network plug-in, and select the interfaces for NCCL's bootstrap, in which
+    its processes find each other over TCP. If one of Slingshot's network interfaces is down, the plan gets a
+    warning, because the NIC of that interface carries no traffic.
     """
     slingshot.set_variables(plan)
     # Slingshot's network interfaces are named hsn0, hsn1, ...
     interfaces = [interface for interface in plan.facts.interfaces if interface.name.startswith("hsn")]
     running = [interface for interface in interfaces if interface.running]
     with_address = [interface for interface in running if interface.addresses]
+    # If no interface has a known address, use all interfaces that are up.
     used = with_address or running
     if used:
         _set_slingshot_interfaces(plan, used)
@@ -148,11 +160,12 @@ def _configure_slingshot(plan: FabricPlanBuilder) -> Carriers:
     nics = plan.facts.cxi
     names = tuple(nic.name for nic in nics)
     if len(used) + len(down) != len(nics):
-        # A container with a network of its own shows no hsn interface, but its NICs work.
+        # The rate cannot be added up by interface: a container with its own network namespace does not show
+        # the hsn interfaces, although the NICs work.
         return Carriers(names, slingshot.NIC_Gbps * len(nics))
     rate_Gbps = 0.0
     for interface in used:
-        if interface.speed_Mbps is None:  # the kernel does not state it
+        if interface.speed_Mbps is None:  # the kernel does not report the speed
             rate_Gbps += slingshot.NIC_Gbps
         else:
             rate_Gbps += interface.speed_Mbps / 1000
@@ -160,7 +173,10 @@ def _configure_slingshot(plan: FabricPlanBuilder) -> Carriers:
 
 
 def _set_slingshot_interfaces(plan: FabricPlanBuilder, interfaces: Sequence[Interface]) -> None:
-    """Let NCCL's bootstrap use these interfaces, and Gloo the first of them, if there are several nodes."""
+    """Make NCCL's bootstrap use all of `interfaces`, and Gloo the first one, in a run on several nodes.
+
+    On one node, nothing is set. Interfaces that do not exist on this node are dropped in either case.
+    """
     sockets.drop_absent_interfaces(plan)
     if not plan.has_several_nodes:
         return
@@ -172,11 +188,11 @@ def _set_slingshot_interfaces(plan: FabricPlanBuilder, interfaces: Sequence[Inte
 
 
 def _configure_tcp(plan: FabricPlanBuilder) -> Carriers:
-    """Set the variables for TCP sockets: NCCL's interface, and that NCCL skips RDMA devices.
+    """Set the variables for TCP sockets, and return the name of NCCL's interface and its rate.
 
-    Return the interface and its rate. Amazon's EFA is an exception: it has an RDMA device, but NCCL reaches
-    the device only through the aws-ofi-nccl plug-in. So a node with EFA gets a warning instead of
-    NCCL_IB_DISABLE.
+    NCCL_IB_DISABLE=1 makes NCCL skip RDMA devices. Amazon's EFA is an exception: it is an RDMA device, but
+    NCCL reaches it only through the aws-ofi-nccl plug-in. A node with EFA gets a warning about the plug-in
+    instead of NCCL_IB_DISABLE.
     """
     choice = ports.choose_ports(plan)
     ports.report_unused(plan, choice.unused)
@@ -205,9 +221,9 @@ def _configure_tcp(plan: FabricPlanBuilder) -> Carriers:
 
 
 def _no_rdma_reason(facts: HostFacts, idle_ports: Sequence[Port]) -> str:
-    """Return why NCCL must not use RDMA, for the report.
+    """Return the reason that the report gives for turning off RDMA.
 
-    `idle_ports` are ports that NCCL could use, but does not, because the user has asked for TCP.
+    `idle_ports` are the ports that NCCL could use. They stay idle because the user has asked for TCP.
     """
     if idle_ports:
         paths = ", ".join(port.path for port in idle_ports)
@@ -227,28 +243,29 @@ _FABRICS = {
 
 
 class _Fabric(NamedTuple):
-    """The node's fabric."""
+    """The kind of network that a node uses, and the reason."""
 
     kind: FabricKind
     reason: str
     """The evidence for `kind`."""
     is_requested: bool = False
-    """True if a variable requested TCP."""
+    """True if `kind` is TCP because a variable of the user or the recipe asks for it."""
 
 
 def _select_fabric(plan: FabricPlanBuilder) -> _Fabric:
-    """Return the node's fabric.
+    """Return the fabric (the kind of network) that this node uses.
 
-    A request for TCP comes first: NCCL_NET=Socket, or NCCL_IB_DISABLE=1 on a node without Slingshot. Without
-    such a request, Slingshot NICs decide, and then RDMA ports that NCCL can use. A node with neither uses
-    TCP.
+    If the user or the recipe asks for TCP, the fabric is TCP. The requests are NCCL_NET=Socket, and
+    NCCL_IB_DISABLE=1 on a node without Slingshot. Otherwise, a node with Slingshot NICs uses Slingshot, and a
+    node with RDMA ports that NCCL can use has InfiniBand or RoCE. Every other node uses TCP.
     """
     net = plan.requested_preset("NCCL_NET")
     if net is not None and net.value.lower() == "socket":
         return _Fabric("tcp", f"NCCL_NET={net.value} ({net.source})", is_requested=True)
     if plan.facts.cxi:
         return _Fabric("slingshot", f"Slingshot NICs: {slingshot.nics_text(plan.facts)}")
-    # Below the check for Slingshot, because NCCL uses no verbs there and NCCL_IB_DISABLE changes nothing.
+    # This check comes after the check for Slingshot: NCCL reaches Slingshot without InfiniBand verbs, so
+    # NCCL_IB_DISABLE has no effect there.
     disable = plan.requested_preset("NCCL_IB_DISABLE")
     if disable is not None and disable.value.strip() not in ("", "0"):
         return _Fabric("tcp", f"NCCL_IB_DISABLE={disable.value} ({disable.source})", is_requested=True)
@@ -265,23 +282,23 @@ def _select_fabric(plan: FabricPlanBuilder) -> _Fabric:
 
 
 def _compare_with_recipe(plan: FabricPlanBuilder, reason: str, rate_Gbps: float | None) -> None:
-    """Report that this node has another fabric, or a lower rate, than the recipe states for the cluster.
+    """Report if this node has another fabric or a lower rate than the recipe expects for the cluster.
 
-    If a node with GPUs has only TCP, a run on several nodes must not start, since NCCL would fail or hang.
-    Every other difference is a warning.
+    Such a node is usually broken. If a node with GPUs has only TCP, a run on several nodes must not start,
+    because NCCL would fail or hang. Every other difference is a warning.
 
     Parameters
     ----------
     reason : the evidence for the fabric of this node.
-    rate_Gbps : rate of the node's devices together, or None if unknown.
+    rate_Gbps : total rate of the devices that carry the data, or None if it is unknown.
     """
     expected = plan.system.fabric
-    if expected.kind == "tcp":
+    if expected.kind == "tcp":  # every node can use TCP, so no node can be worse than that
         return
     if plan.kind != expected.kind:
         problem = f"the recipe says {expected.kind}, but this machine has {plan.kind} ({reason})"
         if plan.kind == "tcp" and plan.has_several_nodes and plan.facts.gpus:
-            # One such node makes NCCL fail or hang, because it uses TCP while the others use the fabric.
+            # This node would use TCP while the other nodes use the fabric, so NCCL would fail or hang.
             plan.add_blocker(problem, "repair the node, or use TCP on all nodes: NCCL_IB_DISABLE=1")
         else:
             fix = (
@@ -290,7 +307,8 @@ def _compare_with_recipe(plan: FabricPlanBuilder, reason: str, rate_Gbps: float 
             plan.add_warning(problem, fix)
     elif rate_Gbps is not None and expected.line_rate_Gbps and rate_Gbps < expected.line_rate_Gbps:
         used = ", ".join(f"{port.name} {port.rate}" for port in ports.ports_in_use(plan)) or "no RDMA port"
-        # A decision about a port has a value such as "mlx5_0:1". If it is not used, the port was left out.
+        # A decision about a port has the port's name as its value, such as "mlx5_0:1". If such a decision is
+        # not used, NCCL does not use the port.
         unused = ", ".join(item.value for item in plan.decisions if not item.used and ":" in item.value)
         if unused:
             used += f"; left out: {unused}"

@@ -1,8 +1,8 @@
 """The plan with a node's network decisions, and the builder that collects them.
 
-Only this module decides which of several values of a variable wins. The order is: the user's environment, an
-nccl.conf file, the recipe, the facts of the node, and last the image. A variable counts as the image's if it
-has the value that the image's manifest states.
+Several parties may set the same variable. Only this module decides whose value wins. The order is: the user's
+environment, an nccl.conf file, the recipe, the value that imgkit derives from the facts of the node, and last
+the image. A variable counts as set by the image if it has exactly the value in the image's manifest.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ Origin = Literal["user", "recipe", "facts", "image"]
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What was decided about one variable: its value and the reason, also for a value that is not set."""
+    """A decision about one variable: the value and the reason for it.
+
+    Some decisions are only reported, such as the value that imgkit would set if the user had not set another.
+    """
 
     variable: str
     value: str
     reason: str
-    """A sentence with its evidence, which is a path with its content, or a variable."""
+    """A sentence with its evidence: a variable, or a file with its content."""
     used: bool = True
-    """False if the value is only reported, and workers do not get it."""
+    """False if the value is only reported and workers do not get it."""
     origin: Origin = "facts"
     """Who set `value`."""
 
@@ -69,17 +72,20 @@ class FabricPlan:
     unset: tuple[str, ...] = ()
     """Variables of the recipe or the image that workers on this node must not get."""
     warnings: tuple[Finding, ...] = ()
-    """Settings that are slow or dangerous; the run may go on."""
+    """Settings that are slow or dangerous. They do not keep a run from starting."""
     blockers: tuple[Finding, ...] = ()
-    """Reasons why NCCL would fail or hang between nodes; they do not matter on one node or with gloo."""
+    """Reasons why NCCL would fail or hang between nodes. They do not matter on one node or with Gloo."""
     issues: tuple[IssueResult, ...] = ()
-    """Result of every row of known issues, also of those that do not match."""
+    """The result for every row in the table of known issues, including rows that do not match this node."""
     devices: tuple[str, ...] = ()
     """Devices that carry the traffic: ``mlx5_0:1``, ``cxi0``, ``eth0``."""
     line_rate_Gbps: float | None = None
     """Rate of all `devices` together, in 1e9 bit/s; None if one rate is unknown."""
     links: Mapping[str, str] = field(default_factory=dict)
-    """Libraries of the host that workers load: the file in the container by the name that programs open."""
+    """Libraries of the host that workers load.
+
+    Keys are the names that programs open, such as ``libfabric.so.1``. Values are paths in the container.
+    """
     image: str = ""
     """Why the image's variables count as set by the user. Empty if the image's manifest states them."""
 
@@ -90,12 +96,12 @@ class FabricPlan:
 
 
 def issue_findings(results: Iterable[IssueResult], effect: str) -> tuple[Finding, ...]:
-    """Return a finding for each known issue that this node has, and whose effect is `effect`.
+    """Return a finding for each known issue that affects this node and has the given effect.
 
     Parameters
     ----------
-    results : the comparison of this node with each row of the table of known issues.
-    effect : ``warn`` or ``refuse``; see `known_issues.Issue`.
+    results : the result for each row in the table of known issues.
+    effect : ``warn``, or ``refuse`` for an issue that must keep a run from starting (`known_issues.Issue`).
     """
     findings = []
     for result in results:
@@ -107,13 +113,13 @@ def issue_findings(results: Iterable[IssueResult], effect: str) -> tuple[Finding
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """A value that a variable has before imgkit decides anything."""
+    """The value that a variable has before imgkit decides about it, and who has set that value."""
 
     value: str
     source: str
     """Text for messages: ``set by the user in /etc/nccl.conf``, ``from the recipe``, ``from the image``."""
     location: str = ""
-    """File or part of the recipe that sets it; empty for the environment."""
+    """The file or the section of the recipe that sets the value; empty if the environment has it."""
     origin: Origin
 
     @property
@@ -133,12 +139,16 @@ class Carriers(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class FabricPlanBuilder:
-    """Collects the decisions of a `FabricPlan`, and knows which value of a variable wins."""
+    """Collects the decisions for a `FabricPlan`, and determines which value of a variable wins.
+
+    The functions that decide about a fabric call `set_variable`, `drop_variable` or `report_unset`. These
+    methods respect the values of the user and the recipe, so that callers need not look at them.
+    """
 
     facts: HostFacts
     system: SystemFacts
     env: Mapping[str, str]
-    """The environment, without variables that have exactly the recipe's value."""
+    """The environment without the variables that have exactly the recipe's value."""
     recipe: Mapping[str, str]
     """The recipe's variables, with the interfaces of the job's partition."""
     nnodes: int
@@ -164,19 +174,19 @@ class FabricPlanBuilder:
         return self.nnodes > 1
 
     def preset(self, variable: str) -> Preset | None:
-        """Return the value that `variable` has before imgkit decides about it, or None if nobody has set it.
+        """Return the value that somebody else than imgkit has set for `variable`, or None if there is none.
 
-        The user's value comes first, then that of an nccl.conf file, the recipe and the image. A value that
-        `drop_variable` has left out does not count, and neither does an image's value that `set_variable` has
-        replaced.
+        The user's value comes first. The values of an nccl.conf file, the recipe and the image come after it,
+        in this order. Values that do not count any more are skipped: those that `drop_variable` has dropped,
+        and those of the image that `set_variable` has replaced.
         """
         image_sets = self.image_sets(variable)
         if variable in self.env and not image_sets:
             return Preset(value=self.env[variable], source="set by the user", origin="user")
         for setting in self.facts.nccl_settings:
             if setting.name == variable:
-                # NCCL reads an nccl.conf only for variables that the environment lacks. Setting the variable
-                # would therefore override the user's file.
+                # NCCL reads nccl.conf only for variables that are missing in the environment. If imgkit set
+                # the variable, it would override the user's file.
                 source = f"set by the user in {setting.path}"
                 return Preset(value=setting.value, source=source, location=setting.path, origin="user")
         if variable in self.dropped:
@@ -188,7 +198,10 @@ class FabricPlanBuilder:
         return None
 
     def _recipe_preset(self, variable: str) -> Preset:
-        """Return the recipe's value of a variable."""
+        """Return the recipe's value of a variable, with the section of the recipe that sets it.
+
+        The recipe can list network interfaces for each Slurm partition, so these have a section of their own.
+        """
         source, location = "from the recipe", "the recipe's system.env"
         if self.partition and variable in INTERFACES:
             source = f"from the recipe, for {PARTITION}={self.partition}"
@@ -196,23 +209,28 @@ class FabricPlanBuilder:
         return Preset(value=self.recipe[variable], source=source, location=location, origin="recipe")
 
     def image_sets(self, variable: str) -> bool:
-        """Return True if the environment has the value of `variable` that the image's manifest states.
+        """Return whether the value of `variable` in the environment comes from the image.
 
-        A user who exports exactly the image's value cannot be told apart from the image.
+        This is assumed if the value equals the one in the image's manifest. A user who exports exactly this
+        value cannot be distinguished from the image.
         """
         image = self.facts.image_env
         return image is not None and variable in self.env and image.get(variable) == self.env[variable]
 
     def requested_preset(self, variable: str) -> Preset | None:
-        """Return the value of the user or the recipe, who chose it for this run or system.
+        """Return the value that the user chose for this run, or the recipe for this cluster.
 
-        Returns None if only the image sets the variable, or nobody does.
+        Return None if only the image sets the variable, or if it is not set at all.
         """
         preset = self.preset(variable)
         return None if preset is None or preset.origin == "image" else preset
 
     def image_preset(self, variable: str) -> Preset | None:
-        """Return the image's value, or None if the user or the recipe sets the variable or nobody does."""
+        """Return the image's value of `variable`, or None.
+
+        The result is None if the image does not set the variable, or if a value of the user or the recipe
+        takes precedence.
+        """
         preset = self.preset(variable)
         return preset if preset is not None and preset.origin == "image" else None
 
@@ -222,23 +240,26 @@ class FabricPlanBuilder:
         return tuple(dict.fromkeys((*self.env, *settings, *self.recipe)))
 
     def worker_value(self, variable: str) -> str | None:
-        """Return the value that workers would get after the decisions so far, or None if there is none."""
+        """Return the value that workers would get after the decisions so far, or None if it is not set."""
         preset = self.preset(variable)
         return preset.value if preset else self.worker_env.get(variable)
 
     def describe(self, variable: str) -> str:
-        """Return a value with its source for a message: ``NCCL_IB_HCA='mlx5' (from the recipe)``."""
+        """Return the value of a variable and its source for a message.
+
+        For example ``NCCL_IB_HCA='mlx5' (from the recipe)``.
+        """
         preset = self.preset(variable)
         return f"{variable}={preset.value!r} ({preset.source})" if preset else f"{variable}=''"
 
     def unset_hint(self, variable: str) -> str:
-        """Return what a user must do to get rid of the value of `variable`, for a hint.
+        """Return a hint that tells the user how to remove the value of `variable`.
 
-        It is ``unset NCCL_NET`` for a variable of the environment, and names the file for one in an nccl.conf
-        file.
+        For a variable of the environment, the hint is ``unset NCCL_NET``. For a variable in an nccl.conf file
+        or in the recipe, the hint names the file or the section.
         """
         preset = self.preset(variable)
-        # The container sets the image's variables again, so they can only be replaced.
+        # Unsetting an image's variable has no effect, because every container sets it again.
         if preset is not None and preset.origin == "image":
             return f"set another {variable} (--env, or the recipe's system.env)"
         if preset is None or not preset.location:
@@ -252,25 +273,29 @@ class FabricPlanBuilder:
         ----------
         problem : what is wrong, with its evidence.
         fix : what the user can do about it.
-        failed_check : name of the check of dist-doctor that fails for this reason. Empty for a mere warning.
+        failed_check : name of the check that fails in dist-doctor for this reason. If the name is empty,
+            dist-doctor shows only a warning.
         """
         self.warnings.append(Finding(problem, fix, failed_check or "network", bool(failed_check)))
 
     def add_blocker(self, problem: str, fix: str) -> None:
-        """Add a reason why NCCL would fail or hang between nodes, and what the user can do about it."""
+        """Add a reason why a run on several nodes must not start, and what the user can do about it.
+
+        NCCL would fail or hang between the nodes.
+        """
         self.blockers.append(Finding(problem, fix))
 
     def add_decision(
         self, variable: str, value: str, reason: str, *, used: bool = False, origin: Origin = "facts"
     ) -> None:
-        """Add a decision to the report. This does not change what workers get."""
+        """Add a decision to the report, without changing the variables of the workers."""
         self.decisions.append(Decision(variable, value, reason, used, origin))
 
     def set_variable(self, variable: str, value: str, reason: str) -> None:
         """Set `variable` for the workers, unless the user or the recipe has set it already.
 
-        A value of the user or the recipe is kept, and the report names both values. The image's value is
-        replaced.
+        If the user or the recipe has set it, that value is kept and the report names both values. If only the
+        image has set it, the image's value is replaced.
         """
         preset = self.preset(variable)
         if preset is not None and preset.value == value:
@@ -283,14 +308,14 @@ class FabricPlanBuilder:
             self.replace_variable(variable, value, reason)
 
     def replace_variable(self, variable: str, value: str, reason: str) -> None:
-        """Set `variable` for the workers, whoever has set it before."""
+        """Set `variable` for the workers, even if the user or the recipe has set it."""
         self.worker_env[variable] = value
         self.add_decision(variable, value, reason, used=True)
 
     def report_unset(self, variable: str, value: str, reason: str) -> None:
-        """Report that imgkit does not set `variable`, with the value that it could have and the reason.
+        """Report that imgkit does not set `variable`, and the reason.
 
-        A value that is already set is kept.
+        `value` is shown as the value that would be right. If the variable is already set, it is kept.
         """
         preset = self.preset(variable)
         if preset is None:
@@ -299,13 +324,14 @@ class FabricPlanBuilder:
             self._keep_preset(variable, preset, f"{preset.source}; not needed: {reason}")
 
     def _keep_preset(self, variable: str, preset: Preset, reason: str) -> None:
-        """Keep and report the value that a variable has already.
+        """Keep the value that a variable already has, and report it.
 
-        Workers inherit values of the environment. All others are passed to them: those of the recipe, and
-        those of an nccl.conf file that the image's value would hide from NCCL.
+        Workers inherit values from the environment, so these need no action. Two kinds of values are set for
+        the workers explicitly. The first kind is a value of the recipe. The second kind is a value of an
+        nccl.conf file if the image sets the same variable.
         """
         image_sets = self.image_sets(variable)
-        # NCCL would not read the user's nccl.conf for a variable that has the image's value.
+        # NCCL ignores nccl.conf for variables in the environment, so the image's value would hide the user's.
         is_from_conf = preset.is_users and image_sets
         if preset.origin == "recipe" or is_from_conf:
             self.worker_env[variable] = preset.value
@@ -314,9 +340,9 @@ class FabricPlanBuilder:
         self.add_decision(variable, preset.value, reason, used=True, origin=preset.origin)
 
     def drop_variable(self, variable: str, reason: str) -> None:
-        """Keep a value of the recipe or the image from the workers, because it is wrong on this node.
+        """Remove a value of the recipe or the image from the workers, because it is wrong on this node.
 
-        A value of the user is kept. `reason` is for the report.
+        A value of the user is kept. `reason` says in the report why the value is wrong.
         """
         preset = self.preset(variable)
         if preset is not None and not preset.is_users:
@@ -325,7 +351,7 @@ class FabricPlanBuilder:
             self.add_decision(variable, preset.value, reason, origin=preset.origin)
 
     def drop_image_variable(self, variable: str, reason: str) -> None:
-        """Keep a value of the image from the workers, because it is wrong on this node.
+        """Remove a value of the image from the workers, because it is wrong on this node.
 
         A value of the user or the recipe is kept.
         """
@@ -333,13 +359,14 @@ class FabricPlanBuilder:
             self.drop_variable(variable, reason)
 
     def keep_undecided_variables(self) -> None:
-        """Keep and report the settings of the recipe and of nccl.conf files about which nothing was decided.
+        """Keep and report the variables of the recipe and of nccl.conf files without a decision so far.
 
-        Call this after all decisions. Without it, workers would not get the recipe's further variables.
+        Call this after all decisions. It passes the recipe's remaining variables to the workers.
         """
         decided = {decision.variable for decision in self.decisions}
         for variable, value in self.recipe.items():
             preset = self.preset(variable)
+            # Without a preset, the variable was dropped on purpose.
             if variable in decided or preset is None:
                 continue
             decided.add(variable)
@@ -358,6 +385,7 @@ class FabricPlanBuilder:
         Parameters
         ----------
         reason : the evidence for the fabric.
+        carriers : the devices that carry the traffic, and their total rate.
         issues : the results of all known issues.
         """
         return FabricPlan(
@@ -365,6 +393,7 @@ class FabricPlanBuilder:
             reason=reason,
             env=self.worker_env,
             decisions=tuple(self.decisions),
+            # A dropped variable may have been set to another value later. dict.fromkeys removes duplicates.
             unset=tuple(name for name in dict.fromkeys(self.dropped) if name not in self.worker_env),
             warnings=tuple(self.warnings),
             blockers=tuple(self.blockers),

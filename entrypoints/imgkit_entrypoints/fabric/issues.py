@@ -1,6 +1,7 @@
-"""Compare the table of known issues with a node, and set the variables of the issues that match.
+"""Find the known issues that affect a node, and set the variables that work around them.
 
-A condition in the table names a fact, such as ``nccl``, or a variable, such as ``$NCCL_PROTO``.
+Known issues are rows of a table. Each row has conditions on facts of the node, such as ``nccl < 2.21``, or on
+variables, such as ``$NCCL_PROTO = LL128``.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from imgkit_entrypoints.known_issues import FACTS, IssueResult, Value
 def apply_known_issues(plan: FabricPlanBuilder) -> tuple[IssueResult, ...]:
     """Set the variables that work around known issues of this node, and return the result of every issue.
 
-    An issue is a row of a table: conditions such as ``nccl < 2.21``, and an effect. The rows are compared in
-    their order, so a later row sees what an earlier row has set.
+    An issue is a row of a table. It has conditions, such as ``nccl < 2.21``, and an effect, such as a
+    variable to set. The rows are evaluated in order, so conditions can test variables that an earlier row has
+    set.
 
     Raises
     ------
@@ -61,14 +63,14 @@ def _variable_value(plan: FabricPlanBuilder, name: str) -> Value:
 
 
 def _node_facts(plan: FabricPlanBuilder) -> Mapping[str, Value]:
-    """Return the value of each fact that the condition of a known issue may name.
+    """Return the values of all facts that conditions of known issues can test, by name.
 
-    An unknown fact has the value "".
+    The value of an unknown fact is "".
     """
     facts, env = plan.facts, plan.env
     # CUDA_VERSION is a variable of NVIDIA's base images.
     cuda = facts.torch_cuda or env.get("CUDA_VERSION", "")
-    # Slurm writes the tasks per node of the step as "4(x2),3"; the first number is enough.
+    # Slurm writes the tasks per node of the job step as "4(x2),3". The number for the first node is enough.
     tasks = re.match(r"[0-9]{1,9}", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
     values = {
         **dict.fromkeys(FACTS, ""),
@@ -100,6 +102,7 @@ def _node_facts(plan: FabricPlanBuilder) -> Mapping[str, Value]:
         "ucx": "OPENUCX_VERSION",
     }
     if facts.gpu_devices:
+        # The dict keeps each model once, in the order of the devices.
         values["gpu"] = ", ".join({device.model: None for device in facts.gpu_devices})
         sources["gpu"] = f"/proc/driver/nvidia/gpus/{facts.gpu_devices[0].address}/information"
     net_plugin = _net_plugin(plan)
@@ -123,9 +126,10 @@ def _quote_fact(name: str, text: str, source: str) -> str:
 
 
 def _net_plugin(plan: FabricPlanBuilder) -> Library | Candidate | None:
-    """Return the network plug-in that NCCL would open, or None if none of its possible files exists.
+    """Return the network plug-in that NCCL would open, or None if there is none.
 
-    NCCL_NET_PLUGIN names it. Each name stands for several files, of which NCCL opens the first that exists.
+    NCCL_NET_PLUGIN lists names of plug-ins. For each name, NCCL tries several files and opens the first one
+    that exists.
     """
     file_names: list[str] = []
     for name in software.split_plugins(plan.worker_value(plugin.VARIABLE) or ""):
@@ -141,8 +145,8 @@ def _net_plugin(plan: FabricPlanBuilder) -> Library | Candidate | None:
 def _find_library(plan: FabricPlanBuilder, name: str) -> Library | Candidate | None:
     """Return the library that workers load under `name`, or None if there is none.
 
-    This is the host's library if the plan links one into the container under this name, and otherwise the
-    image's.
+    If the plan links a library of the host into the container under this name, workers load the host's
+    library. Otherwise they load the image's.
     """
     if name in plan.links and plan.facts.host_libraries:
         for candidate in plan.facts.host_libraries.host:
@@ -152,7 +156,10 @@ def _find_library(plan: FabricPlanBuilder, name: str) -> Library | Candidate | N
 
 
 def _compat_state(plan: FabricPlanBuilder) -> str:
-    """Return whether CUDA's forward compatibility is ``used``, ``unused`` or ``absent`` from the image."""
+    """Return ``used``, ``unused`` or ``absent``: the state of CUDA's forward compatibility in the image.
+
+    Forward compatibility is a libcuda.so in the image that runs a newer CUDA on an older driver.
+    """
     if any(item.variable == library_path.COMPAT_KEY and item.used for item in plan.decisions):
         return "used"
     return "unused" if plan.facts.has_cuda_compat else "absent"

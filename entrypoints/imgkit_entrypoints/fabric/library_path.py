@@ -1,9 +1,10 @@
-"""Decide which folders go in front of LD_LIBRARY_PATH.
+"""Decide which folders are added at the front of LD_LIBRARY_PATH.
 
-They hold CUDA's libraries for forward compatibility, and libraries of the host such as libfabric. A library
-of the host is used only if the image can load it, which means that every symbol version that it needs (such
-as GLIBC_2.34) is defined by the library that will serve it. The dynamic linker compares the same versions,
-but only after NCCL has started, and NCCL then falls back to TCP or ends.
+These folders hold CUDA's libraries for forward compatibility, and libraries of the host such as libfabric. A
+library of the host is used only if the image can load it: other libraries must define every symbol version
+that it needs, such as GLIBC_2.34. The dynamic linker makes the same comparison, but only after NCCL has
+started. If the linker finds a problem, NCCL falls back to TCP or exits, so this module looks for problems
+earlier.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from imgkit_entrypoints.facts.host_libs import COMPAT, FABRIC_LIBRARIES, IMAGE_L
 from imgkit_entrypoints.system import HOST, HOST_FOLDERS
 
 VARIABLE = "LD_LIBRARY_PATH"
-# Settings of the recipe (fabric.host_libs, runtime.cuda_compat), as reports name them.
+# Names under which reports show the decisions about two settings of the recipe: fabric.host_libs and
+# runtime.cuda_compat.
 KEY = "host_libs"
 COMPAT_KEY = "cuda_compat"
 _RUNTIME_FOLDER = "/.singularity.d/libs"
@@ -34,17 +36,17 @@ class LoadProblem(NamedTuple):
     text: str
     """End of a sentence about the library: ``needs GLIBC_2.38, the image has 2.35 (/usr/lib/libc.so.6)``."""
     missing_version: str = ""
-    """The symbol version that the library needs and that its provider lacks: ``GLIBC_2.38``."""
+    """A symbol version, such as ``GLIBC_2.38``, that the library needs and no available library defines."""
     unused_library: str = ""
-    """A library of the fabric that the library needs, but that is not used itself."""
+    """Another library of the fabric that the library needs, but that cannot be used either."""
 
 
 def set_library_path(plan: FabricPlanBuilder) -> None:
-    """Set LD_LIBRARY_PATH, if workers need libraries of the host or CUDA's forward compatibility.
+    """Set LD_LIBRARY_PATH if workers need libraries of the host or CUDA's forward compatibility.
 
-    Forward compatibility is a libcuda.so that runs a newer CUDA on an older driver. The order of the folders
-    is: forward compatibility, the folders that the user added, the links to the host's libraries, and the
-    folders of the image.
+    Forward compatibility is a libcuda.so that runs a newer CUDA on an older driver. Its folder comes first.
+    The folders that the user added come next, then the folder with links to the host's libraries, and last
+    the folders of the image.
     """
     compat_folder = _choose_compat_folder(plan)
     plan.links = _choose_host_libraries(plan)
@@ -65,9 +67,10 @@ def set_library_path(plan: FabricPlanBuilder) -> None:
 
 
 def links_folder(links: Mapping[str, str]) -> str:
-    """Return the folder of the node that holds a link for each library.
+    """Return the path of the folder in which this node keeps a link for each of the host's libraries.
 
-    Its name has a hash of `links`, so that runs with the same libraries share one folder.
+    The name of the folder contains a hash of `links`, so that runs with the same libraries share one folder.
+    It also contains the user's id, because users cannot write to each other's folders.
     """
     digest = hashlib.sha256(repr(sorted(links.items())).encode()).hexdigest()[:12]
     return f"{LINKS}{os.getuid()}-{digest}"
@@ -83,12 +86,12 @@ class _Folders(NamedTuple):
 
 
 def _current_folders(plan: FabricPlanBuilder) -> _Folders:
-    """Return the folders that LD_LIBRARY_PATH has before this launch: the user's, and those of the image.
+    """Return the folders that are in LD_LIBRARY_PATH before this launch, by who has added them.
 
-    If an outer launch of imgkit (one from which this launch was started) has added folders, they are left
-    out, because this launch decides about them again.
+    If this launch was started inside another launch of imgkit, the folders that the other launch has added
+    are left out, because this launch decides about them again.
     """
-    # Without a manifest the image's own path is unknown. All that the variable has then counts as the user's.
+    # Without a manifest, the image's own path is unknown. All folders then count as the user's.
     image_path = plan.facts.image_env.get(VARIABLE, "") if plan.facts.image_env else ""
     known_image_folders = {_RUNTIME_FOLDER, *image_path.split(":")}
     compat_folder = plan.facts.cuda_compat.folder if plan.facts.cuda_compat else ""
@@ -105,10 +108,10 @@ def _current_folders(plan: FabricPlanBuilder) -> _Folders:
 
 
 def _choose_host_libraries(plan: FabricPlanBuilder) -> dict[str, str]:
-    """Return the libraries of the host that workers load, as `FabricPlan.links`.
+    """Return the libraries of the host that workers load, in the format of `FabricPlan.links`.
 
-    Only Slingshot needs them. Every library is reported with its reason. A library that the image cannot load
-    gets a warning.
+    Only Slingshot needs libraries of the host, so there are none for other fabrics. The report lists each
+    library with the reason for or against it. The plan gets a warning for a library that cannot be loaded.
     """
     libraries = plan.facts.host_libraries
     if libraries is None:
@@ -143,7 +146,8 @@ def _choose_host_libraries(plan: FabricPlanBuilder) -> dict[str, str]:
     for name, library in selected.items():
         plan.add_decision(name, library.path, check.evidence(library), used=True)
     links = {name: library.target for name, library in selected.items()}
-    # NCCL opens libnccl-net.so, but an installation may have only libnccl-net-ofi.so.
+    # NCCL opens the plug-in as libnccl-net.so, but some hosts have it only as libnccl-net-ofi.so. So the
+    # first name is linked to the file with the second.
     ofi_name, net_name = PLUGINS
     if ofi_name in selected and net_name not in check.host:
         links[net_name] = selected[ofi_name].target
@@ -151,10 +155,13 @@ def _choose_host_libraries(plan: FabricPlanBuilder) -> dict[str, str]:
 
 
 def _report_unloadable(plan: FabricPlanBuilder, check: _LoadCheck, name: str, problem: LoadProblem) -> None:
-    """Report that the host's library `name` is not used, with a warning if it is not due to another one."""
+    """Report that the host's library `name` is not used because of `problem`, and add a warning.
+
+    There is no warning if the same cause already has one.
+    """
     path = check.host[name].path
     plan.add_decision(name, path, f"{name} {problem.text}")
-    if problem.unused_library:  # which has a warning of its own
+    if problem.unused_library:  # the warning about that library names the cause
         return
     # The plug-in's two names are usually links to one file, so one warning is enough.
     ofi_name, net_name = PLUGINS
@@ -167,29 +174,34 @@ def _report_unloadable(plan: FabricPlanBuilder, check: _LoadCheck, name: str, pr
 
 
 class _LoadCheck:
-    """Finds out which libraries of the host the image can load.
+    """Finds out which libraries of the host can be loaded in the image.
 
-    A library may need others, which come from the image or from the host. Names are those that programs open,
-    such as ``libfabric.so.1``.
+    A library usually needs other libraries, which come from the image or from the host. Methods take the
+    names that programs open, such as ``libfabric.so.1``.
     """
 
     def __init__(self, libraries: HostLibraries, user_folders: Sequence[str]) -> None:
         self.user_folders = user_folders
         self.host = {library.name: library for library in libraries.host}
         self.image = {library.name: library for library in libraries.image}
+        # Results of `problem` by the library's name.
         self._problems: dict[str, LoadProblem | None] = {}
 
     def user_path(self, name: str) -> str:
-        """Return the path of a library in one of the user's folders, or an empty text if there is none."""
+        """Return the path of the library `name` if it is in one of the user's folders, and "" otherwise.
+
+        The image's candidates include the user's folders, because these are on the same library path.
+        """
         if name not in self.image:
             return ""
         folder, _, _ = self.image[name].path.rpartition("/")
         return self.image[name].path if folder in self.user_folders else ""
 
     def select_libraries(self) -> dict[str, Candidate]:
-        """Return the fabric's libraries of the host that can be loaded, by name.
+        """Return the libraries of the host that workers should load, by name.
 
-        The result also has all other libraries of the host that these need.
+        These are the fabric's libraries that can be loaded, and all other libraries of the host that they
+        need. A library of which the user has provided another file is left out.
         """
         pending = []
         for name in FABRIC_LIBRARIES:
@@ -206,7 +218,7 @@ class _LoadCheck:
         return selected
 
     def evidence(self, library: Candidate) -> str:
-        """Return the versions of glibc that `library` needs and that the image has, for the report.
+        """Return a text for the report that compares the needed version of glibc with the image's.
 
         For example ``the host's; it needs GLIBC_2.34, the image has 2.35 (/usr/lib/libc.so.6)``.
         """
@@ -219,13 +231,17 @@ class _LoadCheck:
     def problem(self, name: str) -> LoadProblem | None:
         """Return why the image cannot load the host's library `name`, or None if it can."""
         if name not in self._problems:
-            # The entry ends the recursion for libraries that need each other.
+            # Libraries can need each other in a circle. The preliminary entry ends the recursion.
             self._problems[name] = None
             self._problems[name] = self._find_problem(self.host[name])
         return self._problems[name]
 
     def _find_problem(self, library: Candidate) -> LoadProblem | None:
-        """Return the first reason why the image cannot load `library` of the host, or None if it can."""
+        """Return the first reason why the host's `library` cannot be loaded in the image, or None.
+
+        The library must be for the image's architecture, have the expected name, and offer at least what the
+        image's file of the same name offers. All libraries that it needs must be available, too.
+        """
         shared, libc = library.object, self.image.get("libc.so.6")
         if shared is None:
             return LoadProblem(f"of the host {library.fault} ({library.path})")
@@ -237,8 +253,8 @@ class _LoadCheck:
         # The SONAME is the name inside the file. NCCL opens its plug-ins by their file name.
         if library.name not in PLUGINS and shared.soname != library.name:
             return LoadProblem(f"has the SONAME {shared.soname or '(none)'} ({library.path})")
-        # Workers will load the host's file instead of the image's, so it must define every symbol version
-        # that the image's defines.
+        # Workers will load the host's file instead of the image's. Other libraries of the image may need any
+        # symbol version that the image's file defines, so the host's file must define all of them.
         image = self.image.get(library.name)
         if image:
             missing = [version for version in _defined_versions(image) if version not in shared.defines]
@@ -251,22 +267,23 @@ class _LoadCheck:
         return None
 
     def is_from_host(self, library: Candidate, needed: str) -> bool:
-        """Return whether the host, and not the image, provides the library `needed` to `library`.
+        """Return whether `library` must get the library `needed` from the host instead of the image.
 
-        `library` is a library of the host that workers load, and `needed` is the name of one that it opens.
+        `library` is a library of the host. `needed` is the name of a library that it needs.
         """
         if needed in IMAGE_LIBRARIES or needed not in self.host or self.user_path(needed):
             return False
-        # Apart from the fabric's own libraries, the image's file comes first if it is new enough.
+        # The fabric's libraries always come from the host if possible. For all others, the image's file is
+        # preferred if it is new enough.
         image = self.image.get(needed)
         if image is not None and needed not in FABRIC_LIBRARIES and not _missing_version(library, image):
             return False
         return not self.problem(needed) and not _missing_version(library, self.host[needed])
 
     def _need_problem(self, library: Candidate, needed: str) -> LoadProblem | None:
-        """Return why neither the image nor the host can provide the library `needed` to `library`.
+        """Return why `library` cannot get the library `needed` from the image or the host.
 
-        The result is None if one of the two can.
+        Return None if either of them can provide it.
         """
         if self.is_from_host(library, needed):
             return self._rpath_problem(library, needed)
@@ -285,10 +302,11 @@ class _LoadCheck:
         return problem._replace(text=f"needs {needed}, and {needed} {problem.text}")
 
     def _rpath_problem(self, library: Candidate, needed: str) -> LoadProblem | None:
-        """Return why `library` would load another file than the host's `needed`, or None if it would not.
+        """Return a problem if the RPATH of `library` leads to the image's `needed` instead of the host's.
 
-        An RPATH is a list of folders inside a library. The dynamic linker searches it before LD_LIBRARY_PATH,
-        and so before the links to the host's libraries.
+        An RPATH is a list of folders that is stored in a library. The dynamic linker searches these folders
+        before LD_LIBRARY_PATH, and so before the folder with links to the host's libraries. Return None if
+        the RPATH does no harm.
         """
         if library.object is None or needed not in self.image:
             return None
@@ -298,7 +316,10 @@ class _LoadCheck:
         return None
 
     def _image_problem(self, library: Candidate, needed: str) -> LoadProblem | None:
-        """Return why the image's `needed` is too old for `library`, or None if it is not."""
+        """Return why `library` cannot use the image's `needed`, or None if it can.
+
+        The image's file may be too old, which means that it lacks a symbol version.
+        """
         version = _missing_version(library, self.image[needed])
         if not version:
             return None
@@ -310,10 +331,11 @@ class _LoadCheck:
 
 
 def _missing_version(library: Candidate, server: Candidate) -> str:
-    """Return the newest symbol version, such as ``GLIBC_2.38``, that `library` needs and `server` lacks.
+    """Return the newest symbol version that `library` needs but `server` does not define.
 
-    `server` is the library that should provide it. The result is "" if it lacks none. If `server` defines no
-    versions at all, none counts as missing, because the dynamic linker then only prints a warning.
+    `server` is the library that should define it. A version is a text such as ``GLIBC_2.38``. If no version
+    is missing, return "". If `server` defines no versions at all, none counts as missing, because the dynamic
+    linker only prints a warning in this case.
     """
     defined = _defined_versions(server)
     if library.object is None or not defined:
@@ -324,17 +346,17 @@ def _missing_version(library: Candidate, server: Candidate) -> str:
 
 
 def _defined_versions(library: Candidate) -> tuple[str, ...]:
-    """Return the symbol versions that a library defines. There are none if its file cannot be read."""
+    """Return the symbol versions that a library defines, or none if its file cannot be read."""
     return library.object.defines if library.object is not None else ()
 
 
 def _version_key(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version for comparisons: ``GLIBC_2.34 -> (2, 34)``."""
+    """Return the numbers in a version, which can be compared: ``GLIBC_2.34 -> (2, 34)``."""
     return tuple(int(part) for part in re.findall(r"[0-9]{1,9}", version))
 
 
 def _newest_version(versions: Sequence[str], prefix: str) -> str:
-    """Return the number of the newest version with a prefix, or an empty text if no version has it.
+    """Return the number of the newest version that has the prefix, or "" if no version has it.
 
     For example ``("GLIBC_2.17", "GLIBC_2.34"), "GLIBC" -> "2.34"``.
     """
@@ -345,21 +367,29 @@ def _newest_version(versions: Sequence[str], prefix: str) -> str:
 
 
 def _supported_text(server: Candidate, version: str) -> str:
-    """Return which version the image's library has of the kind of `version`, for a message."""
+    """Return the newest version that the image's library `server` supports, as part of a message.
+
+    Only versions with the same prefix as `version` count. For ``GLIBC_2.38``, the prefix is ``GLIBC``.
+    """
     newest = _newest_version(_defined_versions(server), version.rpartition("_")[0])
     return f"the image has {newest} ({server.path})" if newest else f"which the image's {server.path} lacks"
 
 
 def _choose_compat_folder(plan: FabricPlanBuilder) -> str:
-    """Return the folder of CUDA's forward compatibility, or "" if it is not used, and report the reason."""
+    """Decide about CUDA's forward compatibility, and return its folder, or "" if it is not used.
+
+    Forward compatibility is a libcuda.so in the image that runs a newer CUDA on an older driver. The decision
+    is reported with its reason, except when there is nothing to decide.
+    """
     compat = plan.facts.cuda_compat
     if compat is None:
         return ""
     versions = _cuda_versions(plan)
+    # By default, forward compatibility is considered only if the image needs a newer major version of CUDA.
     if compat.is_for_major and (versions is None or not versions.has_newer_major):
-        return ""  # the driver runs the image's CUDA, or that is unknown, so there is nothing to decide
+        return ""
     is_used, reason = _needs_compat(plan, compat, versions)
-    # If a folder that the user added has a libcuda.so.1, that library is kept.
+    # If the user has added a folder with a libcuda.so.1, the user's library is kept.
     user_folders = _current_folders(plan).user
     user_cuda = [folder for folder in compat.cuda_folders if folder in user_folders]
     if is_used and user_cuda:
@@ -377,7 +407,7 @@ class _CudaVersions(NamedTuple):
 
     @property
     def is_driver_listed(self) -> bool:
-        """Return False if the driver is newer than imgkit's table, so that it may support more."""
+        """Return whether imgkit's table has this driver. A newer driver may support more than `supported`."""
         return self.driver[0] <= cuda_drivers.NEWEST_BRANCH
 
     @property
@@ -387,7 +417,10 @@ class _CudaVersions(NamedTuple):
 
 
 def _cuda_versions(plan: FabricPlanBuilder) -> _CudaVersions | None:
-    """Return the versions that decide about forward compatibility, or None if one of them is unknown."""
+    """Return the versions of CUDA and the driver, or None if one of them is unknown.
+
+    The image's version is the variable CUDA_VERSION, which NVIDIA's base images set.
+    """
     driver = _version_key(plan.facts.driver_version)
     needed = cuda_drivers.parse_cuda(plan.env.get("CUDA_VERSION", ""))
     if not driver or needed is None:
@@ -398,8 +431,9 @@ def _cuda_versions(plan: FabricPlanBuilder) -> _CudaVersions | None:
 def _needs_compat(
     plan: FabricPlanBuilder, compat: CudaCompat, versions: _CudaVersions | None
 ) -> tuple[bool, str]:
-    """Return whether forward compatibility can and must be used, and the reason.
+    """Return whether the image's CUDA needs forward compatibility and can use it, and the reason.
 
+    It can only be used with a data-center GPU, and if the image's libcuda.so is newer than the driver.
     `versions` are the CUDA versions of the image and the driver, or None if they are unknown.
     """
     facts = plan.facts
@@ -422,6 +456,7 @@ def _needs_compat(
     library = re.search(r"libcuda\.so\.([0-9]{3,5}(?:\.[0-9]{1,5}){1,2})$", compat.target)
     if library and _version_key(library[1]) <= versions.driver:
         return False, f"{comparison}, but its {compat.target} is not newer than the driver"
+    # NVIDIA supports forward compatibility only on data-center GPUs.
     models = sorted({gpu.model for gpu in facts.gpu_devices})
     requirement = "forward compatibility is for data-centre GPUs"
     if not models:

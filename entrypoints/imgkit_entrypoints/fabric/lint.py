@@ -1,8 +1,8 @@
 """Warn about variables that are dangerous, useless, misspelled, or meant for another version of NCCL.
 
-Every rule is a function that yields its findings. The rules check
-values of the user, of an nccl.conf file, of the recipe and of the image. Their sources are NCCL's user guide
-(env.rst) and its code, unless a rule names another one.
+Every rule is a function that yields its findings. The rules check the values of the user, of nccl.conf files,
+of the recipe and of the image. They are based on NCCL's user guide (env.rst) and its code, unless a rule
+names another source.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from imgkit_entrypoints.fabric import ports, slingshot, sockets
 from imgkit_entrypoints.fabric.fabric_plan import INTERFACES, FabricPlanBuilder, Finding
 from imgkit_entrypoints.facts.host_facts import Port
 
-# How far apart GPU and NIC may be for GPUDirect, from the same device to the whole system (env.rst).
+# Values of NCCL_NET_GDR_LEVEL: the largest distance between GPU and NIC at which NCCL uses GPUDirect. They
+# are in order, from the same device to the whole system (env.rst).
 GDR_LEVELS = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
-# NCCL allows NCCL_SOCKET_NTHREADS x NCCL_NSOCKS_PERTHREAD sockets up to this number for a connection.
+# Largest product of NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD, which is the sockets of one connection.
 MAX_SOCKETS = 64
 Findings = Iterator[Finding]
 
@@ -37,21 +38,21 @@ def check_variables(plan: FabricPlanBuilder) -> tuple[Finding, ...]:
 
 
 def _check_visible_gpus(plan: FabricPlanBuilder) -> Findings:
-    """Check that CUDA_VISIBLE_DEVICES names GPUs that exist, each once."""
+    """Check that CUDA_VISIBLE_DEVICES names only GPUs that exist, and none of them twice."""
     if not plan.facts.gpus_problem:
         return
     fix = "unset CUDA_VISIBLE_DEVICES"
     count = len(plan.facts.gpu_devices)
     if count:
-        numbers = ",".join(map(str, range(count)))
-        fix = f"set CUDA_VISIBLE_DEVICES={numbers}, or unset it"
+        indices = ",".join(map(str, range(count)))
+        fix = f"set CUDA_VISIBLE_DEVICES={indices}, or unset it"
     yield Finding(plan.facts.gpus_problem, fix)
 
 
 def _check_rdma_off(plan: FabricPlanBuilder) -> Findings:
-    """Warn that a variable of the user turns RDMA off on a node where RDMA works.
+    """Warn if a variable of the user turns RDMA off on a node where RDMA works.
 
-    The warning compares the rates of both.
+    The warning compares the rate of RDMA with the rate of TCP.
     """
     variable = _rdma_off_variable(plan)
     if plan.kind != "tcp" or not variable:
@@ -73,7 +74,7 @@ def _check_rdma_off(plan: FabricPlanBuilder) -> Findings:
 
 
 def _rdma_off_variable(plan: FabricPlanBuilder) -> str:
-    """Return the variable with which the user has turned RDMA off, or an empty text."""
+    """Return the name of the variable with which the user has turned RDMA off, or "" if RDMA is on."""
     net = plan.preset("NCCL_NET")
     if net is not None and net.is_users and net.value.lower() == "socket":
         return "NCCL_NET"
@@ -84,9 +85,10 @@ def _rdma_off_variable(plan: FabricPlanBuilder) -> str:
 
 
 def _describe_tcp(plan: FabricPlanBuilder, rdma_rate_Gbps: float | None) -> str:
-    """Return what TCP can carry on this node: ``eth0 carries 25 Gbit/s at most (16 times less)``.
+    """Return the end of a sentence about the rate of TCP on this node.
 
-    The comparison is with the rate of RDMA, if both rates are known.
+    For example ``eth0 carries 25 Gbit/s at most (16 times less)``. The comparison with the rate of RDMA is
+    left out if either rate is unknown.
     """
     best = sockets.best_interface(plan, sockets.usable_names(plan.facts, "hsn", "ib"))
     if best is None:
@@ -102,9 +104,9 @@ def _describe_tcp(plan: FabricPlanBuilder, rdma_rate_Gbps: float | None) -> str:
 
 
 def _check_socket_counts(plan: FabricPlanBuilder) -> Findings:
-    """Check the two numbers that set how many sockets NCCL opens for a connection.
+    """Check the two variables that set how many sockets NCCL opens for a TCP connection.
 
-    Both must be numbers, and their product must not be larger than NCCL allows.
+    Both values must be numbers, and NCCL limits their product (`MAX_SOCKETS`).
     """
     counts = []
     for name in sockets.SOCKET_COUNTS:
@@ -128,15 +130,15 @@ def _check_socket_counts(plan: FabricPlanBuilder) -> Findings:
         )
 
 
-# Text that strtoll(text, NULL, 0) reads completely: "3", "-1", "0x1f".
+# A text that the C function strtoll(text, NULL, 0), which NCCL calls, reads to the end: "3", "-1", "0x1f".
 _C_NUMBER = re.compile(r"\s*[-+]?(0[xX][0-9a-fA-F]+|\d+)\s*")
 
 
 def _check_gid_index(plan: FabricPlanBuilder) -> Findings:
-    """Check that NCCL_IB_GID_INDEX is a number, and the right one for every RoCE port in use.
+    """Check that NCCL_IB_GID_INDEX is a number, and that it is right for every RoCE port in use.
 
-    The index selects one of a port's addresses. On InfiniBand, NCCL does not use it, so any number is
-    accepted.
+    On RoCE (RDMA over Ethernet), the number is the index of an address (GID) in the table of each port. On
+    InfiniBand, NCCL does not use the variable, so any number is accepted.
     """
     preset = plan.preset(ports.GID_INDEX)
     if preset is None or preset.value == "" or plan.kind not in ("infiniband", "roce"):
@@ -144,16 +146,16 @@ def _check_gid_index(plan: FabricPlanBuilder) -> Findings:
     description, unset = plan.describe(ports.GID_INDEX), plan.unset_hint(ports.GID_INDEX)
     used = ports.ports_in_use(plan)
     if not _C_NUMBER.fullmatch(preset.value):
-        # NCCL ignores what it cannot read, so that the text "RoCE v2", which a script took from the wrong
-        # file, means index 0.
+        # NCCL reads the number at the beginning, and 0 if there is none. For example, a script that reads the
+        # wrong file may set the value "RoCE v2", which NCCL takes for index 0.
         leading_number = re.match(r"\s*[-+]?\d+", preset.value)
-        number = int(leading_number[0]) if leading_number else 0
+        index_read = int(leading_number[0]) if leading_number else 0
         right_gids = [ports.pick_gid(port.gids) for port in used]
         right_indices = [gid.index for gid in right_gids if gid is not None]
         fix = unset
         if right_indices:
             fix += f"; the right index here is {right_indices[0]}"
-        yield Finding(f"{description} is not a number, and NCCL silently reads {number}", fix)
+        yield Finding(f"{description} is not a number, and NCCL silently reads {index_read}", fix)
         return
     index = int(preset.value, 0)
     if plan.kind != "roce" or index < 0:  # -1 lets NCCL search for the address
@@ -167,9 +169,10 @@ def _check_gid_index(plan: FabricPlanBuilder) -> Findings:
 
 
 def _gid_problem(index: int, port: Port) -> str:
-    """Return why the address with this GID index is wrong for a port, or "" if it is right.
+    """Return why the address at this index of a port's GID table is wrong, or "" if it is right.
 
-    The right address is an IPv4 address of type RoCE v2, which routers forward, and is not link-local.
+    A GID is an address for RDMA. The right GID is an IPv4 address of type RoCE v2, which routers forward. It
+    must not be link-local.
     """
     right_gid = ports.pick_gid(port.gids)
     advice = f"{port.name} needs {right_gid.index}" if right_gid else f"{port.name} has no IPv4 GID at all"
@@ -187,10 +190,10 @@ def _gid_problem(index: int, port: Port) -> str:
 
 
 def _check_hcas(plan: FabricPlanBuilder) -> Findings:
-    """Check that NCCL_IB_HCA selects only the ports that the user meant.
+    """Check that NCCL_IB_HCA, the list of RDMA ports, does not select unintended ports.
 
-    The value may select ports that NCCL should not use, or a name in it may be a prefix of other devices'
-    names.
+    A name in the value may also be a prefix of other devices' names. The value may also select ports that
+    NCCL should not use, such as those of a storage NIC.
     """
     preset = plan.preset(ports.HCA)
     if preset is None or not preset.value or plan.kind not in ("infiniband", "roce"):
@@ -208,16 +211,17 @@ def _check_hcas(plan: FabricPlanBuilder) -> Findings:
 
 
 def _ambiguous_prefixes(value: str, used: Iterable[Port]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each name in a value of NCCL_IB_HCA that selects several devices, and these devices.
+    """Yield each name in a value of NCCL_IB_HCA that selects several devices, and the names of the devices.
 
-    Without ``=``, a name is a prefix: mlx5_1 selects mlx5_10 to mlx5_19 as well.
+    If the value does not begin with ``=``, each name is a prefix: mlx5_1 also selects mlx5_10 to mlx5_19.
     """
     selection = ports.parse_selection(value)
     if selection.excludes or selection.is_exact:
         return
     for name in selection.names:
-        prefix, _, _ = name.partition(":")
+        prefix, _, _ = name.partition(":")  # the rest is the port's number
         devices = sorted({port.device for port in used if port.device.startswith(prefix)})
+        # If no device has exactly this name, such as "mlx5", the user meant it as a prefix.
         if prefix in devices and len(devices) > 1:
             yield prefix, devices
 
@@ -232,9 +236,10 @@ def _check_gdr_level(plan: FabricPlanBuilder) -> Findings:
 
 
 def _check_interfaces(plan: FabricPlanBuilder) -> Findings:
-    """Check that the interface variables select an interface that is up, and that other nodes can reach.
+    """Check that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME select an interface that works.
 
-    For example, no other node can reach ``lo`` or ``docker0``.
+    The interface must be up and have an address. In a run on several nodes, other nodes must be able to reach
+    it. For example, they cannot reach ``lo`` or ``docker0``.
     """
     interfaces = plan.facts.interfaces
     for variable in INTERFACES:
@@ -256,33 +261,34 @@ def _check_interfaces(plan: FabricPlanBuilder) -> Findings:
 # Names with other prefixes belong to other programs and are not checked.
 _CHECKED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_")
 OLD_NAMES = ("NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT", "NCCL_DESYNC_DEBUG", "NCCL_IB_CUDA_SUPPORT")
-"""Names that earlier versions read. They are no misspellings: known_issues.json names their successors."""
+"""Names that only earlier versions read. They are not misspelled. known_issues.json has their new names."""
 SIMILARITY = 0.85
-"""How similar a misspelled name must be to the correct one: 1 is equal (``difflib.get_close_matches``)."""
-# Functions for which NCCL_ALGO and NCCL_PROTO can have values of their own: "allreduce:tree;broadcast:ring".
+"""How similar a misspelled name must be to a correct name (``difflib.get_close_matches``). 1 means equal."""
+# NCCL_ALGO and NCCL_PROTO can have a separate value for each function: "allreduce:tree;broadcast:ring".
 FUNCTIONS = ("Broadcast", "Reduce", "AllGather", "ReduceScatter", "AllReduce")
 LISTS = {
     "NCCL_ALGO": ("Tree", "Ring", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree", "PAT"),
     "NCCL_PROTO": ("LL", "LL128", "Simple"),
 }
-"""Items that a value may list, in upper or lower case.
+"""The items that the value of each variable may list, in upper or lower case.
 
 The format is ``[function:][^]item,...;...`` (parseList in NCCL's tuning.cc), for example ``^LL128`` or
 ``allreduce:tree,ring;broadcast:ring``.
 """
 REFUSES_FROM = "2.24"
-"""First version of NCCL that stops at an unknown item. Earlier versions ignore it."""
+"""First version of NCCL that exits with an error at an unknown item. Earlier versions ignore the item."""
 NETS = (
     *("IB", "Socket", "AWS Libfabric", "Libfabric", "OFI", "IBext", "UCX", "GPUDirectTCPX", "FasTrak"),
     "gIB",
 )
-"""NCCL's own networks, and the names of known plug-ins. A version such as in ``IBext_v8`` is ignored."""
+"""NCCL's own networks, and the names of known plug-ins without their version (``IBext_v8`` is ``IBext``)."""
 
 
 def unknown_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names that look like variables of NCCL, Gloo or torch, but that no version of them reads.
+    """Return the names that look like variables of NCCL, Gloo or torch, but that none of them reads.
 
-    Names of plug-ins and of torch's compiler are left out.
+    For example, NCCL_SOCKET_IFACE is unknown, because the variable's name is NCCL_SOCKET_IFNAME. Variables of
+    plug-ins and of torch's compiler have prefixes of their own and are not checked.
     """
     unknown = []
     for name in names:
@@ -296,9 +302,10 @@ def unknown_names(names: Iterable[str]) -> tuple[str, ...]:
 def _closest_choice(text: str, choices: Iterable[str], similarity: float = SIMILARITY) -> str:
     """Return the choice that is most similar to a misspelled `text`, or "" if none is similar enough.
 
-    Upper and lower case do not matter. `similarity` is the least ratio of equal characters, from 0 to 1.
+    The comparison ignores case. `similarity` is the smallest ratio that counts as similar, from 0 (nothing in
+    common) to 1 (equal).
     """
-    from difflib import get_close_matches  # a start without misspelled names does without it
+    from difflib import get_close_matches  # here, so that only runs with a misspelled name spend the time
 
     spellings = {choice.lower(): choice for choice in choices}
     matches = get_close_matches(text.lower(), spellings, n=1, cutoff=similarity)
@@ -306,13 +313,19 @@ def _closest_choice(text: str, choices: Iterable[str], similarity: float = SIMIL
 
 
 def similar_name(name: str) -> str:
-    """Return the known variable that is most similar to `name`, or an empty text if none is similar."""
+    """Return the known variable that is most similar to `name`, or an empty text if none is similar.
+
+    Only variables of the same library, such as NCCL, are compared.
+    """
     library, _, _ = name.partition("_")
     return _closest_choice(name, [known_name for known_name in KNOWN_NAMES if known_name.startswith(library)])
 
 
 def _check_names(plan: FabricPlanBuilder) -> Findings:
-    """Report unknown names that are similar to a known one. Other unknown names may belong to a plug-in."""
+    """Report names of variables that are probably misspelled.
+
+    These are unknown names that are similar to a known name. Other unknown names may belong to a plug-in.
+    """
     for name in unknown_names(plan.variable_names()):
         known_name = similar_name(name)
         if known_name:
@@ -321,9 +334,9 @@ def _check_names(plan: FabricPlanBuilder) -> Findings:
 
 
 def _check_values(plan: FabricPlanBuilder) -> Findings:
-    """Check that NCCL knows the values of NCCL_ALGO, NCCL_PROTO and NCCL_NET.
+    """Check that the values of NCCL_ALGO, NCCL_PROTO and NCCL_NET are known to NCCL.
 
-    It does not know ``NCCL_ALGO=Rign``, for example.
+    For example, ``NCCL_ALGO=Rign`` is reported, because the algorithm is called Ring.
     """
     for variable, choices in LISTS.items():
         preset = plan.preset(variable)
@@ -340,7 +353,7 @@ def _check_values(plan: FabricPlanBuilder) -> Findings:
 
 
 def _check_network(plan: FabricPlanBuilder) -> Findings:
-    """Check that NCCL_NET is a network of NCCL or of a known plug-in."""
+    """Check that NCCL_NET names one of NCCL's own networks or the network of a known plug-in."""
     preset = plan.preset("NCCL_NET")
     if preset is None or not preset.value.strip():
         return
@@ -356,9 +369,9 @@ def _check_network(plan: FabricPlanBuilder) -> Findings:
 
 
 def _check_choice(plan: FabricPlanBuilder, variable: str, item: str, choices: tuple[str, ...]) -> Findings:
-    """Report that `item`, which stands in a variable's value, is not one of `choices`.
+    """Report `item`, which is part of the value of `variable`, if it is not one of `choices`.
 
-    Suggest the most similar choice.
+    The finding suggests the value with the most similar choice instead of the item.
     """
     if item.lower() in map(str.lower, choices):
         return
@@ -425,12 +438,12 @@ TOPO_DUMP_FILE TOPO_DUMP_FILE_RANK TOPO_FILE TOPO_SPLIT_MLOPART TREE_THRESHOLD T
 UID_STAGGER_RATE UID_STAGGER_THRESHOLD UNPACK_DOUBLE_NCHANNELS VERSION WARN_ENABLE_DEBUG_INFO WIN_ENABLE
 WIN_STRIDE WORK_ARGS_BYTES WORK_FIFO_BYTES WORK_FIFO_DEPTH
 """
-"""NCCL 2.10 to 2.30: its calls of NCCL_PARAM and ncclGetEnv, and its user guide."""
+"""Variables of NCCL 2.10 to 2.30 without the prefix, from its user guide, NCCL_PARAM and ncclGetEnv."""
 _GLOO = """
 DEVICE_TRANSPORT DISABLE_CONNECTION_RETRIES ENABLE_RANK_AS_SEQUENCE_NUMBER ENABLE_STORE_V2_API LOG_LEVEL
 SOCKET_FAMILY SOCKET_IFNAME
 """
-"""Gloo as in torch 2.13."""
+"""Variables of the Gloo in torch 2.13, without the prefix."""
 _TORCH = """
 ADDR2LINE_BINARY ALLOW_TF32_CUBLAS_OVERRIDE AUTOGRAD_SHUTDOWN_WAIT_LIMIT BLAS_PREFER_CUBLASLT
 BLAS_PREFER_HIPBLASLT CACHING_PRECOMPILE COMPILER_COLLECTIVES COMPILE_DEBUG COMPILE_DISABLE CPP_LOG_LEVEL
@@ -452,7 +465,7 @@ NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK NCCL_WAIT_TIMEOUT_DUMP_MILSEC PROFILER_E
 SERIALIZATION_DEBUG SHOW_CPP_STACKTRACES SHOW_DISPATCH_TRACE SYMBOLIZE_MODE SYMMMEM_IMPLICIT_POOL TRACE
 USE_RTLD_GLOBAL VERSION WARM_POOL XPU_ARCH_LIST
 """
-"""Variables of torch 2.3 to 2.13 that users set."""
+"""Variables of torch 2.3 to 2.13 that users set, without the prefix."""
 _BUILD = "DIR HOME INCLUDE_DIR INCLUDE_DIRS INCLUDE_PATH LIB LIBRARY LIB_DIR PATH ROOT ROOT_DIR"
 """Ends of names such as ``NCCL_HOME``, which environment modules and builds set. NCCL does not read them."""
 KNOWN_NAMES = frozenset(

@@ -1,7 +1,7 @@
 """Check that the network plug-in named by ``NCCL_NET_PLUGIN`` can be opened.
 
-NCCL opens the name as it is, then ``libnccl-net-NAME.so``. If neither exists, NCCL silently goes on with its
-own networks (user guide, NCCL_NET_PLUGIN).
+NCCL first opens a file with exactly this name, and then ``libnccl-net-NAME.so``. If neither file exists, NCCL
+silently continues with its built-in networks (user guide, NCCL_NET_PLUGIN).
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ VARIABLE = software.NET_PLUGIN
 
 
 def is_ofi(value: str) -> bool:
-    """Return True if a value of NCCL_NET_PLUGIN names aws-ofi-nccl: ``ofi``, ``/opt/libnccl-net-ofi.so``."""
+    """Return whether a value of NCCL_NET_PLUGIN selects aws-ofi-nccl.
+
+    Examples are ``ofi`` and ``/opt/libnccl-net-ofi.so``.
+    """
     return "ofi" in value.rpartition("/")[2].lower()
 
 
 def plugin_files(facts: HostFacts, value: str) -> tuple[str, ...]:
-    """Return the paths of the plug-in files that a value of NCCL_NET_PLUGIN names and that exist.
+    """Return the paths of the existing plug-in files that a value of NCCL_NET_PLUGIN selects.
 
-    ``ofi``, for example, stands for libnccl-net-ofi.so.
+    For example, the value ``ofi`` selects libnccl-net-ofi.so.
     """
     paths = []
     for plugin in software.split_plugins(value):
@@ -36,8 +39,8 @@ def plugin_files(facts: HostFacts, value: str) -> tuple[str, ...]:
 def check_plugin(plan: FabricPlanBuilder) -> None:
     """Check that every network plug-in in NCCL_NET_PLUGIN has a file that NCCL can open.
 
-    If a file is missing, the image's value is dropped, so that NCCL searches by itself. A value of the user
-    or the recipe is kept with a warning.
+    If the file is missing and the value comes from the image, the value is dropped, so that NCCL uses its
+    default. If the value comes from the user or the recipe, it is kept and the plan gets a warning.
     """
     preset = plan.preset(VARIABLE)
     if preset is None:
@@ -49,6 +52,7 @@ def check_plugin(plan: FabricPlanBuilder) -> None:
     if preset.origin == "image":
         plan.drop_variable(VARIABLE, f"{names} is not on the library path")
         return
+    # NCCL has no network of its own for Slingshot, so it falls back to TCP.
     consequence = "NCCL ignores it"
     if plan.kind == "slingshot":
         consequence += " and uses TCP"
@@ -60,8 +64,12 @@ def check_plugin(plan: FabricPlanBuilder) -> None:
 
 
 def _missing_files(plan: FabricPlanBuilder, value: str) -> Collection[str]:
-    """Return the names that NCCL tries for each plug-in in `value` that has no file, in NCCL's order."""
-    missing: dict[str, None] = {}
+    """Return the file names that NCCL would try in vain, in its order.
+
+    `value` is a value of NCCL_NET_PLUGIN. NCCL tries several names for each plug-in in the value. If one of
+    these files exists, none of the plug-in's names is returned.
+    """
+    missing: dict[str, None] = {}  # a dict keeps each name once, in order
     for plugin in software.split_plugins(value):
         names = software.plugin_files(plugin)
         if not any(plan.facts.library(name) or name in plan.links for name in names):

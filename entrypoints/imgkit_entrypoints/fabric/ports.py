@@ -1,8 +1,9 @@
-"""Decide which RDMA ports NCCL uses (NCCL_IB_HCA), and the GID of RoCE ports (NCCL_IB_GID_INDEX).
+"""Decide which RDMA ports NCCL uses (NCCL_IB_HCA), and which GID of RoCE ports (NCCL_IB_GID_INDEX).
 
-NCCL 2.21 and later search for the GID themselves (net_ib/connect.cc: NCCL_IB_ADDR_FAMILY,
-NCCL_IB_ROCE_VERSION_NUM), and the guide of these versions advises against NCCL_IB_GID_INDEX. Earlier versions
-use index 0, which is link-local.
+RoCE is RDMA over Ethernet. A RoCE port has a table of GIDs, which are its addresses. NCCL 2.21 and later
+search this table for the right GID (net_ib/connect.cc: NCCL_IB_ADDR_FAMILY, NCCL_IB_ROCE_VERSION_NUM), and
+the guide of these versions advises against NCCL_IB_GID_INDEX. Earlier versions use index 0, which is a
+link-local address.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _STATES = {
     "3: ARMED": "the subnet manager has not activated it",
 }
 _NEARNESS = ("under its PCI switch", "on its NUMA node", "near it")
-"""How messages describe a GPU, by the `gpu_distance` of a NIC: 0, 1 or 2."""
+"""Where messages say that a GPU is, seen from a NIC, by the `gpu_distance` 0, 1 or 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +45,15 @@ class PortChoice(NamedTuple):
 
 
 def choose_ports(plan: FabricPlanBuilder) -> PortChoice:
-    """Return the ports that NCCL should use, and the other ports, each with the reason.
+    """Return the ports that NCCL should use, and the other ports with the reason against each.
 
-    By itself, NCCL uses every ACTIVE port, including storage and management NICs, and refuses to mix
-    InfiniBand with RoCE. So if one port is InfiniBand, this function selects no Ethernet port. Among RoCE
-    ports, it selects those with an IPv4 GID (an address for RDMA) of type RoCE v2, and among these the ones
-    nearest to a GPU. The distance does not count if that would leave fewer ports than the recipe's NICs.
+    Without such a choice, NCCL uses every ACTIVE port, including ports of storage and management NICs. NCCL
+    cannot mix InfiniBand with RoCE (RDMA over Ethernet). So if any port is InfiniBand, Ethernet ports are not
+    selected. Otherwise, the RoCE ports are filtered in two steps:
+
+    * Ports with an IPv4 GID (an address for RDMA) of type RoCE v2 are preferred.
+    * Of these ports, the ones that are nearest to a GPU are selected. This step is skipped if fewer ports
+      would remain than the node has NICs according to the recipe.
     """
     unused: list[UnusedPort] = []
     active: list[Port] = []
@@ -59,6 +63,7 @@ def choose_ports(plan: FabricPlanBuilder) -> PortChoice:
             unused.append(UnusedPort(port, problem))
         else:
             active.append(port)
+    # NCCL cannot mix the two link layers, so if there is InfiniBand, only InfiniBand is used.
     infiniband = [port for port in active if port.link_layer == "InfiniBand"]
     if infiniband:
         evidence = f"{infiniband[0].path}/link_layer is {infiniband[0].link_layer}"
@@ -67,6 +72,7 @@ def choose_ports(plan: FabricPlanBuilder) -> PortChoice:
         return PortChoice(tuple(infiniband), tuple(unused))
     addressed, without_gid = _keep_addressed(active)
     near, far = _keep_nearest(plan.facts, addressed)
+    # If too few ports remain, the distance was misleading, so keep all ports with an address.
     expected_nics = plan.system.fabric.nics
     if expected_nics is not None and len(near) < expected_nics:
         near, far = addressed, []
@@ -79,12 +85,15 @@ def _all_ports(facts: HostFacts) -> list[Port]:
 
 
 def is_efa(device: RdmaDevice) -> bool:
-    """Return True for Amazon's EFA, whose ports have neither of the two link layers of verbs."""
+    """Return whether a device is Amazon's EFA. Its ports are neither InfiniBand nor Ethernet."""
     return not any(port.link_layer in _LINK_LAYERS for port in device.ports)
 
 
 def _port_problem(port: Port) -> str:
-    """Return why NCCL cannot use a port, or "" if it can. It must be up, and InfiniBand or Ethernet."""
+    """Return why NCCL cannot use a port, or "" if it can.
+
+    A usable port is ACTIVE, and its link layer is InfiniBand or Ethernet.
+    """
     if port.link_layer not in _LINK_LAYERS:
         evidence = f"{port.path}/link_layer: {port.link_layer}"
         return f"{evidence}: NCCL cannot use it through verbs (EFA needs the aws-ofi-nccl plugin)"
@@ -95,9 +104,10 @@ def _port_problem(port: Port) -> str:
 
 
 def _keep_addressed(ports: list[Port]) -> tuple[list[Port], list[UnusedPort]]:
-    """Return the ports with an IPv4 GID of type RoCE v2, and the others with the reason why they are unused.
+    """Split ports into those with an IPv4 GID of type RoCE v2 and the others, which NCCL should not use.
 
-    A GID is an address for RDMA. Routers forward only this type. If no port has one, all ports are kept.
+    A GID is an address for RDMA. Routers forward only GIDs of this type. If no port has such a GID, all ports
+    are kept.
     """
     addressed, unaddressed = [], []
     for port in ports:
@@ -113,10 +123,10 @@ def _keep_addressed(ports: list[Port]) -> tuple[list[Port], list[UnusedPort]]:
 
 
 def _keep_nearest(facts: HostFacts, ports: list[Port]) -> tuple[list[Port], list[UnusedPort]]:
-    """Return the ports nearest to a GPU, and the others with the reason why they are unused.
+    """Split ports into those nearest to a GPU and the others, which NCCL should not use.
 
-    A NIC that is further away than others is usually for storage or management. If a distance is unknown, all
-    ports are kept.
+    A NIC that is further away from the GPUs is usually for storage or management. If the distance of any port
+    is unknown, all ports are kept.
     """
     distances = []
     for port in ports:
@@ -138,25 +148,25 @@ def _keep_nearest(facts: HostFacts, ports: list[Port]) -> tuple[list[Port], list
 
 
 def gpu_distance(facts: HostFacts, device: RdmaDevice) -> int | None:
-    """Return how far a NIC is from the nearest GPU, or None if that is unknown.
+    """Return how far a NIC is from the nearest GPU, or None if the distance is unknown.
 
-    The distance is 0 if both are under the same PCI switch, 1 if they are on the same NUMA node, and 2
-    otherwise.
+    The distance is 0 below the same PCI switch, 1 on the same NUMA node, and 2 otherwise.
     """
     bridge = _pci_bridge(device.pci)
     if bridge and bridge in [_pci_bridge(gpu.pci) for gpu in facts.gpu_devices]:
         return 0
-    numa_nodes = {gpu.numa_node for gpu in facts.gpu_devices} - {None}
+    numa_nodes = {gpu.numa_node for gpu in facts.gpu_devices} - {None}  # None means unknown
     if device.numa_node is None or not numa_nodes:
         return None
     return 1 if device.numa_node in numa_nodes else 2
 
 
 def _pci_bridge(path: str) -> str:
-    """Return the first two parts of a PCI path, or "" if it has only one.
+    """Return the bridge at the top of a PCI path, or "" if the path has only one part.
 
-    In ``pci0000:16/0000:16:01.0/...``, the second part is a bridge, and devices below the same bridge are
-    close. Devices that share only the first part share no more than the root complex.
+    For example, ``pci0000:16/0000:16:01.0/0000:17:00.0`` gives ``pci0000:16/0000:16:01.0``. Devices below the
+    same bridge are close to each other. Devices with only the first part in common share a root complex,
+    which says little about their distance.
     """
     root, _, rest = path.partition("/")
     bridge, _, _ = rest.partition("/")
@@ -166,22 +176,25 @@ def _pci_bridge(path: str) -> str:
 def format_hcas(ports: Iterable[Port]) -> str:
     """Return the value of NCCL_IB_HCA that selects exactly these ports: ``=mlx5_0:1,mlx5_1:1``.
 
-    The value begins with ``=``, because NCCL otherwise reads names as prefixes: mlx5_1 also selects mlx5_10.
+    The value begins with ``=``. Without it, names are prefixes, and mlx5_1 would also select mlx5_10.
     """
     return "=" + ",".join(port.name for port in ports)
 
 
 class Selection(NamedTuple):
-    """A value of NCCL_IB_HCA or NCCL_SOCKET_IFNAME: ``[^][=]name,...``."""
+    """The parsed value of NCCL_IB_HCA or NCCL_SOCKET_IFNAME, in the format ``[^][=]name,...``."""
 
     excludes: bool
-    """True if it selects everything except `names`."""
+    """True if the value selects everything except `names`. It then begins with ``^``."""
     is_exact: bool
-    """False if `names` are prefixes."""
+    """True if names must match completely (``=``), and False if they are prefixes."""
     names: list[str]
 
     def has_name(self, device: str, name: str) -> bool:
-        """Return whether `name`, which is one of `names`, stands for the device or interface `device`."""
+        """Return whether `name` matches the device or interface `device`.
+
+        `name` is one of `names`, without the port's number.
+        """
         return device == name if self.is_exact else device.startswith(name)
 
 
@@ -196,10 +209,10 @@ def parse_selection(value: str) -> Selection:
 
 
 def match_ports(value: str, ports: Iterable[Port]) -> tuple[Port, ...]:
-    """Return those of `ports` that a value of NCCL_IB_HCA selects.
+    """Return the ports that a value of NCCL_IB_HCA selects.
 
-    The format is ``[^][=]name[:port[:rail[:plane]]],...``, for example ``=mlx5_0:1,mlx5_1``. Rail and plane
-    do not select ports, so they are ignored.
+    The format is ``[^][=]name[:port[:rail[:plane]]],...``, for example ``=mlx5_0:1,mlx5_1``. The fields for
+    rail and plane have no effect on the selection. An empty value selects all ports.
     """
     selection = parse_selection(value)
     if not selection.names:
@@ -213,17 +226,18 @@ def match_ports(value: str, ports: Iterable[Port]) -> tuple[Port, ...]:
 
 
 def _is_port_named(selection: Selection, name: str, port: Port) -> bool:
-    """Return whether a name of the selection, such as ``mlx5_0`` or ``mlx5_0:1``, stands for `port`."""
+    """Return whether a name of the selection, such as ``mlx5_0`` or ``mlx5_0:1``, matches `port`."""
     device, _, rest = name.partition(":")
-    number, _, _ = rest.partition(":")
-    return selection.has_name(port.device, device) and number in ("", str(port.number))
+    port_number, _, _ = rest.partition(":")
+    return selection.has_name(port.device, device) and port_number in ("", str(port.number))
 
 
 def ports_in_use(plan: FabricPlanBuilder) -> tuple[Port, ...]:
     """Return the ports that NCCL will use.
 
-    They are selected by NCCL_IB_HCA if the user or the recipe sets it, and otherwise by `choose_ports`.
+    If the user or the recipe sets NCCL_IB_HCA, its value selects the ports. Otherwise, `choose_ports` does.
     """
+    # A value of the image does not count, because `set_hcas` replaces it.
     preset = plan.requested_preset(HCA)
     if preset is None:
         return choose_ports(plan).selected
@@ -232,9 +246,10 @@ def ports_in_use(plan: FabricPlanBuilder) -> tuple[Port, ...]:
 
 
 def set_hcas(plan: FabricPlanBuilder) -> tuple[Port, ...]:
-    """Set NCCL_IB_HCA, the list of ports, and return the ports that NCCL will use.
+    """Set NCCL_IB_HCA to the ports that NCCL should use, and return the ports that it will use.
 
-    The other ports are reported with the reason. Slow ports and devices that cannot be opened get warnings.
+    The result differs from the choice if the user or the recipe has set NCCL_IB_HCA. Unused ports are
+    reported with the reason. The plan gets warnings about slow ports and devices that cannot be opened.
     """
     choice = choose_ports(plan)
     states = []
@@ -272,7 +287,8 @@ def _device_of_port(facts: HostFacts, port: Port) -> RdmaDevice:
 def _report_cards(plan: FabricPlanBuilder, used: Sequence[Port]) -> None:
     """Report which ports are virtual functions, and which ports NCCL merges into one NIC.
 
-    A virtual function is a share of a card, as a virtual machine gets it.
+    A virtual function is a share of a physical card, for example for a virtual machine. NCCL merges all ports
+    that belong to the same card.
     """
     ports_by_card: dict[str, list[Port]] = {}
     for port in used:
@@ -291,9 +307,9 @@ def _report_cards(plan: FabricPlanBuilder, used: Sequence[Port]) -> None:
 def _warn_slow_ports(plan: FabricPlanBuilder, used: Sequence[Port]) -> None:
     """Warn about ports that are slower than the fastest port, and about ports whose rate is unknown.
 
-    A slower port usually has a bad cable, and slows down every collective.
+    A slower port usually has a bad cable, and it slows down every collective operation.
     """
-    best = max((port.rate_Gbps or 0 for port in used), default=0)
+    best = max((port.rate_Gbps or 0 for port in used), default=0)  # an unknown rate counts as 0
     for port in used:
         if port.rate_Gbps is None:
             plan.add_warning(
@@ -309,7 +325,7 @@ def _warn_slow_ports(plan: FabricPlanBuilder, used: Sequence[Port]) -> None:
 
 
 def _warn_closed_devices(plan: FabricPlanBuilder, used: Sequence[Port]) -> None:
-    """Warn about a device that this container cannot open."""
+    """Warn about devices whose device file cannot be opened in this container."""
     for device in dict.fromkeys(_device_of_port(plan.facts, port) for port in used):
         if not device.verbs_opens:
             file = device.verbs or f"/dev/infiniband/uverbs* for {device.name}"
@@ -318,9 +334,9 @@ def _warn_closed_devices(plan: FabricPlanBuilder, used: Sequence[Port]) -> None:
 
 
 def _warn_missing_libibverbs(plan: FabricPlanBuilder, used: Sequence[Port]) -> None:
-    """Warn if the image lacks libibverbs, through which NCCL uses RDMA, or its driver for the devices in use.
+    """Warn if the image lacks libibverbs or its driver for the devices in use.
 
-    Such a driver is called a provider, for example mlx5 for NVIDIA's NICs.
+    NCCL needs this library for RDMA. Its drivers are called providers, for example mlx5 for NVIDIA's NICs.
     """
     devices = [_device_of_port(plan.facts, port) for port in used]
     if not devices:  # without a usable port, NCCL does not need the library
@@ -343,9 +359,10 @@ def _warn_missing_libibverbs(plan: FabricPlanBuilder, used: Sequence[Port]) -> N
 
 
 def line_rate_Gbps(facts: HostFacts, used: Sequence[Port]) -> float | None:
-    """Return the rate of all ports together in Gbit/s, or None if one of the rates is unknown.
+    """Return the total rate of the ports in Gbit/s, or None if the rate of any port is unknown.
 
-    A virtual function does not count if its card is also in use, because both share the card's rate.
+    A virtual function is a share of a card. If the card itself is also in use, the virtual function does not
+    count, because both share the card's rate.
     """
     devices = {port.name: _device_of_port(facts, port) for port in used}
     cards = {device.card for device in devices.values() if not device.physical}
@@ -357,28 +374,30 @@ def line_rate_Gbps(facts: HostFacts, used: Sequence[Port]) -> float | None:
         if port.rate_Gbps is None:
             return None
         total += port.rate_Gbps
-    return total or None
+    return total or None  # without ports, the rate is unknown and not 0
 
 
 FINDS_GID: tuple[int, ...] = (2, 21)
 """First version of NCCL that finds the GID itself."""
 GID_INDEX = "NCCL_IB_GID_INDEX"
 GID_SEARCH = ("NCCL_IB_ADDR_FAMILY", "NCCL_IB_ADDR_RANGE", "NCCL_IB_ROCE_VERSION_NUM")
-"""Variables with which a user changes NCCL's search."""
+"""Variables that change how NCCL searches for the GID."""
 
 
 def pick_gid(gids: Sequence[Gid]) -> Gid | None:
-    """Return the GID that NCCL's own search finds, or None if the port has no IPv4 GID.
+    """Return the GID that NCCL's own search would find, or None if the port has no IPv4 GID.
 
-    It is the first IPv4-mapped GID of type RoCE v2, or else the first IPv4-mapped one. Without any, NCCL
-    stays at index 0. NCCL's loop is written in another way, and a test compares both.
+    The result is the first IPv4-mapped GID of type RoCE v2. If there is none, it is the first IPv4-mapped GID
+    of any type. If no GID is IPv4-mapped, NCCL uses index 0. NCCL's own code is a different loop, and a test
+    compares the results of both.
     """
     mapped = [gid for gid in gids if gid.ipv4]
+    # False sorts before True, so GIDs of type RoCE v2 come first.
     return min(mapped, key=lambda gid: (gid.kind != "RoCE v2", gid.index), default=None)
 
 
 def gid_evidence(port: Port, gid: Gid) -> str:
-    """Return a slot of the GID table with its content, for a message.
+    """Return a text for messages that quotes one slot of a port's GID table.
 
     For example ``/sys/class/infiniband/mlx5_0/ports/1/gids/3: 0000:...:0a00:0001 (10.0.0.1), RoCE v2``.
     """
@@ -388,9 +407,10 @@ def gid_evidence(port: Port, gid: Gid) -> str:
 def set_gid_index(plan: FabricPlanBuilder, ports: Sequence[Port]) -> None:
     """Set NCCL_IB_GID_INDEX for these RoCE ports, or report why it is not set.
 
-    It is the index of the address (GID) that NCCL uses on each port. It is set only for NCCL below 2.21,
-    since later versions search for the right address themselves. A run on several nodes is blocked in two
-    cases: an old NCCL would need different indices for its ports, or a port has no IPv4 address.
+    The value is the index of the address (GID) that NCCL uses on each port. It is set only for versions of
+    NCCL below 2.21, because later versions find the right address themselves. A run on several nodes is
+    blocked if a port has no IPv4 address. It is also blocked if NCCL is older than 2.21 and the ports need
+    different indices, because NCCL has only one index for all ports.
     """
     for name in GID_SEARCH:
         if plan.preset(name):
@@ -407,24 +427,29 @@ def set_gid_index(plan: FabricPlanBuilder, ports: Sequence[Port]) -> None:
         else:
             gids[port.name] = gid
             gid_texts.append(gid_evidence(port, gid))
-    # No index is right for all ports if one has no GID. Such a port was reported above.
+    # If a port has no GID, no index is right for all ports. The loop above has reported such a port.
     if gids and len(gids) == len(ports):
         _set_common_index(plan, gids, "; ".join(gid_texts))
 
 
 def _set_common_index(plan: FabricPlanBuilder, gids: Mapping[str, Gid], evidence: str) -> None:
-    """Set the GID index for ports that all have an IPv4 GID, if NCCL needs it and one index is right for all.
+    """Set NCCL_IB_GID_INDEX if NCCL needs it and one index is right for all ports, or report why not.
+
+    NCCL 2.21 and later find the GID (the address for RDMA) themselves. Earlier versions have one index for
+    all ports. If the ports need different indices, a run on several nodes is blocked.
 
     Parameters
     ----------
-    gids : the GID that each port needs, by the port's name.
-    evidence : where these GIDs stand, for messages.
+    gids : the GID that each port needs, by the port's name. Every port must have one.
+    evidence : the files that show these GIDs, for messages.
     """
     facts = plan.facts
     index_by_port = ", ".join(f"{gid.index} on {name}" for name, gid in gids.items())
     indices = {gid.index for gid in gids.values()}
     common_index = str(indices.pop()) if len(indices) == 1 else ""
     nccl = f"NCCL {facts.nccl_version} ({facts.nccl_source})"
+    # Four cases: NCCL's version is unknown, NCCL finds the GID itself, one index is right for all ports, or
+    # none is.
     if facts.nccl is None:
         reason = f"NCCL's version is unknown; 2.21 and later find this themselves: {evidence}"
         plan.report_unset(GID_INDEX, index_by_port, reason)
@@ -454,9 +479,10 @@ def _set_common_index(plan: FabricPlanBuilder, gids: Mapping[str, Gid], evidence
 
 
 def _block_port_without_gid(plan: FabricPlanBuilder, port: Port) -> None:
-    """Block a run on several nodes because a port has no IPv4 GID, the address that RoCE needs.
+    """Block a run on several nodes because a port has no IPv4 GID, which is the address that RoCE needs.
 
-    If NCCL_IB_GID_INDEX is set already, somebody has chosen another address, so the run is not blocked.
+    If NCCL_IB_GID_INDEX is already set, the user or the recipe has chosen an address deliberately, so the run
+    is not blocked.
     """
     slots = ", ".join(f"{gid.index}: {gid.value} {gid.kind}".strip() for gid in port.gids) or "all empty"
     netdev = next((gid.netdev for gid in port.gids if gid.netdev), "its interface")

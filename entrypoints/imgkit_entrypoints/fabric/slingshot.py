@@ -1,8 +1,9 @@
 """Decide the variables of Slingshot 11.
 
-NCCL reaches Slingshot without verbs, through the aws-ofi-nccl plug-in and the cxi provider of libfabric. The
-settings come from HewlettPackard/shs-ccl-docs (ccl_env.sh and guide), in the column that Olivia's
-documentation follows (Sigma2, "PyTorch multi-node", May 2026). CSCS and Isambard-AI use other buffer sizes.
+NCCL reaches Slingshot through the aws-ofi-nccl plug-in and the cxi provider of libfabric, without InfiniBand
+verbs. The settings come from HPE's guide (HewlettPackard/shs-ccl-docs, with ccl_env.sh). The guide has a
+column of values for each site. This module uses the column that the documentation of Olivia follows (Sigma2,
+"PyTorch multi-node", May 2026). CSCS and Isambard-AI use other buffer sizes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ OFI_NETWORK = "AWS Libfabric"
 """The name of aws-ofi-nccl's network in NCCL_NET."""
 # Rate of one Slingshot 11 NIC in each direction.
 NIC_Gbps = 200.0
-# HPE's guide and the sites differ in buffer sizes; each reason names whose column it follows.
+# HPE's guide and the sites recommend different buffer sizes, so each reason names the source of the value.
 _COLUMN = "HPE's guide (shs-ccl-docs), Olivia's column"
 # Variable, value, and the first part of the reason that reports show.
 SETTINGS: tuple[tuple[str, str, str], ...] = (
@@ -38,9 +39,10 @@ SETTINGS: tuple[tuple[str, str, str], ...] = (
 
 
 def find_plugin(facts: HostFacts, links: Mapping[str, str]) -> str:
-    """Return the path of aws-ofi-nccl, or an empty text if the node has none.
+    """Return the path of the aws-ofi-nccl plug-in, or an empty text if there is none.
 
-    The host's file, if it is linked into the container, comes before the one on the library path.
+    If the host's file is linked into the container (`links`), it takes precedence over the file on the
+    image's library path.
     """
     library = facts.library("libnccl-net-ofi.so") or facts.library("libnccl-net.so")
     return links.get("libnccl-net.so") or (library.path if library else "")
@@ -55,12 +57,13 @@ def nics_text(facts: HostFacts) -> str:
 def set_variables(plan: FabricPlanBuilder) -> None:
     """Set the variables of libfabric and NCCL for Slingshot.
 
-    NCCL needs the plug-in aws-ofi-nccl there. If the image names another plug-in, its value is dropped.
+    On Slingshot, NCCL needs the plug-in aws-ofi-nccl. If the image selects another plug-in in
+    NCCL_NET_PLUGIN, or one that has no file, the image's value is dropped.
     """
     names = nics_text(plan.facts)
     for variable, value, reason in SETTINGS:
         plan.set_variable(variable, value, f"{reason} ({names})")
-    # An image that names a plug-in keeps NCCL from looking for any other, such as the host's aws-ofi-nccl.
+    # If NCCL_NET_PLUGIN names a plug-in, NCCL does not look for any other, such as the host's aws-ofi-nccl.
     preset = plan.image_preset(plugins.VARIABLE)
     if preset is not None:
         is_ofi = plugins.is_ofi(preset.value)
@@ -72,8 +75,8 @@ def set_variables(plan: FabricPlanBuilder) -> None:
 def _set_network(plan: FabricPlanBuilder) -> None:
     """Set NCCL_NET for a run on several nodes, so that NCCL stops instead of falling back to TCP.
 
-    On one node NCCL uses no network. The variable is left out there, because the plug-in would allocate
-    memory for nothing.
+    On one node, NCCL uses no network. The variable is not set in this case, because the plug-in would
+    allocate memory that is never used. It is not set either if NCCL_NET_PLUGIN already selects the plug-in.
     """
     if not plan.has_several_nodes:
         plan.drop_variable("NCCL_NET", "on one node the plugin allocates memory for nothing (HPE's guide)")
@@ -89,7 +92,7 @@ def _set_network(plan: FabricPlanBuilder) -> None:
     path = find_plugin(plan.facts, plan.links)
     reason = f"{nics_text(plan.facts)}: NCCL stops instead of using TCP; plugin: {path or 'not found'}"
     plan.set_variable("NCCL_NET", OFI_NETWORK, reason)
-    # Versions of aws-ofi-nccl after 1.11 answer to the names "Libfabric" and "OFI", too.
+    # Versions of aws-ofi-nccl after 1.11 also accept the names "Libfabric" and "OFI".
     if not path and plan.worker_value("NCCL_NET") in (OFI_NETWORK, "Libfabric", "OFI"):
         plan.add_warning(
             "aws-ofi-nccl (libnccl-net-ofi.so, libnccl-net.so) is not on the library path: NCCL will stop "

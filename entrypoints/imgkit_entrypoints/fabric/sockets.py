@@ -1,7 +1,7 @@
 """Decide the network interface of NCCL and Gloo.
 
-NCCL connects its processes over this interface even where the data uses RDMA. Without RDMA, the data uses it
-as well.
+NCCL's processes connect over this interface, even if the data itself uses RDMA. Without RDMA, the data uses
+the interface as well.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ _FAST_Mbps = 100_000
 
 
 def usable_interfaces(facts: HostFacts) -> tuple[Interface, ...]:
-    """Return the interfaces over which another node could reach this one.
+    """Return the interfaces over which other nodes could reach this node.
 
-    They are up and have an address. Loopback and the interfaces of containers are left out.
+    Such an interface is up and has an address. Loopback, and interfaces that containers, virtual machines and
+    tunnels create, are left out.
     """
     interfaces = []
     for interface in facts.interfaces:
@@ -46,7 +47,7 @@ def usable_names(facts: HostFacts, *prefixes: str) -> list[str]:
 
 
 class InterfaceChoice(NamedTuple):
-    """An interface over which nodes should connect."""
+    """The interface over which nodes should connect, and why it was chosen."""
 
     interface: Interface
     reason: str
@@ -55,10 +56,17 @@ class InterfaceChoice(NamedTuple):
 def best_interface(plan: FabricPlanBuilder, preferred: Sequence[str] = ()) -> InterfaceChoice | None:
     """Return the interface over which nodes should connect, or None if no interface is usable.
 
-    The first rule that applies decides: the interface is in the network of the head (node 0); it is one of
-    `preferred`, which has the best name first; the default route uses it; it is the first usable interface.
+    Of several usable interfaces, the choice is the first of these that exists:
+
+    1. an interface in the same network as the head (node 0),
+    2. an interface in `preferred`, where the best name comes first,
+    3. the interface of the default route,
+    4. the first interface with an IPv4 address, or else the first interface.
+
+    If the head has a loopback address, all nodes are on this machine, and the result is ``lo``.
     """
     facts, head = plan.facts, plan.head
+    # A loopback address is only reachable from this machine.
     if _is_inside(head, "127.0.0.0/8"):
         for interface in facts.interfaces:
             if interface.name == "lo":
@@ -70,7 +78,7 @@ def best_interface(plan: FabricPlanBuilder, preferred: Sequence[str] = ()) -> In
         return None
     routes = [route for route in facts.routes if route.interface in by_name]
     for route in routes:
-        # A route without a gateway leads to a network in which this node is itself.
+        # A route without a gateway (0.0.0.0) leads to a network to which this node is directly connected.
         if route.gateway == "0.0.0.0" and _is_inside(head, route.network):  # noqa: S104
             reason = f"the head {head} is in its network {route.network}"
             return InterfaceChoice(by_name[route.interface], reason)
@@ -85,6 +93,7 @@ def best_interface(plan: FabricPlanBuilder, preferred: Sequence[str] = ()) -> In
         evidence = describe_interface(interface)
         reason = f"/proc/net/route: the default route via {route.gateway} ({evidence})"
         return InterfaceChoice(interface, reason)
+    # An interface with an IPv4 address is preferred.
     with_ipv4 = [interface for interface in by_name.values() if interface.ipv4]
     first, *_ = with_ipv4 or by_name.values()
     reason = f"the first interface that is up with an address ({describe_interface(first)})"
@@ -92,7 +101,10 @@ def best_interface(plan: FabricPlanBuilder, preferred: Sequence[str] = ()) -> In
 
 
 def _is_inside(head: str, network: str) -> bool:
-    """Return whether the address `head` is in `network`. It is not if `head` is empty or a host name."""
+    """Return whether the address `head` is in `network`, such as ``10.0.0.0/24``.
+
+    If `head` is empty or a host name instead of an address, return False.
+    """
     try:
         return ipaddress.ip_address(head) in ipaddress.ip_network(network)
     except ValueError:
@@ -116,8 +128,8 @@ def state_of(interface: Interface) -> str:
 def format_interfaces(names: Sequence[str], facts: HostFacts) -> str:
     """Return the value of NCCL_SOCKET_IFNAME that selects exactly `names`.
 
-    NCCL reads each name as a prefix. If a name is also a prefix of another interface, the value begins with
-    ``=``, which makes the names exact: ``["eth1"] -> "=eth1"`` on a node with eth1 and eth10.
+    NCCL reads each name as a prefix, unless the value begins with ``=``. The ``=`` is added only if a name is
+    also a prefix of another interface: ``["eth1"] -> "=eth1"`` on a node with eth1 and eth10.
     """
     unselected = [item.name for item in facts.interfaces if item.name not in names]
     is_exact = any(text.startswith(name) for text in unselected for name in names)
@@ -125,10 +137,11 @@ def format_interfaces(names: Sequence[str], facts: HostFacts) -> str:
 
 
 def match_interfaces(value: str, interfaces: Iterable[Interface]) -> tuple[Interface, ...]:
-    """Return those of `interfaces` that a value of NCCL_SOCKET_IFNAME selects.
+    """Return the interfaces that a value of NCCL_SOCKET_IFNAME selects.
 
-    The format is ``[^][=]prefix,...``: ``^`` excludes what follows, and ``=`` makes the names exact. For
-    example, ``^docker,lo`` selects all interfaces whose names begin with neither of the two.
+    The format is ``[^][=]prefix,...``. With ``^``, the value selects everything except the named interfaces.
+    With ``=``, names must match completely. For example, ``^docker,lo`` selects all interfaces whose names
+    begin with neither ``docker`` nor ``lo``.
     """
     selection = ports.parse_selection(value)
     if not selection.names:
@@ -142,19 +155,20 @@ def match_interfaces(value: str, interfaces: Iterable[Interface]) -> tuple[Inter
 
 
 def match_gloo_interface(name: str, interfaces: Iterable[Interface]) -> tuple[Interface, ...]:
-    """Return the interface that a value of GLOO_SOCKET_IFNAME names, which must be the exact name."""
+    """Return the interface that a value of GLOO_SOCKET_IFNAME selects. Gloo requires the exact name."""
     return match_interfaces(f"={name}", interfaces)
 
 
-# The function that reads the value of each variable.
+# The function that finds the interfaces for a value of each variable.
 MATCHING = {NCCL: match_interfaces, GLOO: match_gloo_interface}
 
 
 def selected_interface(facts: HostFacts, env: Mapping[str, str]) -> Interface | None:
-    """Return the interface over which a worker with the variables `env` connects.
+    """Return the interface over which a worker with the environment `env` connects to other workers.
 
-    Return None if no variable is set, or if the variable selects no interface that is up with an address.
-    With GPUs the variable of NCCL comes first, otherwise the variable of Gloo, torch's library for CPUs.
+    A worker with GPUs uses NCCL's variable, and a worker without GPUs uses the variable of Gloo, torch's
+    library for CPUs. If that variable is not set, the other one counts. Return None if neither is set, or if
+    the variable selects no interface that is up with an address.
     """
     variables = (NCCL, GLOO) if env.get("IMGKIT_DEVICE") == "cuda" else (GLOO, NCCL)
     for variable in variables:
@@ -168,14 +182,14 @@ def selected_interface(facts: HostFacts, env: Mapping[str, str]) -> Interface | 
 def set_interface(plan: FabricPlanBuilder, preferred: Sequence[str] = ()) -> Interface | None:
     """Set the interface of NCCL's bootstrap and of Gloo for a run on several nodes, and return it.
 
-    In the bootstrap, NCCL's processes find each other over TCP. On one node, the interface is only reported.
-    If no interface is usable, return None, and block a run on several nodes.
+    In the bootstrap, NCCL's processes find each other over TCP. For a run on one node, the interface is only
+    reported. If no interface is usable, return None and block a run on several nodes.
 
     Parameters
     ----------
     preferred : names of interfaces, the best one first.
     """
-    drop_absent_interfaces(plan)
+    drop_absent_interfaces(plan)  # such values of the recipe or the image must not count as presets below
     choice = best_interface(plan, preferred)
     if choice is None:
         reason = "no interface except lo is up with an address (/sys/class/net, /proc/net/fib_trie)"
@@ -195,29 +209,29 @@ def set_interface(plan: FabricPlanBuilder, preferred: Sequence[str] = ()) -> Int
 
 
 def partition_variables(facts: HostFacts, system: SystemFacts, partition: str) -> Mapping[str, str]:
-    """Return the variables that select the interfaces which the recipe states for a Slurm partition.
+    """Return the variables that select the interfaces of a Slurm partition, if the recipe lists any for it.
 
-    They replace the recipe's variables for the whole cluster. There are none if the recipe states no
-    interfaces for `partition`.
+    They replace the recipe's variables for the whole cluster. If the recipe lists no interfaces for
+    `partition`, the result is empty.
     """
     if partition not in system.partitions:
         return {}
     names = system.partitions[partition].interfaces
     if not names:
         return {}
-    # NCCL takes several interfaces, Gloo only one: the first that this node has.
+    # NCCL uses several interfaces, but Gloo only one, so Gloo gets the first interface that this node has.
     present = {interface.name for interface in facts.interfaces}
     gloo_name = next((name for name in names if name in present), names[0])
     return {NCCL: format_interfaces(names, facts), GLOO: gloo_name}
 
 
 def drop_absent_interfaces(plan: FabricPlanBuilder) -> None:
-    """Drop interface names of the recipe or the image that this node does not have.
+    """Drop the recipe's or the image's choice of interfaces if this node has none of them.
 
-    NCCL would end with an error if a name selected no interface.
+    NCCL exits with an error if NCCL_SOCKET_IFNAME selects no interface.
     """
     interfaces = plan.facts.interfaces
-    if not interfaces:  # /sys is not visible, so nothing is known about them
+    if not interfaces:  # /sys is not visible, so the node's interfaces are unknown
         return
     names = ", ".join(interface.name for interface in interfaces)
     for variable in INTERFACES:
@@ -227,10 +241,10 @@ def drop_absent_interfaces(plan: FabricPlanBuilder) -> None:
 
 
 def set_socket_counts(plan: FabricPlanBuilder, interface: Interface) -> None:
-    """Set the number of sockets of NCCL's TCP transport for an interface of 100 Gbit/s or more.
+    """Set how many sockets NCCL opens for each TCP connection over an interface of 100 Gbit/s or more.
 
-    With NCCL's default of one socket, such an interface cannot reach its rate. On AWS and Google Cloud, NCCL
-    chooses the number itself, so nothing is set there.
+    With one socket, which is NCCL's default, the connection cannot reach the rate of such an interface. On
+    AWS and Google Cloud, NCCL chooses the number itself, so the variables are not set.
     """
     if not plan.has_several_nodes or (interface.speed_Mbps or 0) < _FAST_Mbps:
         return
@@ -247,6 +261,6 @@ def set_socket_counts(plan: FabricPlanBuilder, interface: Interface) -> None:
 
 
 def drop_socket_counts(plan: FabricPlanBuilder, fabric_name: str) -> None:
-    """Drop the recipe's or image's number of sockets, which matters only where the data uses TCP."""
+    """Drop the recipe's or the image's number of sockets, because it only has an effect on TCP."""
     for variable in SOCKET_COUNTS:
         plan.drop_variable(variable, f"it only affects TCP, but the data uses {fabric_name}")

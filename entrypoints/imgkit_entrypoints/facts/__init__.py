@@ -1,7 +1,8 @@
-"""Read the facts of this machine. No other package reads /sys, /proc, /dev and /opt/imgkit.
+"""Read the facts about this machine: its hardware, limits, network and software.
 
-``IMGKIT_ROOT=/some/dir`` redirects every read to a tree of files, which shows how imgkit would decide on
-another machine.
+Only this package reads /sys, /proc, /dev and /opt/imgkit. With ``IMGKIT_ROOT=/some/dir``, all files are read
+below this folder instead. If the folder holds copies of another machine's files, this shows how imgkit would
+decide on that machine.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ __all__ = ["HostFacts", "Reader", "gather", "root_of", "system_facts"]
 
 
 def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> HostFacts:
-    """Read what is known about this machine (the facts) from files and from the environment `env`.
+    """Read the facts about this machine from files and from the environment `env`.
 
-    A missing file is no error. Its fact is empty, and a decision that needs the fact says so.
+    A missing file is not an error. The fact is empty in this case, and decisions that depend on it report
+    that it is unknown.
 
     Parameters
     ----------
-    root : folder that replaces ``/``. By default, it is ``IMGKIT_ROOT``, or ``/`` if that is not set.
+    root : folder that replaces ``/``. The default is ``IMGKIT_ROOT``, or ``/`` if the variable is not set.
 
     Raises
     ------
@@ -42,7 +44,7 @@ def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> Hos
     image_nccl = software.image_nccl(reader, env)
     nccl = software.loaded_nccl(reader, env, image_nccl)
     nccl_settings = software.nccl_settings(reader, env)
-    # Plug-ins by name come from three places, so recipe and nccl.conf are read before the libraries.
+    # The recipe and nccl.conf may name NCCL plug-ins, so both are read before the search for libraries.
     recipe = software.read_recipe(reader)
     libraries = software.find_libraries(reader, env, software.named_plugins(recipe, env, nccl_settings))
     return HostFacts(
@@ -95,13 +97,13 @@ def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> Hos
 
 
 def system_facts(path: Path | None = None, env: Mapping[str, str] = os.environ) -> system.SystemFacts | None:
-    """Return what the image's recipe states about the cluster, for the partition of this job.
+    """Return what the image's recipe says about the cluster, for the partition of this job and this node.
 
-    Return None in an image that imgkit has not built.
+    If the image was not built by imgkit, return None.
 
     Parameters
     ----------
-    path : the file with these facts. By default, it is /opt/imgkit/system.json.
+    path : the file with these facts. The default is /opt/imgkit/system.json.
 
     Raises
     ------

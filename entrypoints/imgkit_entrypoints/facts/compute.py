@@ -15,27 +15,28 @@ from imgkit_entrypoints.facts.reader import Reader
 
 _CPU_LIST = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?(,[0-9]{1,4}(-[0-9]{1,4})?)*")
 """The kernel's format of a set of processors, such as ``0-39,80-119``. No kernel supports 10,000 of them."""
-# Characters, so that a damaged or hostile file costs no time. 4096 is PATH_MAX of Linux.
+# Longest text in characters that is parsed, so that a damaged or hostile file does not cost time. 4096 is
+# Linux's PATH_MAX.
 _LONGEST_PATH = _LONGEST_CPU_LIST = 4096
 
 
 def count_cpus(reader: Reader) -> tuple[int, str]:
-    """Return the number of processors that this process may use (at least 1), and the evidence.
+    """Return the number of processors that this process may use (at least 1), and the evidence for it.
 
-    It follows from the process's affinity and the CPU quotas of its cgroups (the kernel's groups of processes
-    with limits). os.cpu_count() would be wrong: a job step often has only a part of the node, and torch would
-    start threads for all of it.
+    Two limits count: the affinity of the process, and the CPU quotas of its cgroups (groups of processes with
+    common limits). os.cpu_count() would be wrong, because it counts all processors of the node. A job step
+    often gets only some of them, and torch would start too many threads.
     """
     count, source = _read_affinity(reader)
     quota, quota_source = min(_read_quotas(reader), default=(None, ""))
     if quota is None:
         return count, source
-    # Rounded down, because one thread above the quota makes all threads wait for the next period.
+    # Round down: if threads use more time than the quota, the kernel stops all of them until the next period.
     return min(count, max(1, int(quota))), f"{source}; {quota_source}"
 
 
 def _read_affinity(reader: Reader) -> tuple[int, str]:
-    """Return the number of processors on which this process may run, and the evidence."""
+    """Return the number of processors on which the kernel may schedule this process, and the evidence."""
     text = read_allowed_cpus(reader)
     if text:
         return len(parse_cpu_list(text)), f"/proc/self/status: Cpus_allowed_list {text}"
@@ -43,9 +44,9 @@ def _read_affinity(reader: Reader) -> tuple[int, str]:
 
 
 def read_allowed_cpus(reader: Reader) -> str:
-    """Return the processors on which this process may run, as the kernel lists them: ``0-39,80-119``.
+    """Return the processors on which this process may run, in the kernel's format: ``0-39,80-119``.
 
-    The text is empty if they are unknown.
+    If they are unknown, return an empty text.
     """
     for line in (reader.text("/proc/self/status") or "").splitlines():
         name, _, value = line.partition(":")
@@ -55,9 +56,9 @@ def read_allowed_cpus(reader: Reader) -> str:
 
 
 def read_numa_cpus(reader: Reader) -> Mapping[int, str]:
-    """Return the processors of each NUMA node, as the kernel lists them: ``{0: "0-39", 1: "40-79"}``.
+    """Return the processors of each NUMA node, in the kernel's format: ``{0: "0-39", 1: "40-79"}``.
 
-    NUMA nodes without processors are left out. The memory of a GPU can be one, as in a GH200.
+    NUMA nodes without processors are left out. For example, the memory of a GPU in a GH200 is such a node.
     """
     lists = {}
     for name in reader.names("/sys/devices/system/node", "node[0-9]{1,4}"):
@@ -68,9 +69,9 @@ def read_numa_cpus(reader: Reader) -> Mapping[int, str]:
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
-    """Return the numbers in a list of processors: ``0-3,8`` gives 0, 1, 2, 3, 8.
+    """Parse the kernel's format for a set of processors: ``0-3,8`` gives 0, 1, 2, 3, 8.
 
-    The set is empty if `text` is not such a list.
+    If `text` does not have this format, return an empty set.
     """
     if len(text) > _LONGEST_CPU_LIST or not _CPU_LIST.fullmatch(text):
         return frozenset()
@@ -84,8 +85,8 @@ def parse_cpu_list(text: str) -> frozenset[int]:
 def _read_quotas(reader: Reader) -> Iterator[tuple[float, str]]:
     """Yield each CPU quota that limits this process, as a number of processors, with the evidence.
 
-    The process's own cgroup and all cgroups above it may have a quota. Those without one are left out. Files
-    of both versions of cgroups are read.
+    A quota can be set for the cgroup of the process and for each of its parent cgroups. The kernel has two
+    versions of cgroups with different files, and both are read.
     """
     for version, folder in _find_cgroups(reader, "cpu"):
         if version == 2:
@@ -102,16 +103,19 @@ def _read_quotas(reader: Reader) -> Iterator[tuple[float, str]]:
 
 
 def _find_cgroups(reader: Reader, controller: str) -> Iterator[tuple[int, str]]:
-    """Yield the version and the folder of each cgroup that may limit this process by `controller`.
+    """Yield the version and the folder of each cgroup that may limit this process.
 
-    A controller is a kind of limit, such as ``cpu``. The process's own cgroup comes first and the root last.
-    Some of the folders may not exist.
+    The process's own cgroup comes first, then its parents up to the root. Some of the folders may not exist.
+
+    Parameters
+    ----------
+    controller : the kind of limit, such as ``cpu`` or ``pids``.
     """
     for line in (reader.text("/proc/self/cgroup") or "").splitlines():
-        # "0::/slurm/job_7" in version 2, "4:cpu,cpuacct:/slurm/job_7" in version 1
-        number, _, rest = line.partition(":")
+        # A line is "0::/slurm/job_7" in version 2, and "4:cpu,cpuacct:/slurm/job_7" in version 1.
+        hierarchy_id, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        if number == line or len(path) > _LONGEST_PATH:
+        if hierarchy_id == line or len(path) > _LONGEST_PATH:  # the line has no colon, or the file is damaged
             continue
         if controllers == "":
             version = 2
@@ -121,7 +125,8 @@ def _find_cgroups(reader: Reader, controller: str) -> Iterator[tuple[int, str]]:
             mounts = [f"/sys/fs/cgroup/{controllers}", f"/sys/fs/cgroup/{controller}"]
         else:
             continue
-        # In a container the path is often the host's and not mounted: then our cgroup is the mount's top.
+        # In a container, `path` is often a path on the host, and no such folder is mounted. The top of the
+        # mount is then the cgroup of this process. It is found because it is one of the parents.
         cgroup = PurePosixPath("/") / path.lstrip("/")
         for folder in (cgroup, *cgroup.parents):
             # The two mounts are the same folder if the controller has a mount of its own.
@@ -132,7 +137,8 @@ def _find_cgroups(reader: Reader, controller: str) -> Iterator[tuple[int, str]]:
 def read_process_limit(reader: Reader) -> tuple[Limit, str]:
     """Return how many processes and threads are allowed, and the evidence.
 
-    The user and each cgroup of this process may have a limit. The lowest of them counts.
+    The limit can be set for the user and for each cgroup (group of processes) that contains this process. The
+    lowest limit counts.
     """
     # The user's limit counts threads as well, and so does pids.max of a cgroup.
     user_limit = read_limit(reader, "Max processes")
@@ -141,9 +147,9 @@ def read_process_limit(reader: Reader) -> tuple[Limit, str]:
     if user_limit.value is not None:
         limits.append((user_limit.value, user_source))
     for _, folder in _find_cgroups(reader, "pids"):
-        number = reader.number(f"{folder}/pids.max")
-        if number is not None:
-            limits.append((number, f"{folder}/pids.max: {number}"))
+        cgroup_limit = reader.number(f"{folder}/pids.max")
+        if cgroup_limit is not None:
+            limits.append((cgroup_limit, f"{folder}/pids.max: {cgroup_limit}"))
     if limits:
         value, source = min(limits)
         return Limit(value=value), source
@@ -161,7 +167,7 @@ class VisibleGpus:
 
 
 ONLY_NVIDIA = "imgkit uses NVIDIA GPUs only"
-"""Part of the evidence on a node that has only GPUs of other makers."""
+"""Text that is added to the evidence on a node where all GPUs are from other makers."""
 NVIDIA_FILES = r"nvidia\d+"
 """Names of the device files of NVIDIA GPUs."""
 _OTHER_FILES = r"kfd|dri|accel|hl\d+|davinci\d+|neuron\d+"
@@ -169,7 +175,7 @@ _OTHER_FILES = r"kfd|dri|accel|hl\d+|davinci\d+|neuron\d+"
 # Makers by the PCI vendor in /sys/bus/pci/devices/*/vendor.
 _MAKERS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel", "0x1da3": "Habana"}
 _CLASS_DISPLAY, _CLASS_3D, _CLASS_OTHER_DISPLAY, _CLASS_ACCELERATOR = "0x03", "0x0302", "0x0380", "0x1200"
-"""How the PCI class of a device begins (include/linux/pci_ids.h). Every display's class begins with 0x03."""
+"""First digits of PCI classes (include/linux/pci_ids.h). The class of every display begins with 0x03."""
 _PCI = "/sys/bus/pci/devices"
 _DRIVER_GPUS = "/proc/driver/nvidia/gpus"
 
@@ -177,37 +183,37 @@ _DRIVER_GPUS = "/proc/driver/nvidia/gpus"
 def _count_pci_gpus(reader: Reader, *, computing: bool = False) -> Mapping[str, int]:
     """Return the number of GPUs and accelerators on the PCI bus by maker: ``{"NVIDIA": 4}``.
 
-    The bus also shows GPUs whose device files a container hides.
+    GPUs are visible on the bus even if a container hides their device files.
 
     Parameters
     ----------
-    computing : True to leave out AMD cards that drive a display, since they may be unable to compute.
+    computing : True to leave out AMD cards that drive a display, because they may not support computing.
     """
     counts: collections.Counter[str] = collections.Counter()
     for address in reader.names(_PCI):
         pci_class = reader.text(f"{_PCI}/{address}/class") or ""
         vendor = reader.text(f"{_PCI}/{address}/vendor") or ""
         maker = _MAKERS.get(vendor, "")
-        # Service processors of servers, and processors of Intel, have a display too. So a plain display
-        # counts only for a maker of the table, and not for Intel.
+        # Most servers have a service processor with a simple display adapter, and many Intel processors have
+        # one as well. So plain displays count only for the makers in the table, and not for Intel.
         if not maker:
             classes: tuple[str, ...] = (_CLASS_3D, _CLASS_ACCELERATOR)
         elif maker == "Intel" or (computing and maker == "AMD"):
             classes = (_CLASS_3D, _CLASS_ACCELERATOR, _CLASS_OTHER_DISPLAY)
         else:
             classes = (_CLASS_DISPLAY, _CLASS_ACCELERATOR)
-        # The class is a number such as 0x030200, and its first digits are the kind of the device.
+        # The class is a text such as 0x030200. Its first digits are the kind of the device.
         if pci_class.startswith(classes):
             counts[maker or f"vendor {vendor}"] += 1
     return counts
 
 
 def _describe_hidden_gpus(reader: Reader, has_files: bool) -> str:
-    """Return what /dev, /proc and /sys show of GPUs on a node where none can be used, for a message.
+    """Return the end of a message for a node without usable GPUs: which GPUs /dev, /proc and /sys show.
 
     Parameters
     ----------
-    has_files : True if the node has device files of NVIDIA GPUs, which then cannot be opened.
+    has_files : True if the node has device files of NVIDIA GPUs. They cannot be opened in this case.
     """
     other_files, driver_gpus = reader.names("/dev", _OTHER_FILES), reader.names(_DRIVER_GPUS)
     counts = _count_pci_gpus(reader)
@@ -220,19 +226,19 @@ def _describe_hidden_gpus(reader: Reader, has_files: bool) -> str:
         makers = [f"{count} of {maker}" for maker, count in counts.items()]
         evidence.append(f"{_PCI}: {', '.join(makers)}")
     has_nvidia = has_files or driver_gpus or "NVIDIA" in counts
-    # /dev/dri alone is no evidence, because every display has it.
+    # /dev/dri alone does not show a GPU for computing, because every display adapter creates it.
     has_others = counts or other_files not in ((), ("dri",))
     if has_others and not has_nvidia:
         evidence.append(ONLY_NVIDIA)
-    # The text is added to other evidence, so each part begins with a semicolon.
+    # The result is appended to other evidence, so each part begins with a semicolon.
     return "".join(f"; {text}" for text in evidence)
 
 
 def find_amd_gpus(reader: Reader) -> str:
     """Return evidence of AMD GPUs that could compute, or "" if there are none.
 
-    The text is also empty on a node that shows an NVIDIA GPU, since the run uses that. A card that drives a
-    display counts only if there is /dev/kfd, the device file of AMD's compute driver.
+    On a node with an NVIDIA GPU, the result is also "", because the run uses that GPU. An AMD card that
+    drives a display does not count by itself. The device file /dev/kfd of AMD's compute driver always counts.
     """
     accelerators = _count_pci_gpus(reader, computing=True)
     if reader.names("/dev", NVIDIA_FILES) or reader.names(_DRIVER_GPUS) or "NVIDIA" in accelerators:
@@ -246,13 +252,13 @@ def find_amd_gpus(reader: Reader) -> str:
 
 
 def count_gpus(reader: Reader, env: Mapping[str, str], inaccessible: Mapping[str, str]) -> VisibleGpus:
-    """Return the number of GPUs that a worker could use, by device files and CUDA_VISIBLE_DEVICES.
+    """Count the GPUs that a worker could use, by device files and CUDA_VISIBLE_DEVICES.
 
-    The result also has the evidence for the number, and a problem with the variable if there is one.
+    The result also contains the evidence for the number, and a mistake in the variable if there is one.
 
     Parameters
     ----------
-    inaccessible : device files that cannot be opened, with the reason (`software.inaccessible_gpus`).
+    inaccessible : device files that cannot be opened, with the reasons (`software.inaccessible_gpus`).
     """
     files = reader.names("/dev", NVIDIA_FILES)
     devices = tuple(name for name in files if f"/dev/{name}" not in inaccessible)
@@ -261,9 +267,9 @@ def count_gpus(reader: Reader, env: Mapping[str, str], inaccessible: Mapping[str
         return _count_selected_gpus(setting, devices)
     evidence = f"/dev: {' '.join(files) or 'no nvidia device'}"
     if inaccessible:
-        number = f"{len(inaccessible)} of them " if devices else ""
-        reason, *_ = inaccessible.values()
-        evidence += f", but {number}{reason}"
+        excluded = f"{len(inaccessible)} of them " if devices else ""
+        reason, *_ = inaccessible.values()  # the reason is the same for all of them
+        evidence += f", but {excluded}{reason}"
     if devices:
         return VisibleGpus(len(devices), evidence)
     if setting is not None:
@@ -272,10 +278,16 @@ def count_gpus(reader: Reader, env: Mapping[str, str], inaccessible: Mapping[str
 
 
 def _count_selected_gpus(setting: str, devices: Sequence[str]) -> VisibleGpus:
-    """Return how many of the `devices`, such as ``nvidia0``, a value of CUDA_VISIBLE_DEVICES selects.
+    """Count the GPUs that a value of CUDA_VISIBLE_DEVICES selects, by CUDA's rules.
 
-    CUDA ends the list at the first unknown entry, usually -1, and shows no GPU if an entry occurs twice.
-    torch repeats both rules in _parse_visible_devices and _device_count_nvml of torch/cuda/__init__.py.
+    CUDA ignores the first invalid entry, usually -1, and all entries after it. If an entry occurs twice, CUDA
+    shows no GPU at all. torch implements the same rules in _parse_visible_devices and _device_count_nvml of
+    torch/cuda/__init__.py.
+
+    Parameters
+    ----------
+    setting : the value of CUDA_VISIBLE_DEVICES.
+    devices : names of the device files that can be opened, such as ``nvidia0``.
     """
     variable = f"CUDA_VISIBLE_DEVICES={setting!r}"
     source = f"{variable}, {len(devices)} device files"
@@ -286,8 +298,8 @@ def _count_selected_gpus(setting: str, devices: Sequence[str]) -> VisibleGpus:
         if count > 1:
             return VisibleGpus(0, source, f"{variable} names {entry} twice, so CUDA shows no GPU at all")
     for position, entry in enumerate(entries):
-        number = parse_digits(entry)  # None for the UUID of a GPU
-        if number is not None and number >= len(devices):
+        gpu_index = parse_digits(entry)  # None for the UUID of a GPU
+        if gpu_index is not None and gpu_index >= len(devices):
             problem = (
                 f"{variable} names {entry}, but there are {len(devices)} GPUs "
                 f"(/dev: {' '.join(devices)}): CUDA ends the list there and shows {position}"
@@ -304,7 +316,7 @@ def _split_entries(setting: str) -> list[str]:
 def read_gpu_devices(reader: Reader) -> tuple[Gpu, ...]:
     """Return the GPUs that NVIDIA's driver shows in /proc, sorted by PCI address.
 
-    Some of them may belong to other jobs, or cannot be opened in this container.
+    The driver shows all GPUs of the node. Some may belong to other jobs, or may be hidden in this container.
     """
     gpus = []
     # Addresses such as 0000:1b:00.0 have a fixed width, so sorting the texts gives CUDA's order.
@@ -334,11 +346,11 @@ def order_worker_gpus(
     visible: VisibleGpus,
     inaccessible: Mapping[str, str],
 ) -> tuple[Gpu, ...]:
-    """Return the GPUs that workers can use, in the order of their local ranks.
+    """Return the GPUs that workers can use, in the order of their local ranks, or () if it is unknown.
 
-    The result is empty if the order is unknown. CUDA numbers the fastest GPUs first, and equal ones by PCI
-    address, so the order is known only for GPUs of one model. It is also unknown if CUDA_VISIBLE_DEVICES
-    names a GPU by its UUID instead of its number.
+    CUDA gives the lowest numbers to the fastest GPUs, and sorts equal GPUs by PCI address. Therefore the
+    order is known only if all GPUs are of one model. It is also unknown if CUDA_VISIBLE_DEVICES selects a GPU
+    by its UUID instead of its number.
 
     Parameters
     ----------
@@ -349,11 +361,13 @@ def order_worker_gpus(
     usable = []
     for gpu in devices:
         can_open = reader.exists(gpu.file) and gpu.file not in inaccessible
+        # If the driver does not report the device file, assume that the GPU is usable. The comparison with
+        # the number of visible GPUs below detects a wrong assumption.
         if can_open or not gpu.file:
             usable.append(gpu)
     setting = env.get("CUDA_VISIBLE_DEVICES")
     if setting is not None:
-        by_entry = {str(number): gpu for number, gpu in enumerate(usable)}
+        by_entry = {str(index): gpu for index, gpu in enumerate(usable)}
         entries = _split_entries(setting)[: visible.count]
         usable = [by_entry[entry] for entry in entries if entry in by_entry]
     models = {gpu.model for gpu in usable}
@@ -363,22 +377,23 @@ def order_worker_gpus(
 
 
 def pci_path(reader: Reader, link: str) -> str:
-    """Return the PCI path of the device behind `link`, or an empty text if it is no PCI device.
+    """Return the PCI path of the device to which `link` leads, or "" if it is not a PCI device.
 
-    The path begins with the root complex and the bridges: ``pci0000:16/0000:16:01.0/0000:17:00.0``.
+    The path contains the root complex and the bridges above the device:
+    ``pci0000:16/0000:16:01.0/0000:17:00.0``.
     """
     _, separator, path = reader.target(link).partition("/pci")
     return f"pci{path}" if separator else ""
 
 
 def numa_node(reader: Reader, folder: str) -> int | None:
-    """Return the NUMA node of a device, or None if the kernel does not know it and reports -1."""
+    """Return the number of a device's NUMA node, or None if it is unknown. The kernel then reports -1."""
     number = reader.number(f"{folder}/numa_node")
     return None if number is None or number < 0 else number
 
 
 def read_driver(reader: Reader) -> str:
-    """Return the first line of the NVIDIA driver's version file, or an empty text without the driver."""
+    """Return the first line of the NVIDIA driver's version file, or "" if the driver is not loaded."""
     return (reader.text("/proc/driver/nvidia/version") or "").partition("\n")[0]
 
 
@@ -396,7 +411,7 @@ def read_limit(reader: Reader, name: str) -> Limit:
 def read_shm_bytes(reader: Reader) -> int | None:
     """Return the size of /dev/shm in bytes, or None if it is unknown.
 
-    It is unknown if the facts come from a saved tree of files, which does not have the size.
+    It is unknown if the facts come from a saved tree of files, because the tree does not contain the size.
     """
     if not reader.live:
         return None

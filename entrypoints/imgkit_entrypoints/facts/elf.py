@@ -1,7 +1,7 @@
-"""Read the names, needed libraries and symbol versions of a shared object, as the dynamic linker does.
+"""Read the name, the needed libraries and the symbol versions of a shared object, as the dynamic linker does.
 
-The System V gABI and glibc's elf.h define the layout. Because a file may be damaged or hostile, every offset
-is compared with the file's size, and the size of every table with a limit.
+The System V gABI and glibc's elf.h define the format. A file may be damaged or hostile. So every offset is
+compared with the size of the file, and the size of every table with a limit.
 """
 
 from __future__ import annotations
@@ -23,24 +23,29 @@ _MAX_NAMES_BYTES = 8 << 20
 """Largest size of the string table. That of a large C++ library has 3 MB."""
 _MAX_NAME_BYTES = 1024
 
-# Numbers of elf.h: the file type ET_DYN, the segments PT_LOAD and PT_DYNAMIC, and the tags DT_NEEDED, ...
+# Constants from elf.h: the file type ET_DYN, the segment types PT_LOAD and PT_DYNAMIC, and the tags
+# DT_NEEDED, ...
 _SHARED_OBJECT = 3
 _LOAD, _DYNAMIC = 1, 2
 _NEEDED, _STRTAB, _STRSZ, _SONAME, _RPATH, _RUNPATH = 1, 5, 10, 14, 15, 29
 _VERDEF, _VERDEFNUM, _VERNEED, _VERNEEDNUM = 0x6FFFFFFC, 0x6FFFFFFD, 0x6FFFFFFE, 0x6FFFFFFF
 _WEAK, _BASE = 2, 1
-"""VER_FLG_WEAK and VER_FLG_BASE: a weak version may be missing; the base version is the file's own name."""
+"""VER_FLG_WEAK and VER_FLG_BASE. A weak version may be missing. The base version is the name of the file."""
+# Layouts for `struct` with the fields that are read. "x" skips a byte of a field that is not needed.
 # Elf64_Verneed: vn_cnt, vn_file, vn_aux, vn_next. Elf64_Vernaux: vna_flags, vna_name, vna_next. Elf64_Verdef:
-# vd_flags, vd_cnt, vd_aux, vd_next. The other fields are padding.
+# vd_flags, vd_cnt, vd_aux, vd_next.
 _VERNEED_ENTRY, _VERNAUX_ENTRY, _VERDEF_ENTRY = "<2xHIII", "<4xH2xII", "<2xH2xH4xII"
 _ENTRY = struct.Struct("<qQ")
 """A tag of the dynamic section and its value (Elf64_Dyn)."""
-# e_machine (EM_X86_64, EM_AARCH64) to the name of the architecture.
+# Name of the architecture by the number in e_machine (EM_X86_64, EM_AARCH64).
 MACHINES = {62: "x86_64", 183: "aarch64"}
 
 
 class NotShared(ValueError):
-    """A file is not a complete 64-bit shared object. The text is the end of a sentence about the file."""
+    """A file is not a complete 64-bit shared object.
+
+    The text is the end of a sentence about the file, such as ``is not an ELF file``.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +71,7 @@ def read(path: Path) -> SharedObject:
 
     Raises
     ------
-    NotShared : the file is no shared object, or is damaged.
+    NotShared : the file is not a shared object, or it is damaged.
     OSError : the file cannot be read.
     """
     with files.open_regular(path) as file:
@@ -74,7 +79,7 @@ def read(path: Path) -> SharedObject:
 
 
 class _Segment(NamedTuple):
-    """A part of the file that a program loads, from a program header (Elf64_Phdr in elf.h)."""
+    """A part of the file that is loaded into memory, from a program header (Elf64_Phdr in elf.h)."""
 
     kind: int
     offset: int
@@ -85,40 +90,41 @@ class _Segment(NamedTuple):
 
 
 class _Object:
-    """A shared object that is open for reading. Its header is parsed at the start."""
+    """A shared object that is open for reading. The constructor parses the header."""
 
     def __init__(self, file: BinaryIO) -> None:
-        """Read the header of an ELF file, and the table of its segments (the parts that a program loads).
+        """Read the header of an ELF file, and the table of segments (the parts that are loaded into memory).
 
         Raises
         ------
-        NotShared : the file is no shared object for a 64-bit machine.
+        NotShared : the file is not a shared object for a 64-bit little-endian machine.
         """
         self.file = file
         self.size = os.fstat(file.fileno()).st_size
-        # Bytes 4 to 6 of e_ident: ELFCLASS64, ELFDATA2LSB, EV_CURRENT.
+        # Bytes 4 to 6 of e_ident must be ELFCLASS64, ELFDATA2LSB and EV_CURRENT.
         identity = self.read(0, 16)
         if identity[:4] != b"\x7fELF":
             raise NotShared("is not an ELF file")
         if identity[4:7] != b"\x02\x01\x01":
             raise NotShared("is not a 64-bit little-endian ELF file")
-        # e_type, e_machine, e_phoff, e_phentsize and e_phnum of Elf64_Ehdr; the other fields are padding.
+        # The fields e_type, e_machine, e_phoff, e_phentsize and e_phnum of Elf64_Ehdr. "x" skips the others.
         kind, machine, table, width, count = struct.unpack("<HH12xQ14xHH", self.read(16, 42))
         if kind != _SHARED_OBJECT:
             raise NotShared(f"is not a shared object (ELF type {kind})")
+        # 56 is the size of Elf64_Phdr.
         if width != 56 or not 0 < count <= _MAX_SEGMENTS:
             raise NotShared(f"has {count} program headers of {width} bytes")
         self.machine = MACHINES.get(machine, f"ELF machine {machine}")
-        # p_type, p_offset, p_vaddr and p_filesz of Elf64_Phdr
+        # The fields p_type, p_offset, p_vaddr and p_filesz of Elf64_Phdr.
         headers = struct.iter_unpack("<I4xQQ8xQ16x", self.read(table, 56 * count))
         self.segments = [_Segment(*header) for header in headers]
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return `length` bytes of the file, from `offset` on.
+        """Return `length` bytes of the file, beginning at `offset`.
 
         Raises
         ------
-        NotShared : the file has fewer bytes.
+        NotShared : the file ends before that.
         """
         if offset + length > self.size:
             raise NotShared(f"is truncated: bytes {offset} to {offset + length} of {self.size}")
@@ -129,7 +135,12 @@ class _Object:
         return data
 
     def offset(self, address: int) -> int:
-        """Return the offset in the file that belongs to an address in memory, by the loaded segments."""
+        """Return the offset in the file of the byte that is loaded to `address` in memory.
+
+        Raises
+        ------
+        NotShared : no segment of the file contains the address.
+        """
         for segment in self.segments:
             position = address - segment.address
             if segment.kind == _LOAD and 0 <= position < segment.file_size:
@@ -137,7 +148,9 @@ class _Object:
         raise NotShared(f"names the address {address:#x}, which no segment holds")
 
     def parse(self) -> SharedObject:
-        """Return what the dynamic section holds: the table by which the dynamic linker loads the file.
+        """Return the names and symbol versions of the file, as its dynamic section describes them.
+
+        The dynamic section is the table from which the dynamic linker learns how to load the file.
 
         Raises
         ------
@@ -165,10 +178,14 @@ class _Object:
         )
 
     def _read_dynamic_section(self) -> Mapping[int, list[int]]:
-        """Return the values of the dynamic section by tag.
+        """Return the entries of the dynamic section, as lists of values by tag.
 
-        A tag says what its values mean. DT_NEEDED, for example, has a value for each library that the file
-        needs.
+        The tag is a number that says what a value means. For example, DT_NEEDED occurs once for each library
+        that the file needs.
+
+        Raises
+        ------
+        NotShared : the file has no dynamic section, or the section does not end.
         """
         values: dict[int, list[int]] = {}
         segment = next((segment for segment in self.segments if segment.kind == _DYNAMIC), None)
@@ -176,20 +193,26 @@ class _Object:
             raise NotShared("has no dynamic section: it is static, or its data is in another file")
         entries = min(segment.file_size // _ENTRY.size, _MAX_ENTRIES)
         for tag, value in _ENTRY.iter_unpack(self.read(segment.offset, entries * _ENTRY.size)):
-            if tag == 0:
+            if tag == 0:  # DT_NULL is the last entry
                 return values
             values.setdefault(tag, []).append(value)
         raise NotShared("has a dynamic section without an end")
 
     def _read_list(self, offset: int, count: int, layout: str) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Yield the offset and the fields of each entry of a linked list of symbol versions.
+        """Yield the offset and the fields of each entry in a linked list of symbol versions.
 
-        The last field of an entry is the distance to the next entry, or 0 at the end of the list. It is not
-        yielded. `count` and a limit keep a damaged list from going on for ever.
+        The last field of an entry is the distance to the next entry, or 0 at the end of the list. This field
+        is not yielded.
 
         Parameters
         ----------
-        layout : format of an entry for `struct`. Fields that nobody needs are padding.
+        offset : position of the first entry in the file.
+        count : number of entries according to the file. It is limited, so that a damaged list has an end.
+        layout : format of an entry for `struct`. Fields that are not needed are padding.
+
+        Raises
+        ------
+        NotShared : the list has too many entries, or goes beyond the end of the file.
         """
         if count > _MAX_ENTRIES:
             raise NotShared(f"has a table of more than {_MAX_ENTRIES} versions")
@@ -203,42 +226,53 @@ class _Object:
     def _read_needed_versions(self, names: bytes, values: Mapping[int, int]) -> Mapping[str, tuple[str, ...]]:
         """Return the symbol versions that this file needs, by library: ``{"libc.so.6": ("GLIBC_2.34",)}``.
 
-        They are in the table .gnu.version_r. Weak versions are left out, since the file can be loaded without
-        them. `values` are those of the dynamic section.
+        The versions are in the table .gnu.version_r, which is a list of libraries. Each library has a list of
+        versions. Weak versions are left out, because the file can be loaded without them.
+
+        Parameters
+        ----------
+        names : the string table of the file.
+        values : the values of the dynamic section by tag.
         """
         if not values.get(_VERNEED):
             return {}
         versions: dict[str, list[str]] = {}
         total = 0
         libraries = self._read_list(self.offset(values[_VERNEED]), values.get(_VERNEEDNUM, 0), _VERNEED_ENTRY)
-        for offset, (version_count, library_name, first_version) in libraries:
-            # A damaged file may claim any number of versions.
+        for offset, (version_count, library_name_offset, first_version) in libraries:
+            # `_read_list` limits each list. This limits all lists together, in case the file is damaged.
             total += version_count
             if total > _MAX_ENTRIES:
                 raise NotShared(f"has a table of more than {_MAX_ENTRIES} versions")
-            library_versions = versions.setdefault(_name(names, library_name), [])
-            for _, (flags, name) in self._read_list(offset + first_version, version_count, _VERNAUX_ENTRY):
+            library_versions = versions.setdefault(_name(names, library_name_offset), [])
+            for _, (flags, name_offset) in self._read_list(
+                offset + first_version, version_count, _VERNAUX_ENTRY
+            ):
                 if not flags & _WEAK:
-                    library_versions.append(_name(names, name))
+                    library_versions.append(_name(names, name_offset))
         return {library: tuple(items) for library, items in versions.items()}
 
     def _read_defined_versions(self, names: bytes, values: Mapping[int, int]) -> Iterator[str]:
-        """Yield the symbol versions of the table .gnu.version_d, without the base version."""
+        """Yield the symbol versions that this file defines (table .gnu.version_d), such as ``GLIBC_2.34``.
+
+        The base version is left out, because it is only the name of the file. `names` is the string table,
+        and `values` are the values of the dynamic section by tag.
+        """
         if not values.get(_VERDEF):
             return
         versions = self._read_list(self.offset(values[_VERDEF]), values.get(_VERDEFNUM, 0), _VERDEF_ENTRY)
-        for offset, (flags, name_count, first_name) in versions:
+        for offset, (flags, name_count, first_name_offset) in versions:
             if name_count and not flags & _BASE:
-                (name,) = struct.unpack("<I", self.read(offset + first_name, 4))
-                yield _name(names, name)
+                (name_offset,) = struct.unpack("<I", self.read(offset + first_name_offset, 4))
+                yield _name(names, name_offset)
 
 
 def _name(names: bytes, offset: int) -> str:
-    """Return the name at `offset` of the string table, where each name ends with a zero byte.
+    """Return the name at `offset` in the string table `names`. Each name ends with a zero byte.
 
     Raises
     ------
-    NotShared : there is no such name, or it cannot be printed.
+    NotShared : the table has no name at this offset, or the name contains control characters.
     """
     end = names.find(b"\0", offset, offset + _MAX_NAME_BYTES)
     if offset >= len(names) or end < 0:

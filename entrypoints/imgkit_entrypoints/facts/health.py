@@ -1,6 +1,6 @@
 """Read the health of GPUs, ports and PCIe links.
 
-Only dist-doctor uses this module, because a launch has no time for commands such as nvidia-smi.
+Only dist-doctor uses this module. Commands such as nvidia-smi are too slow for the start of a run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from imgkit_entrypoints.facts.reader import Reader
 COMMAND_S = 30.0
 NVIDIA_SMI = "/commands/nvidia-smi.xml"
 XIDS = "/commands/xid.txt"
-"""Files in a tree of files (``IMGKIT_ROOT``) that hold the output of the commands."""
+"""Files with the output of the commands, in a saved tree of another machine's files (``IMGKIT_ROOT``)."""
 ERRORS = (
     "symbol_error",
     "link_error_recovery",
@@ -28,11 +28,12 @@ ERRORS = (
     "local_link_integrity_errors",
     "excessive_buffer_overrun_errors",
 )
-"""Counters that bad cables and switches increase (Documentation/ABI/stable/sysfs-class-infiniband)."""
+"""Counters that grow with a bad cable or switch (Linux, Documentation/ABI/stable/sysfs-class-infiniband)."""
 GTps_Gbps = ((64.0, 242 / 256), (8.0, 128 / 130), (0.0, 8 / 10))
-"""Lowest GT/s of a lane, and the share of it that is data, by PCIe's coding.
+"""Lowest speed of a lane in GT/s (transfers per second), and the share of the transfers that carries data.
 
-PCIe has had a new coding in generation 6 (242 of 256 bytes), 3 (128b/130b) and 1 (8b/10b).
+The share depends on PCIe's encoding, which changed in generation 6 (242 of 256 bytes) and 3 (128b/130b).
+Generation 1 introduced 8b/10b.
 """
 
 
@@ -51,25 +52,25 @@ class PcieLink:
     def rate_Gbps(self) -> float | None:
         """Return the rate of the link in one direction in Gbit/s, or None if the speed is unknown.
 
-        The kernel gives a speed such as ``16.0 GT/s`` for each lane. A part of these transfers carries no
-        data.
+        The kernel reports the transfers of one lane, such as ``16.0 GT/s``. Some of these transfers carry no
+        data, because PCIe encodes the data with additional bits.
         """
         match = re.match(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) GT/s", self.speed)
         if match is None:
             return None
         lane_GTps = float(match[1])
-        for least_GTps, share in GTps_Gbps:
+        for least_GTps, share in GTps_Gbps:  # the newest generation of PCIe comes first
             if lane_GTps >= least_GTps:
                 return lane_GTps * share * self.width or None  # 0 lanes: unknown
         return None
 
 
 def read_links(reader: Reader, facts: HostFacts) -> tuple[PcieLink, ...]:
-    """Return the PCIe links of all GPUs and NICs that sysfs shows.
+    """Return the PCIe links of all GPUs and NICs for which sysfs shows a link.
 
-    A virtual function, which is a share of a card, has no link of its own.
+    A virtual function (a share of a card) has no link of its own, so it is left out.
     """
-    # The PCI address by the name of the device. A GPU has no other name.
+    # The PCI address by the name of the device. The name of a GPU is its address.
     addresses = {gpu.address: gpu.address for gpu in facts.gpu_devices}
     nics: list[RdmaDevice | CxiDevice] = [*facts.rdma, *facts.cxi]
     for nic in nics:
@@ -88,7 +89,7 @@ def read_links(reader: Reader, facts: HostFacts) -> tuple[PcieLink, ...]:
 
 
 def read_port_errors(reader: Reader, facts: HostFacts) -> dict[str, dict[str, int]]:
-    """Return the error counters of RDMA ports that are not zero: ``{"mlx5_0:1": {"symbol_error": 4}}``."""
+    """Return the error counters above zero of each RDMA port: ``{"mlx5_0:1": {"symbol_error": 4}}``."""
     errors: dict[str, dict[str, int]] = {}
     for device in facts.rdma:
         for port in device.ports:
@@ -100,16 +101,16 @@ def read_port_errors(reader: Reader, facts: HostFacts) -> dict[str, dict[str, in
 
 
 def run_nvidia_smi(reader: Reader) -> str:
-    """Return the report of nvidia-smi as XML, or an empty text if the program is absent or fails."""
+    """Return the report of nvidia-smi as XML, or an empty text if the program does not exist or fails."""
     if not reader.live:
         return reader.text(NVIDIA_SMI) or ""
     return _output("nvidia-smi", "-q", "-x")
 
 
 def read_xids(reader: Reader) -> str:
-    """Return the lines of the kernel log with Xid errors of GPUs, or an empty text.
+    """Return the lines of the kernel log with errors of GPUs, which NVIDIA's driver calls Xids.
 
-    The text is also empty if this process may not read the log.
+    If there are no such lines, or this process may not read the log, return an empty text.
     """
     if not reader.live:
         return reader.text(XIDS) or ""
@@ -119,7 +120,7 @@ def read_xids(reader: Reader) -> str:
 def _run(*command: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run a command for at most `COMMAND_S` seconds, and return its output and exit code.
 
-    It gets no input, so that it cannot wait for a user.
+    The command's standard input is empty, so that it cannot wait for a user.
     """
     return subprocess.run(
         command,
@@ -134,7 +135,7 @@ def _run(*command: str, env: Mapping[str, str] | None = None) -> subprocess.Comp
 
 
 def _output(*command: str) -> str:
-    """Return what a command prints, or an empty text if it is absent, fails, or takes too long."""
+    """Return what a command prints, or an empty text if it does not exist, fails, or takes too long."""
     try:
         result = _run(*command)
     except (OSError, subprocess.SubprocessError):
@@ -143,15 +144,17 @@ def _output(*command: str) -> str:
 
 
 def load_problem(path: str, library_path: str | None = None) -> str:
-    """Return why the dynamic linker cannot load a library, or "" if it can.
+    """Return why the dynamic linker cannot load the library `path`, or "" if it can.
 
-    Another process loads the library, because its constructors may do anything, such as end the process.
+    The library is loaded in another process, because its constructors may do anything, such as ending the
+    process.
 
     Parameters
     ----------
-    library_path : value of LD_LIBRARY_PATH for the load. With None, it stays as in this process.
+    library_path : value of LD_LIBRARY_PATH in that process, or None for the value in this process.
     """
     env = None if library_path is None else {**os.environ, "LD_LIBRARY_PATH": library_path}
+    # -I isolates Python from the user's PYTHONPATH and site packages.
     code = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"
     try:
         result = _run(sys.executable, "-I", "-c", code, path, env=env)
@@ -159,5 +162,5 @@ def load_problem(path: str, library_path: str | None = None) -> str:
         return f"loading it takes more than {COMMAND_S:g} s"
     if result.returncode == 0:
         return ""
-    lines = result.stderr.strip().splitlines()
+    lines = result.stderr.strip().splitlines()  # the last line of a traceback is the error
     return lines[-1] if lines else f"exit code {result.returncode}"

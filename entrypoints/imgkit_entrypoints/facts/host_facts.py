@@ -1,6 +1,6 @@
-"""The values that hold the facts of a machine.
+"""Dataclasses for the facts about a machine, such as its ports, interfaces and GPUs.
 
-They keep the texts of files as they were read, so that a message can quote them as evidence.
+Contents of files are kept as they were read, so that messages can quote them as evidence.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from imgkit_entrypoints.facts.elf import SharedObject
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gid:
-    """One slot of a port's GID table that is in use."""
+    """One address of an RDMA port (GID): a slot in the port's GID table that is not empty."""
 
     index: int
     value: str
     """Eight groups of four hex digits: ``fe80:0000:0000:0000:b226:28ff:fed3:b0f0``."""
     kind: str
-    """``RoCE v2``, ``IB/RoCE v1``, or empty where the kernel does not report it."""
+    """``RoCE v2`` or ``IB/RoCE v1``, or empty if the kernel does not report the type."""
     netdev: str = ""
 
     @property
@@ -31,13 +31,13 @@ class Gid:
 
     @property
     def ipv4(self) -> str:
-        """Return the IPv4 address that the GID maps, such as ``10.0.0.1``, or an empty text."""
+        """Return the IPv4 address in an IPv4-mapped GID, such as ``10.0.0.1``, or "" for other GIDs."""
         mapped = self.address.ipv4_mapped
         return str(mapped) if mapped else ""
 
     @property
     def link_local(self) -> bool:
-        """Return whether the address begins with fe80:0:0:0. NCCL's search skips such a GID."""
+        """Return whether the address begins with fe80:0:0:0. NCCL's search for a GID skips such addresses."""
         return self.address.packed[:8] == b"\xfe\x80" + bytes(6)
 
 
@@ -69,14 +69,14 @@ class Port:
 
     @property
     def has_link(self) -> bool:
-        """Return whether the port has a connection to a switch. It has none in state 1 (DOWN)."""
+        """Return whether the port is connected to a switch. In state 1 (DOWN), it is not connected."""
         return not self.state.startswith("1:")
 
     @property
     def rate_Gbps(self) -> float | None:
         """Return the rate of the link in Gbit/s, or None if it is unknown.
 
-        A kernel that does not know the speed of a new NIC prints SDR, so SDR counts as unknown.
+        If a kernel does not know the speed of a new NIC, it prints SDR. Therefore SDR counts as unknown.
         """
         match = re.match(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) Gb/sec \(([0-9]{1,9})X (\w+)\)", self.rate)
         return float(match[1]) if match and match[3] != "SDR" else None
@@ -105,12 +105,12 @@ class RdmaDevice:
 
     @property
     def card(self) -> str:
-        """Return the address of this device's card.
+        """Return the PCI address of the physical card, which is equal for all devices on this card.
 
-        NCCL merges all ports and virtual functions (shares of a card) with the same address into one NIC. The
-        ports of a card differ in the last digit of their address, and virtual functions also in the two
-        digits of the device: ``0000:17:00.1 -> 0000:17:00.0`` (net_ib/init.cc). Without an address, return
-        the device's name.
+        NCCL merges all devices of a card into one NIC (net_ib/init.cc). The ports of a card differ only in
+        the last digit of their PCI address: ``0000:17:00.1`` and ``0000:17:00.0`` are on the card
+        ``0000:17:00.0``. Virtual functions (shares of a card) also differ in the two digits before it. If the
+        PCI address is unknown, return the device's name.
         """
         _, _, address = self.pci.rpartition("/")
         if not address:
@@ -140,7 +140,7 @@ class Interface:
 
     name: str
     state: str
-    """Content of the file ``operstate``: ``up``, ``down``, or ``unknown`` for lo and some virtual ones."""
+    """Content of the file ``operstate``: ``up``, ``down``, or ``unknown`` for lo and virtual interfaces."""
     speed_Mbps: int | None
     addresses: tuple[str, ...]
     """IPv4 addresses, then the IPv6 addresses that are not link-local."""
@@ -151,7 +151,10 @@ class Interface:
 
     @property
     def running(self) -> bool:
-        """Return whether the interface is up, or does not report its state, as lo."""
+        """Return whether the interface can carry traffic.
+
+        It is up, or it does not report its state (``unknown``), which is usual for lo.
+        """
         return self.state in ("up", "unknown")
 
     @property
@@ -173,7 +176,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU that the driver shows in /proc. A container without ``--nv`` shows it as well."""
+    """One GPU that the driver shows in /proc, even in a container that was started without ``--nv``."""
 
     model: str
     address: str
@@ -181,12 +184,12 @@ class Gpu:
     """PCI address with the path of bridges above it."""
     numa_node: int | None
     file: str = ""
-    """The device file, such as ``/dev/nvidia0``; empty if the driver does not say which it is."""
+    """The device file, such as ``/dev/nvidia0``; empty if the driver does not report it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """A resource limit. ``Limit()``, which has no value and is not unlimited, means that it is unknown."""
+    """A resource limit. If it is unknown, it equals ``Limit()``: it has no value and is not unlimited."""
 
     value: int | None = None
     unlimited: bool = False
@@ -204,20 +207,20 @@ class Library:
     target: str
     """The file behind all links: ``/usr/lib/.../libnccl.so.2.20.5``."""
     version: str = ""
-    """Version of libfabric or aws-ofi-nccl. Empty for other libraries, and if it is unknown."""
+    """Version of libfabric or aws-ofi-nccl. Empty for other libraries, and if the version is unknown."""
     opens: str = ""
-    """``libcudart.so`` if the library is an aws-ofi-nccl that opens it while it runs; else empty."""
+    """``libcudart.so`` if the library is aws-ofi-nccl and opens this file at run time; otherwise empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A file that the host or the image has for the name of a library."""
+    """A file of the host or the image that could be loaded under the name of a library."""
 
     name: str
     path: str
-    """Path on the host, or in the image, without following links."""
+    """Path on the host or in the image. It may be a symbolic link."""
     target: str
-    """Path in the container of the file behind all links. Empty if a link leads to a folder not bound."""
+    """Path in the container of the file to which the links lead; empty if it is not visible there."""
     object: SharedObject | None = None
     version: str = ""
     """See `Library.version`."""
@@ -229,10 +232,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLibraries:
-    """The fabric's libraries on the host with all that they need, and the image's files of the same names."""
+    """The fabric's libraries on the host and the libraries that they need, and the image's counterparts."""
 
     source: str
-    """The variable or the setting of the recipe that asks for the host's libraries."""
+    """The variable or the setting of the recipe that requests the host's libraries."""
     bound: bool
     """True if the host's folders are visible in the container."""
     host: tuple[Candidate, ...] = ()
@@ -244,20 +247,20 @@ class CudaCompat:
     """The image's libraries for CUDA's forward compatibility."""
 
     source: str
-    """The variable or the setting of the recipe that asks for them, or ``the default``."""
+    """The variable or the setting of the recipe that allows forward compatibility, or ``the default``."""
     is_for_major: bool = False
-    """True if they are used only when the image's CUDA has a newer major version than the driver supports."""
+    """True if they are used only if the image's CUDA has a newer major version than the driver supports."""
     folder: str = ""
     """Folder with the image's libcuda.so.1; empty if the image has none."""
     target: str = ""
-    """The file behind it: ``/usr/local/cuda/compat/lib.real/libcuda.so.575.57.08``."""
+    """The real file of this libcuda.so.1: ``/usr/local/cuda/compat/lib.real/libcuda.so.575.57.08``."""
     cuda_folders: tuple[str, ...] = ()
-    """Folders of the library path that also have a libcuda.so.1, in their order."""
+    """Folders of the library path that also contain a libcuda.so.1, in the order of the path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A variable in an nccl.conf file, which NCCL reads and no shell shows."""
+    """A variable in an nccl.conf file. NCCL reads this file, but the variable is not in the environment."""
 
     name: str
     value: str
@@ -266,9 +269,9 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """The facts of the machine, as this process sees it. Unknown facts are empty or None.
+    """The facts about the machine, as this process sees it. Unknown facts are empty or None.
 
-    A field ``X_source`` holds the evidence for the field ``X``.
+    A field ``X_source`` contains the evidence for the field ``X``.
     """
 
     hostname: str
@@ -276,23 +279,23 @@ class HostFacts:
     """Architecture as ``uname -m`` prints it: x86_64, aarch64."""
     python: str
     cpus: int
-    """Processors that this process may use by affinity and cgroup quota, not those of the node."""
+    """Processors that this process may use by affinity and cgroup quota. The node may have more."""
     gpus: int
-    """GPUs that a worker could use: CUDA_VISIBLE_DEVICES if set, else the driver's device files."""
+    """Number of GPUs that a worker could use, by CUDA_VISIBLE_DEVICES and the driver's device files."""
     gpus_source: str
     gpus_problem: str = ""
     """Mistake in CUDA_VISIBLE_DEVICES, with its effect."""
     cpus_source: str = ""
     amd_gpus: str = ""
-    """Evidence of AMD GPUs on a node that shows none of NVIDIA's; empty without them."""
+    """Evidence of AMD GPUs on a node without NVIDIA GPUs; otherwise empty."""
     allowed_cpus: str = ""
-    """Processors on which this process may run, without regard to quotas: ``0-39,80-119``."""
+    """Processors on which this process may run, regardless of quotas: ``0-39,80-119``."""
     numa_cpus: Mapping[int, str] = field(default_factory=dict)
     """Processors of each NUMA node, ``{0: "0-39"}``. Nodes that have only memory are left out."""
     worker_gpus: tuple[Gpu, ...] = ()
     """GPUs that workers can use, by local rank. Empty if CUDA's order of them is unknown."""
     gpu_devices: tuple[Gpu, ...] = ()
-    """GPUs that the driver shows, also those of other jobs."""
+    """All GPUs that the driver shows, including those of other jobs."""
     driver: str = ""
     """First line of /proc/driver/nvidia/version."""
     kernel: str = ""
@@ -303,7 +306,7 @@ class HostFacts:
     """Limit of the stack in bytes."""
     open_files: Limit = Limit()
     processes: Limit = Limit()
-    """Limit of processes and threads: the lowest of those of the user and the cgroups."""
+    """Limit of processes and threads: the lowest of the user's limit and the limits of the cgroups."""
     processes_source: str = ""
     shm_bytes: int | None = None
     """Size of /dev/shm in bytes."""
@@ -323,31 +326,31 @@ class HostFacts:
     verbs_providers: tuple[str, ...] = ()
     torch_version: str = ""
     torch_cuda: str = ""
-    """Version of CUDA that torch is built for; empty for a torch of CPUs."""
+    """Version of CUDA for which torch is built; empty if torch is built for CPUs only."""
     rocm: str = ""
-    """Evidence that this image is made for AMD GPUs; empty if it is not."""
+    """Evidence that this image is built for AMD GPUs; empty if it is not."""
     nccl_version: str = ""
     """Version of the NCCL that torch loads: ``2.20.5``; empty if unknown."""
     nccl_source: str = ""
     nccl_of: str = ""
-    """``torch`` if torch loads the NCCL of a wheel, ``image`` if it loads the one on the library path."""
+    """``torch`` if torch loads NCCL from a wheel, ``image`` if torch loads it from the library path."""
     image_nccl: str = ""
     """Version of the NCCL on the library path."""
     numa_fault: str = ""
-    """Evidence that this container refuses the NUMA calls of cuMem; empty if it does not."""
+    """Evidence that this container refuses the NUMA calls of CUDA's cuMem functions; otherwise empty."""
     has_cuda_compat: bool = False
-    """True if the image or a folder of the library path has libraries for CUDA's forward compatibility."""
+    """True if the image or the library path contains libraries for CUDA's forward compatibility."""
     nccl_settings: tuple[Setting, ...] = ()
     image_env: Mapping[str, str] | None = None
-    """Variables that the image sets, from its manifest. None if unknown, as in an image of another tool."""
+    """Variables that the image sets, from its manifest. None if imgkit has not built the image."""
     host_libraries: HostLibraries | None = None
-    """None if neither a variable nor the recipe asks for libraries of the host."""
+    """None if neither a variable nor the recipe requests libraries of the host."""
     cuda_compat: CudaCompat | None = None
-    """None if forward compatibility must not be used."""
+    """None if a variable or the recipe forbids forward compatibility."""
 
     @property
     def nccl(self) -> tuple[int, ...] | None:
-        """Return NCCL's version as numbers that can be compared, ``(2, 20, 5)``, or None if it is unknown."""
+        """Return NCCL's version as numbers, such as ``(2, 20, 5)``, or None if it is unknown."""
         return tuple(int(part) for part in self.nccl_version.split(".")) if self.nccl_version else None
 
     @property

@@ -1,8 +1,8 @@
-"""Read the libraries of the host, and the image's CUDA forward compatibility.
+"""Find the fabric's libraries on the host, and the image's libraries for CUDA's forward compatibility.
 
-A job script binds folders of the host below `HOST` (/run/imgkit/host), where programs do not find libraries
-by themselves. For a recipe with ``fabric.host_libs: auto`` this module reads the host's libraries and the
-image's libraries of the same names. `fabric.library_path` decides which of them workers load.
+The job script mounts folders of the host below `HOST` (/run/imgkit/host) in the container. The dynamic linker
+does not search there. If the recipe sets ``fabric.host_libs: auto``, this module reads the host's libraries
+and the image's libraries of the same names. `fabric.library_path` then decides which of them workers load.
 """
 
 from __future__ import annotations
@@ -29,19 +29,22 @@ from imgkit_entrypoints.system import (
 )
 
 PLUGINS = ("libnccl-net-ofi.so", "libnccl-net.so")
-"""Names of aws-ofi-nccl; NCCL looks for the second one."""
+"""File names of the network plug-in aws-ofi-nccl. NCCL searches for the second name."""
 FABRIC_LIBRARIES = ("libcxi.so.1", "libfabric.so.1", *PLUGINS)
 LINKS = "/tmp/imgkit-host-libs-"  # noqa: S108 - files.make_links refuses another's
-"""Beginning of the name of the folder with links to the chosen libraries, which is on the library path."""
+"""Beginning of the path of a folder that is on the library path and has links to the chosen libraries."""
 CRAY = "/opt/cray/libfabric"
-"""HPE's folder of libfabric, with one folder for each version."""
+"""Where HPE installs libfabric. Each version has its own folder below it."""
 # Where CUDA's images keep the newer libcuda.so.1 for forward compatibility.
 COMPAT = "/usr/local/cuda/compat"
 _COMPAT_FOLDERS = (COMPAT, f"{COMPAT}/lib.real", f"{COMPAT}/lib")
-"""CUDA's images have the libraries in the first, NGC's in the second (its start script makes the third)."""
-# The search ends after so many libraries.
+"""CUDA's images have the libraries in the first folder, and NGC images in the second.
+
+The start script of NGC images creates the third folder.
+"""
+# The search ends after this many libraries, in case the host's files are damaged.
 _MAX_LIBRARIES = 128
-# Linux follows at most 40 links in a path, and each may have several parts.
+# Limit for parts of a path. Linux follows at most 40 links in a path, and each link may have several parts.
 _MAX_PARTS = 40 * 16
 IMAGE_LIBRARIES = frozenset(
     (
@@ -53,15 +56,16 @@ IMAGE_LIBRARIES = frozenset(
 )
 """Libraries that never come from the host.
 
-Those of glibc and of the compiler must fit each other, so all come from the image. The container runtime
-provides those of the driver.
+The libraries of glibc and of the compiler must fit each other, so they all come from the image. The driver's
+libraries (libcuda, libnvidia-ml) are provided by the container runtime.
 """
 
 
 def requested_by(recipe: SystemFacts, env: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
-    """Return the setting that asks for the host's libraries, and the folders to search first.
+    """Return the setting that requests the host's libraries, and the folders to search first.
 
-    The variable `HOST_LIBS` counts before the recipe. If nothing asks for the libraries, return ``("", ())``.
+    The variable `HOST_LIBS` takes precedence over the recipe. If neither requests the libraries, return
+    ``("", ())``.
 
     Raises
     ------
@@ -82,9 +86,9 @@ def requested_by(recipe: SystemFacts, env: Mapping[str, str]) -> tuple[str, tupl
 
 
 def find_host_libraries(reader: Reader, recipe: SystemFacts, env: Mapping[str, str]) -> HostLibraries | None:
-    """Return the libraries of the fabric that the host and the image have.
+    """Return the fabric's libraries on the host, and the image's files of the same names.
 
-    Return None if neither the recipe nor the user asks for the host's libraries.
+    If neither the recipe nor the user requests the host's libraries, return None.
 
     Raises
     ------
@@ -99,16 +103,21 @@ def find_host_libraries(reader: Reader, recipe: SystemFacts, env: Mapping[str, s
     search = _Search(
         reader=reader,
         host_folders=_host_folders(reader, first),
+        # A folder with links of an earlier launch leads to the host's files, so it is not the image's.
         image_folders=tuple(folder for folder in folders if not folder.startswith(LINKS)),
     )
-    # The image's C library is always added, because it decides whether a library of the host can be loaded.
+    # The image's C library is always needed: its version decides whether a library of the host can be loaded.
     for name in (*FABRIC_LIBRARIES, "libc.so.6"):
         search.add(name)
     return HostLibraries(source=source, bound=True, host=tuple(search.host), image=tuple(search.image))
 
 
 def _host_folders(reader: Reader, first: Sequence[str]) -> tuple[str, ...]:
-    """Return the folders of the host to search: `first`, HPE's libfabric (newest first), the system's."""
+    """Return the folders of the host in which to search for libraries, in order.
+
+    The folders in `first` come first, then the versions of HPE's libfabric with the newest first, and last
+    the usual folders of Linux systems.
+    """
     versions = sorted(reader.names(f"{HOST}{CRAY}"), key=natural, reverse=True)
     cray = (f"{CRAY}/{version}/lib64" for version in versions)
     triple = f"{platform.machine()}-linux-gnu"
@@ -118,7 +127,7 @@ def _host_folders(reader: Reader, first: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(slots=True, kw_only=True)
 class _Search:
-    """Collects libraries of host and image, and then the libraries that those of the host need."""
+    """Collects libraries of the host, the libraries that they need, and the image's files of these names."""
 
     reader: Reader
     host_folders: tuple[str, ...]
@@ -132,10 +141,11 @@ class _Search:
 
         Parameters
         ----------
-        requester_folders : folders of the host to search first. The library that needs this one names them
-            (RPATH and RUNPATH).
+        requester_folders : folders of the host to search first. They come from the RPATH and RUNPATH of the
+            library that needs this library.
         """
-        # Libraries may need each other in a circle. A name with a slash is not searched for.
+        # Each library is added once, because libraries may need each other in a circle. The dynamic linker
+        # opens a name with a slash as a path, without a search.
         if name in self.seen or len(self.seen) >= _MAX_LIBRARIES or "/" in name:
             return
         self.seen.add(name)
@@ -148,6 +158,7 @@ class _Search:
             return
         for folder in (*requester_folders, *self.host_folders):
             path = f"{folder}/{name}"
+            # lexists, because a link of the host may lead to a path that only exists on the host.
             if os.path.lexists(self.reader.real_path(f"{HOST}{path}")):
                 self._add_host_library(name, path)
                 break
@@ -168,13 +179,13 @@ class _Search:
             self.add(needed, folders)
 
     def _read(self, name: str, path: str, target: str) -> Candidate:
-        """Read the library in the file `target`. If it cannot be read, the result has the reason.
+        """Read the library in the file `target`. If this fails, the result contains the reason.
 
         Parameters
         ----------
-        name : name by which programs open the library, such as ``libfabric.so.1``.
-        path : where the library was found. It may be a link.
-        target : the file after all links. Empty if the links lead to a place that is not mounted.
+        name : name under which programs open the library, such as ``libfabric.so.1``.
+        path : where the library was found. It may be a symbolic link.
+        target : the file to which all links lead. Empty if that file is not mounted in the container.
         """
         if not target or not self.reader.exists(target):
             fault = f"is a link out of what is bound ({', '.join(HOST_FOLDERS)})"
@@ -190,10 +201,10 @@ class _Search:
 
 
 def _follow_on_host(reader: Reader, path: str) -> str:
-    """Return `path` of the host with all links followed, or "" if there are too many links.
+    """Resolve all symbolic links in `path` on the host, and return the result, or "" for too many links.
 
-    The container itself would follow them wrongly: the host's root is mounted at `HOST`, so an absolute link
-    to /opt/cray means /run/imgkit/host/opt/cray.
+    The links cannot be resolved by the kernel. The host's root is mounted at `HOST` in the container, so an
+    absolute link to /opt/cray must lead to /run/imgkit/host/opt/cray.
     """
     resolved = PurePosixPath("/")
     remaining = list(PurePosixPath(path).parts)
@@ -201,14 +212,14 @@ def _follow_on_host(reader: Reader, path: str) -> str:
         if not remaining:
             return str(resolved)
         part = remaining.pop(0)
-        if part == "/":  # the beginning of an absolute path
+        if part == "/":  # a link with an absolute path starts again at the root
             resolved = PurePosixPath("/")
         elif part == "..":
             resolved = resolved.parent
         else:
             try:
                 link = reader.real_path(f"{HOST}{resolved / part}").readlink()
-            except OSError:  # it is no link
+            except OSError:  # this part of the path is not a link
                 resolved /= part
             else:
                 remaining = [*PurePosixPath(link).parts, *remaining]
@@ -218,8 +229,8 @@ def _follow_on_host(reader: Reader, path: str) -> str:
 def find_cuda_compat(reader: Reader, recipe: SystemFacts, env: Mapping[str, str]) -> CudaCompat | None:
     """Return the image's libraries for CUDA's forward compatibility, or None if they must not be used.
 
-    With these libraries, a newer CUDA runs on an older driver. The variable `CUDA_COMPAT` counts before the
-    recipe.
+    With these libraries, a newer CUDA runs on an older driver. The variable `CUDA_COMPAT` takes precedence
+    over the recipe.
 
     Raises
     ------
@@ -250,5 +261,5 @@ def find_cuda_compat(reader: Reader, recipe: SystemFacts, env: Mapping[str, str]
 
 
 def _folders_with_cuda(reader: Reader, folders: Sequence[str]) -> tuple[str, ...]:
-    """Return those of `folders` that have the driver's library."""
+    """Return the folders that contain libcuda.so.1, the driver's library."""
     return tuple(folder for folder in folders if reader.exists(f"{folder}/libcuda.so.1"))

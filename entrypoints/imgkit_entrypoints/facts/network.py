@@ -1,7 +1,7 @@
-"""Read the interfaces, IPv4 routes, RDMA devices and Slingshot devices of the machine, from files only.
+"""Read the machine's network interfaces, IPv4 routes, RDMA devices and Slingshot NICs from files.
 
-The files of /sys/class/infiniband are those of Linux (drivers/infiniband/core/sysfs.c,
-Documentation/ABI/stable/sysfs-class-infiniband).
+The files in /sys/class/infiniband are described in Linux's Documentation/ABI/stable/sysfs-class-infiniband,
+and their code is drivers/infiniband/core/sysfs.c.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from imgkit_entrypoints.facts.reader import Reader
 def read_interfaces(reader: Reader) -> tuple[Interface, ...]:
     """Return every network interface in /sys/class/net with its state, speed and addresses."""
     folder = "/sys/class/net"
-    # Only folders are interfaces: bonding puts the file bonding_masters there.
+    # Interfaces are folders. The kernel's bonding module also creates the file bonding_masters in this
+    # folder.
     names = [name for name in reader.names(folder) if reader.exists(f"{folder}/{name}/")]
     v4, v6 = _assign_ipv4_addresses(reader, names), _read_ipv6_addresses(reader)
     interfaces = []
@@ -44,7 +45,8 @@ def read_interfaces(reader: Reader) -> tuple[Interface, ...]:
 def read_routes(reader: Reader) -> tuple[Route, ...]:
     """Return the IPv4 routes of /proc/net/route that are up. Lines that cannot be parsed are left out."""
     routes = []
-    # "eth0  0000000A  00000000  0001  0  0  100  00FFFFFF ..." is the route to 10.0.0.0/24
+    # The first line is a header. "eth0  0000000A  00000000  0001  0  0  100  00FFFFFF ..." is the route to
+    # 10.0.0.0/24.
     for line in (reader.text("/proc/net/route") or "").splitlines()[1:]:
         try:
             interface, network, gateway, flags, _, _, metric, mask, *_ = line.split()
@@ -64,23 +66,24 @@ def read_routes(reader: Reader) -> tuple[Route, ...]:
 
 
 def _address(text: str) -> str:
-    """Return the IPv4 address of a number in /proc/net/route: ``0100000A -> 10.0.0.1``."""
-    # The kernel prints the bytes in the order of a little-endian machine.
+    """Convert a hexadecimal number of /proc/net/route to an IPv4 address: ``0100000A -> 10.0.0.1``."""
+    # The kernel prints the number in the byte order of the machine, which is little-endian.
     return str(ipaddress.IPv4Address(bytes.fromhex(text)[::-1]))
 
 
 def _assign_ipv4_addresses(reader: Reader, names: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
-    """Return the IPv4 addresses of each interface by its name.
+    """Return the IPv4 addresses of each interface by its name, as far as the files in /proc show them.
 
-    /proc/net/fib_trie lists the local addresses without their interfaces. So an address is assigned to the
-    interface that has a route to its network. If several interfaces share a network, as those of a fabric
-    often do, the files do not say which one has which address. Then the addresses are assigned in order: it
-    is at least right that each of these interfaces has an address.
+    /proc/net/fib_trie lists the addresses of this machine, but not their interfaces. So each address is
+    assigned to the interface that has a route to its network. The interfaces of a fabric often share a
+    network, and no file shows which of them has which address. In this case the addresses are assigned in
+    order. An interface may then get the address of another one, but callers mostly need to know that each has
+    an address.
     """
     unassigned = list(_local_addresses(reader.text("/proc/net/fib_trie") or ""))
     addresses = {"lo": tuple(text for text in unassigned if text.startswith("127."))}
     interfaces = _interfaces_by_network(reader, names)
-    # Narrow networks come first, so that an address in a /24 is not assigned to the /16 around it.
+    # Small networks come first, so that an address in a /24 is not assigned to a /16 that contains the /24.
     for network in sorted(interfaces, key=lambda network: -network.prefixlen):
         inside = [text for text in unassigned if ipaddress.IPv4Address(text) in network]
         unassigned = [text for text in unassigned if text not in inside]
@@ -92,9 +95,9 @@ def _assign_ipv4_addresses(reader: Reader, names: Sequence[str]) -> Mapping[str,
 def _interfaces_by_network(
     reader: Reader, names: Sequence[str]
 ) -> Mapping[ipaddress.IPv4Network, Sequence[str]]:
-    """Return the interfaces among `names` by the network to which they have a direct route.
+    """Return the interfaces in `names` by the network to which they have a direct route.
 
-    A direct route has no gateway: the node is itself in this network.
+    A direct route has no gateway, so this node is itself in the network.
     """
     interfaces: dict[ipaddress.IPv4Network, list[str]] = {}
     for route in read_routes(reader):
@@ -107,20 +110,25 @@ def _interfaces_by_network(
 
 
 def _local_addresses(trie: str) -> tuple[str, ...]:
-    """Return this machine's addresses in the text `trie` of /proc/net/fib_trie, each once, in their order."""
-    # The line "|-- 10.0.0.1" names an address, and "/32 host LOCAL" below it marks it as local.
-    local: dict[str, None] = {}
+    """Return the IPv4 addresses of this machine, in their order, without duplicates.
+
+    `trie` is the content of /proc/net/fib_trie, the kernel's routing table.
+    """
+    # The line "|-- 10.0.0.1" names an address. The line "/32 host LOCAL" below it means that the address is
+    # one of this machine. A dict keeps each address once.
+    local_addresses: dict[str, None] = {}
     address = ""
     for line in trie.splitlines():
-        leaf = re.match(r"\s*\|-- (\S+)", line)
-        if leaf:
-            address = leaf[1]
+        address_match = re.match(r"\s*\|-- (\S+)", line)
+        if address_match:
+            address = address_match[1]
         elif re.match(r"\s*/32 host LOCAL", line) and _is_address(address, ipaddress.IPv4Address):
-            local[address] = None
-    return tuple(local)
+            local_addresses[address] = None
+    return tuple(local_addresses)
 
 
 def _is_address(text: str, kind: type[ipaddress.IPv4Address] | type[ipaddress.IPv6Address]) -> bool:
+    """Return whether `text` is a valid address of the given kind, IPv4 or IPv6."""
     try:
         kind(text)
     except ValueError:
@@ -129,10 +137,10 @@ def _is_address(text: str, kind: type[ipaddress.IPv4Address] | type[ipaddress.IP
 
 
 def _read_ipv6_addresses(reader: Reader) -> Mapping[str, tuple[str, ...]]:
-    """Return the IPv6 addresses of each interface in /proc/net/if_inet6, by the interface's name.
+    """Return the IPv6 addresses of each interface by its name, from /proc/net/if_inet6.
 
-    Link-local addresses are left out: every interface has one, and it is of no use without the interface's
-    name.
+    Link-local addresses are left out. Every interface has one, and other nodes cannot use it without the name
+    of the interface.
     """
     addresses: dict[str, tuple[str, ...]] = {}
     for line in (reader.text("/proc/net/if_inet6") or "").splitlines():
@@ -185,7 +193,7 @@ def _read_rdma_device(reader: Reader, name: str, verbs: str) -> RdmaDevice:
 def _read_port(reader: Reader, device: str, number: int) -> Port:
     """Read a port of an RDMA device from /sys/class/infiniband/DEVICE/ports/NUMBER.
 
-    A file that is missing gives an empty text.
+    The value is an empty text for each file that is missing.
     """
     path = f"{SYSFS}/{device}/ports/{number}"
     return Port(
@@ -202,15 +210,15 @@ def _read_port(reader: Reader, device: str, number: int) -> Port:
 
 
 def _read_gids(reader: Reader, port: str) -> tuple[Gid, ...]:
-    """Return the GIDs (addresses for RDMA) of a port, by their index.
+    """Return the GIDs of a port (its addresses for RDMA) in the order of their index, without empty slots.
 
-    Only slots of the table that are in use are returned. `port` is the folder of the port in sysfs.
+    `port` is the folder of the port in sysfs.
     """
     gids = []
     for slot in reader.names(f"{port}/gids", "[0-9]{1,9}"):
         value = reader.text(f"{port}/gids/{slot}") or ""
-        # A table has up to 256 slots. Most are empty, which means a GID of zeros, and reading the attributes
-        # of an empty slot fails with EINVAL.
+        # A table has up to 256 slots, and most of them are empty. The GID of an empty slot consists of zeros,
+        # and an attempt to read its type or device fails with EINVAL.
         if value.strip("0:") and _is_address(value, ipaddress.IPv6Address):
             kind = reader.text(f"{port}/gid_attrs/types/{slot}") or ""
             netdev = reader.text(f"{port}/gid_attrs/ndevs/{slot}") or ""
@@ -221,12 +229,13 @@ def _read_gids(reader: Reader, port: str) -> tuple[Gid, ...]:
 def can_open(reader: Reader, path: str) -> bool:
     """Return whether this container can open the device file `path` for reading and writing.
 
-    In a saved tree of files (``IMGKIT_ROOT``) nothing can be opened, so it is enough that the file exists.
+    In a saved tree of files (``IMGKIT_ROOT``), devices cannot be opened, so it is enough that the file
+    exists.
     """
     if not reader.live:
         return reader.exists(path)
     try:
-        # os.access is not enough, because a container's device rules apply only when a file is opened.
+        # os.access is not sufficient, because the container's device rules only apply when a file is opened.
         os.close(os.open(reader.real_path(path), os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))  # noqa: TID251 - a device
     except OSError:
         return False
@@ -234,7 +243,11 @@ def can_open(reader: Reader, path: str) -> bool:
 
 
 def read_cxi_devices(reader: Reader) -> tuple[CxiDevice, ...]:
-    """Return the Slingshot NICs. Their path is in the first of three folders that shows them."""
+    """Return the Slingshot NICs of this machine.
+
+    Depending on the driver and the container, they are visible in one or several of three folders. The path
+    of a NIC is the one in the first folder that shows it.
+    """
     paths: dict[str, str] = {}
     for folder in ("/sys/class/cxi", "/sys/class/cxi_user", "/dev"):
         for name in reader.names(folder, r"cxi\d+"):

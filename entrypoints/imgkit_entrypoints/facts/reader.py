@@ -1,6 +1,6 @@
-"""Read files below a folder that replaces ``/``.
+"""Read files of this machine, or of another machine whose files were copied to a folder.
 
-Paths are always those of the machine: with the root /tmp/tree, ``/proc/self/status`` is read from
+Callers always use the original paths. If the root is /tmp/tree, ``/proc/self/status`` is read from
 /tmp/tree/proc/self/status.
 """
 
@@ -16,16 +16,16 @@ from pathlib import Path
 from imgkit_entrypoints.arguments import parse_digits
 from imgkit_entrypoints.errors import UsageError
 
-# Bytes of one read.
+# Number of bytes to request in one read.
 _PIECE_BYTES = 1 << 16
 _MOST_BYTES = 4 << 20
-"""Reading stops after about so many bytes. A file of sysfs has at most a page."""
+"""Approximate limit for the size of a file, after which reading stops. Files of sysfs are at most a page."""
 
 
 def root_of(env: Mapping[str, str]) -> Path:
-    """Return the folder that replaces ``/``: the value of ``IMGKIT_ROOT``, or ``/`` if that is not set.
+    """Return the folder that replaces ``/``: the value of ``IMGKIT_ROOT``, or ``/`` if it is not set.
 
-    With a folder that holds copies of another machine's files, imgkit reads the facts of that machine.
+    If the folder contains copies of another machine's files, imgkit reads the facts of that machine.
 
     Raises
     ------
@@ -40,21 +40,22 @@ def root_of(env: Mapping[str, str]) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """Reads files, folders and links below `root`. What cannot be read is None or empty, and never an error.
+    """Reads files, folders and links below `root`.
 
-    Many reads fail in ordinary use. For example, an empty GID slot answers EINVAL, and a container hides half
-    of /sys.
+    If something cannot be read, the result is None or empty, and no error is raised. Many reads fail in
+    ordinary use: the attributes of an empty GID slot return EINVAL, and a container hides large parts of
+    /sys.
     """
 
     root: Path
 
     @property
     def live(self) -> bool:
-        """Return whether `root` is the root of this machine, and not a tree of files."""
+        """Return whether `root` is the root of this machine, and not a saved tree of files."""
         return self.root == Path("/")
 
     def real_path(self, path: str) -> Path:
-        """Return the path below `root` for a path of the machine."""
+        """Return the path below `root` at which the file `path` of the machine is found."""
         return self.root / path.lstrip("/")
 
     def text(self, path: str) -> str | None:
@@ -65,20 +66,21 @@ class Reader:
     def content(self, path: str) -> bytes | None:
         """Return the bytes of a file, or None if it cannot be read.
 
-        A tree of files (``IMGKIT_ROOT``) may come from somebody else. A link that leads out of the tree is
-        not followed, because it would show a file of this machine.
+        A saved tree of files (``IMGKIT_ROOT``) may come from another person. A link that leads out of the
+        tree is not followed, because it would reveal a file of this machine.
         """
         try:
             if not self.live and not self._holds(path):
                 return None
-            # pathlib is too slow: a machine has thousands of GID slots, and a launch waits for all of them.
-            # O_NONBLOCK and the limit are for a tree that holds a FIFO or a link to /dev/zero.
+            # os.open instead of pathlib, which is too slow: a launch waits until thousands of GID slots are
+            # read. O_NONBLOCK and the limit of the size guard against a tree with a FIFO or a link to
+            # /dev/zero.
             handle = os.open(f"{self.root}/{path}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # noqa: TID251
             try:
                 content = bytearray()
-                # Files of /proc arrive page by page, whatever size a read asks for.
-                while (piece := os.read(handle, _PIECE_BYTES)) and len(content) < _MOST_BYTES:
-                    content += piece
+                # A read of a file in /proc returns at most a page, even if it requests more.
+                while (chunk := os.read(handle, _PIECE_BYTES)) and len(content) < _MOST_BYTES:
+                    content += chunk
                 return bytes(content)
             finally:
                 os.close(handle)
@@ -86,17 +88,17 @@ class Reader:
             return None
 
     def _holds(self, path: str) -> bool:
-        """Return True if `path` is a regular file below `root` after all links are followed."""
-        real = os.path.realpath(f"{self.root}/{path}")  # pathlib is too slow here, too
+        """Return whether `path` leads to a regular file below `root` after all links are resolved."""
+        real = os.path.realpath(f"{self.root}/{path}")  # pathlib would be too slow, as in `content`
         return real.startswith(_resolved(self.root)) and Path(real).is_file()
 
     def number(self, path: str) -> int | None:
-        """Return the content of a file as an integer, or None if it is not one."""
+        """Return the content of a file as an integer, or None if the content is not an integer."""
         text = self.text(path) or ""
-        number = parse_digits(text.removeprefix("-"))
-        if number is not None and text.startswith("-"):
-            return -number
-        return number
+        value = parse_digits(text.removeprefix("-"))
+        if value is not None and text.startswith("-"):
+            return -value
+        return value
 
     def names(self, folder: str, like: str = "") -> tuple[str, ...]:
         """Return the names in a folder in natural order, so that mlx5_10 comes after mlx5_2.
@@ -105,7 +107,7 @@ class Reader:
 
         Parameters
         ----------
-        like : regular expression that must match the whole name. Empty for all names.
+        like : regular expression that must match the whole name. An empty text selects all names.
         """
         try:
             names = [path.name for path in self.real_path(folder).iterdir()]
@@ -116,13 +118,14 @@ class Reader:
         return tuple(sorted(names, key=natural))
 
     def exists(self, path: str) -> bool:
-        """Return whether `path` exists. A link that leads nowhere does not count."""
+        """Return whether `path` exists. A broken symbolic link does not exist in this sense."""
         return self.real_path(path).exists()
 
     def target(self, path: str) -> str:
-        """Return the path of a file with all links followed, or "" if it does not exist.
+        """Resolve all links in `path`, and return the result, or "" if the file does not exist.
 
-        In a tree of files (``IMGKIT_ROOT``), the path is that on the machine from which the tree comes.
+        In a saved tree of files (``IMGKIT_ROOT``), the result is a path on the machine from which the tree
+        comes.
         """
         if not self.exists(path):
             return ""
@@ -135,11 +138,12 @@ class Reader:
 
 @functools.lru_cache(maxsize=8)
 def _resolved(folder: Path) -> str:
-    """Return the path of a folder without links, with a slash at its end."""
+    """Return the path of a folder with all links resolved, and with a slash at its end."""
     return os.path.realpath(folder).rstrip("/") + "/"
 
 
 def natural(name: str) -> tuple[tuple[int, str], ...]:
-    """Return a sort key that compares digits as numbers: ``mlx5_2`` comes before ``mlx5_10``."""
+    """Return a sort key that compares numbers in names by value: ``mlx5_2`` comes before ``mlx5_10``."""
+    # "mlx5_10" -> "mlx", "5", "_", "10", "": every second part is a number.
     parts = re.split("([0-9]+)", name, flags=re.ASCII)
-    return tuple((int(part), "") if number % 2 else (-1, part) for number, part in enumerate(parts))
+    return tuple((int(part), "") if index % 2 else (-1, part) for index, part in enumerate(parts))

@@ -1,6 +1,6 @@
-"""Read the software of the image and the driver: libraries, NCCL with its configuration files, GPUDirect.
+"""Read which software the image and the driver provide: libraries, NCCL and its configuration, GPUDirect.
 
-Nothing is imported or loaded for this, because an import of torch takes seconds.
+All facts come from files. No library is loaded and torch is not imported, because that takes seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from imgkit_entrypoints.system import SystemFacts
 
 MANIFEST_JSON = "/opt/imgkit/manifest.json"
 
-# Libraries of a fabric, by the names under which programs open them.
+# Libraries that matter for the network, by the names under which programs open them.
 LIBRARIES = (
     "libibverbs.so.1",
     "librdmacm.so.1",
@@ -39,15 +39,15 @@ LIBRARIES = (
 _CUDA = "libcuda.so.1"
 _CUDART = "libcudart.so"
 _INITIALIZING = b"Initializing aws-ofi-nccl "
-"""Text in the file of aws-ofi-nccl, which prints it at its start in front of its version."""
+"""Part of a message of aws-ofi-nccl. In the plug-in's file, the version directly follows this text."""
 _PLUGIN_VERSION = re.compile(rb"[0-9]{1,9}(?:\.[0-9]{1,9})*")
 
 
 def library_folders(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the folders in which the dynamic linker searches for libraries, in its order.
+    """Return the folders in which the dynamic linker searches for libraries, in the linker's order.
 
-    They come from LD_LIBRARY_PATH, /etc/ld.so.conf.d and the linker's own list. Relative folders are left
-    out.
+    The folders come from LD_LIBRARY_PATH, /etc/ld.so.conf.d and the linker's built-in list. Relative folders
+    are left out.
     """
     configured = []
     for name in reader.names("/etc/ld.so.conf.d"):
@@ -64,11 +64,14 @@ def library_folders(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:
 def find_libraries(
     reader: Reader, env: Mapping[str, str], plugin_files: Sequence[str]
 ) -> tuple[Library, ...]:
-    """Return the libraries of a fabric that exist, each with the first file on the library path.
+    """Find the network's libraries on the library path, and return those that exist.
+
+    If several folders contain a library, the result has the file in the first folder, which programs would
+    load.
 
     Parameters
     ----------
-    plugin_files : further libraries, by name or absolute path (`named_plugins`).
+    plugin_files : further libraries to find, by name or absolute path (`named_plugins`).
     """
     folders = library_folders(reader, env)
     libraries = []
@@ -82,14 +85,17 @@ def find_libraries(
             version, opens = inspected[target]
             libraries.append(Library(name=name, path=path, target=target, version=version, opens=opens))
         elif name in plugin_files and reader.live and _is_in_linker_cache(name):
-            # The site's ld.so.conf may name folders that `library_folders` does not know. The linker's cache
-            # has the names of all libraries in them.
+            # /etc/ld.so.conf may list folders that `library_folders` does not read. The dynamic linker's
+            # cache has the names of all libraries in these folders.
             libraries.append(Library(name=name, path=name, target=name))
     return tuple(libraries)
 
 
 def _find_file(reader: Reader, name: str, folders: Sequence[str]) -> str:
-    """Return the first file `name` in `folders`, or an empty text. An absolute path needs no folder."""
+    """Return the path of the first file `name` in `folders`, or "" if there is none.
+
+    If `name` is an absolute path, `folders` are ignored.
+    """
     paths = [name] if name.startswith("/") else [f"{folder}/{name}" for folder in folders]
     for path in paths:
         if reader.exists(path):
@@ -98,16 +104,16 @@ def _find_file(reader: Reader, name: str, folders: Sequence[str]) -> str:
 
 
 def inspect_library(reader: Reader, name: str, target: str) -> tuple[str, str]:
-    """Return the version of libfabric or aws-ofi-nccl, and the library that aws-ofi-nccl opens while it runs.
+    """Return the version of libfabric or aws-ofi-nccl, and the library that aws-ofi-nccl opens at run time.
 
-    The second text is "" for libfabric. Both texts are "" for other libraries.
+    For libfabric, the second text is "". For other libraries, both texts are "".
     """
     if name.startswith("libfabric."):
         return _libfabric_version(reader, target), ""
     if not name.startswith("libnccl-net"):
         return "", ""
-    # Only the plug-in itself holds its version. A regular expression for the whole text would take twice as
-    # long as find.
+    # The version of the plug-in is only found in its file. `find` is used because a regular expression for
+    # the whole text would take twice as long.
     content = reader.content(target) or b""
     start = content.find(_INITIALIZING)
     if start < 0:
@@ -115,6 +121,7 @@ def inspect_library(reader: Reader, name: str, target: str) -> tuple[str, str]:
     version = _PLUGIN_VERSION.match(content, start + len(_INITIALIZING))
     if version is None:
         return "", ""
+    # A program that opens a library by name contains the name between zero bytes.
     opens = _CUDART if f"\0{_CUDART}\0".encode() in content else ""
     return version[0].decode(), opens
 
@@ -135,10 +142,10 @@ _NO_FILES = ("none", "STATIC_PLUGIN")
 
 
 def split_plugins(value: str) -> tuple[str, ...]:
-    """Return the plug-ins that a value of `NET_PLUGIN` names: ``ofi,/opt/libnccl-net.so`` has two.
+    """Split a value of `NET_PLUGIN` into plug-ins: ``ofi,/opt/libnccl-net.so`` names two of them.
 
-    Newer versions of NCCL read the value as a list. A relative path is left out, because its meaning depends
-    on the folder in which a worker starts.
+    Newer versions of NCCL read the value as a list. Relative paths are left out, because they depend on the
+    folder in which a worker starts. Values that stand for no file are left out, too.
     """
     names = []
     for name in map(str.strip, value.split(",")):
@@ -149,7 +156,10 @@ def split_plugins(value: str) -> tuple[str, ...]:
 
 
 def plugin_files(plugin: str) -> tuple[str, ...]:
-    """Return the files that NCCL tries to open for a plug-in: ``ofi -> ofi, libnccl-net-ofi.so``."""
+    """Return the files that NCCL tries to open for a plug-in: ``ofi -> ofi, libnccl-net-ofi.so``.
+
+    If `plugin` is a path, NCCL tries only this file.
+    """
     return (plugin,) if "/" in plugin else (plugin, f"libnccl-net-{plugin}.so")
 
 
@@ -166,9 +176,10 @@ def named_plugins(
 
 
 def read_recipe(reader: Reader) -> SystemFacts:
-    """Return the recipe's facts from /opt/imgkit/system.json, or the defaults if it cannot be read.
+    """Return what the recipe says about the cluster, or the defaults if its file cannot be read.
 
-    An error is ignored here, since `facts.system_facts` reports it to the user.
+    The file is /opt/imgkit/system.json. Errors are ignored, because `facts.system_facts` reads the same file
+    and reports them to the user.
     """
     try:
         return system.from_json(reader.text(str(system.SYSTEM_JSON)) or "{}")
@@ -179,12 +190,12 @@ def read_recipe(reader: Reader) -> SystemFacts:
 def image_env(reader: Reader) -> Mapping[str, str] | None:
     """Return the variables that the image's base and recipe set, or None if they are unknown.
 
-    The image's manifest states them. An image that imgkit has not built has no manifest.
+    They are in the image's manifest. If imgkit has not built the image, there is no manifest.
     """
     data = manifest(reader)
     base, recipe_env = data.get("base"), data.get("env")
     base_env = base.get("env") if isinstance(base, dict) else None
-    # Every image sets at least PATH, so a manifest without variables of the base knows nothing about it.
+    # Every base image sets at least PATH. If the manifest has no variables of the base, they are unknown.
     if not base_env or not isinstance(base_env, dict):
         return None
     variables = dict(base_env)
@@ -194,7 +205,7 @@ def image_env(reader: Reader) -> Mapping[str, str] | None:
 
 
 def manifest(reader: Reader) -> dict[str, Any]:
-    """Return the image's manifest (/opt/imgkit/manifest.json), or an empty one if it cannot be read."""
+    """Return the image's manifest (/opt/imgkit/manifest.json), or an empty dict if it cannot be read."""
     try:
         data = json_text.parse(reader.text(MANIFEST_JSON) or "{}")
     except ValueError:
@@ -205,30 +216,30 @@ def manifest(reader: Reader) -> dict[str, Any]:
 def inaccessible_gpus(reader: Reader, env: Mapping[str, str]) -> Mapping[str, str]:
     """Return the device files of NVIDIA GPUs that programs in this container cannot use, with the reasons.
 
-    There are two causes. Apptainer mounts all of /dev, but adds the driver's library only with ``--nv``. And
-    Slurm gives a job no access to the GPUs of other jobs.
+    There are two possible causes. Apptainer always mounts /dev, but adds the driver's library only with
+    ``--nv``. Slurm gives a job no access to the GPUs of other jobs.
     """
     paths = [f"/dev/{name}" for name in reader.names("/dev", NVIDIA_FILES)]
-    # In a saved tree of files, nothing can be opened.
+    # In a saved tree of files (IMGKIT_ROOT), it is unknown which device files could be opened.
     if not reader.live:
         return {}
     if paths and not _has_cuda(reader, env):
         return dict.fromkeys(paths, f"no {_CUDA}, which --nv adds")
-    # os.access instead of opening the files, because the driver takes seconds to open an idle GPU.
+    # The check uses os.access, because the driver takes seconds to open the device file of an idle GPU.
     inaccessible = [path for path in paths if not os.access(path, os.R_OK | os.W_OK)]
     return dict.fromkeys(inaccessible, "not accessible to this process")
 
 
 def _has_cuda(reader: Reader, env: Mapping[str, str]) -> bool:
-    """Return whether programs in this container find the driver's library."""
+    """Return whether the dynamic linker finds the driver's library (libcuda) in this container."""
     folders = library_folders(reader, env)
     return _find_file(reader, _CUDA, folders) != "" or _is_in_linker_cache(_CUDA)
 
 
 def _is_in_linker_cache(name: str) -> bool:
-    """Return whether the dynamic linker's cache on this machine has a library of this name.
+    """Return whether the dynamic linker's cache on this machine contains a library with this name.
 
-    The cache is a binary file with the paths of libraries between zero bytes.
+    The cache (/etc/ld.so.cache) is a binary file in which each path ends with a zero byte.
     """
     try:
         cache = files.read_bytes(Path("/etc/ld.so.cache"))
@@ -238,9 +249,9 @@ def _is_in_linker_cache(name: str) -> bool:
 
 
 def verbs_providers(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of libibverbs' drivers (its providers), such as ``mlx5``.
+    """Return the names of the installed drivers of libibverbs, which are called providers: ``mlx5``.
 
-    If the driver of a device is missing, NCCL reports "No device found".
+    If the provider for a device is missing, NCCL reports "No device found".
     """
     providers = {name.removesuffix(".driver") for name in reader.names("/etc/libibverbs.d", r".*\.driver")}
     for folder in library_folders(reader, env):
@@ -252,8 +263,8 @@ def verbs_providers(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:
 def torch_version(reader: Reader) -> str:
     """Return the version of the image's torch, such as ``2.3.0a0+40ec155e58.nv24.3``, or an empty text.
 
-    It is read from torch/version.py. An import of torch takes seconds, and importlib.metadata would take a
-    quarter of imgkit's start-up.
+    The version is read from the file torch/version.py. An import of torch would take seconds, and
+    importlib.metadata would take a quarter of imgkit's start-up time.
     """
     match = _VERSION_LINE.search(_torch_version_file(reader)[1])
     return match[1] if match else ""
@@ -263,7 +274,10 @@ _VERSION_LINE = re.compile(r"^__version__ = '([^']+)'", re.MULTILINE)
 
 
 def _torch_version_file(reader: Reader) -> tuple[str, str]:
-    """Return path and content of the version.py of the torch that Python would import, or two empty texts."""
+    """Return the path and the content of torch's version.py, or two empty texts if torch is not installed.
+
+    If several folders contain torch, the file belongs to the one that Python would import.
+    """
     for folder in _python_folders():
         path = f"{folder}/torch/version.py"
         text = reader.text(path)
@@ -273,21 +287,22 @@ def _torch_version_file(reader: Reader) -> tuple[str, str]:
 
 
 def torch_cuda(reader: Reader) -> str:
-    """Return the version of CUDA that torch is built for, or an empty text for a torch of CPUs."""
+    """Return the version of CUDA for which torch is built, or "" if torch is built for CPUs only."""
     # "cuda: Optional[str] = '12.4'", or "cuda = None"
     match = re.search(r"^cuda(?:: [^=\n]+)? = '([^'\n]+)'", _torch_version_file(reader)[1], re.MULTILINE)
     return match[1] if match else ""
 
 
 def _python_folders() -> tuple[str, ...]:
+    """Return the absolute folders from which Python imports modules."""
     return tuple(folder for folder in sys.path if folder.startswith("/"))
 
 
 def rocm_evidence(reader: Reader) -> str:
-    """Return evidence that this image is made for AMD GPUs, or "" if it is not.
+    """Return evidence that this image is built for AMD GPUs, or "" if it is not.
 
-    If the image has torch, only torch's build decides: the node's /opt/rocm may be mounted into a container
-    whose torch is for other GPUs.
+    If the image has torch, only the GPUs for which torch is built count. A folder /opt/rocm may be mounted
+    from the node, even if torch is built for other GPUs.
     """
     path, text = _torch_version_file(reader)
     if path:
@@ -297,21 +312,24 @@ def rocm_evidence(reader: Reader) -> str:
 
 
 class Nccl(NamedTuple):
-    """An NCCL. All texts are empty if it is unknown."""
+    """The version of an installed NCCL library. All texts are empty if it is unknown."""
 
     version: str = ""
     source: str = ""
     """The evidence for the version."""
     owner: str = ""
-    """``torch`` for a wheel beside torch, ``image`` for the library on the library path, else empty."""
+    """``torch`` if NCCL comes from a wheel, ``image`` if it is on the library path; otherwise empty."""
 
 
 def loaded_nccl(reader: Reader, env: Mapping[str, str], on_library_path: Nccl) -> Nccl:
-    """Return the NCCL that torch loads, or the version that the user states.
+    """Return the version of the NCCL that torch loads.
+
+    A version in ``IMGKIT_NCCL_VERSION`` takes precedence. Otherwise, torch loads NCCL from the wheel that was
+    installed with torch, or from the library path.
 
     Parameters
     ----------
-    on_library_path : the result of `image_nccl`.
+    on_library_path : the NCCL on the library path, which is the result of `image_nccl`.
 
     Raises
     ------
@@ -319,7 +337,7 @@ def loaded_nccl(reader: Reader, env: Mapping[str, str], on_library_path: Nccl) -
     """
     option = env.get("IMGKIT_NCCL_VERSION")
     if option:
-        # The text must be nothing but a version.
+        # The whole text must be a version, without anything before or after it.
         if _version(option) != option:
             problem, hint = f"{option!r} is not an NCCL version", "give, for example, 2.20.5"
             raise UsageError(problem, where="IMGKIT_NCCL_VERSION", hint=hint)
@@ -335,10 +353,10 @@ def loaded_nccl(reader: Reader, env: Mapping[str, str], on_library_path: Nccl) -
 
 
 def image_nccl(reader: Reader, env: Mapping[str, str]) -> Nccl:
-    """Return the NCCL on the library path.
+    """Return the version of the NCCL on the library path.
 
-    The file's name has the version, such as libnccl.so.2.20.5. Otherwise the variable NCCL_VERSION counts,
-    which NVIDIA's images set.
+    It is part of the file's name, such as libnccl.so.2.20.5. If there is no such file, the version is the
+    value of NCCL_VERSION, a variable that NVIDIA's images set.
     """
     for folder in library_folders(reader, env):
         target = reader.target(f"{folder}/libnccl.so.2")
@@ -352,11 +370,11 @@ def image_nccl(reader: Reader, env: Mapping[str, str]) -> Nccl:
 
 
 def _is_linked_to_wheel(reader: Reader) -> bool:
-    """Return whether torch loads NCCL from the wheel beside it, and not from the library path.
+    """Return whether torch loads NCCL from the installed wheel, and not from the library path.
 
-    torch's library then names the folder of the wheel in its RPATH or RUNPATH (folders that the linker
-    searches first). The torch of an NGC image does not, even if another package has installed the wheel. If
-    torch's library cannot be read, return True.
+    If it does, the folder of the wheel is in the RPATH or RUNPATH of torch's library. These are lists of
+    folders in which the dynamic linker searches. The torch of an NGC image uses the library path, even if
+    another package has installed the wheel. If torch's library cannot be read, return True.
     """
     path, _ = _torch_version_file(reader)
     folder, _, _ = path.rpartition("/")
@@ -368,15 +386,16 @@ def _is_linked_to_wheel(reader: Reader) -> bool:
 
 
 def _version(text: str) -> str:
-    """Return the version at the beginning of a text: ``2.20.5-1+cuda12.4 -> 2.20.5``."""
+    """Return the version at the beginning of a text, or "": ``2.20.5-1+cuda12.4 -> 2.20.5``."""
     match = re.match(r"\d+\.\d+(\.\d+)?", text)
     return match[0] if match else ""
 
 
 def nccl_settings(reader: Reader, env: Mapping[str, str]) -> tuple[Setting, ...]:
-    """Return the settings of nccl.conf files. If two files set a variable, the user's file counts.
+    """Return the variables that nccl.conf files set. NCCL reads a file of the system and a file of the user.
 
-    The user's file is the one in NCCL_CONF_FILE, or else ~/.nccl.conf. The other file is /etc/nccl.conf.
+    The system's file is /etc/nccl.conf. The user's file is the one in NCCL_CONF_FILE, or ~/.nccl.conf if the
+    variable is not set. If both files set a variable, the user's file takes precedence.
     """
     paths = ["/etc/nccl.conf"]
     if env.get("NCCL_CONF_FILE"):
@@ -398,9 +417,10 @@ FILES = ("NCCL_TOPO_FILE", "NCCL_GRAPH_FILE", "NCCL_CONF_FILE", "NCCL_IBVERBS_LI
 
 
 def absent_files(reader: Reader, env: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Return a problem and its remedy for each variable whose file does not exist.
+    """Return a problem and its remedy for each variable that names a missing file.
 
-    The variables are those of `FILES`: each names a file that NCCL reads, such as NCCL_TOPO_FILE.
+    Only the variables in `FILES` are checked. Each of them names a file that NCCL reads, such as
+    NCCL_TOPO_FILE.
     """
     problems = []
     for name in FILES:
@@ -412,9 +432,10 @@ def absent_files(reader: Reader, env: Mapping[str, str]) -> tuple[tuple[str, str
 
 
 def peermem(reader: Reader) -> str:
-    """Return the version file of the kernel module for GPUDirect with its content, or "" without the module.
+    """Return evidence of the kernel module for GPUDirect RDMA, or "" if the module is not loaded.
 
-    NCCL looks for the module at the same paths (gdr.cc).
+    The evidence is the path of the module's version file and its content. NCCL looks for the module at the
+    same paths (gdr.cc).
     """
     for path in (
         "/sys/module/nvidia_peermem/version",
@@ -428,9 +449,9 @@ def peermem(reader: Reader) -> str:
 
 
 def dmabuf(reader: Reader) -> bool:
-    """Return whether NICs can read GPU memory through DMA-BUF.
+    """Return whether NICs can read GPU memory through DMA-BUF, a mechanism of the kernel.
 
-    That needs the driver's open kernel module and Linux 5.12 or later.
+    This requires the open kernel module of NVIDIA's driver, and Linux 5.12 or later.
     """
     kernel = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", reader.text("/proc/sys/kernel/osrelease") or "")
     is_open = "Open Kernel Module" in read_driver(reader)

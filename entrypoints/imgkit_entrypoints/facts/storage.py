@@ -13,25 +13,25 @@ from imgkit_entrypoints.facts.reader import Reader
 # Size of each file of the measurement.
 WRITTEN_BYTES = 16 << 20
 TURNS = 3
-"""Number of files. The fastest one counts, because a busy moment says nothing about the disk."""
+"""Number of files. Only the fastest counts, because other programs may keep the disk busy for a moment."""
 ENOUGH_S = 2.0
-"""Time after which no further file is written."""
+"""Time in seconds after which no further file is written."""
 _PIECE = bytes(1 << 20)
 
 
 def write_MBps(folder: Path) -> float:
     """Measure the speed of writing new files to `folder`, and return it in MB/s (1e6 bytes a second).
 
-    The best of a few files counts. The time of a file ends when it is on the disk (fsync). The files are
-    removed at once.
+    Several files are written one after the other, and the fastest counts. The time includes the wait until
+    the file is on the disk (fsync). No files are left behind.
 
     Raises
     ------
     OSError : a file cannot be written.
     """
-    end_s = time.perf_counter() + ENOUGH_S
+    deadline_s = time.perf_counter() + ENOUGH_S
     seconds = [_time_write(folder)]
-    while len(seconds) < TURNS and time.perf_counter() < end_s:
+    while len(seconds) < TURNS and time.perf_counter() < deadline_s:
         seconds.append(_time_write(folder))
     return WRITTEN_BYTES / min(seconds) / 1e6
 
@@ -40,7 +40,9 @@ def _time_write(folder: Path) -> float:
     """Write a file of `WRITTEN_BYTES` bytes into `folder`, and return the seconds until it is on the disk."""
     path = files.temporary_name(folder / "imgkit-written")
     with files.create_file(path, mode=0o600) as stream:
-        path.unlink()  # the file system frees the space at the end, even after a kill
+        # The file is removed while it is open. The file system frees its space when it is closed, even if
+        # this process is killed.
+        path.unlink()
         start = time.perf_counter()
         for _ in range(WRITTEN_BYTES // len(_PIECE)):
             stream.write(_PIECE)
@@ -63,7 +65,7 @@ _MOUNT = re.compile(r"(?:\S+ ){4}(?P<point>\S+)(?: .*?)? - (?P<type>\S*)")
 
 
 def on_network_disk(reader: Reader, path: str) -> bool:
-    """Return whether `path`, which need not exist, is on a network file system."""
+    """Return whether `path` is on a network file system. The path need not exist."""
     return bool(_NETWORK.fullmatch(_file_system(reader, path)))
 
 
@@ -81,6 +83,8 @@ def _file_system(reader: Reader, path: str) -> str:
         # A space in a path is written as \040.
         point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), match["point"])
         is_inside = resolved == point or resolved.startswith(point.rstrip("/") + "/")
-        if is_inside and len(point) >= len(longest_point):  # of two mounts at one point the later one counts
+        # The longest mount point contains the path. If two file systems are mounted at the same point, the
+        # later one covers the earlier one.
+        if is_inside and len(point) >= len(longest_point):
             file_system, longest_point = match["type"], point
     return file_system

@@ -1,4 +1,4 @@
-"""The chart of busbw over size as SVG, both on logarithmic axes, for light and dark pages."""
+"""Draw the chart of the bus bandwidth (busbw) over the size as SVG. Both axes are logarithmic."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from imgkit_entrypoints.apps.bench.record import Result
 from imgkit_entrypoints.apps.drawing import COLOURS, DASHES, Axis, escaped
 
 WIDTH, HEIGHT = 860, 520
-# Margins of the plot; text has 12 px. The right one holds the names of the lines.
+# Margins of the plot in px. The right margin has space for the names of the lines. Text is 12 px high.
 LEFT, RIGHT, TOP, BOTTOM = 72, 150, 50, 50
 PLOT_WIDTH, PLOT_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
-# Distance of two names beside the plot, which have 12 px.
+# Vertical distance in px between two names beside the plot, whose text is 12 px high.
 LABEL_STEP = 17
-# More numbers would touch each other.
+# Most numbers on the axis of sizes. More numbers would overlap.
 MAX_SIZE_TICKS = 10
-# Decades up to which the axis of values has three numbers in each, about ten in all.
+# Up to this many decades, the axis of values has three numbers in each decade, which are about ten in all.
 MAX_DECADES = 3.5
 
-# Size in bytes and busbw in GBps, sizes ascending, both above 0.
+# Pairs of a size in bytes and a busbw in GBps, in ascending order of the sizes. All numbers are above 0.
 Points = Sequence[tuple[int, float]]
 
 
 def draw_chart(title: str, results: Sequence[Result]) -> str:
-    """Return the SVG file with one line for each collective."""
+    """Return the text of an SVG file with a chart that has one line for each collective."""
     lines: dict[str, list[tuple[int, float]]] = {}
     for result in results:
         if result.busbw_GBps > 0:
@@ -46,22 +46,22 @@ def draw_chart(title: str, results: Sequence[Result]) -> str:
 
 
 def _draw_plot(lines: Mapping[str, Points]) -> Iterator[str]:
-    """Yield the elements of the plot: axes, lines with their markers, and the names beside them."""
+    """Yield the SVG elements of the plot: axes, lines with markers, and the names of the lines."""
     all_points = list(itertools.chain(*lines.values()))
     all_sizes, all_values = zip(*all_points, strict=True)
-    # The factors leave room between the lines and the frame.
+    # The factors leave some space between the lines and the frame.
     x_axis = Axis(min(all_sizes) / 1.6, max(all_sizes) * 1.6, LEFT, PLOT_WIDTH, is_logarithmic=True)
     low = min(all_values) / 1.6
     high = max(all_values) * 1.8
     y_axis = Axis(low, high, TOP + PLOT_HEIGHT, -PLOT_HEIGHT, is_logarithmic=True)
     yield from _draw_axes(x_axis, y_axis)
-    for number, (name, points) in enumerate(lines.items()):
-        yield from _draw_line(name, number, points, x_axis, y_axis)
+    for index, (name, points) in enumerate(lines.items()):
+        yield from _draw_line(name, index, points, x_axis, y_axis)
     yield from _draw_labels(lines, x_axis, y_axis)
 
 
 def _draw_axes(x_axis: Axis, y_axis: Axis) -> Iterator[str]:
-    """Yield the grid with its numbers, the frame and the names of the axes."""
+    """Yield the SVG elements of the grid with its numbers, the frame and the names of the axes."""
     bottom = TOP + PLOT_HEIGHT
     right = LEFT + PLOT_WIDTH
     for size in size_ticks(x_axis.low, x_axis.high):
@@ -79,7 +79,7 @@ def _draw_axes(x_axis: Axis, y_axis: Axis) -> Iterator[str]:
 
 
 def size_ticks(low: float, high: float) -> list[int]:
-    """Return evenly spaced powers of two, about `MAX_SIZE_TICKS` at most."""
+    """Return the sizes to show on the axis: evenly spaced powers of two, about `MAX_SIZE_TICKS` at most."""
     first_power = math.ceil(math.log2(max(low, 1)))
     last_power = math.floor(math.log2(high))
     for step in (1, 2, 5, 10, 20):
@@ -90,7 +90,7 @@ def size_ticks(low: float, high: float) -> list[int]:
 
 
 def value_ticks(low: float, high: float) -> list[float]:
-    """Return 1, 2 and 5 of each decade, or only the decades if there are many."""
+    """Return the values to show on the axis: 1, 2 and 5 in each decade, or only 1 for many decades."""
     digits: tuple[int, ...] = (1,)
     if math.log10(high / low) <= MAX_DECADES:
         digits = (1, 2, 5)
@@ -99,15 +99,15 @@ def value_ticks(low: float, high: float) -> list[float]:
     last_power = math.ceil(math.log10(high))
     for power in range(first_power, last_power + 1):
         for digit in digits:
-            tick = float(f"{digit}e{power}")  # exact, as no multiplication is
+            tick = float(f"{digit}e{power}")  # unlike a multiplication, this has no rounding error
             if low <= tick <= high:
                 ticks.append(tick)
     return ticks
 
 
 def _draw_line(name: str, number: int, points: Points, x_axis: Axis, y_axis: Axis) -> Iterator[str]:
-    """Yield a line through the points, and a marker with a tooltip on each."""
-    # With more lines than colours, the next ones have dashes.
+    """Yield the SVG elements of a line: the line through its points, and a marker with a tooltip at each."""
+    # If there are more lines than colors, colors are reused, and the lines are dashed.
     round_number, colour = divmod(number, len(COLOURS))
     dash = DASHES[round_number % len(DASHES)]
     dash_attribute = ""
@@ -122,7 +122,7 @@ def _draw_line(name: str, number: int, points: Points, x_axis: Axis, y_axis: Axi
 
 
 def _draw_marker(number: int, x: float, y: float) -> str:
-    """Return one of five forms: a disc, a square, two triangles and a cross."""
+    """Return the marker of a line. There are five forms: a disc, a square, two triangles and a cross."""
     forms = (
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>',
         f'<rect x="{x - 3.2:.1f}" y="{y - 3.2:.1f}" width="6.4" height="6.4"/>',
@@ -134,7 +134,7 @@ def _draw_marker(number: int, x: float, y: float) -> str:
 
 
 class _LineEnd(NamedTuple):
-    """The last point of a line in the drawing. Line ends sort from the top downwards."""
+    """The position of a line's last point in the drawing. Sorting orders the lines from top to bottom."""
 
     y: float
     x: float
@@ -143,11 +143,11 @@ class _LineEnd(NamedTuple):
 
 
 def _draw_labels(lines: Mapping[str, Points], x_axis: Axis, y_axis: Axis) -> Iterator[str]:
-    """Draw the names beside the plot, each connected to the end of its line."""
+    """Yield the SVG elements of the names beside the plot, each connected to the end of its line."""
     ends = []
-    for number, (name, points) in enumerate(lines.items()):
+    for index, (name, points) in enumerate(lines.items()):
         size, value = points[-1]
-        ends.append(_LineEnd(y_axis.position(value), x_axis.position(size), number, name))
+        ends.append(_LineEnd(y_axis.position(value), x_axis.position(size), index, name))
     ends.sort()
     heights = spread_apart([end.y for end in ends], LABEL_STEP, TOP + 4, TOP + PLOT_HEIGHT)
     for end, label_y in zip(ends, heights, strict=True):
@@ -155,7 +155,10 @@ def _draw_labels(lines: Mapping[str, Points], x_axis: Axis, y_axis: Axis) -> Ite
 
 
 def _draw_label(end: _LineEnd, y: float) -> Iterator[str]:
-    """Draw the name and the marker of a line at the height `y`, and a thin connector to its end."""
+    """Yield the SVG elements for the name and the marker of a line at the height `y`.
+
+    A thin connector leads from there to the end of the line.
+    """
     x = LEFT + PLOT_WIDTH + 30
     colour = end.number % len(COLOURS)
     connector = f"M{end.x + 7:.1f} {end.y:.1f}L{x - 24} {y:.1f}H{x - 14}"
@@ -165,16 +168,17 @@ def _draw_label(end: _LineEnd, y: float) -> Iterator[str]:
 
 
 def spread_apart(positions: Sequence[float], step: float, low: float, high: float) -> list[float]:
-    """Return ascending positions that are at least `step` apart, within `low` and `high`.
+    """Move ascending positions apart until they have at least the distance `step`, and return them.
 
-    Each stays as near to its own position as it can: 10, 12, 50 with the step 17 become 10, 27, 50.
+    All results are between `low` and `high`, and near to the original positions. For example, the positions
+    10, 12 and 50 with the distance 17 become 10, 27 and 50.
     """
     pushed_up: list[float] = []
     lower_limit = low
     for position in positions:
         pushed_up.append(max(position, lower_limit))
         lower_limit = pushed_up[-1] + step
-    # Some may be beyond `high` now, so push them back, beginning with the last.
+    # Some positions may now exceed `high`, so push them back, beginning with the last one.
     pushed_back: list[float] = []
     upper_limit = high
     for position in reversed(pushed_up):

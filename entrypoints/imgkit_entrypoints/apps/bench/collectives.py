@@ -1,8 +1,8 @@
-"""The collectives: one record each, with everything that dist-bench knows about it, and the memory to run it.
+"""The collectives that dist-bench can measure, and the buffers that they need.
 
-Sizes and bus bandwidths are those of NVIDIA/nccl-tests, doc/PERFORMANCE.md and src/*.cu (v2.19). To add a
-collective, add its record to `COLLECTIVES`. The command line reads the records, so torch is imported only
-where a collective runs.
+Each collective has one record in `COLLECTIVES`. To add a collective, add a record. Sizes and bus bandwidths
+are defined as in NVIDIA/nccl-tests, doc/PERFORMANCE.md and src/*.cu (v2.19). The command line reads the
+records without torch, so torch is only imported in the functions that run a collective.
 """
 
 from __future__ import annotations
@@ -20,100 +20,108 @@ if TYPE_CHECKING:
 
     from imgkit_entrypoints.run.ranks import Ranks
 
-# Chunks have a whole multiple of so many bytes, as in nccl-tests.
+# The size of each rank's chunk is a multiple of this many bytes, as in nccl-tests.
 CHUNK_BYTES = 16
-# Root of broadcast, reduce, gather and scatter; nccl-tests' default too.
+# Rank that is the root of broadcast, reduce, gather and scatter. This is also nccl-tests' default.
 ROOT = 0
 
-# Runs a collective once; on a GPU it returns before the collective has ended.
+# A function that runs a collective once. On a GPU, it returns before the collective has finished.
 Launch = Callable[[], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Consecutive output elements, and the input that they come from."""
+    """A range of consecutive elements in a rank's output, and the input from which they come."""
 
     start: int
     count: int
     source: int | None
-    """Rank whose input the elements are. None means the sum of all ranks' inputs."""
+    """Rank from whose input the elements come. None means that they are the sum of all ranks' inputs."""
     offset: int
-    """Position of the first element in that input."""
+    """Position of the first element in this input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The data of one rank, in elements."""
+    """The number of elements of a collective, seen from one rank."""
 
     count: int
-    """Elements of the whole size."""
+    """Number of elements that correspond to the size in the table."""
     ranks: int
     rank: int
 
     @property
     def part(self) -> int:
-        """Elements of one rank's part, where the size is cut into equal parts."""
+        """Number of elements in the part of each rank, if the elements are divided among the ranks."""
         return self.count // self.ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCall:
-    """What a collective is called with."""
+    """The arguments with which the function of a collective is called."""
 
     dist: Any
-    """The module torch.distributed."""
+    """The module torch.distributed, which is passed so that this module need not import torch."""
     input: torch.Tensor
     output: torch.Tensor
-    """The same as `input` if the operation works in place."""
+    """The same tensor as `input` if the collective works in place."""
     ranks: int
     rank: int
 
     def chunks(self, buffer: torch.Tensor) -> list[torch.Tensor] | None:
-        """Return one chunk of `buffer` for each rank on the root, and None on all others."""
+        """Return the chunks of `buffer`, one for each rank, on the root rank, and None on all other ranks."""
         if self.rank != ROOT:
             return None
         return list(buffer.chunk(self.ranks))
 
 
 def _full_size(shape: Shape) -> int:
+    """Return the number of all elements, for collectives whose buffer has the full size."""
     return shape.count
 
 
 def _part(shape: Shape) -> int:
+    """Return the number of elements of one rank's part, for collectives whose buffer has only this part."""
     return shape.part
 
 
 def _between_nodes(nodes: int, _ranks_per_node: int) -> Fraction:
+    """Return the traffic of the root's node in a gather or scatter: the parts of all other nodes."""
     return Fraction(nodes - 1, nodes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One collective. The fields of a record are in the order of its life: sizes, figures, call, result."""
+    """The description of one collective: its buffers, its bandwidths, how to call it, and its result."""
 
     name: str
     parts: bool = False
-    """The size counts one chunk per rank; otherwise it is the size of each rank's buffer."""
+    """True if the size is divided into one part per rank. Otherwise, each rank's buffer has the full size."""
     input: Callable[[Shape], int] = _full_size
-    """Elements of a rank's input."""
+    """Returns the number of elements of a rank's input."""
     output: Callable[[Shape], int] | None = None
-    """Elements of a rank's separate output. None means that input and output are one buffer."""
+    """Returns the number of elements of a rank's output. None means that input and output are one buffer."""
     sums: bool = False
-    """The values of all ranks are added up."""
+    """True if the values of all ranks are added up."""
     has_root: bool = False
     bus: Callable[[Fraction], Fraction] = lambda _: Fraction(1)
-    """busbw / algbw: bytes that the links must carry for each byte, from (ranks - 1) / ranks."""
-    traffic: Callable[[int, int], Fraction] = lambda _nodes, _ranks_per_node: Fraction(1)
-    """Bytes that leave (or enter) the busiest node for each byte, from the nodes and the ranks of each.
+    """Returns busbw / algbw: how many bytes the links must carry for each byte of the size.
 
-    What runs as a ring counts as one flat ring over all ranks.
+    The argument is (ranks - 1) / ranks. algbw is the size divided by the time. busbw is comparable with the
+    rate of the links.
+    """
+    traffic: Callable[[int, int], Fraction] = lambda _nodes, _ranks_per_node: Fraction(1)
+    """Returns how many bytes leave (or enter) the busiest node for each byte of the size.
+
+    The arguments are the number of nodes and the number of ranks per node. Collectives that use a ring are
+    assumed to use one ring over all ranks.
     """
     fills_network: bool = False
-    """All nodes send and receive all the time, so that a low share of the line rate means a problem."""
+    """True if all nodes send and receive all the time. A low share of the line rate then means a problem."""
     call: Callable[[CollectiveCall], Launch]
-    """Return the function that runs it once on its buffers."""
+    """Returns the function that runs the collective once on the given buffers."""
     result: Callable[[Shape], tuple[Segment, ...]]
-    """The expected output of a rank. It is empty if the operation leaves it undefined."""
+    """Returns the expected output of a rank. It is empty if the collective does not define the output."""
 
     @property
     def separate(self) -> bool:
@@ -121,25 +129,30 @@ class Collective:
         return self.output is not None
 
     def factor(self, ranks: int) -> float:
-        """Return busbw / algbw, by nccl-tests' definition."""
+        """Return busbw / algbw for a number of ranks, as nccl-tests defines it."""
         return float(self.bus(Fraction(ranks - 1, ranks)))
 
     def busbw_GBps(self, size_bytes: int, seconds: float, ranks: int) -> float:
-        """Return the bus bandwidth of one operation that takes `seconds`."""
+        """Return the bus bandwidth if one operation of this size takes `seconds`."""
         return self.factor(ranks) * size_bytes / seconds / 1e9
 
     def expected_busbw_GBps(self, line_rate_Gbps: float, nodes: int, ranks_per_node: int) -> float:
-        """Return the bus bandwidth at which the network of the busiest of several nodes is full.
+        """Return the largest bus bandwidth that the network between several nodes allows.
+
+        At this bandwidth, the network adapters of the busiest node carry as much as they can.
 
         Parameters
         ----------
-        line_rate_Gbps : what all network adapters of a node together can carry in one direction.
+        line_rate_Gbps : rate of all network adapters of a node together, in one direction.
         """
         algbw_GBps = line_rate_Gbps / 8 / float(self.traffic(nodes, ranks_per_node))
         return algbw_GBps * self.factor(nodes * ranks_per_node)
 
     def elements(self, size_bytes: int, item_bytes: int, ranks: int) -> int:
-        """Return the elements of the whole size: whole chunks of 16 bytes per rank if it has parts."""
+        """Round a size down to a number of elements, but to at least one.
+
+        If the size is divided into one part per rank, each part is a multiple of 16 bytes and is not empty.
+        """
         count = size_bytes // item_bytes
         if not self.parts:
             return max(1, count)
@@ -148,20 +161,23 @@ class Collective:
         return max(chunk_elements, part) * ranks
 
     def output_elements(self, shape: Shape) -> int:
-        """Return the elements of a rank's separate output buffer, or 0 if it has none."""
+        """Return the number of elements of a rank's output, or 0 if input and output are one buffer."""
         if self.output is None:
             return 0
         return self.output(shape)
 
     def buffer_bytes(self, size_bytes: int, ranks: int) -> int:
-        """Return the bytes of all buffers of the rank that needs most."""
+        """Return the number of bytes of all buffers on the rank that needs most memory, which is the root."""
         shape = Shape(count=size_bytes, ranks=ranks, rank=ROOT)
-        # Linear in the count, so bytes too.
+        # The functions are linear in the count, so they also work with bytes instead of elements.
         return self.input(shape) + self.output_elements(shape)
 
 
 def _ring_bytes(factor: int) -> Callable[[int, int], Fraction]:
-    """Return the traffic of one flat ring that sends `factor` times all chunks but one."""
+    """Return the `traffic` function of a collective that runs as one ring over all ranks.
+
+    In a ring, each rank sends all chunks except one to the next rank, `factor` times.
+    """
 
     def traffic(nodes: int, ranks_per_node: int) -> Fraction:
         ranks = nodes * ranks_per_node
@@ -171,11 +187,12 @@ def _ring_bytes(factor: int) -> Callable[[int, int], Fraction]:
 
 
 def _alltoall_bytes(nodes: int, ranks_per_node: int) -> Fraction:
+    """Return the traffic of an all-to-all: each rank of a node sends the parts of all other nodes."""
     return ranks_per_node * Fraction(nodes - 1, nodes)
 
 
 def _all_gather(call: CollectiveCall) -> Launch:
-    # torch 2.13 deprecates the older name.
+    # torch 2.13 has a new name for this function and deprecates the old one.
     function = getattr(call.dist, "all_gather_single", None) or call.dist.all_gather_into_tensor
     return partial(function, call.output, call.input)
 
@@ -186,16 +203,18 @@ def _reduce_scatter(call: CollectiveCall) -> Launch:
 
 
 def _alltoallv(call: CollectiveCall) -> Launch:
+    """Return an all-to-all with explicit sizes of the parts, which are equal here."""
     splits = [call.input.numel() // call.ranks] * call.ranks
     return partial(call.dist.all_to_all_single, call.output, call.input, splits, splits)
 
 
 def _sendrecv(call: CollectiveCall) -> Launch:
-    """Send to the next rank and receive from the previous one."""
+    """Return a function that sends to the next rank and receives from the previous one."""
     if call.ranks == 1:
         return partial(call.output.copy_, call.input)
-    # Receive first: gloo sends once the peer has announced that it is ready. With the other order that
-    # announcement waits behind the data, and the two directions take turns (50 % of a link between nodes).
+    # Start to receive before sending. gloo sends data when the peer has announced that it is ready to
+    # receive. In the other order, this announcement is queued after the data, and the two directions take
+    # turns (50 % of a link between nodes).
     pair = [
         call.dist.P2POp(call.dist.irecv, call.output, (call.rank - 1) % call.ranks),
         call.dist.P2POp(call.dist.isend, call.input, (call.rank + 1) % call.ranks),
@@ -209,15 +228,20 @@ def _sendrecv(call: CollectiveCall) -> Launch:
 
 
 def _sum_of_all(shape: Shape) -> tuple[Segment, ...]:
+    """Return the expected output if it is the sum of all inputs."""
     return (Segment(start=0, count=shape.count, source=None, offset=0),)
 
 
 def _copy_of(shape: Shape, source: int) -> tuple[Segment, ...]:
+    """Return the expected output if it is a copy of the input of the rank `source`."""
     return (Segment(start=0, count=shape.count, source=source, offset=0),)
 
 
 def _joined_parts(shape: Shape, offset: int = 0) -> tuple[Segment, ...]:
-    """Return one part of each rank's input, from `offset` on."""
+    """Return the expected output if it consists of one part of each rank's input.
+
+    `offset` is the position of this part in the inputs.
+    """
     return tuple(
         Segment(start=source * shape.part, count=shape.part, source=source, offset=offset)
         for source in range(shape.ranks)
@@ -282,7 +306,7 @@ COLLECTIVES: tuple[Collective, ...] = (
         result=lambda shape: _joined_parts(shape, shape.rank * shape.part),
     ),
     Collective(
-        # With explicit, equal splits: the call of expert-parallel programs.
+        # All-to-all with explicit sizes of the parts, which expert-parallel programs use.
         name="alltoallv",
         parts=True,
         output=_full_size,
@@ -293,7 +317,8 @@ COLLECTIVES: tuple[Collective, ...] = (
         result=lambda shape: _joined_parts(shape, shape.rank * shape.part),
     ),
     Collective(
-        # In a ring in node order: only each node's last rank sends to another node.
+        # The ranks form a ring in the order of the nodes, so only the last rank of each node sends to another
+        # node.
         name="sendrecv",
         output=_full_size,
         call=_sendrecv,
@@ -334,22 +359,23 @@ def find_collective(name: str) -> Collective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffers:
-    """This rank's memory for one operation. If that works in place, `output` is `input`."""
+    """The buffers of this rank for one operation. If it works in place, `output` is the same as `input`."""
 
     input: torch.Tensor
     output: torch.Tensor
 
 
-# Distance of the beginnings of rotated buffers: as if torch had allocated each by itself.
+# Alignment of buffers that share one block of memory. torch aligns separate allocations in the same way.
 ALIGNED_BYTES = 512
 
 
 def allocate(
     collective: Collective, count: int, dtype: torch.dtype, ranks: Ranks, copies: int = 1
 ) -> tuple[Buffers, ...]:
-    """Allocate this rank's buffers for `count` elements, `copies` times.
+    """Allocate `copies` sets of this rank's buffers for a collective with `count` elements.
 
-    All memory is written once, because untouched memory is not mapped yet.
+    All memory is filled with zeros, because the kernel maps memory only when it is first written. Otherwise,
+    the first timed launch would include the mapping.
     """
     shape = Shape(count=count, ranks=ranks.world_size, rank=ranks.rank)
     inputs = _allocate_tensors(collective.input(shape), dtype, ranks.device, copies)
@@ -362,7 +388,7 @@ def allocate(
 def _allocate_tensors(
     elements: int, dtype: torch.dtype, device: torch.device, copies: int
 ) -> list[torch.Tensor]:
-    """Return `copies` tensors that lie one behind the other in one block of zeros."""
+    """Return `copies` tensors of zeros that follow each other in one block of memory."""
     import torch
 
     stride = elements
@@ -370,12 +396,12 @@ def _allocate_tensors(
         aligned_elements = ALIGNED_BYTES // torch.empty(0, dtype=dtype).element_size()
         stride = math.ceil(elements / aligned_elements) * aligned_elements
     block = torch.empty(stride * copies, dtype=dtype, device=device).zero_()
-    starts = [stride * number for number in range(copies)]
+    starts = [stride * index for index in range(copies)]
     return [block[start : start + elements] for start in starts]
 
 
 def bind(collective: Collective, buffers: Buffers, ranks: Ranks) -> Launch:
-    """Return the function that runs `collective` once on `buffers`."""
+    """Return a function without arguments that runs `collective` once on `buffers`."""
     import torch.distributed as dist
 
     return collective.call(
@@ -390,6 +416,6 @@ def bind(collective: Collective, buffers: Buffers, ranks: Ranks) -> Launch:
 
 
 def rotate(launches: Sequence[Launch]) -> Launch:
-    """Return a function that runs the next of `launches` each time, and after the last the first again."""
+    """Return a function that runs another one of `launches` at each call, and begins again after the last."""
     cycle = itertools.cycle(launches)
     return lambda: next(cycle)()

@@ -1,4 +1,7 @@
-"""The bandwidth between two nodes, both directions at once. The preflight compares pairs of nodes by it."""
+"""Measure the bandwidth between two nodes in both directions at once.
+
+The preflight, which checks nodes before a run, uses this to compare pairs of nodes.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,15 @@ from imgkit_entrypoints.apps.bench.measurement import Measurer
 from imgkit_entrypoints.apps.bench.sizes import MIN_BATCHES
 from imgkit_entrypoints.run.ranks import Ranks
 
-# Launches of all batches together. The preflight of a whole run waits for them.
+# Limit for the launches in all batches together. It is low, because the whole run waits for the preflight.
 _MAX_LAUNCHES = 200
 
 
 def measure_exchange_GBps(measurer: Measurer, size_bytes: int) -> float:
-    """Return the bandwidth of each direction between the two ranks in 1e9 B/s; a collective call.
+    """Return the bandwidth of each direction between the two ranks in GB/s (1e9 B/s).
 
-    Both ranks send and receive at the same time. The result is the median of several batches (many launches
-    with one wait), on the slower rank.
+    Both ranks must call this function. They send and receive at the same time. A batch is a number of
+    launches after which a rank waits once. The result is the median of several batches on the slower rank.
     """
     ranks = measurer.ranks
     item_bytes = measurer.dtype.item_bytes
@@ -28,10 +31,10 @@ def measure_exchange_GBps(measurer: Measurer, size_bytes: int) -> float:
     sendrecv = collectives.find_collective("sendrecv")
     dtype = getattr(torch, measurer.dtype.torch)
     (buffers,) = collectives.allocate(sendrecv, count, dtype, ranks)
-    # Send random numbers, since links and processors may treat a buffer of zeros better.
+    # Send random numbers, because links and processors may transfer a buffer of zeros faster.
     measurer.noise.fill(buffers.input, ranks.rank, 0)
     launch = collectives.bind(sendrecv, buffers, ranks)
-    launch()  # sets up the connection
+    launch()  # the first launch sets up the connection, so it is not timed
     single_s = _slowest(measurement.time_batch(launch, 1, ranks), ranks)
     launches = _plan_launches(measurer, single_s)
     batches = [measurement.time_batch(launch, launches, ranks) for _ in range(MIN_BATCHES)]
@@ -40,16 +43,20 @@ def measure_exchange_GBps(measurer: Measurer, size_bytes: int) -> float:
 
 
 def _plan_launches(measurer: Measurer, single_s: float) -> int:
-    """Return the launches of each batch, for the options and the seconds of one launch."""
+    """Return the number of launches in each batch.
+
+    It is derived from ``--iters``, or from the time budget and `single_s`, the seconds of one launch.
+    """
     iterations = measurer.options.iters
     if iterations is None:
-        fitting = int(measurer.options.seconds / max(single_s, 1e-7))  # a clock may show no time at all
+        # A coarse clock may measure 0 s, hence the minimum of 1e-7 s.
+        fitting = int(measurer.options.seconds / max(single_s, 1e-7))
         iterations = min(_MAX_LAUNCHES, fitting)
     return max(1, iterations // MIN_BATCHES)
 
 
 def _slowest(seconds: float, ranks: Ranks) -> float:
-    """Return the time of the slower of the two ranks; a collective call."""
+    """Return the larger of the times that the two ranks pass to this function, on both ranks."""
     tensor = torch.tensor([seconds], dtype=torch.float64, device=ranks.device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return float(tensor.item())

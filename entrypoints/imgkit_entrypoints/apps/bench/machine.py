@@ -1,4 +1,4 @@
-"""The machine of a run: the node of every rank, free memory, and this node's fingerprint."""
+"""Facts about the machine of a run: the node of every rank, the free memory, and versions of software."""
 
 from __future__ import annotations
 
@@ -22,37 +22,42 @@ class RankNode:
     """The node of one rank."""
 
     number: str
-    """torchrun's number of the node; empty without torchrun."""
+    """The number that torchrun gives to the node; empty if torchrun was not used."""
     host: str
 
 
 def gather_nodes(ranks: Ranks) -> tuple[RankNode, ...]:
-    """Return the node of every rank, in the order of the ranks; a collective call."""
+    """Return the node of every rank, in the order of the ranks. All ranks must call this function."""
     node = RankNode(number=os.environ.get("GROUP_RANK", ""), host=platform.node())
     return tuple(ranks.gather(node))
 
 
 def node_names(rank_nodes: Sequence[RankNode]) -> tuple[str, ...]:
-    """Return the name of every rank's node.
+    """Return the name of the node on which each rank runs, in the order of the ranks.
 
-    It is the host, with the number of the node where several share the host: ``as01 (node 1)``.
+    The name is the host name. If several nodes have the same host name, their number is added: ``as01 (node
+    1)``.
     """
     nodes = list(dict.fromkeys(rank_nodes))
     nodes_of_host = collections.Counter(node.host for node in nodes)
     names = {}
-    for number, node in enumerate(nodes):
+    for node_index, node in enumerate(nodes):
         names[node] = node.host
         if nodes_of_host[node.host] > 1:
-            names[node] += f" (node {number})"
+            names[node] += f" (node {node_index})"
     return tuple(names[node] for node in rank_nodes)
 
 
 def ranks_per_node(names: Sequence[str]) -> int:
-    """Return the number of ranks on each of the nodes that `node_names` returned.
+    """Return the number of ranks on each node, which must be the same on all nodes.
+
+    Parameters
+    ----------
+    names : name of each rank's node, from `node_names`.
 
     Raises
     ------
-    UsageError : the nodes have different numbers of ranks, so no line rate would fit all of them.
+    UsageError : the nodes have different numbers of ranks, so there is no common line rate per rank.
     """
     counts = collections.Counter(names)
     first, count = next(iter(counts.items()))
@@ -66,25 +71,28 @@ def ranks_per_node(names: Sequence[str]) -> int:
     return count
 
 
-# Share of the free memory that the default sizes may use: libraries need buffers too.
+# Share of the free memory that buffers of the default sizes may use. Libraries need the rest for their
+# buffers.
 DEFAULT_SHARE = 0.5
-# Share of the free memory through which batches may rotate.
+# Share of the free memory for the copies of buffers that batches use in turn.
 ROTATED_SHARE = 0.1
-# Share above which a size is refused, because the kernel would kill the process without a message.
+# Largest share of the free memory. Larger sizes are refused, because the kernel would kill the process
+# silently.
 MAX_SHARE = 0.9
 
 
 def free_node_bytes(reader: Reader) -> int | None:
-    """Return the free memory of this node, or of this job's cgroup (its limit of memory) if that is less.
+    """Return the memory in bytes that processes on this node can still use, or None if it is unknown.
 
-    None means that the kernel reports neither.
+    The job may be in a cgroup (a group of processes) with its own limit of memory. The lower of the node's
+    free memory and the cgroup's free memory counts.
     """
     values = []
     for line in (reader.text("/proc/meminfo") or "").splitlines():
         name, _, rest = line.partition(":")
         if name == "MemAvailable":
-            values.append(int(rest.split()[0]) * 1024)
-    # A job's cgroup may allow less than the node has.
+            values.append(int(rest.split()[0]) * 1024)  # "MemAvailable:  527902004 kB"
+    # The job's cgroup may allow less than the node has.
     limit = reader.number("/sys/fs/cgroup/memory.max")
     used = reader.number("/sys/fs/cgroup/memory.current")
     if limit is not None and used is not None:
@@ -93,9 +101,9 @@ def free_node_bytes(reader: Reader) -> int | None:
 
 
 def free_memory_bytes(ranks: Ranks, ranks_on_node: int) -> int | None:
-    """Return the memory that one rank may use: the GPU's free memory, or its share of the node's.
+    """Return the memory in bytes that one rank may use, or None if it is unknown.
 
-    None means that the kernel does not report it.
+    With a GPU, this is the free memory of the GPU. Otherwise, it is an equal share of the node's free memory.
     """
     import torch
 
@@ -111,20 +119,23 @@ def free_memory_bytes(ranks: Ranks, ranks_on_node: int) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The facts of this node that a benchmark needs."""
+    """The facts about this node that are saved with the results of a benchmark."""
 
     fingerprint: Mapping[str, str]
-    """Named facts only, never the environment, which holds secrets."""
+    """Versions and names of hardware and software. The environment is left out, as it may have secrets."""
     line_rate_Gbps: float | None = None
 
 
 def read_machine(
     env: Mapping[str, str], nodes: int, ranks_on_node: int, software: Mapping[str, str]
 ) -> Machine:
-    """Read the facts of this node. If they cannot be read, return only the versions.
+    """Read the facts about this node. If they cannot be read, return only the versions of software.
 
     Parameters
     ----------
+    env : the environment of this process.
+    nodes : number of nodes of the run.
+    ranks_on_node : number of ranks on each node.
     software : versions of torch and its libraries, by name.
     """
     versions = {"imgkit": __version__, **software}

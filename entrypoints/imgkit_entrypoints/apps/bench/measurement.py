@@ -1,7 +1,8 @@
 """Measure one collective at one size on all ranks: warm up, agree on the counts, time batches, verify.
 
-A batch is many launches with one wait. GPU times come from CUDA events, CPU times from the monotonic clock.
-`time_batch` measures this rank; `Measurer` takes the slowest rank's time of every batch.
+A batch is a number of launches (calls of the collective) after which a rank waits once. Times on a GPU come
+from CUDA events, and times on a CPU from the monotonic clock. `time_batch` measures the time on this rank.
+`Measurer` uses the time of the slowest rank for every batch.
 """
 
 from __future__ import annotations
@@ -24,61 +25,62 @@ from imgkit_entrypoints.apps.bench.verify import Dtype, ExpectedValues, Noise, W
 from imgkit_entrypoints.launch import stop_protocol
 from imgkit_entrypoints.run.ranks import Ranks
 
-# Memory through which batches rotate: more than most caches hold.
+# Memory for the copies of buffers that launches use in turn. It is larger than most caches.
 ROTATED_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
-# Launches longer than this check for a stop request before each batch and verified iteration.
+# If a launch takes longer than this, the ranks check for a stop request before each batch and verified
+# iteration.
 _SLOW_S = 0.1
 
 
 class OutOfMemory(Exception):
-    """A rank has no memory for the buffers."""
+    """A rank does not have enough memory for the buffers."""
 
 
 class Stopped(Exception):
-    """The node agent asks the run to save and end."""
+    """The node agent (imgkit's process on each node) has requested that the run saves its state and ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """The measurement of one size, over all ranks."""
+    """The measured times and wrong values of one collective at one size, over all ranks."""
 
     counts: Counts
     batches: tuple[float, ...]
-    """The slowest rank's seconds of every batch."""
+    """Duration of each batch on the slowest rank, in seconds."""
     wrong: int | None
-    """Elements that differ from the expected ones, on all ranks. None means that values were not verified."""
+    """Number of wrong elements on all ranks together. None means that values were not verified."""
     first_wrong: tuple[WrongElement, ...]
     """The first wrong element of every rank that has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurer:
-    """Measures one size after the other; the fields stay the same for all sizes."""
+    """Measures collectives with the same options, ranks and element type, one size at a time."""
 
     options: BenchOptions
     ranks: Ranks
     dtype: Dtype
     expected: ExpectedValues | None
-    """None: values are not verified."""
+    """None means that values are not verified."""
     noise: Noise
     rotated_bytes: int
-    """Memory through which batches rotate."""
+    """Memory for the copies of buffers that launches use in turn."""
 
     def size_bytes(self, collective: Collective, requested_bytes: int) -> int:
-        """Round to whole elements, or to whole chunks for every rank."""
+        """Round a size to whole elements, or to whole chunks for every rank, and return it in bytes."""
         item_bytes = self.dtype.item_bytes
         return collective.elements(requested_bytes, item_bytes, self.ranks.world_size) * item_bytes
 
     def needed_bytes(self, collective: Collective, size_bytes: int) -> int:
-        """Return the memory for one launch, on the rank that needs most."""
+        """Return how many bytes of memory one launch needs, on the rank that needs most."""
         return collective.buffer_bytes(size_bytes, self.ranks.world_size)
 
     def allocate(self, collective: Collective, size_bytes: int, copies: int = 1) -> tuple[Buffers, ...]:
-        """Allocate memory for `copies` launches, on all ranks or on none.
+        """Allocate buffers for `copies` launches. All ranks must call this method.
 
         Raises
         ------
-        OutOfMemory : on all ranks, if one of them has too little memory.
+        OutOfMemory : on all ranks, if any rank has too little memory.
         """
         buffers: tuple[Buffers, ...] = ()
         failures = torch.zeros(1, device=self.ranks.device)
@@ -88,13 +90,13 @@ class Measurer:
             buffers = collectives.allocate(collective, count, dtype, self.ranks, copies)
         except (RuntimeError, MemoryError):  # the errors of CUDA and of the CPU allocator are RuntimeErrors
             failures += 1
-        dist.all_reduce(failures)  # now every rank has the number of ranks that failed
+        dist.all_reduce(failures)  # on every rank, the sum is the number of ranks that failed
         if failures.item():
             raise OutOfMemory
         return buffers
 
     def run_once(self, collective: Collective, size_bytes: int) -> None:
-        """Run `collective` once, untimed; a collective call."""
+        """Run `collective` once without timing it. All ranks must call this method."""
         (buffers,) = self.allocate(collective, size_bytes)
         collectives.bind(collective, buffers, self.ranks)()
         self.ranks.synchronize()
@@ -102,26 +104,26 @@ class Measurer:
     def measure(
         self, collective: Collective, requested_bytes: int, previous: Counts | None = None
     ) -> Measurement:
-        """Time and verify `collective` at one size; a collective call.
+        """Time and verify `collective` at one size. All ranks must call this method.
 
         Parameters
         ----------
-        requested_bytes : the size, before it is rounded to whole elements or chunks.
+        requested_bytes : the size before it is rounded to whole elements or chunks.
         previous : counts of the previous size, or None for the first size.
 
         Raises
         ------
-        Stopped : on all ranks, after a request to stop; the size is not measured.
-        OutOfMemory : on all ranks, if one of them has too little memory.
+        Stopped : on all ranks, after a request to stop. The measurement is discarded.
+        OutOfMemory : on all ranks, if any rank has too little memory.
         """
         size_bytes = self.size_bytes(collective, requested_bytes)
         buffers = self.allocate(collective, size_bytes)
         launch_s = self._warm_up(collectives.bind(collective, buffers[0], self.ranks))
         counts, is_slow = self._agree_on_counts(size_bytes, launch_s, previous)
-        # Launches rotate through several buffers, so that the data does not stay in a cache.
+        # Launches use several buffers in turn, so that the data of a launch is not in a cache already.
         copies = min(counts.launches, self.rotated_bytes // self.needed_bytes(collective, size_bytes))
         if copies > 1:
-            del buffers  # both at once may not fit
+            del buffers  # first free the old buffers, because the memory may not be enough for both
             buffers = self.allocate(collective, size_bytes, copies)
         batches = self._time_batches(collective, buffers, counts, is_slow)
         wrong = 0
@@ -130,7 +132,7 @@ class Measurer:
             wrong, first_wrong = self._verify_iterations(
                 self.expected, collective, buffers[0], counts, is_slow
             )
-        # One exchange for both: the number of wrong elements, and the times.
+        # Exchange the number of wrong elements together with the times, to save one collective.
         rows = self.gather_rows([float(wrong), *batches])
         wrong_counts, *batch_times = zip(*rows, strict=True)
         total_wrong = int(sum(wrong_counts))
@@ -145,14 +147,14 @@ class Measurer:
         )
 
     def gather_rows(self, row: list[float]) -> list[list[float]]:
-        """Return every rank's numbers; a collective call."""
+        """Return the row of numbers of every rank. All ranks must call this method."""
         numbers = torch.tensor(row, dtype=torch.float64, device=self.ranks.device)
         rows = [torch.empty_like(numbers) for _ in range(self.ranks.world_size)]
         dist.all_gather(rows, numbers)
         return [numbers.tolist() for numbers in rows]
 
     def _warm_up(self, launch: Launch) -> float:
-        """Run the untimed iterations, and return an estimate of the seconds of one launch."""
+        """Run the iterations that do not count, and return an estimate of the seconds of one launch."""
         if self.options.warmup_iters:
             launch()
         rounds = max(1, self.options.warmup_iters - 1)
@@ -161,17 +163,18 @@ class Measurer:
     def _agree_on_counts(
         self, size_bytes: int, launch_s: float, previous: Counts | None
     ) -> tuple[Counts, bool]:
-        """Return the counts that rank 0 plans, and whether launches are slow; a collective call.
+        """Return the counts that rank 0 has planned, and whether launches are slow.
 
-        Slow means that a batch takes so long that the ranks have to look for a stop request before each.
+        All ranks must call this method, so that they use the same counts. If launches are slow, the ranks
+        have to check for a request to stop before each batch.
 
         Parameters
         ----------
         launch_s : this rank's estimate of the seconds of one launch.
         previous : counts of the previous size, or None for the first size.
         """
-        # Number of launches that fit into the time budget.
-        fitting = self.options.seconds / max(launch_s, 1e-7)  # a clock may show no time at all
+        # Number of launches that fit into the time budget. A coarse clock may measure 0 s, hence the minimum.
+        fitting = self.options.seconds / max(launch_s, 1e-7)
         own_values = (fitting, launch_s > _SLOW_S, is_stop_requested())
         fitting, is_slow, must_stop = broadcast_numbers(own_values, self.ranks)
         if must_stop:
@@ -182,16 +185,20 @@ class Measurer:
     def _time_batches(
         self, collective: Collective, buffers: Sequence[Buffers], counts: Counts, is_slow: bool
     ) -> list[float]:
-        """Return the seconds of each batch, whose launches rotate through buffers of random data."""
-        # Sums in place would grow to infinity, so their buffers are filled again for each batch.
+        """Run all batches, and return the duration of each on this rank, in seconds.
+
+        The launches of a batch use `buffers` in turn, which are filled with random data.
+        """
+        # If sums are written to the input buffer, the values grow with each launch and would become infinite.
+        # So these buffers are filled again before each batch.
         sums_in_place = collective.sums and not collective.separate
         launches = [collectives.bind(collective, copy, self.ranks) for copy in buffers]
         seconds = []
         for batch in range(counts.batches):
             self._raise_if_stopped(is_slow)
             if batch == 0 or sums_in_place:
-                for number, copy in enumerate(buffers):
-                    self.noise.fill(copy.input, self.ranks.rank, number)
+                for index, copy in enumerate(buffers):
+                    self.noise.fill(copy.input, self.ranks.rank, index)
             rotated_launch = collectives.rotate(launches)  # each batch begins with the first buffer
             seconds.append(time_batch(rotated_launch, counts.launches, self.ranks))
         return seconds
@@ -204,7 +211,11 @@ class Measurer:
         counts: Counts,
         is_slow: bool,
     ) -> tuple[int, WrongElement | None]:
-        """Return the wrong elements of this rank over all verified iterations, and the first of them."""
+        """Run the verified iterations, and return the number of wrong elements and the first of them.
+
+        In each iteration, the inputs are filled with known values, and this rank's output is compared with
+        the expected result.
+        """
         launch = collectives.bind(collective, buffers, self.ranks)
         rank = self.ranks.rank
         count = counts.size_bytes // self.dtype.item_bytes
@@ -232,7 +243,10 @@ class Measurer:
         return total, first_wrong
 
     def _raise_if_stopped(self, is_slow: bool) -> None:
-        """Raise Stopped on all ranks if launches are slow and the node agent of rank 0 asks to stop."""
+        """Raise Stopped on all ranks if the node agent of rank 0 has requested a stop.
+
+        This is only checked if launches are slow, because the check is a collective that costs time.
+        """
         if not is_slow:
             return
         (must_stop,) = broadcast_numbers((is_stop_requested(),), self.ranks)
@@ -240,13 +254,13 @@ class Measurer:
             raise Stopped
 
     def _gather_first(self, first_wrong: WrongElement | None) -> tuple[WrongElement, ...]:
-        """Return the first wrong element of each rank that has one; a collective call."""
+        """Return the first wrong element of each rank that has one. All ranks must call this method."""
         elements = self.ranks.gather(first_wrong)
         return tuple(element for element in elements if element is not None)
 
 
 def is_stop_requested() -> bool:
-    """Return whether the node agent has asked this node's workers to stop."""
+    """Return whether the node agent (imgkit's process on this node) has requested that workers stop."""
     folder = os.environ.get("IMGKIT_STOP_DIR")
     if not folder:
         return False
@@ -254,14 +268,17 @@ def is_stop_requested() -> bool:
 
 
 def wait_for_ranks(ranks: Ranks) -> None:
-    """Wait until all ranks have come here, with no work left on their devices."""
+    """Wait until all ranks have called this function and their devices have finished all work."""
     ranks.synchronize()
     dist.barrier()
     ranks.synchronize()
 
 
 def time_batch(launch: Launch, count: int, ranks: Ranks) -> float:
-    """Return the seconds of `count` launches and one wait for all of them, after all ranks have met."""
+    """Run `count` launches, wait for all of them, and return the duration in seconds.
+
+    The timing begins when all ranks have called this function.
+    """
     wait_for_ranks(ranks)
     if ranks.device.type != "cuda":
         start_s = time.perf_counter()
@@ -280,7 +297,11 @@ def time_batch(launch: Launch, count: int, ranks: Ranks) -> float:
 
 
 def broadcast_numbers(values: Sequence[float], ranks: Ranks) -> tuple[float, ...]:
-    """Return rank 0's values on all ranks. Ranks that decided alone could wait for each other for ever."""
+    """Return the values of rank 0 on all ranks.
+
+    This lets all ranks take the same decisions. If each rank decided alone, ranks could wait for each other
+    forever.
+    """
     numbers = torch.tensor(values, dtype=torch.float64, device=ranks.device)
     dist.broadcast(numbers, 0)
     return tuple(numbers.tolist())

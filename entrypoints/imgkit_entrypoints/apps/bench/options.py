@@ -1,4 +1,4 @@
-"""The command line of dist-bench. Reading it needs no torch, so ``--help`` and refusals come at once."""
+"""Read the command line of dist-bench without importing torch, so that help and errors appear immediately."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ def _parse_positive_number(text: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requirement:
-    """The least busbw of the largest size: a percentage of the expected one, or a value in GBps."""
+    """The lowest acceptable bus bandwidth (busbw) at the largest size, as in ``--require``.
+
+    It is either a percentage of the expected busbw, or a value in GBps.
+    """
 
     percent: float | None = None
     GBps: float | None = None
@@ -64,11 +67,11 @@ class Requirement:
 
 
 def parse_requirement(text: str) -> Requirement:
-    """Parse ``80%`` of the expected busbw, or ``300`` or ``300GBps`` of busbw.
+    """Parse a value of ``--require``: ``80%`` of the expected busbw, or ``300`` or ``300GBps`` of busbw.
 
     Raises
     ------
-    argparse.ArgumentTypeError : the text is neither.
+    argparse.ArgumentTypeError : the text is neither a percentage nor a value in GBps.
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(%|GBps)?", text.strip())
     if match is None or float(match[1]) == 0:
@@ -174,13 +177,13 @@ class BenchOptions:
 
     @property
     def output_paths(self) -> dict[str, str]:
-        """The files that rank 0 writes, by option."""
+        """The paths of the files that rank 0 writes, by the option that sets the path."""
         paths = {"--save": self.json_path, "--csv": self.csv_path, "--plot": self.plot_path}
         return {option: path for option, path in paths.items() if path is not None}
 
 
 OPTIONS = tuple(declared_options(BenchOptions))
-# Options that have no effect with others.
+# Options that have no effect if --size is given.
 NEEDS = tuple(
     Need(option=name, reason="with --size", met=lambda parsed: parsed.size_bytes is None)
     for name in ("--min", "--max", "--factor")
@@ -188,17 +191,17 @@ NEEDS = tuple(
 
 
 def check(args: Sequence[str], _env: Mapping[str, str]) -> None:
-    """Refuse contradictory options before a worker starts.
+    """Check the options before any worker starts.
 
     Raises
     ------
-    UsageError : as `read_options`.
+    UsageError : an option is wrong or has no effect.
     """
     read_options(args)
 
 
 def read_options(args: Sequence[str] | None = None) -> BenchOptions:
-    """Read the worker's options.
+    """Parse the options of a worker from `args`, or from this process's command line.
 
     Raises
     ------

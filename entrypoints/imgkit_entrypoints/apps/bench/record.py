@@ -1,4 +1,4 @@
-"""The results of a run, and the files that hold them: JSON and CSV, written again after every size."""
+"""The results of a run, and the JSON and CSV files with them, which are rewritten after every size."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from imgkit_entrypoints.apps.bench.collectives import ROOT, Collective, find_col
 from imgkit_entrypoints.apps.bench.verify import Dtype, dtype_named
 from imgkit_entrypoints.errors import UsageError
 
-# Version of the JSON of nccl-tests (``-J``, src/util.cu of v2.17 and later) whose fields ours has.
+# Version of nccl-tests' JSON format (``-J``, src/util.cu of v2.17 and later). Our file has all of its fields.
 FILE_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """The ranks and the nodes they ran on."""
+    """The ranks of a run, and the nodes and devices on which they ran."""
 
     ranks: int
     nodes: int
@@ -36,28 +36,28 @@ class World:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One collective at one size. GBps is 1e9 B/s."""
+    """The result of one collective at one size. 1 GBps is 1e9 B/s."""
 
     collective: str
     dtype: str
     size_bytes: int
     count: int
-    """Elements of the whole size."""
+    """Number of elements that correspond to `size_bytes`."""
     iterations: int
-    """Timed iterations, in all batches together."""
+    """Number of timed iterations in all batches together."""
     time_us: float
-    """Time of one operation on the slowest rank: the median of the batches."""
+    """Time of one operation on the slowest rank, which is the median over the batches."""
     low_us: float
-    """Like `high_us`, the range of the batches without their fastest and slowest tenth."""
+    """`low_us` and `high_us` are the range of the batches without the fastest and the slowest tenth."""
     high_us: float
     algbw_GBps: float
     busbw_GBps: float
     wrong: int | None
-    """Elements that differ from the expected ones. None means that values were not verified."""
+    """Number of elements with a wrong value. None means that values were not verified."""
 
     @property
     def type(self) -> str:
-        """The element type, by nccl-tests' name."""
+        """The element type under the name that nccl-tests uses."""
         return dtype_named(self.dtype).nccl
 
     @property
@@ -67,14 +67,14 @@ class Result:
 
     @property
     def root(self) -> int:
-        """The root's rank, or -1, as nccl-tests prints it."""
+        """The rank of the root, or -1 if the collective has no root, as in nccl-tests."""
         return ROOT if find_collective(self.collective).has_root else -1
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entry of nccl-tests' JSON.
+        """Return the result as an entry in the format of nccl-tests' JSON.
 
-        nccl-tests runs each operation out of place (with two buffers) and in place (with one). torch offers
-        one of the two, so the entry of the other is None.
+        nccl-tests runs each operation out of place (with two buffers) and in place (with one buffer). torch
+        supports only one of the two, so the entry for the other one is None.
         """
         figures = {
             "time": self.time_us,
@@ -102,7 +102,7 @@ class Result:
 
 
 def mean_busbw_GBps(results: Sequence[Result]) -> float:
-    """Return nccl-tests' "Avg bus bandwidth". It is 0 without a result."""
+    """Return the mean bus bandwidth (nccl-tests' "Avg bus bandwidth"), or 0 if there is no result."""
     if not results:
         return 0.0
     return statistics.fmean(result.busbw_GBps for result in results)
@@ -118,15 +118,15 @@ def new_result(
     ranks: int,
     wrong: int | None,
 ) -> Result:
-    """Return the result of one size. Its time is the median of the batches.
+    """Return the result of one collective at one size. Its time is the median over the batches.
 
     Parameters
     ----------
-    seconds : seconds of one operation in each batch.
-    wrong : number of wrong elements; None if they were not verified.
+    seconds : mean duration of one operation in each batch, in seconds.
+    wrong : number of wrong elements, or None if values were not verified.
     """
     ordered = sorted(seconds)
-    # The fastest and the slowest tenth do not count for the range.
+    # The range leaves out the fastest and the slowest tenth of the batches, which may be outliers.
     cut = len(ordered) // 10
     median = statistics.median(ordered)
     return Result(
@@ -146,32 +146,32 @@ def new_result(
 
 @dataclass(kw_only=True)
 class RunRecord:
-    """Everything that the files keep of a run."""
+    """All values of a run that are saved in files."""
 
     started: str
-    """UTC, ISO 8601."""
+    """Time of the start in UTC, in the format of ISO 8601."""
     command: tuple[str, ...]
     world: World
     fingerprint: Mapping[str, str]
     line_rate_Gbps: float | None
     results: list[Result] = field(default_factory=list)
     transport: tuple[str, ...] = ()
-    """The transports that NCCL's log names: ``network IB``, ``via NET/IB with GDRDMA``."""
+    """The transports in NCCL's log, such as ``network IB`` and ``via NET/IB with GDRDMA``."""
     complete: bool = False
 
     @property
     def wrong(self) -> int:
-        """Wrong elements of all results."""
+        """Number of wrong elements in all results together."""
         return sum(result.wrong or 0 for result in self.results)
 
     def to_json(self, verdict: Mapping[str, Any]) -> str:
-        """Return the text of the JSON file; docs/guides/bench.md lists the fields."""
+        """Return the content of the JSON file. Its fields are explained in docs/guides/bench.md."""
         data = {
             "version": FILE_VERSION,
             "start_time": self.started,
             "args": list(self.command),
             "results": [result.to_dict() for result in self.results],
-            # nccl-tests writes these truth values as texts.
+            # nccl-tests writes these booleans as strings.
             "out_of_bounds": {"count": self.wrong, "okay": "false" if self.wrong else "true"},
             "average_bus_bandwidth": {"bandwidth": mean_busbw_GBps(self.results), "okay": "unchecked"},
             "imgkit": __version__,
@@ -185,7 +185,7 @@ class RunRecord:
         return json.dumps(data, indent=1) + "\n"
 
     def to_csv(self) -> str:
-        """Return the text of the CSV file: one row per result."""
+        """Return the content of the CSV file, which has one row per result."""
         text = io.StringIO()
         names = [column.name for column in dataclasses.fields(Result)]
         writer = csv.DictWriter(text, names, lineterminator="\n")
@@ -195,30 +195,30 @@ class RunRecord:
 
 
 def save(path: Path, text: str, usage: str) -> None:
-    """Write a file as a whole, or leave the old one.
+    """Write a file atomically: if writing fails, the old file is kept.
 
     Parameters
     ----------
-    usage : what chooses the file: ``--save FILE``.
+    usage : option or variable that selects the file, for messages: ``--save FILE``.
 
     Raises
     ------
-    UsageError : it cannot be written.
+    UsageError : the file cannot be written.
     """
     with files.replace_named_file(path, failed="cannot save", hint=f"name a writable file: {usage}") as file:
         file.write(text.encode())
 
 
 def refuse_unwritable(path: Path, usage: str) -> None:
-    """Refuse a path at which no file can be written.
+    """Raise an error if no file can be written at `path`.
 
     Parameters
     ----------
-    usage : what chooses the file: ``--save FILE``.
+    usage : option or variable that selects the file, for messages: ``--save FILE``.
 
     Raises
     ------
-    UsageError : it is a folder, or its folder is not writable.
+    UsageError : `path` is a folder, or its parent folder is not writable.
     """
     hint = f"name a file in a writable folder: {usage}"
     if path.is_dir():

@@ -1,4 +1,4 @@
-"""Set up a run: find the ranks' nodes, agree on the free memory, and check the options and files."""
+"""Set up a run: find out on which nodes ranks are, determine the free memory, check options and files."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from imgkit_entrypoints.apps.bench.verify import ExpectedValues, Noise
 from imgkit_entrypoints.errors import ImgkitError, UsageError
 from imgkit_entrypoints.run.ranks import Ranks
 
-# Name of the file in the run's folder with all figures, which ``imgkit scaling`` reads.
+# Name of the file with all results in the folder of the run. ``imgkit scaling`` reads it.
 RUN_FILE = "bench.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSetup:
-    """Everything about a run that is known before its first collective is timed."""
+    """All values of a run that are determined before its first collective is timed."""
 
     options: BenchOptions
     ranks: Ranks
     node_names: tuple[str, ...]
-    """Name of every rank's node."""
+    """Name of the node on which each rank runs."""
     measurer: Measurer
     world: World
     fingerprint: Mapping[str, str]
     line_rate_Gbps: float | None
-    """Line rate of a node's network: ``--line-rate``, or the sum of its active ports."""
+    """Line rate of a node's network: the value of ``--line-rate``, or the sum of all active ports."""
     free_bytes: float
-    """Free memory per rank, on the rank that has least."""
+    """Free memory of the rank that has least, or infinity if it is unknown."""
     run_file: Path | None
-    """The file `RUN_FILE`. None means that the run has no folder."""
+    """Path of the file `RUN_FILE`, or None if the run has no folder."""
 
     def new_record(self) -> RunRecord:
-        """Return a record without results, started now."""
+        """Return a record without results, whose start time is now."""
         return RunRecord(
             started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             command=("dist-bench", *sys.argv[1:]),
@@ -56,12 +56,12 @@ class RunSetup:
 
 
 def set_up(options: BenchOptions, ranks: Ranks) -> RunSetup:
-    """Set up the run; a collective call.
+    """Set up the run. All ranks must call this function.
 
     Raises
     ------
-    UsageError : on all ranks: the nodes have different numbers of ranks, there is no expected busbw for the
-        percentage of ``--require``, or rank 0 cannot write a file.
+    UsageError : on all ranks, in three cases: the nodes have different numbers of ranks, ``--require`` is a
+        percentage but the expected busbw is unknown, or rank 0 cannot write a file.
     """
     node_names = machine.node_names(machine.gather_nodes(ranks))
     hosts = tuple(dict.fromkeys(node_names))
@@ -70,7 +70,7 @@ def set_up(options: BenchOptions, ranks: Ranks) -> RunSetup:
     line_rate_Gbps = options.line_rate_Gbps or node.line_rate_Gbps
     run_file = _run_file(os.environ)
     output_paths = {f"{option} FILE": Path(path) for option, path in options.output_paths.items()}
-    # `imgkit scaling` reads this copy in the folder of each run.
+    # `imgkit scaling` reads this additional file in the folder of each run.
     if run_file is not None:
         output_paths["IMGKIT_RUN_DIR=FOLDER"] = run_file
     _refuse_on_rank_0(options, ranks, len(hosts), line_rate_Gbps, output_paths)
@@ -107,6 +107,7 @@ def set_up(options: BenchOptions, ranks: Ranks) -> RunSetup:
 
 
 def _run_file(env: Mapping[str, str]) -> Path | None:
+    """Return the path of `RUN_FILE` in the folder of this run, or None if the run has no folder."""
     folder = env.get("IMGKIT_RUN_DIR")
     if not folder:
         return None
@@ -114,10 +115,14 @@ def _run_file(env: Mapping[str, str]) -> Path | None:
 
 
 def _least_free_bytes(ranks: Ranks, ranks_on_node: int) -> float:
-    """Return the free memory of the rank that has least, or infinity if unknown; a collective call."""
+    """Return the free memory of the rank that has least, or infinity if it is unknown on all ranks.
+
+    All ranks must call this function.
+    """
     free_bytes: float | None = machine.free_memory_bytes(ranks, ranks_on_node)
     if free_bytes is None:
         free_bytes = math.inf
+    # Exchange the minimum, because all ranks must choose the same sizes.
     tensor = torch.tensor([float(free_bytes)], device=ranks.device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
     return float(tensor.item())
@@ -130,11 +135,13 @@ def _refuse_on_rank_0(
     line_rate_Gbps: float | None,
     output_paths: Mapping[str, Path],
 ) -> None:
-    """Refuse options and files now, not after an hour of measuring. All ranks raise what rank 0 finds.
+    """Check options and output files on rank 0, and raise an error on all ranks if rank 0 finds a problem.
+
+    The check runs before the measurements, so that a problem does not show only after an hour.
 
     Parameters
     ----------
-    output_paths : each file that rank 0 writes, by what chooses it: ``--save FILE``.
+    output_paths : the files that rank 0 writes, by the option that selects the file: ``--save FILE``.
     """
     problem: ImgkitError | None = None
     if ranks.rank == 0:
@@ -144,12 +151,15 @@ def _refuse_on_rank_0(
                 record.refuse_unwritable(path, usage)
         except ImgkitError as error:
             problem = error
+    # The other ranks learn that there is a problem, but not which. They raise an error that refers to rank
+    # 0's output.
     (has_problem,) = measurement.broadcast_numbers((float(problem is not None),), ranks)
     if has_problem:
         raise problem or UsageError("rank 0 refused its options; its output says why")
 
 
 def _software_versions(ranks: Ranks) -> Mapping[str, str]:
+    """Return the versions of torch, CUDA and NCCL, and the name of the GPU."""
     versions = {"torch": torch.__version__}
     if ranks.device.type == "cuda":
         versions["cuda"] = str(torch.version.cuda)

@@ -1,6 +1,6 @@
-"""The sizes of a sweep, and how often each is run.
+"""The sizes that a run measures, and how often a collective is run at each size.
 
-Users write sizes as ``4G`` (GiB as in nccl-tests) or ``4GB`` (4e9 bytes), and messages name both.
+Users write a size as ``4G`` (4 GiB, as in nccl-tests) or ``4GB`` (4e9 bytes). Messages show both units.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-# Bytes of each prefix: 4G and 4GiB are binary, 4GB is decimal.
+# Number of bytes for each prefix. 4G and 4GiB have binary prefixes, and 4GB has a decimal prefix.
 _BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -21,7 +21,7 @@ def parse_size(text: str) -> int:
 
     Raises
     ------
-    argparse.ArgumentTypeError : the text is not a size above zero.
+    argparse.ArgumentTypeError : the text is not a size, or the size is less than one byte.
     """
     size_bytes = 0.0
     # "64", "64B", "64M", "64MiB" or "64MB", but not "64iB"
@@ -37,12 +37,12 @@ def parse_size(text: str) -> int:
 
 
 def format_binary(size_bytes: int) -> str:
-    """Return a size with powers of 1024 and three digits: ``4GiB``, ``3.7GiB``."""
+    """Format a size in powers of 1024 with about three digits: ``4GiB``, ``3.7GiB``."""
     return _format(size_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def format_size(size_bytes: int) -> str:
-    """Return a size with powers of 1024 and of 1000: ``4GiB (4.29GB)``, or once where they are equal."""
+    """Format a size in powers of 1024 and of 1000: ``4GiB (4.29GB)``. If both are equal, show only one."""
     with_1024 = format_binary(size_bytes)
     with_1000 = _format(size_bytes, 1000, ("B", "kB", "MB", "GB", "TB"))
     if with_1024 == with_1000:
@@ -51,86 +51,89 @@ def format_size(size_bytes: int) -> str:
 
 
 def _format(size_bytes: int, step: int, units: tuple[str, ...]) -> str:
-    """Return a size in the largest of `units` that it reaches: 3,000,000 in steps of 1000 is ``3MB``.
+    """Format a size in the largest unit that is not larger than the size: 3,000,000 gives ``3MB``.
 
     Parameters
     ----------
-    step : how many times larger each unit is than the one before.
+    step : factor between a unit and the next larger unit, which is 1000 or 1024.
     """
     value = float(size_bytes)
     power = 0
     while value >= step and power < len(units) - 1:
         value /= step
         power += 1
-    # :.3g would write 1023KiB as 1.02e+03KiB.
+    # With three digits, 1023KiB would be printed as 1.02e+03KiB.
     digits = 4 if value >= 1000 else 3
     return f"{value:.{digits}g}{units[power]}"
 
 
 def iterate_sizes(min_bytes: int, max_bytes: int, factor: int) -> Iterator[int]:
-    """Yield the sizes from `min_bytes` to `max_bytes`, each `factor` times the one before."""
+    """Yield the sizes from `min_bytes` up to `max_bytes`. Each size is `factor` times the previous one."""
     size_bytes = min_bytes
     while size_bytes <= max_bytes:
         yield size_bytes
         size_bytes *= factor
 
 
-# Batches of one size: their median and their spread are the result.
+# Number of batches for one size. A batch is a number of launches with one wait, and gives one measured time.
 MIN_BATCHES, MAX_BATCHES = 5, 50
-# Launches in a batch from which on a size gets more batches instead of longer ones.
+# If batches would have more launches than this, the number of batches is increased instead.
 BATCH_LAUNCHES = 10
-# Launches of all batches together.
+# Limit for the launches in all batches together.
 MAX_LAUNCHES = 1000
-# Verified iterations: errors that come and go need several to show.
+# Number of iterations whose values are verified. Several are needed to find errors that occur only sometimes.
 MIN_VERIFIED, MAX_VERIFIED = 20, 200
-# Largest factor between the launches of neighbouring sizes, or the factor of the sizes if that is larger.
+# Largest factor between the numbers of launches for two successive sizes. If the sizes themselves differ by a
+# larger factor, that factor applies.
 MAX_STEP = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """The counts of one size, the same on all ranks."""
+    """How often a collective is run at one size. The counts are the same on all ranks."""
 
     size_bytes: int
     batches: int
     launches: int
-    """Launches in each batch."""
+    """Number of launches in each batch."""
 
     @property
     def total(self) -> int:
-        """Launches of all batches together."""
+        """Number of launches in all batches together."""
         return self.batches * self.launches
 
     @property
     def verified(self) -> int:
-        """Iterations whose values are verified."""
+        """Number of iterations whose values are verified."""
         return min(MAX_VERIFIED, max(MIN_VERIFIED, self.total))
 
 
 def plan_counts(size_bytes: int, *, fitting: float, iters: int | None, previous: Counts | None) -> Counts:
-    """Return how often one size is run.
+    """Return how often a collective is run at one size.
 
     Parameters
     ----------
-    fitting : iterations that fit into the time budget, by a first estimate that may be far off.
-    iters : iterations that the user wants, or None.
-    previous : counts of the previous size. From one size to the next they change little, so that one wrong
-        estimate neither starves a size nor takes minutes.
+    fitting : number of iterations that fit into the time budget, by a first estimate that may be far off.
+    iters : number of iterations that the user has requested, or None.
+    previous : counts of the previous size, or None for the first size. The counts change only little from one
+        size to the next. So a wrong estimate causes neither too few iterations nor a measurement of several
+        minutes.
     """
     total = _plan_total(size_bytes, fitting, iters, previous)
-    # Short operations get long batches, since the clock and the wait cost time in each.
+    # If there are many launches, they are short, and batches are long: the clock and the wait add time to
+    # each batch.
     batches = int(total // BATCH_LAUNCHES)
     batches = min(MAX_BATCHES, max(MIN_BATCHES, batches))
     return Counts(size_bytes=size_bytes, batches=batches, launches=math.ceil(int(total) / batches))
 
 
 def _plan_total(size_bytes: int, fitting: float, iters: int | None, previous: Counts | None) -> float:
-    """Return the launches of all batches together; the parameters are those of `plan_counts`."""
+    """Return the number of launches in all batches together. The parameters are those of `plan_counts`."""
     if iters is not None:
         return float(iters)
     total = max(fitting, MIN_BATCHES)
-    # At most twice as many launches as for the previous size, and at least half as many. Where sizes grow by
-    # more than 2, the launches may shrink by the same factor.
+    # Use at most twice and at least half as many launches as for the previous size. If the size has grown by
+    # more than a factor of 2, the number of launches may decrease by the same factor.
     if previous is not None:
         size_ratio = size_bytes / previous.size_bytes
         total = max(total, previous.total / max(MAX_STEP, size_ratio))

@@ -1,4 +1,4 @@
-"""One run: collectives and sizes in order. Everything that is finished is printed and saved at once."""
+"""Run all collectives at all sizes in order. Each result is printed and saved as soon as it is complete."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from imgkit_entrypoints.apps.bench.setup import RunSetup, set_up
 from imgkit_entrypoints.apps.bench.sizes import Counts
 from imgkit_entrypoints.errors import EXIT_NO, ImgkitError
 
-# Words of the backends' errors for an operation or type that they lack.
+# Texts in the errors of backends that do not support an operation or an element type.
 _UNSUPPORTED = ("support", "implement", "invalid scalar type", "unhandled")
 
 
 class Sweep:
-    """One run on this rank; rank 0 prints and saves."""
+    """A run of dist-bench on this rank. All ranks measure, and rank 0 prints and saves the results."""
 
     def __init__(self, setup: RunSetup, log_folder: Path | None = None) -> None:
         self._setup = setup
         self._measurer = setup.measurer
         self._log_folder = log_folder
         self._record = setup.new_record()
-        # Printed sentences that the JSON file keeps too.
+        # Sentences that were printed and are also saved in the JSON file.
         self._notes: list[str] = []
 
     def run(self) -> int:
-        """Measure everything, and return the exit code of this worker.
+        """Measure all collectives, and return the exit code of this worker.
 
-        If another rank is lost, the process ends here, after it has reported what was measured.
+        If another rank fails, report the sizes that were measured before, and end this process.
         """
         has_lost_peer = False
         try:
             self._measure_all()
             self._record.transport = self._gather_transports()
-        except RuntimeError as error:  # whatever the backend raises when a peer is gone
+        except RuntimeError as error:  # the backends raise this if another rank is gone
             has_lost_peer = True
             reason = _first_sentence(error)
             self._print_note(
@@ -51,19 +51,19 @@ class Sweep:
         code = self._finish()
         if has_lost_peer:
             sys.stdout.flush()
-            # The destructor of a group that has lost a member would hang again.
+            # os._exit, because the destructor of a process group hangs if a rank is gone.
             os._exit(code)
         return code
 
     def _gather_transports(self) -> tuple[str, ...]:
-        """Return the transports in NCCL's logs on all ranks; a collective call."""
+        """Return the transports in NCCL's logs on all ranks. All ranks must call this method."""
         own_transports = nccl_log.read_transports(self._log_folder)
         transports = set[str]().union(*self._setup.ranks.gather(own_transports))
         return tuple(sorted(transports))
 
     def _measure_all(self) -> None:
-        """Measure all collectives, or those before a request to stop."""
-        # A collective that runs out of memory does not keep the next one from its smaller sizes.
+        """Measure all collectives, unless a request to stop ends the run earlier."""
+        # If a collective runs out of memory, the next collective is still measured.
         try:
             completed = [self._measure_sizes(name) for name in self._setup.options.collectives]
         except Stopped:  # raised on all ranks
@@ -72,9 +72,10 @@ class Sweep:
         self._record.complete = all(completed)
 
     def _measure_sizes(self, name: str) -> bool:
-        """Measure all sizes of one collective; return False if memory was too short for a size.
+        """Measure all sizes of one collective, and return False if there was too little memory for a size.
 
-        A collective that the backend does not support is reported and left out. The run still is complete.
+        If the backend does not support the collective, report this and return True. The run still counts as
+        complete.
         """
         collective = find_collective(name)
         planned = self._plan_sizes(collective)
@@ -97,14 +98,14 @@ class Sweep:
         return True
 
     def _measure_size(self, collective: Collective, size_bytes: int, previous: Counts | None) -> Measurement:
-        """Measure one size; raise OutOfMemory if memory is too short for it."""
+        """Measure one size, and raise OutOfMemory if there is too little memory for it."""
         needed_bytes = self._measurer.needed_bytes(collective, size_bytes)
         if needed_bytes > machine.MAX_SHARE * self._setup.free_bytes:
             raise OutOfMemory
         return self._measurer.measure(collective, size_bytes, previous)
 
     def _describe_memory(self, collective: Collective, size_bytes: int) -> str:
-        """Return a sentence on a size for which memory is too short."""
+        """Return a sentence for the report about a size for which there is too little memory."""
         size = sizes.format_size(size_bytes)
         needed = sizes.format_size(self._measurer.needed_bytes(collective, size_bytes))
         free = sizes.format_size(int(self._setup.free_bytes))
@@ -114,9 +115,10 @@ class Sweep:
         )
 
     def _plan_sizes(self, collective: Collective) -> list[int]:
-        """Return the sizes to measure in bytes, each once.
+        """Return the sizes to measure in bytes, without duplicates.
 
-        A size below one element, or below one chunk of 16 bytes for each rank, is raised to that.
+        Each size is rounded, so that it has at least one element, or at least one chunk of 16 bytes for each
+        rank.
         """
         options = self._setup.options
         limit = options.max_bytes
@@ -130,9 +132,9 @@ class Sweep:
         return planned
 
     def _find_backend_error(self, collective: Collective, size_bytes: int) -> str:
-        """Return the backend's error if it lacks this operation or element type, and otherwise "".
+        """Return the backend's error if it does not support this collective or element type, or else "".
 
-        This runs the collective once, at the smallest size. It is a collective call.
+        This runs the collective once at the smallest size, so all ranks must call this method.
         """
         smallest = min(size_bytes, self._measurer.size_bytes(collective, 1))
         try:
@@ -140,15 +142,16 @@ class Sweep:
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
             message = _first_line(error) or type(error).__name__
             is_unsupported = any(text in message.lower() for text in _UNSUPPORTED)
-            if isinstance(error, RuntimeError) and not is_unsupported:  # a lost peer, for example
+            if isinstance(error, RuntimeError) and not is_unsupported:  # for example, another rank has failed
                 raise
             return message
         return ""
 
     def _choose_max_bytes(self, collective: Collective) -> int:
-        """Return the default of ``--max`` for the backend, or less if memory is short."""
+        """Return the default of ``--max`` for the backend, or less if there is too little memory for it."""
         max_bytes = MAX_BYTES.get(self._setup.world.backend, MAX_BYTES["gloo"])
         usable_bytes = machine.DEFAULT_SHARE * self._setup.free_bytes
+        # Halve the size until the buffers fit into the usable part of the memory.
         while max_bytes > self._setup.options.min_bytes:
             if self._measurer.needed_bytes(collective, max_bytes) <= usable_bytes:
                 break
@@ -156,7 +159,7 @@ class Sweep:
         return max_bytes
 
     def _report_size(self, collective: Collective, measurement: Measurement) -> None:
-        """Print and save one size."""
+        """Print and save the result of one size."""
         setup = self._setup
         counts = measurement.counts
         result = record.new_result(
@@ -172,13 +175,13 @@ class Sweep:
         self._print(table.format_row(result))
         for element in measurement.first_wrong:
             self._print_note(f"{element} (on {setup.node_names[element.rank]})")
-        # The file is written after each size. If the run is killed, this note stays in it.
+        # The file is written after each size. If the run is killed later, this note remains in the file.
         self._save(("INCOMPLETE: the run was still in progress, or was killed.",))
 
     def _finish(self) -> int:
         """Print the verdict, save the run, and return the exit code.
 
-        It is 0 only if everything was measured, all values were right, and ``--require`` was met.
+        The exit code is 0 only if all sizes were measured, all values were right, and ``--require`` was met.
         """
         self._print(*table.format_summary(self._record.results))
         self._print(*self._describe_verdicts())
@@ -195,13 +198,16 @@ class Sweep:
         return 0
 
     def _verdicts(self) -> list[verdict.BusbwVerdict]:
+        """Return the measured and the expected bus bandwidth of each collective so far."""
         return verdict.judge_busbw(self._record.results, self._setup.world, self._setup.line_rate_Gbps)
 
     def _describe_verdicts(self) -> list[str]:
+        """Return the sentences at the end of the report: on the bus bandwidth and on NCCL's transports."""
         lines = verdict.describe_verdicts(self._verdicts(), self._setup.world, self._setup.line_rate_Gbps)
         return [*lines, *nccl_log.describe_transports(self._record.transport)]
 
     def _print(self, *lines: str) -> None:
+        """Print lines on rank 0. On all other ranks, do nothing."""
         if self._setup.ranks.rank == 0:
             terminal.print_results(*lines)
 
@@ -211,7 +217,12 @@ class Sweep:
         self._print(text)
 
     def _save(self, more_notes: tuple[str, ...] = ()) -> None:
-        """Write the files of the options and of the run's folder, as far as the run has come."""
+        """Write the results so far to the files of the options and to the file in the run's folder.
+
+        Parameters
+        ----------
+        more_notes : sentences that are saved only this time, in addition to those in `_notes`.
+        """
         if self._setup.ranks.rank != 0:
             return
         options = self._setup.options
@@ -235,7 +246,7 @@ class Sweep:
         return chart.draw_chart(title, self._record.results)
 
     def _verdict_values(self, more_notes: tuple[str, ...]) -> dict[str, Any]:
-        """Return the verdict as the JSON file has it."""
+        """Return the verdict in the format of the JSON file."""
         busbw = []
         for entry in self._verdicts():
             busbw.append({**dataclasses.asdict(entry), "percent": entry.percent})
@@ -249,7 +260,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _first_sentence(error: RuntimeError) -> str:
-    """Return the first sentence of a backend's error, without gloo's source position in front of it.
+    """Return the first sentence of a backend's error, without the position in gloo's source code.
 
     ``[/src/pair.cc:1] Connection closed by peer. More.`` gives ``Connection closed by peer``.
     """

@@ -1,4 +1,4 @@
-"""The printed table: the columns of nccl-tests, and the range of the batches."""
+"""Format the printed table. It has the columns of nccl-tests, and the range of the measured times."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from imgkit_entrypoints.apps.bench.collectives import Collective
 from imgkit_entrypoints.apps.bench.record import Result, World, mean_busbw_GBps
 from imgkit_entrypoints.apps.bench.verify import dtype_named
 
-# The columns of nccl-tests, so that programs that read its table can read ours.
+# The columns of nccl-tests come first, so that programs that read its table can also read this table.
 HEADER = (
     "#       size         count      type   redop    root       time    algbw    busbw  #wrong"
     "        low       high",
@@ -30,7 +30,7 @@ def format_title(collective: Collective, dtype: str, world: World) -> str:
 
 
 def format_row(result: Result) -> str:
-    """Return the row of one size; GB/s is 1e9 B/s, as in nccl-tests."""
+    """Return the row of the table for one size. 1 GB/s is 1e9 B/s, as in nccl-tests."""
     wrong = "N/A" if result.wrong is None else str(result.wrong)
     return (
         f"{result.size_bytes:12}  {result.count:12}  {result.type:>8}  {result.redop:>6}  {result.root:6}  "
@@ -40,7 +40,7 @@ def format_row(result: Result) -> str:
 
 
 def format_summary(results: Sequence[Result]) -> tuple[str, ...]:
-    """Return the last lines of nccl-tests, which programs search for."""
+    """Return the lines after the table. They equal those of nccl-tests, because other programs read them."""
     if not results:
         return ()
     wrong = "N/A"

@@ -1,4 +1,4 @@
-"""The verdict on a run: each collective's busbw at its largest size, beside what the network lets expect."""
+"""Compare the bus bandwidth (busbw) of collectives at their largest size with what the network can carry."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from imgkit_entrypoints.apps.bench.options import Requirement
 from imgkit_entrypoints.apps.bench.record import Result, World
 from imgkit_entrypoints.errors import UsageError
 
-# Percentage of the expected busbw below which something is wrong, not merely inefficient.
+# Below this percentage of the expected busbw, something is probably broken, and not just inefficient.
 LOW_PERCENT = 50.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BusbwVerdict:
-    """One collective at its largest size."""
+    """The measured and the expected bus bandwidth of one collective at its largest size."""
 
     collective: str
     size_bytes: int
     algbw_GBps: float
     busbw_GBps: float
     expected_busbw_GBps: float | None
-    """The busbw at which the network of a node is full. None on one node, and if its line rate is unknown."""
+    """The busbw at which a node's network is full. None for one node, or if the line rate is unknown."""
 
     @property
     def percent(self) -> float | None:
-        """The measured busbw in percent of the expected one."""
+        """The measured busbw as a percentage of the expected busbw, or None if no busbw is expected."""
         if not self.expected_busbw_GBps:
             return None
         return 100 * self.busbw_GBps / self.expected_busbw_GBps
@@ -37,10 +37,11 @@ class BusbwVerdict:
 def judge_busbw(results: Sequence[Result], world: World, line_rate_Gbps: float | None) -> list[BusbwVerdict]:
     """Return the measured and the expected bus bandwidth of each collective at its largest size.
 
-    The expected one is what the network of a node can carry. It is None on a single node, and if the line
-    rate of the network is unknown.
+    The expected bandwidth is the one at which a node's network is full. It is None if the run has only one
+    node, or if the line rate of the network is unknown.
     """
-    largest = {result.collective: result for result in results}  # sizes ascend
+    # Sizes are in ascending order, so the last result of each collective is for its largest size.
+    largest = {result.collective: result for result in results}
     verdicts = []
     for result in largest.values():
         expected = None
@@ -62,7 +63,7 @@ def judge_busbw(results: Sequence[Result], world: World, line_rate_Gbps: float |
 def describe_verdicts(
     verdicts: Sequence[BusbwVerdict], world: World, line_rate_Gbps: float | None
 ) -> list[str]:
-    """Return sentences on each collective, or on why no busbw can be expected."""
+    """Return sentences for the report about each collective, or about why there is no expected busbw."""
     if world.ranks == 1:
         return ["One rank: bandwidth between ranks needs two ranks. Give --nproc 2, or two nodes."]
     if world.nodes == 1:
@@ -71,7 +72,7 @@ def describe_verdicts(
         return ["The line rate of the network is unknown, so no busbw is expected. Give --line-rate Gbps."]
     lines = []
     for verdict in verdicts:
-        percent = verdict.percent or 0.0
+        percent = verdict.percent or 0.0  # not None here, because the line rate is known
         lines.append(_describe_verdict(verdict, percent, line_rate_Gbps))
         if percent < LOW_PERCENT and find_collective(verdict.collective).fills_network:
             lines.append(f"{verdict.collective} is slow on this network. Run dist-doctor to see why.")
@@ -79,7 +80,7 @@ def describe_verdicts(
 
 
 def _describe_verdict(verdict: BusbwVerdict, percent: float, line_rate_Gbps: float) -> str:
-    """Return a sentence that compares the busbw of a collective with the expected one."""
+    """Return a sentence that compares the measured busbw of a collective with the expected busbw."""
     size = sizes.format_size(verdict.size_bytes)
     return (
         f"{verdict.collective} of {size}: {verdict.busbw_GBps:.4g} GBps of "
@@ -89,7 +90,7 @@ def _describe_verdict(verdict: BusbwVerdict, percent: float, line_rate_Gbps: flo
 
 
 def refuse_requirement(requirement: Requirement | None, nodes: int, line_rate_Gbps: float | None) -> None:
-    """Refuse a percentage such as ``--require 80%`` where no bus bandwidth can be expected.
+    """Raise an error if ``--require`` is a percentage, such as ``80%``, but the expected busbw is unknown.
 
     Raises
     ------
@@ -109,7 +110,7 @@ def refuse_requirement(requirement: Requirement | None, nodes: int, line_rate_Gb
 
 
 def find_shortfalls(requirement: Requirement | None, verdicts: Sequence[BusbwVerdict]) -> Iterator[str]:
-    """Yield a reason for each collective that misses `requirement`, the value of ``--require``.
+    """Yield a reason for each collective that does not reach `requirement`, the value of ``--require``.
 
     For example ``all_reduce of 4GiB (4.29GB) reached 30 GBps of busbw, --require asks for 40 GBps``.
     """

@@ -1,9 +1,10 @@
-"""Input whose result is known exactly, and its comparison bit by bit, on the device, in blocks.
+"""Verify collectives: fill inputs with known values, and compare the outputs bit by bit on the device.
 
-Element j of rank r in iteration k is ``table[(j + 7919 r + 104729 k) mod 131071]``: a table of hashed whole
-numbers, small enough that the sum over all ranks is exact in the type. The number depends on element, rank
-and iteration, so shifted data, swapped chunks and stale results all compare unequal. The period is prime, so
-that no two chunks of a buffer are whole periods apart.
+Element j of rank r in iteration k is ``table[(j + 7919 r + 104729 k) mod 131071]``. The table contains
+integers from a hash function. They are so small that the sum over all ranks is exact in the element type.
+Each value depends on element, rank and iteration. So the comparison detects shifted data, swapped chunks, and
+results of an earlier iteration. The period of the table is prime, so that no two chunks of a buffer are a
+multiple of the period apart.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ from imgkit_entrypoints.apps.bench.collectives import Segment
 if TYPE_CHECKING:
     import torch
 
-# Numbers in the table: a prime (2 ** 17 - 1).
+# Number of integers in the table, which is a prime (2 ** 17 - 1).
 PERIOD = 131_071
-# Elements filled or compared at once: few launches on a GPU, and little extra memory.
+# Number of elements that are filled or compared at once. Large blocks need few kernel launches on a GPU, and
+# small blocks need little additional memory.
 BLOCK = {"cpu": 1 << 18, "cuda": 1 << 22}
-# Primes: the inputs of two ranks or iterations begin at different positions of the table.
+# Primes, so that the inputs of two ranks or iterations begin at different positions of the table.
 _RANK_STEP, _ITERATION_STEP = 7_919, 104_729
-# Numbers in the table are below this, also where the type could hold larger ones.
+# All integers in the table are below this limit, even if the element type can represent larger ones.
 _MAX_NUMBER = 1 << 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrongElement:
-    """One element that differs from its expected value."""
+    """One element of an output that differs from its expected value."""
 
     collective: str
     size_bytes: int
@@ -38,7 +40,7 @@ class WrongElement:
     rank: int
     index: int
     expected: str
-    """Like `actual`, a text: ranks send both as JSON, which has no infinity."""
+    """The expected value. It is a text, as is `actual`, because ranks send JSON, which has no infinity."""
     actual: str
 
     def __str__(self) -> str:
@@ -49,44 +51,47 @@ class WrongElement:
 
 
 def table_position(rank: int, iteration: int) -> int:
-    """Return the position in the table at which the input of `rank` begins."""
+    """Return the position in the table at which the input of `rank` begins in this iteration."""
     return (rank * _RANK_STEP + iteration * _ITERATION_STEP) % PERIOD
 
 
 def iterate_blocks(count: int, first: int, length: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the start, the position in the table and the length of each block of `count` elements.
+    """Divide `count` elements into blocks, and yield the start, the table position and the length of each.
 
     Parameters
     ----------
-    first : position of the first element in the table, or a whole number of periods beyond it.
-    length : elements in a block; the last block may be shorter.
+    first : position of the first element in the table. It may exceed the table, which is periodic.
+    length : number of elements in a block. The last block may be shorter.
     """
     for start in range(0, count, length):
         yield start, (first + start) % PERIOD, min(length, count - start)
 
 
 def make_table(dtype: Dtype, ranks: int) -> array.array[int]:
-    """Return one period of the table: whole numbers whose sum over `ranks` is exact in `dtype`."""
+    """Return the table of integers, whose sum over all ranks is exact in `dtype`."""
     modulus = min(max(2, dtype.exact // ranks + 1), _MAX_NUMBER)
-    # How many of 2 ** 16 numbers are not 0. With more ranks than the type can count, these are few, so that
-    # the expected sum is half of what is exact.
+    # How many of 2 ** 16 numbers are not 0. If there are more ranks than the largest exact integer, only few
+    # numbers are not 0. The sum is then expected to be half of the largest exact integer.
     nonzero = 1 << 16
     if ranks > dtype.exact:
         nonzero = (dtype.exact << 15) // ranks
     values = array.array("i")
     for index in range(PERIOD):
         bits = _hash(index + 1)
-        # Whether the number is 0 depends on the upper half of the hash, and its value on all of it.
+        # The upper half of the hash decides whether the number is 0. Its value depends on the whole hash.
         upper_half = bits >> 16
-        number = 0
+        value = 0
         if upper_half < nonzero:
-            number = bits % modulus
-        values.append(number)
+            value = bits % modulus
+        values.append(value)
     return values
 
 
 def _hash(number: int) -> int:
-    """Return 32 bits that differ in about half of them between neighbouring numbers (xxHash's constants)."""
+    """Return a hash of 32 bits. About half of the bits differ between successive numbers.
+
+    The constants are those of xxHash.
+    """
     mixed = number * 0x9E3779B1 & 0xFFFFFFFF
     mixed = (mixed ^ mixed >> 15) * 0x85EBCA77 & 0xFFFFFFFF
     mixed = (mixed ^ mixed >> 13) * 0xC2B2AE3D & 0xFFFFFFFF
@@ -94,13 +99,16 @@ def _hash(number: int) -> int:
 
 
 def fill_from_table(buffer: torch.Tensor, table: torch.Tensor, first: int, length: int) -> None:
-    """Fill `buffer` from the periodic `table`, from position `first` on, `length` elements at once."""
+    """Fill `buffer` from the periodic `table`, from position `first` on, in blocks of `length` elements."""
     for start, position, count in iterate_blocks(buffer.numel(), first, length):
         buffer[start : start + count].copy_(table[position : position + count])
 
 
 class Noise:
-    """Random numbers that the timed batches carry: links and processors may treat zeros better."""
+    """Random numbers for the buffers of timed batches.
+
+    The buffers are not filled with zeros, because links and processors may transfer zeros faster.
+    """
 
     def __init__(self, dtype: Dtype, device: torch.device) -> None:
         import torch
@@ -111,12 +119,15 @@ class Noise:
         self._table = values.to(device).repeat(2 + self._block // PERIOD)
 
     def fill(self, buffer: torch.Tensor, rank: int, number: int) -> None:
-        """Fill a buffer of `rank`. Buffers with other numbers get other values."""
+        """Fill a buffer of `rank` with random numbers, which depend on the rank and on `number`.
+
+        If a rank has several buffers, `number` distinguishes them.
+        """
         fill_from_table(buffer, self._table, table_position(rank, number), self._block)
 
 
 class Difference(NamedTuple):
-    """An element of a buffer that is not as expected."""
+    """An element of a buffer that differs from its expected value."""
 
     element: int
     """Index in the buffer."""
@@ -125,7 +136,7 @@ class Difference(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Consecutive elements of a buffer, and their expected values."""
+    """A part of a buffer that is compared at once, and the expected values of its elements."""
 
     start: int
     """Index of the first element in the buffer."""
@@ -134,7 +145,10 @@ class _Block(NamedTuple):
 
 
 class ExpectedValues:
-    """The tables for one type and number of ranks, on one device."""
+    """Fills inputs with known values, and compares outputs with the expected values.
+
+    The tables of values are made once for an element type and a number of ranks, and are kept on the device.
+    """
 
     def __init__(self, dtype: Dtype, ranks: int, device: torch.device) -> None:
         import torch
@@ -147,24 +161,25 @@ class ExpectedValues:
         self._bits = getattr(torch, dtype.bits)
         self._block = BLOCK[device.type]
         torch_dtype = getattr(torch, dtype.torch)
+        # The table is repeated, so that a block can begin at any position of the first period.
         repeats = 2 + self._block // PERIOD
         self._single = single.to(torch_dtype).to(device).repeat(repeats)
         self._total = total.to(torch_dtype).to(device).repeat(repeats)
 
     def fill(self, buffer: torch.Tensor, rank: int, iteration: int) -> None:
-        """Fill `buffer` with the input of `rank`."""
+        """Fill `buffer` with the input of `rank` for this iteration."""
         fill_from_table(buffer, self._single, table_position(rank, iteration), self._block)
 
     def count_wrong(self, buffer: torch.Tensor, result: Sequence[Segment], iteration: int) -> int:
-        """Return how many elements of `buffer` differ from the expected ones.
+        """Return how many elements of `buffer` differ from their expected values.
 
         Parameters
         ----------
-        result : which rank's input, or the sum of all, each part of the buffer should hold.
+        result : the expected content of the buffer. Each segment is part of a rank's input or of the sum.
         """
         import torch
 
-        # Counted on the device, with one wait for the whole buffer.
+        # The count stays on the device until the whole buffer is compared, so there is only one wait.
         count = torch.zeros((), dtype=torch.int64, device=buffer.device)
         for block in self._blocks(buffer, result, iteration):
             count += torch.count_nonzero(self._compare_bits(block))
@@ -173,9 +188,10 @@ class ExpectedValues:
     def find_first_wrong(
         self, buffer: torch.Tensor, result: Sequence[Segment], iteration: int
     ) -> Difference | None:
-        """Return the first element of `buffer` that differs from the expected one, or None if none does.
+        """Return the first element of `buffer` that differs from its expected value, or None.
 
-        The parameters are those of `count_wrong`. This waits for the device once for each block.
+        The parameters are the same as in `count_wrong`. This function is slower, because it waits for the
+        device after each block.
         """
         import torch
 
@@ -189,20 +205,21 @@ class ExpectedValues:
         return None
 
     def _compare_bits(self, block: _Block) -> torch.Tensor:
-        """Return for each element of a block whether its bits differ."""
+        """Return a boolean for each element of a block: whether its bits differ from the expected bits."""
         return block.expected.view(self._bits) != block.actual.view(self._bits)
 
     def _blocks(self, buffer: torch.Tensor, result: Sequence[Segment], iteration: int) -> Iterator[_Block]:
-        """Yield a buffer in blocks, each with the values that it should hold.
+        """Divide a buffer into blocks, and yield each with its expected values.
 
         Parameters
         ----------
-        result : which rank's input, or the sum of all, each part of the buffer should hold.
+        result : the expected content of the buffer. Each segment is part of a rank's input or of the sum.
         """
         for segment in result:
             table = self._single
             source = segment.source
-            if source is None:  # the sum; its table begins at the position of rank 0
+            # The sum over all ranks has a table of its own, which begins at the position of rank 0.
+            if source is None:
                 table = self._total
                 source = 0
             first = table_position(source, iteration) + segment.offset
@@ -221,9 +238,9 @@ class Dtype:
     nccl: str
     item_bytes: int
     exact: int
-    """Whole numbers up to this one are exact, so their sums do not depend on the order."""
+    """Largest integer up to which all integers are exact. Sums up to it do not depend on the order."""
     bits: str
-    """The integer type of the same width, for comparison bit by bit."""
+    """The integer type of the same width, which is used to compare bit by bit."""
 
 
 DTYPES: tuple[Dtype, ...] = (
@@ -235,5 +252,5 @@ DTYPES: tuple[Dtype, ...] = (
 
 
 def dtype_named(name: str) -> Dtype:
-    """Return the type with this name."""
+    """Return the element type with this name, such as ``bf16``."""
     return next(dtype for dtype in DTYPES if dtype.name == name)

@@ -1,1 +1,4 @@
-"""The process that measures a node in a preflight. The node agent (launch/preflight) starts and leads it."""
+"""The process that measures a node before a run starts (preflight).
+
+The node agent, which is imgkit's process on each node, starts it and sends it requests (launch/preflight).
+"""

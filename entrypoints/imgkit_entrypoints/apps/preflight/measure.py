@@ -1,7 +1,7 @@
-"""Measure the stages of a preflight on this node.
+"""Measure this node before a run starts (preflight).
 
-The stage of a single node has dist-doctor's checks and the speed of matrix products. The stage of a pair of
-nodes has the bandwidth between them.
+The preflight has two kinds of stages. In the stage of a single node, dist-doctor's checks run and the speed
+of matrix products is measured. In the stage of two nodes, the bandwidth between them is measured.
 """
 
 from __future__ import annotations
@@ -22,27 +22,29 @@ from imgkit_entrypoints.doctor.node import examine
 from imgkit_entrypoints.rollcall.messages import MeasureRequest, MeasureResult
 
 MATMUL_S = 10.0
-"""Duration of the matrix products. A device that throttles when it gets warm shows it in this time."""
+"""Duration of the matrix products. It is long enough for a device to get warm and to reduce its clock."""
 WIDTH = {"cpu": 1024, "cuda": 8192}
-"""Rows of the square matrices, which are so large that a product keeps the whole device busy."""
+"""Rows of the square matrices. They are large enough to keep the whole device busy."""
 PRODUCTS = {"cpu": 1, "cuda": 20}
-"""Number of products between two readings of the clock."""
-# Duration of the exchange between two nodes.
+"""Number of products after which the elapsed time is checked."""
+# Duration of the exchange between two nodes in seconds.
 EXCHANGE_S = 1.0
 EXCHANGED_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
-"""Message size, so small that a link of 20 Mbit/s still gives a figure within the limit of its stage."""
+"""Message size. It is small enough that even a link of 20 Mbit/s finishes within the time limit."""
 MAX_TEXTS, MAX_CHARACTERS = 16, 500
-"""How many failed checks, and how many warnings, a message has, and how many characters of each."""
+"""Most failed checks, and most warnings, in a message to the node agent, and most characters of each."""
 
 
 def measure(request: MeasureRequest) -> MeasureResult:
-    """Measure one stage, and return its figures and the findings of dist-doctor.
+    """Measure one stage, and return the results.
 
-    All nodes in ``request.group`` call this function at the same time.
+    If ``request.group`` has one node, the results are the speed of matrix products and the problems that
+    dist-doctor's checks found. If the group has two nodes, both call this function at the same time, and the
+    result is the bandwidth between them.
 
     Raises
     ------
-    Exception : of any type, since torch's backends and devices fail with different ones.
+    Exception : of any type, because each of torch's backends and devices has its own errors.
     """
     kind = "cpu"
     if os.environ.get("IMGKIT_DEVICE") == "cuda":
@@ -60,9 +62,9 @@ def measure(request: MeasureRequest) -> MeasureResult:
 
 
 def check_node(host: facts.HostFacts, kind: str) -> Sequence[Check]:
-    """Run dist-doctor's checks, and return their results."""
-    # 2 stands for several nodes: what stops NCCL between nodes is then a failure, and otherwise a warning.
-    # CPUs use gloo, which it does not stop.
+    """Run dist-doctor's checks on this node, and return their results."""
+    # 2 means a run on several nodes, in which problems of NCCL between nodes are failures. With 1, they are
+    # only warnings. Runs on CPUs use Gloo, which does not have these problems.
     nnodes = 1
     if kind == "cuda":
         nnodes = 2
@@ -71,15 +73,16 @@ def check_node(host: facts.HostFacts, kind: str) -> Sequence[Check]:
 
 
 def describe_checks(checks: Sequence[Check], verdict: Verdict) -> tuple[str, ...]:
-    """Return the checks with a verdict as texts: ``stack: 2097152``."""
+    """Return the results that have a verdict such as ``fail`` as short texts: ``stack: 2097152``."""
     texts = [f"{check.name}: {check.evidence}" for check in checks if check.verdict == verdict]
     return tuple(text[:MAX_CHARACTERS] for text in texts[:MAX_TEXTS])
 
 
 def measure_matmul_TFLOPs(kind: str, threads: int) -> float:
-    """Multiply matrices on all devices at once, and return the speed of the slowest one in TFLOP/s.
+    """Multiply matrices on all devices at the same time, and return the speed of one device in TFLOP/s.
 
-    A product of two matrices with n rows has 2 n^3 operations.
+    All devices compute the same number of products, so the slowest device determines the result. A product of
+    two square matrices with n rows has 2 n^3 operations.
     """
     torch.set_num_threads(max(1, threads))
     width = WIDTH[kind]
@@ -89,7 +92,7 @@ def measure_matmul_TFLOPs(kind: str, threads: int) -> float:
         dtype = torch.bfloat16
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     matrices = [torch.rand(width, width, device=device).to(dtype) for device in devices]
-    results = [torch.mm(matrix, matrix) for matrix in matrices]  # the first call allocates
+    results = [torch.mm(matrix, matrix) for matrix in matrices]  # allocates the memory, so it is not timed
     products = 0
     elapsed_s = 0.0
     start_s = time.monotonic()
@@ -106,12 +109,12 @@ def _multiply(matrices: Sequence[torch.Tensor], results: Sequence[torch.Tensor],
         for _ in range(count):
             torch.mm(matrix, matrix, out=result)
     for result in results:
-        if result.is_cuda:  # CUDA only queues the products
+        if result.is_cuda:  # torch.mm only queues the product on a GPU
             torch.cuda.synchronize(result.device)
 
 
 def measure_pair_GBps(request: MeasureRequest, kind: str) -> float:
-    """Return the bandwidth of each direction between the two nodes of ``request.group``, in GB/s."""
+    """Measure the bandwidth between the two nodes of ``request.group``, for each direction, in GB/s."""
     limit = datetime.timedelta(seconds=request.limit_s)
     store = dist.TCPStore(os.environ["MASTER_ADDR"], request.store, is_master=False, timeout=limit)
     device = torch.device("cpu")

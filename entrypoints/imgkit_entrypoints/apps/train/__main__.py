@@ -1,4 +1,4 @@
-"""One run of dist-train on one rank, from top to bottom."""
+"""Run dist-train on one rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 
 import torch
 
-# DDP and the optimizers import it anyway. Here it is faster, since the garbage collector is still off.
+# DDP and the optimizers import this module anyway. The import is faster here, because the garbage collector
+# is off.
 import torch._dynamo
 from torch import nn
 
@@ -35,7 +36,7 @@ from imgkit_entrypoints.run import Run
 from imgkit_entrypoints.run.random_state import seed_everything
 from imgkit_entrypoints.run.ranks import Ranks, ranks_by_value
 
-# Options that may differ between nodes.
+# Options that may differ between ranks. All others must be equal on all ranks.
 PER_RANK = ("run_dir", "stop_after_s", "log_to")
 
 
@@ -47,7 +48,8 @@ def main() -> None:
         config = options.read_config(sys.argv[1:], os.environ)
         run = _start_run(config)
         torch.use_deterministic_algorithms(config.deterministic)
-        # Mistakes in user code end the run here, before ranks wait for each other.
+        # Import the user's functions early. If one has a mistake, the run ends before ranks wait for each
+        # other.
         _load_function(config.model, plugins.MODEL)
         _load_function(config.data, plugins.DATA)
         _load_function(config.step, plugins.STEP)
@@ -61,7 +63,7 @@ def main() -> None:
 
 
 def _start_run(config: Config) -> Run:
-    """Open the run's folder, if the options name one."""
+    """Start a run of the run library, which saves checkpoints if the options name a run folder."""
     stop_after_s = math.inf
     if config.stop_after_s is not None:
         stop_after_s = config.stop_after_s
@@ -75,7 +77,10 @@ def _start_run(config: Config) -> Run:
 
 
 def _describe_refusal(error: ImgkitError) -> str:
-    """Return the message for an error, with the user's own lines if a function cannot be imported."""
+    """Return the message for an error.
+
+    If the import of a user's function has failed, the message includes the traceback in the user's code.
+    """
     text = f"dist-train: {error}"
     cause = error.__cause__
     if cause is not None and user_program.user_frames(cause.__traceback__):
@@ -84,7 +89,7 @@ def _describe_refusal(error: ImgkitError) -> str:
 
 
 def _end_at_failure(error: CheckFailed) -> NoReturn:
-    """End this worker after an error that was raised while training, on this rank alone."""
+    """Report an error that this rank has raised during training, and end this worker."""
     text = f"dist-train: {error}"
     trace = ""
     if isinstance(error, BadSample):
@@ -95,7 +100,11 @@ def _end_at_failure(error: CheckFailed) -> NoReturn:
 
 
 def train(config: Config, run: Run, ranks: Ranks, start_up: StartUp) -> int:
-    """Run the training, and return the exit code."""
+    """Run the training on this rank, and return the exit code.
+
+    The model, the data and the optimizer are created first. Then the state of the latest checkpoint is
+    restored, if there is one, and the remaining steps are taken.
+    """
     run.connect(ranks)
     _refuse_other_options(config, ranks)
     if ranks.rank == 0 and config.run_dir is None:
@@ -125,7 +134,7 @@ def train(config: Config, run: Run, ranks: Ranks, start_up: StartUp) -> int:
         if start.step >= steps:
             return 0
     held_out = None
-    if parse_interval(config.eval_every, 1):
+    if parse_interval(config.eval_every, 1):  # 0 means no evaluation
         held_out = load_data(config, "eval")
     start_up.record("data")
     clock = WorkClock(ranks)
@@ -134,7 +143,7 @@ def train(config: Config, run: Run, ranks: Ranks, start_up: StartUp) -> int:
     start_up.record("model")
     feed = Batches(samples, order, config, ranks, channels_last=trainer.channels_last)
     batches = feed.steps(start, steps)
-    # The warm-up needs a batch. `all_steps` below begins with the same one.
+    # The warm-up needs a batch, so take the first one here. `all_steps` below puts it back in front.
     first_step = next(batches)
     _, first_micro_batches = first_step
     start_up.record("data")
@@ -169,7 +178,7 @@ def train(config: Config, run: Run, ranks: Ranks, start_up: StartUp) -> int:
 
 
 def _refuse_late_trace(config: Config, steps: int) -> None:
-    """Raise UsageError if ``--profile`` names only steps after the end of the run."""
+    """Raise UsageError if ``--profile`` begins after the last step of the run."""
     traced_steps = config.traced_steps()
     if traced_steps and traced_steps.start > steps:
         raise UsageError(
@@ -179,14 +188,14 @@ def _refuse_late_trace(config: Config, steps: int) -> None:
 
 
 def _shared_options(config: Config) -> dict[str, Any]:
-    """Return the options that are equal on all ranks."""
+    """Return the options that must be equal on all ranks."""
     return {name: value for name, value in config.values().items() if name not in PER_RANK}
 
 
 def _refuse_other_options(config: Config, ranks: Ranks) -> None:
-    """Raise UsageError, on every rank, if the ranks were given different options.
+    """Raise UsageError on every rank if the ranks have different options.
 
-    Otherwise they would train different models, or wait for each other for ever.
+    With different options, the ranks would train different models, or wait for each other forever.
     """
     rows = ranks.gather(_shared_options(config))
     differences = []
@@ -202,7 +211,10 @@ def _refuse_other_options(config: Config, ranks: Ranks) -> None:
 
 
 def _write_summary(end: RunEnd, run: Run, report: RunLog | None, steps: int) -> None:
-    """Write the summary of this start; a collective call."""
+    """Wait until all checkpoints are saved, and write the summary of this start on rank 0.
+
+    All ranks must call this function.
+    """
     writer = run.wait()
     if report is None:
         return
@@ -224,14 +236,18 @@ def _write_summary(end: RunEnd, run: Run, report: RunLog | None, steps: int) -> 
 
 
 def _peak_memory_MiB(ranks: Ranks) -> float:
+    """Return the peak memory so far: that of tensors on the GPU, or that of this process on a CPU."""
     if ranks.device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(ranks.device)) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # Linux reports KiB
 
 
 def _tokens_per_sample(batch: Any) -> int | None:
-    """Return the length of the rows in the first tensor of a batch, or None if it has no rows of tokens."""
-    tensors = batch
+    """Return the number of tokens in a sample, or None if the samples are not rows of tokens.
+
+    The first tensor of the batch counts as rows of tokens if it has two dimensions and integers.
+    """
+    tensors = batch  # a batch is a tuple or a dict of tensors
     if isinstance(batch, dict):
         tensors = batch.values()
     inputs, *_ = tensors
@@ -241,23 +257,30 @@ def _tokens_per_sample(batch: Any) -> int | None:
 
 
 def say(text: str) -> None:
-    """Print a message on stderr; stdout is for results."""
+    """Print a message on stderr, because stdout is for results."""
     terminal.print_messages(f"dist-train: {text}")
 
 
 def _load_function(name: str, contract: plugins.Contract, built_in: Any = None) -> Any:
-    """Return the function of the user that an option names, or the built-in one if it names none."""
+    """Return the user's function that an option names, or the built-in function for other values.
+
+    Parameters
+    ----------
+    name : value of the option. It names a function of the user if it contains a colon.
+    contract : the signature that the user's function must have.
+    """
     if plugins.is_plugin(name):
         return plugins.load(name, contract)
     return built_in
 
 
 def _built_in_model(config: Config) -> nn.Module:
+    """Return the built-in model of ``--model``, with as many classes as the data has."""
     return models.BUILT_IN[config.model](datasets.count_classes(config))
 
 
 def create_model(config: Config) -> nn.Module:
-    """Return the model, with the weights that the seed gives."""
+    """Return the model of ``--model``, whose initial weights depend only on ``--seed``."""
     seed_everything(config.seed)
     build = _load_function(config.model, plugins.MODEL, _built_in_model)
     model = build(config)
@@ -267,7 +290,10 @@ def create_model(config: Config) -> nn.Module:
 
 
 def load_data(config: Config, split: str) -> Any:
-    """Return the samples of a split. Random data is the same on every rank, and differs between splits."""
+    """Return the samples of a split, which is ``train`` or ``eval``.
+
+    If samples are generated at random, they are the same on every rank but differ between splits.
+    """
     seed = config.seed if split == "train" else seed_of(config.seed, split)
     seed_everything(seed)
     load = _load_function(config.data, plugins.DATA, datasets.load_built_in)
@@ -279,6 +305,7 @@ def load_data(config: Config, split: str) -> Any:
 
 
 def _wrong_type(name: str, value: object, contract: plugins.Contract) -> UsageError:
+    """Return the error for a user's function `name` that has returned a value of a wrong type."""
     return UsageError(
         f"the function returned a {type(value).__name__}", where=name, hint=f"expected {contract.signature}"
     )

@@ -1,7 +1,8 @@
-"""Batches on the device, in the order of `order`.
+"""Make the batches of a rank, and move them to its device.
 
-Data that has a method `batch` makes a batch from its indices. Other samples are loaded one by one, in this
-process or in workers, each with its own random numbers.
+The module `order` decides which samples are in which batch. If the data has a method `batch`, this method
+returns a whole batch for a list of indices. Otherwise, samples are loaded one by one, in this process or in
+worker processes. Each sample has its own random numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from imgkit_entrypoints.launch import user_program
 from imgkit_entrypoints.run import random_state
 from imgkit_entrypoints.run.ranks import Ranks
 
-# Rows of tensors up to this size are put in an epoch's order at once: cutting is cheaper than indexing.
+# If all samples together have at most this size, they are sorted once per epoch. A batch is then a slice,
+# which is cheaper than indexing.
 SMALL_BYTES = 64 << 20
 
 
@@ -36,20 +38,27 @@ class BadSample(CheckFailed):
     def __init__(self, message: str, *, where: str, trace: str) -> None:
         super().__init__(message, where=where)
         self.trace = trace
-        """The traceback of the data set's own error."""
+        """The traceback of the error that the data set has raised."""
 
 
 class MicroBatch(NamedTuple):
-    """The samples a rank computes at once. A tuple: each step makes one, and a dataclass is slower."""
+    """The samples that a rank computes at once.
+
+    It is a tuple, because steps create many micro-batches and a dataclass is slower.
+    """
 
     batch: Any
     weight: float
-    """Factor of its mean loss. It is 0 if the rank has no sample of this step and only takes part."""
+    """Factor for the mean loss of these samples.
+
+    It is 0 if the rank has no samples in this step, and only takes part in the collectives.
+    """
     last: bool
+    """True if this is the last micro-batch of the step."""
 
 
 class Batches:
-    """The batches of one rank."""
+    """Makes the batches of one rank, in the order of the training."""
 
     def __init__(
         self, samples: Any, order: Order, config: Config, ranks: Ranks, *, channels_last: bool
@@ -68,27 +77,35 @@ class Batches:
                 where=f"--data {config.data}",
                 hint="leave --workers out",
             )
+        # Caches: all steps except the last of an epoch have the same slices, and an epoch has one
+        # permutation.
         self._slices = functools.cache(functools.partial(order.micro_batches, rank=ranks.rank))
         self._permutation = functools.lru_cache(maxsize=1)(self._draw_permutation)
         self._is_small = isinstance(self._samples, TensorSamples) and self._samples.size_bytes <= SMALL_BYTES
         self._shuffled = functools.lru_cache(maxsize=1)(self._shuffle_all)
         self.waited_s = 0.0
-        """Seconds in which the device had no data to compute on."""
+        """Total time in seconds that the training has waited for batches."""
 
     def steps(self, start: Position, steps: int) -> Iterator[tuple[Position, list[MicroBatch]]]:
-        """Yield the position after each step, from `start` up to `steps` steps, and its micro-batches."""
-        loaded: Iterator[Any] | None = None
+        """Yield the micro-batches of each step, together with the position in the data after the step.
+
+        Parameters
+        ----------
+        start : position at which the run begins, or from which it resumes.
+        steps : number of steps of the whole run.
+        """
+        sample_batches: Iterator[Any] | None = None
         if not hasattr(self._samples, "batch"):
             requests = self._iterate_requests(start, steps)
-            loaded = load_samples(self._samples, requests, self._config, self._ranks)
+            sample_batches = load_samples(self._samples, requests, self._config, self._ranks)
         position = start
         clock = time.perf_counter
         while position.step < steps:
             start_s = clock()
             micro_batches = []
-            for piece in self._slices(self._order.samples_at(position)):
-                batch = self._make_batch(position, piece, loaded)
-                micro_batches.append(MicroBatch(batch, piece.weight, piece.last))
+            for slice_of_step in self._slices(self._order.samples_at(position)):
+                batch = self._make_batch(position, slice_of_step, sample_batches)
+                micro_batches.append(MicroBatch(batch, slice_of_step.weight, slice_of_step.last))
             position = self._order.next_position(position)
             self.waited_s += clock() - start_s
             yield position, micro_batches
@@ -98,7 +115,10 @@ class Batches:
 
         Parameters
         ----------
-        loaded : the batches of samples that are loaded one by one; None: the data makes whole batches.
+        position : position in the data at which the step begins.
+        piece : the micro-batch's samples, relative to the step.
+        loaded : iterator over the batches that `load_samples` loads, or None if the data returns whole
+            batches.
         """
         if loaded is not None:
             return self._move_to_device(next(loaded))
@@ -110,33 +130,35 @@ class Batches:
         return self._move_to_device(self._samples.batch(indices))
 
     def _iterate_requests(self, start: Position, steps: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the epoch and the sample indices of each micro-batch."""
+        """Yield the epoch and the indices of the samples of each micro-batch, for `load_samples`."""
         position = start
         while position.step < steps:
             permutation = self._permutation(position.epoch)[position.consumed :]
-            for piece in self._slices(self._order.samples_at(position)):
-                yield position.epoch, permutation[piece.first : piece.end]
+            for slice_of_step in self._slices(self._order.samples_at(position)):
+                yield position.epoch, permutation[slice_of_step.first : slice_of_step.end]
             position = self._order.next_position(position)
 
     def _draw_permutation(self, epoch: int) -> torch.Tensor:
-        """Return the indices of all samples in the order of an epoch."""
+        """Return the indices of all samples in random order, which depends on the seed and the epoch."""
         generator = torch.Generator().manual_seed(seed_of(self._config.seed, "order", epoch))
         return torch.randperm(self._order.size, generator=generator)
 
     def _shuffle_all(self, epoch: int) -> Any:
-        """Return all samples on the device, in the order of an epoch."""
+        """Return all samples on the device, in the random order of an epoch."""
         return self._move_to_device(self._samples.batch(self._draw_permutation(epoch)))
 
     def _move_to_device(self, batch: Any) -> Any:
-        """Return a batch with all its tensors on the device, fractions in the type of ``--dtype``.
+        """Move all tensors of a batch to the device, and return the batch.
 
-        A batch is a tensor, or a dict, list or tuple of batches. Tensors with four dimensions are images, and
-        get the memory format of the model.
+        A batch is a tensor, or a dict, list or tuple of batches. Floating-point tensors are converted to the
+        type of ``--dtype``. Tensors with four dimensions are treated as images, and get the memory format of
+        the model.
         """
         if isinstance(batch, dict):
             return {key: self._move_to_device(value) for key, value in batch.items()}
         if not isinstance(batch, torch.Tensor):
             return tuple(self._move_to_device(value) for value in batch)
+        # From pinned memory, the copy to the GPU can run in the background (`non_blocking`).
         if self._ranks.device.type == "cuda" and not batch.is_pinned():
             batch = batch.pin_memory()
         dtype = self._dtype if batch.is_floating_point() else batch.dtype
@@ -149,22 +171,26 @@ class Batches:
 def load_samples(
     samples: Any, requests: Iterator[tuple[int, torch.Tensor]], config: Config, ranks: Ranks
 ) -> Iterator[Any]:
-    """Yield a batch for each of `requests`: an epoch, and the indices of the samples.
+    """Load samples one by one, and yield a batch for each request.
+
+    Parameters
+    ----------
+    samples : the data, which returns one sample for an index.
+    requests : for each batch, the epoch and the indices of the samples.
 
     Raises
     ------
     BadSample : a sample cannot be loaded.
-    CheckFailed : a process that loads samples has died; the message names the sample.
+    CheckFailed : a process that loads samples has died. The message names the sample.
     """
     seeded = _SeededSamples(samples, config.seed, config.workers)
     loader = DataLoader(
         seeded,
         batch_sampler=_sample_keys(requests),
-        # `_SeededSamples` has collated the samples already.
-        collate_fn=_return_batch,
+        collate_fn=_return_batch,  # `_SeededSamples` has already combined the samples to a batch
         num_workers=config.workers,
         pin_memory=ranks.device.type == "cuda",
-        # Without it, the loader would draw its seed from the random numbers of the model.
+        # Without its own generator, the loader would change the random numbers that the model uses.
         generator=torch.Generator(),
     )
     where = f"rank {ranks.rank}"
@@ -184,7 +210,10 @@ def load_samples(
 
 
 def _sample_error(failure: _Failure, config: Config, where: str) -> BadSample:
-    """Return the error for a sample that cannot be loaded, with the line of the user's own data set."""
+    """Return the error for a sample that cannot be loaded.
+
+    If the data set is the user's, the message includes the file and the line in the user's code.
+    """
     text = failure.text
     if failure.line and plugins.is_plugin(config.data):
         text += f" ({failure.line})"
@@ -192,38 +221,53 @@ def _sample_error(failure: _Failure, config: Config, where: str) -> BadSample:
 
 
 def _sample_keys(requests: Iterator[tuple[int, torch.Tensor]]) -> Iterator[list[tuple[int, int]]]:
-    """Yield the epoch and the index of each sample, batch by batch, as `_SeededSamples` takes them."""
+    """Yield a list of keys for each batch. The key of a sample is its epoch and its index.
+
+    `_SeededSamples` takes such keys instead of indices, because random numbers depend on the epoch, too.
+    """
     for epoch, indices in requests:
         yield [(epoch, index) for index in indices.tolist()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Failure:
-    """A sample that cannot be loaded. It is a value, because an exception would arrive as a traceback."""
+    """The report about a sample that cannot be loaded.
+
+    Worker processes return this value instead of raising an exception, of which only a traceback would
+    arrive.
+    """
 
     text: str
     line: str
-    """File and line of the first function below this module: of the user's data set."""
+    """File and line in the code of the user's data set."""
     trace: str
 
 
 class _SeededSamples:
-    """Loads each sample with random numbers that depend only on (seed, epoch, index), not on the process."""
+    """Loads samples with reproducible random numbers, for example for random cropping.
+
+    The random numbers of a sample depend only on the seed, the epoch and the index. The number of worker
+    processes makes no difference.
+    """
 
     def __init__(self, samples: Any, seed: int, workers: int) -> None:
         self._samples = samples
         self._seed = seed
-        # Process id and current sample of each worker, because a dead worker cannot report them.
+        # The process id and the current sample of each worker process, in shared memory. If a worker process
+        # dies, it cannot report its sample, so the main process reads it here.
         self._current = torch.zeros(workers, 2, dtype=torch.int64).share_memory_()
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> Any:
-        """Return the batch of the samples with these pairs of an epoch and an index, or a `_Failure`."""
+        """Return the batch with these samples, or a `_Failure` if one of them cannot be loaded.
+
+        Each key is an epoch and the index of a sample. torch calls this method if it exists.
+        """
         worker = get_worker_info()
-        # Without worker processes, samples are loaded in the process that trains. The seeds below must not
-        # change the random numbers of the model, so they are restored afterwards.
+        # Without worker processes, samples are loaded in the process that trains the model. The seeds below
+        # change its random numbers, so their state is restored afterwards.
         state = None
         if worker is None:
             state = random_state.capture()
@@ -242,9 +286,10 @@ class _SeededSamples:
         return batch
 
     def current_samples(self, message: str) -> str:
-        """Return a text on the samples that the dead processes in torch's message were loading.
+        """Return a text that names the samples which dead worker processes were loading, or "".
 
-        The message is ``DataLoader worker (pid(s) 71, 72) exited unexpectedly``.
+        torch's message contains the ids of these processes:
+        ``DataLoader worker (pid(s) 71, 72) exited unexpectedly``.
         """
         dead_processes = set(map(int, re.findall(r"\d+", message)))
         samples = [str(index) for process, index in self._current.tolist() if process in dead_processes]
@@ -254,7 +299,7 @@ class _SeededSamples:
 
 
 def _describe_failure(index: int, error: Exception) -> _Failure:
-    """Return what a worker reports about an error that the data set has raised for a sample."""
+    """Return the report about an error that the data set has raised for the sample `index`."""
     own_traceback = user_program.user_frames(error.__traceback__)
     line = ""
     if own_traceback:
@@ -267,4 +312,5 @@ def _describe_failure(index: int, error: Exception) -> _Failure:
 
 
 def _return_batch(batch: Any) -> Any:
+    """Return the batch unchanged."""
     return batch

@@ -1,8 +1,8 @@
-"""The options of one training run, and what follows from them: steps, lines, learning rate. No torch.
+"""The options of a training run, and values that are derived from them, such as the learning rate.
 
-Each option is a field that declares it; `options` makes the command line of them. Checkpoints keep
-the options, and a later start is compared with them. The learning rate is a function of the step alone, so
-that no checkpoint has to keep it.
+Each field of `Config` declares an option. The module `options` builds the command line from these fields.
+Checkpoints contain the options, so that a later start can be compared with them. The learning rate depends
+only on the step, so checkpoints need not contain it. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from imgkit_entrypoints.errors import UsageError
 
 
 class ModelDefaults(NamedTuple):
-    """The options that depend on the model."""
+    """The defaults of options that depend on the model."""
 
     optimizer: str
     lr: float
     warmup_steps: int = 0
 
 
-# The built-in models. A model of the user's own has the defaults of linear.
+# The built-in models with their defaults. A user's own model has the defaults of linear.
 MODELS: Mapping[str, ModelDefaults] = {
     "linear": ModelDefaults("sgd", 0.05),
     "mlp": ModelDefaults("sgd", 0.05),
@@ -46,11 +46,11 @@ MODELS: Mapping[str, ModelDefaults] = {
     "resnet50": ModelDefaults("sgd", 0.02, warmup_steps=20),
     "gpt": ModelDefaults("adamw", 1e-3),
 }
-# The built-in loggers; each is named after the package that it needs.
+# The built-in loggers. The name of each is the name of the Python package that it needs.
 LOGGERS = ("tensorboard", "wandb")
 # Number of steps if neither --steps nor --epochs is given.
 STEPS = 100
-# Longest time between two lines of progress.
+# Longest time between two lines of progress, in seconds.
 LINE_EVERY_S = 5
 FUNCTION = "MOD:FN or file.py:FN"
 
@@ -67,6 +67,7 @@ def _parse_number(text: str) -> float:
 
 
 def _parse_norm(text: str) -> float:
+    """Parse a norm above 0, for ``--clip``."""
     value = _parse_number(text)
     if value == 0:
         raise argparse.ArgumentTypeError("a norm of 0 would train nothing: a number above 0")
@@ -74,19 +75,24 @@ def _parse_norm(text: str) -> float:
 
 
 def _check_interval(text: str) -> str:
+    """Return `text` if it is an interval, such as ``500`` for 500 steps or ``2e`` for two epochs."""
     if not re.fullmatch(r"\d+|[1-9]\d*e", text, re.ASCII):
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number of steps (500) nor of epochs (2e)")
     return text
 
 
 def _check_trace_window(text: str) -> str:
+    """Return `text` if it has the form START:STEPS of ``--profile``."""
     if not re.fullmatch(r"\d+:[1-9]\d*", text, re.ASCII):
         raise argparse.ArgumentTypeError(f"{text!r} is not START:STEPS, as in 100:5")
     return text
 
 
 def _check_model(text: str) -> str:
-    """Return the value of ``--model`` if it names a built-in model or a function; executes nothing."""
+    """Return the value of ``--model`` if it names a built-in model or a user's function.
+
+    The function is only searched for in the source code. No code of the user is executed.
+    """
     if plugins.is_plugin(text):
         return plugins.check(text, plugins.MODEL)
     if text not in MODELS:
@@ -97,7 +103,10 @@ def _check_model(text: str) -> str:
 
 
 def _check_data(text: str) -> str:
-    """Return the value of ``--data`` if it names data that this image can read; executes nothing."""
+    """Return the value of ``--data`` if it names data that this image can read, or a user's function.
+
+    No code of the user is executed.
+    """
     if plugins.is_plugin(text):
         return plugins.check(text, plugins.DATA)
     if Path(text).is_dir() and find_spec("PIL") is None:
@@ -112,13 +121,17 @@ def _check_data(text: str) -> str:
 
 
 def _check_step(text: str) -> str:
+    """Return the value of ``--step`` if it is ``builtin`` or names a user's function."""
     if text == "builtin":
         return text
     return plugins.check(text, plugins.STEP)
 
 
 def _check_loggers(text: str) -> str:
-    """Return `text`, names with commas between them, if this image has each of them; executes nothing."""
+    """Return the value of ``--log-to`` if this image has all of the loggers, which are separated by commas.
+
+    No code of the user is executed.
+    """
     for name in text.split(","):
         if plugins.is_plugin(name):
             plugins.check(name, plugins.LOGGER)
@@ -133,9 +146,9 @@ def _check_loggers(text: str) -> str:
     return text
 
 
-# Options that define a run: a start with another value cannot resume it.
+# Options that define a run. A start in which one of them has another value cannot resume the run.
 SAME = ["model", "data", "step", "samples", "image_size", "seed", "dtype", "amp", "optimizer", "global_batch"]
-# Options that may change between two starts of a run; each change is reported.
+# Options that may change between two starts of a run. Each change is reported.
 REPORTED = ["lr", "momentum", "weight_decay", "schedule", "warmup_steps", "clip", "compile", "deterministic"]
 
 
@@ -320,14 +333,14 @@ class Config:
     )
 
     def traced_steps(self) -> range:
-        """Return the steps to trace: ``100:5`` names the steps 101 to 105."""
+        """Return the numbers of the steps to trace: ``100:5`` stands for the steps 101 to 105."""
         if self.profile is None:
             return range(0)
         start, steps = map(int, self.profile.split(":"))
         return range(start + 1, start + steps + 1)
 
     def values(self) -> dict[str, Any]:
-        """Return the options in plain values, as checkpoints keep them."""
+        """Return the options as values that JSON supports, for checkpoints. A path becomes a text."""
         values = dataclasses.asdict(self)
         for name, value in values.items():
             if isinstance(value, Path):
@@ -335,22 +348,24 @@ class Config:
         return values
 
     def to_json(self) -> str:
-        """Return the JSON form in the run's folder; ``--config`` reads it."""
+        """Return the options as JSON, for the file in the run's folder. ``--config`` can read this file."""
         return json.dumps(self.values(), indent=2) + "\n"
 
     def merge_saved(self, saved: Mapping[str, Any], where: Path) -> tuple[Config, list[str]]:
-        """Return these options with the saved global batch, and one line for each changed option.
+        """Compare these options with those in a checkpoint, and return the options for the resumed run.
 
-        For example ``lr was 0.1, now 0.05``.
+        The second value has a line for each option that has changed, such as ``lr was 0.1, now 0.05``. If the
+        global batch is not set, it is taken from the checkpoint, because its default depends on the number of
+        ranks.
 
         Parameters
         ----------
         saved : the options in the checkpoint.
-        where : the checkpoint, for the message.
+        where : path of the checkpoint, for messages.
 
         Raises
         ------
-        UsageError : an option in `SAME` differs, so this would be another run. All differences are named.
+        UsageError : options in `SAME` differ, so this would be another run. The message names all of them.
         """
         config = self
         if self.global_batch is None:
@@ -385,7 +400,7 @@ OPTIONS = (
 
 
 def total_steps(config: Config, steps_per_epoch: int) -> int:
-    """Return the steps of the whole run: `steps` or `epochs`, whichever ends first."""
+    """Return the number of steps of the whole run, by ``--steps`` or ``--epochs``, whichever ends first."""
     limits = []
     if config.steps is not None:
         limits.append(config.steps)
@@ -395,27 +410,35 @@ def total_steps(config: Config, steps_per_epoch: int) -> int:
 
 
 def steps_per_line(steps: int) -> int:
-    """Return the default of ``--log-every``: a round number, at most a tenth of the run and 1000."""
+    """Return the default of ``--log-every``: a round number, at most 1000 and at most a tenth of the run."""
     sizes = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
     return max((size for size in sizes if size * 10 <= steps), default=1)
 
 
 def parse_interval(text: str, steps_per_epoch: int) -> int:
-    """Parse an interval of saves or evaluations into steps: ``500`` steps, ``2e`` epochs; 0 is never."""
+    """Convert an interval of saves or evaluations to a number of steps.
+
+    ``500`` means 500 steps, ``2e`` means two epochs, and ``0`` means never.
+    """
     if text.endswith("e"):
         return int(text.removesuffix("e")) * steps_per_epoch
     return int(text)
 
 
 def is_due(step: int, interval: int, steps: int) -> bool:
-    """Return whether what happens every `interval` steps and after the last one is due after `step`."""
+    """Return whether an action is due after `step`.
+
+    The action is due every `interval` steps, and after the last of `steps` steps. An interval of 0 means only
+    after the last step.
+    """
     return step == steps or (interval > 0 and step % interval == 0)
 
 
 def learning_rate(config: Config, step: int, steps: int) -> float:
-    """Return the learning rate of a step, counted from 0.
+    """Return the learning rate of a step, which is counted from 0.
 
-    It rises over the warm-up, and then stays (constant) or falls to 0 at the end of `steps` steps.
+    The rate rises during the warm-up. Then it stays constant, or falls to 0 until the end of `steps` steps,
+    as ``--schedule`` says.
     """
     warmup = config.warmup_steps
     if step < warmup:

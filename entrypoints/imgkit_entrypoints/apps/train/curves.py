@@ -1,4 +1,4 @@
-"""Charts of a run as SVG: values over the steps."""
+"""Draw charts of a run as SVG, such as the loss over the steps."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ WIDTH, HEIGHT = 860, 300
 # Margins of the plot in px, with room for the numbers of the axes, the title and the labels.
 LEFT, RIGHT, TOP, BOTTOM = 90, 20, 40, 50
 PLOT_WIDTH, PLOT_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
-# Points per line; more than its pixels would not be visible.
+# Most points of a line. More points than pixels would not be visible.
 MAX_POINTS = 2000
 
-# Step and value, steps ascending.
+# Pairs of a step and a value, in ascending order of the steps.
 Points = Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One chart: the points of each line by its label."""
+    """The title of a chart, and the points of each line by the line's label."""
 
     title: str
     lines: Mapping[str, Points]
     from_zero: bool = False
-    """Whether the axis of values begins at 0. If not, it fits the values, and is logarithmic where they span
-    two decades."""
+    """True if the axis of values begins at 0.
+
+    Otherwise, the axis fits the values, and is logarithmic if they span two decades or more.
+    """
 
 
 def _choose_ticks(axis: Axis) -> list[float]:
-    """Return round numbers on an axis, at most six: 0, 20, 40, 60 for values up to 75."""
+    """Return the numbers to show on an axis: at most six round numbers, such as 0, 20, 40, 60 up to 75."""
     if axis.is_logarithmic:
         first_power = math.ceil(math.log10(axis.low))
         last_power = math.floor(math.log10(axis.high))
@@ -41,13 +43,13 @@ def _choose_ticks(axis: Axis) -> list[float]:
         stride = math.ceil(len(powers) / 6)
         return [10.0**power for power in powers[::stride]]
     step = _round_up((axis.high - axis.low) / 5)
-    first = math.ceil(axis.low / step)
-    last = math.floor(axis.high / step)
-    return [step * number for number in range(first, last + 1)]
+    first_multiple = math.ceil(axis.low / step)
+    last_multiple = math.floor(axis.high / step)
+    return [step * multiple for multiple in range(first_multiple, last_multiple + 1)]
 
 
 def _round_up(value: float) -> float:
-    """Return the next number of the form 1, 2 or 5 times a power of ten: 0.03 -> 0.05."""
+    """Round a value up to 1, 2 or 5 times a power of ten: 0.03 -> 0.05."""
     decade = 10.0 ** math.floor(math.log10(value))
     for digit in (1, 2, 5):
         if decade * digit >= value:
@@ -56,18 +58,18 @@ def _round_up(value: float) -> float:
 
 
 def draw_charts(charts: Sequence[Chart]) -> str:
-    """Return one SVG file with the charts below each other."""
+    """Return the text of an SVG file that contains the charts, one below the other."""
     drawings = ['<rect class="paper" width="100%" height="100%"/>']
-    for number, chart in enumerate(charts):
+    for index, chart in enumerate(charts):
         drawings.append(
-            f'<svg role="img" aria-label="{escaped(chart.title)}" y="{number * HEIGHT}" width="{WIDTH}" '
+            f'<svg role="img" aria-label="{escaped(chart.title)}" y="{index * HEIGHT}" width="{WIDTH}" '
             f'height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(_draw_chart(chart))}</svg>'
         )
     return drawing.document("\n".join(drawings), WIDTH, HEIGHT * len(charts))
 
 
 def _draw_chart(chart: Chart) -> Iterator[str]:
-    """Yield the elements of a chart: the title, the grid with its numbers, and the lines."""
+    """Yield the SVG elements of a chart: the title, the grid with its numbers, and the lines."""
     lines = {label: points for label, points in chart.lines.items() if points}
     yield f'<text class="head" x="{LEFT}" y="24">{escaped(chart.title)}</text>'
     if not lines:
@@ -77,12 +79,12 @@ def _draw_chart(chart: Chart) -> Iterator[str]:
     x_axis = Axis(0, max(steps), LEFT, PLOT_WIDTH)
     y_axis = _values_axis(min(values), max(values), from_zero=chart.from_zero)
     yield from _draw_grid(x_axis, y_axis)
-    for number, (label, points) in enumerate(lines.items()):
-        yield from _draw_line(number, label, points, x_axis, y_axis)
+    for index, (label, points) in enumerate(lines.items()):
+        yield from _draw_line(index, label, points, x_axis, y_axis)
 
 
 def _draw_grid(x_axis: Axis, y_axis: Axis) -> Iterator[str]:
-    """Yield the grid with its numbers, the frame and the name of the horizontal axis."""
+    """Yield the SVG elements of the grid with its numbers, the frame and the name of the horizontal axis."""
     for step in _choose_ticks(x_axis):
         x = x_axis.position(step)
         yield f'<path class="grid" d="M{x:.1f} {TOP}v{PLOT_HEIGHT}"/>'
@@ -96,10 +98,10 @@ def _draw_grid(x_axis: Axis, y_axis: Axis) -> Iterator[str]:
 
 
 def _draw_line(number: int, label: str, points: Points, x_axis: Axis, y_axis: Axis) -> Iterator[str]:
-    """Yield a line through the points, a dot at its end, and its label above the plot."""
+    """Yield the SVG elements of a line: the line through its points, a dot at its end, and its label."""
     colour = number % len(COLOURS)
     style = f'class="s{colour}" fill="none" stroke-width="2" stroke-dasharray="{DASHES[number]}"'
-    # From the end, so that the last point is always drawn.
+    # Select every n-th point, counted from the end, so that the last point is always drawn.
     stride = math.ceil(len(points) / MAX_POINTS)
     sampled = points[::-stride][::-1]
     corners = [f"{x_axis.position(step):.1f},{y_axis.position(value):.1f}" for step, value in sampled]
@@ -115,8 +117,8 @@ def _draw_line(number: int, label: str, points: Points, x_axis: Axis, y_axis: Ax
 def _values_axis(low: float, high: float, *, from_zero: bool) -> Axis:
     """Return an axis for values from `low` to `high`.
 
-    It begins at 0 if `from_zero` is set or all values are equal. Otherwise it has a margin on both sides, and
-    is logarithmic if `high` is 100 times `low` or more.
+    If `from_zero` is set or all values are equal, the axis begins at 0. Otherwise, it has a margin on both
+    sides. It is logarithmic if `high` is at least 100 times `low`.
     """
     bottom = TOP + PLOT_HEIGHT
     if from_zero or low == high:

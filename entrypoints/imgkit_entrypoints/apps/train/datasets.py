@@ -1,6 +1,7 @@
-"""The built-in data: generated from the seed, with a pattern that a model can learn, and folders of images.
+"""The built-in data: generated samples with a pattern that a model can learn, text files, and image folders.
 
-An image folder has one subfolder per class, as ImageNet does; Pillow reads the images.
+Generated samples depend only on the seed. An image folder has one subfolder per class, as in ImageNet. Pillow
+reads the images.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from imgkit_entrypoints.apps.train.models import CLASSES, CONTEXT, FEATURES, VOC
 from imgkit_entrypoints.apps.train.order import seed_of
 from imgkit_entrypoints.errors import UsageError
 
-# Standard deviation of what regression cannot learn.
+# Standard deviation of the noise in the data for regression, which a model cannot learn.
 NOISE = 0.01
-# One in this many windows of a text is held out.
+# One of this many samples of a text is held out for the evaluation.
 HELD_OUT = 10
 
 
 class TensorSamples:
-    """Samples that are rows of tensors, so that one indexing makes a batch, without a loop in Python."""
+    """Samples that are stored as rows of tensors.
+
+    A batch is made by indexing each tensor once, without a loop over samples in Python.
+    """
 
     def __init__(self, *tensors: Tensor) -> None:
         self.tensors = tensors
@@ -35,7 +39,7 @@ class TensorSamples:
 
     @property
     def size_bytes(self) -> int:
-        """Size of all samples."""
+        """Size of all samples together in bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
     def batch(self, indices: Tensor) -> tuple[Tensor, ...]:
@@ -44,9 +48,10 @@ class TensorSamples:
 
 
 class TextFile:
-    """The bytes of a file: sample i is the i-th window of CONTEXT bytes, with the byte that follows each.
+    """Samples that are windows of CONTEXT bytes of a file.
 
-    The last tenth of the samples is held out, whether it is evaluated or not.
+    The inputs of a sample are the bytes of its window. The target of each byte is the byte that follows it.
+    The last tenth of the samples is held out, even if the run does not evaluate.
     """
 
     def __init__(self, path: Path, split: str) -> None:
@@ -71,14 +76,17 @@ class TextFile:
         return len(self._windows)
 
     def batch(self, indices: Tensor) -> tuple[Tensor, ...]:
-        """Return the windows (samples, CONTEXT), and the same windows one byte later."""
+        """Return the windows with the shape (samples, CONTEXT), and the same windows shifted by one byte."""
         starts = (self._windows.start + indices[:, None]) * CONTEXT
         rows = self.bytes[starts + torch.arange(CONTEXT + 1)].long()
         return rows[:, :-1], rows[:, 1:]
 
 
 def _make_regression(samples: int, truth: torch.Generator, draw: torch.Generator) -> TensorSamples:
-    """Return data for linear regression: y = w.x + b + a little noise."""
+    """Return data for linear regression: y = w.x + b plus a little noise.
+
+    `truth` generates the pattern (w and b), which is the same for all splits. `draw` generates the samples.
+    """
     weights = torch.randn(FEATURES, 1, generator=truth)
     bias = torch.randn(1, generator=truth)
     inputs = torch.randn(samples, FEATURES, generator=draw)
@@ -87,28 +95,34 @@ def _make_regression(samples: int, truth: torch.Generator, draw: torch.Generator
 
 
 def _make_classes(samples: int, truth: torch.Generator, draw: torch.Generator) -> TensorSamples:
-    """Return data for classification: the class is the largest of CLASSES random projections."""
+    """Return data for classification. The class of a sample is the largest of CLASSES random projections.
+
+    `truth` generates the projections, which are the same for all splits. `draw` generates the samples.
+    """
     inputs = torch.randn(samples, FEATURES, generator=draw)
     projections = torch.randn(FEATURES, CLASSES, generator=truth)
     return TensorSamples(inputs, (inputs @ projections).argmax(1))
 
 
 def _make_images(samples: int, truth: torch.Generator, draw: torch.Generator) -> TensorSamples:
-    """Return images of 3x32x32: one picture for each class, with noise."""
+    """Return images of 3x32x32 pixels. All images of a class show the same picture with different noise.
+
+    `truth` generates the pictures, which are the same for all splits. `draw` generates the samples.
+    """
     labels = torch.randint(CLASSES, (samples,), generator=draw)
     pictures = torch.randn(CLASSES, 3, 32, 32, generator=truth)
     return TensorSamples(pictures[labels] + torch.randn(samples, 3, 32, 32, generator=draw), labels)
 
 
 def _make_sequences(samples: int, _truth: torch.Generator, draw: torch.Generator) -> TensorSamples:
-    """Return bytes that count up by a stride from 1 to 8. Each sample has its own stride and start."""
+    """Return sequences of bytes that count up. Each sample has a random first byte and stride (1 to 8)."""
     first = torch.randint(VOCABULARY, (samples, 1), generator=draw)
     stride = torch.randint(1, 9, (samples, 1), generator=draw)
     rows = (first + stride * torch.arange(CONTEXT + 1)) % VOCABULARY
     return TensorSamples(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
 
 
-# Number of samples by default, and the function that makes them, for each built-in model.
+# The default number of samples and the function that generates them, for each built-in model.
 _BUILT_IN: Mapping[str, tuple[int, Callable[[int, torch.Generator, torch.Generator], TensorSamples]]] = {
     "linear": (2048, _make_regression),
     "mlp": (2048, _make_classes),
@@ -119,11 +133,13 @@ _BUILT_IN: Mapping[str, tuple[int, Callable[[int, torch.Generator, torch.Generat
 
 
 def load_built_in(config: Config, split: str) -> TensorSamples | TextFile | ImageFolder:
-    """Return the data for a built-in model; the split ``eval`` is held out.
+    """Return the data of ``--data`` for a built-in model: generated data, a text file or an image folder.
+
+    The split ``eval`` has the samples that are held out from training.
 
     Raises
     ------
-    UsageError : no data fits the model.
+    UsageError : the model cannot use this data.
     """
     if config.model not in _BUILT_IN:
         raise UsageError(
@@ -131,7 +147,7 @@ def load_built_in(config: Config, split: str) -> TensorSamples | TextFile | Imag
         )
     default_samples, generate = _BUILT_IN[config.model]
     if config.data == "builtin":
-        # All splits share the pattern to learn.
+        # The pattern to learn is the same for all splits, but the samples differ.
         truth = torch.Generator().manual_seed(config.seed)
         draw = torch.Generator().manual_seed(seed_of(config.seed, split))
         return generate(config.samples or default_samples, truth, draw)
@@ -146,6 +162,7 @@ def load_built_in(config: Config, split: str) -> TensorSamples | TextFile | Imag
 
 
 def _model_error(config: Config, data: str, models: str) -> UsageError:
+    """Return the error for a model that cannot use a kind of data."""
     return UsageError(f"{config.model} cannot read {data}", where=config.data, hint=f"use --model {models}")
 
 
@@ -157,22 +174,24 @@ def count_classes(config: Config) -> int:
     return CLASSES
 
 
-# Files with other endings are no samples.
+# Files with these endings are images. All other files are ignored.
 ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
-# Folders of each split; the first that exists counts. Without a train folder, all are for training.
+# Names of the folder for each split, of which the first that exists is used. Without a folder named train,
+# all images are for training.
 SPLITS = {"train": ("train",), "eval": ("val", "eval", "test")}
 # Mean and standard deviation of ImageNet's channels, which published weights and learning rates assume.
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-# Least share of the image's shorter side that a training sample shows.
+# A training sample shows a random square of the image. This is its smallest size, as a share of the shorter
+# side.
 MIN_SHARE = 0.35
 
 
 def find_split_folder(data: Path, split: str) -> Path:
-    """Return the folder with the classes of `split`: ``data/val`` for ``eval``, if it exists.
+    """Return the folder that contains the classes of a split, such as ``data/val`` for ``eval``.
 
     Raises
     ------
-    UsageError : no images are held out.
+    UsageError : there is no folder for the split ``eval``.
     """
     for name in SPLITS[split]:
         folder = data / name
@@ -188,7 +207,7 @@ def find_split_folder(data: Path, split: str) -> Path:
 
 
 def list_classes(data: Path) -> list[str]:
-    """Return the names of the classes in the order of their numbers.
+    """Return the names of the classes, which are the subfolders. The number of a class is its position.
 
     Raises
     ------
@@ -209,10 +228,10 @@ def list_classes(data: Path) -> list[str]:
 
 
 class ImageFolder:
-    """One sample per file: pixels (3, size, size), and the number of the class.
+    """Samples that are images in a folder: the pixels with the shape (3, size, size), and the class's number.
 
-    Training samples are cropped and mirrored at random. torch draws the numbers, so each sample depends only
-    on seed, epoch and index.
+    Training samples are cropped and mirrored at random. The random numbers come from torch, whose seed is set
+    for each sample. So a sample depends only on the run's seed, the epoch and the index.
     """
 
     def __init__(self, data: Path, split: str, size: int) -> None:
@@ -221,9 +240,9 @@ class ImageFolder:
         self._size = size
         self._is_random = split == "train"
         self._files: list[tuple[Path, int]] = []
-        for number, name in enumerate(names):
+        for class_number, name in enumerate(names):
             paths = sorted((folder / name).rglob("*"))
-            self._files += [(path, number) for path in paths if path.suffix.lower() in ENDINGS]
+            self._files += [(path, class_number) for path in paths if path.suffix.lower() in ENDINGS]
         if not self._files:
             raise UsageError(
                 "the folder holds no images", where=str(folder), hint=f"files must end in {' '.join(ENDINGS)}"
@@ -233,18 +252,21 @@ class ImageFolder:
         return len(self._files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        reader = importlib.import_module("PIL.Image")
-        path, number = self._files[index]
-        with reader.open(path) as opened:
-            image = opened.convert("RGB")
+        pillow = importlib.import_module("PIL.Image")  # Pillow is only needed for images
+        path, class_number = self._files[index]
+        with pillow.open(path) as image_file:
+            image = image_file.convert("RGB")
             box = self._choose_box(*image.size)
-            image = image.resize((self._size, self._size), reader.Resampling.BILINEAR, box=box)
+            image = image.resize((self._size, self._size), pillow.Resampling.BILINEAR, box=box)
         if self._is_random and torch.rand(()) < 0.5:
-            image = image.transpose(reader.Transpose.FLIP_LEFT_RIGHT)
-        return _normalize(image), number
+            image = image.transpose(pillow.Transpose.FLIP_LEFT_RIGHT)
+        return _normalize(image), class_number
 
     def _choose_box(self, width: int, height: int) -> tuple[float, float, float, float]:
-        """Return the square to crop: a random one in training, and otherwise the largest in the middle."""
+        """Return the corners of the square to crop from an image.
+
+        For training, the size and the position are random. Otherwise, it is the largest square in the middle.
+        """
         size_share, x_share, y_share = 1.0, 0.5, 0.5
         if self._is_random:
             size_share, x_share, y_share = torch.rand(3).tolist()
@@ -255,7 +277,7 @@ class ImageFolder:
 
 
 def _normalize(image: Any) -> Tensor:
-    """Return the pixels of an image in channels with the mean 0 and the standard deviation 1 of ImageNet."""
+    """Convert an image to a tensor, in which the channels of ImageNet have the mean 0 and the deviation 1."""
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     channels_last = pixels.view(image.height, image.width, 3)
     colours = channels_last.permute(2, 0, 1).float() / 255

@@ -1,4 +1,7 @@
-"""``--log-to``: a run's numbers in TensorBoard, Weights & Biases or a logger of the user's, from rank 0."""
+"""Send the numbers of a run to other loggers (``--log-to``).
+
+The loggers are TensorBoard, Weights & Biases, and functions of the user. Only rank 0 uses them.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,13 @@ from imgkit_entrypoints.apps.train.config import Config
 
 
 class _TensorBoard:
-    """Event files in the run folder, read by ``tensorboard --logdir``."""
+    """Writes event files to the run folder, which ``tensorboard --logdir`` reads."""
 
     def __init__(self, folder: Path, start: int, _config: Config) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Steps after the checkpoint are repeated: TensorBoard drops what an earlier start wrote for them.
+        # A resumed run repeats the steps after the checkpoint. With purge_step, TensorBoard drops the values
+        # that the earlier start has written for these steps.
         first_repeated = start + 1 if start else None
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_repeated, flush_secs=30)
 
@@ -34,14 +38,15 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """A run of Weights & Biases: files in the run folder, unless WANDB_MODE says ``online``."""
+    """Writes to a run of Weights & Biases, as files in the run folder unless WANDB_MODE is ``online``."""
 
     def __init__(self, folder: Path, _start: int, config: Config) -> None:
         import wandb
 
         folder.mkdir(parents=True, exist_ok=True)
         digest = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()
-        # Compute nodes rarely reach the internet. One id for all starts of a run folder: they become one run.
+        # The default mode is offline, because compute nodes often have no internet access. The id depends
+        # only on the run folder, so that all starts in this folder belong to one run of Weights & Biases.
         self._run = wandb.init(
             mode=os.environ.get("WANDB_MODE", "offline"),
             dir=str(folder),
@@ -56,19 +61,22 @@ class _Wandb:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        """Write the run's last row, and wait for the uploads of an online run."""
+        """Finish the run. If the mode is ``online``, wait until everything is uploaded."""
         self._run.finish()
 
 
-# Classes by the name that ``--log-to`` has for them, which is that of their package.
+# The class for each built-in name in ``--log-to``. The name is also the name of the Python package.
 BUILT_IN: Mapping[str, Callable[[Path, int, Config], Any]] = {"tensorboard": _TensorBoard, "wandb": _Wandb}
 
 
 class Loggers:
-    """All loggers of a run. One that fails is named once and left out; training goes on."""
+    """All loggers of a run.
+
+    If a logger fails, this is reported once and the logger is not called any more. The training continues.
+    """
 
     def __init__(self, config: Config, start: int, say: Callable[[str], None]) -> None:
-        """Open the loggers of ``--log-to``, for a run that goes on after step `start`.
+        """Open the loggers of ``--log-to``. `start` is the number of steps that earlier starts have done.
 
         Raises
         ------
@@ -90,7 +98,7 @@ class Loggers:
                 self._loggers[name] = logger
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
-        """Hand the numbers among `values` to all loggers."""
+        """Pass all values that are numbers to each logger. Other values, such as texts, are left out."""
         numbers = {}
         for name, value in values.items():
             if isinstance(value, (int, float)):
@@ -104,7 +112,10 @@ class Loggers:
             self._call_or_disable(name, logger.close)
 
     def _call_or_disable(self, name: str, call: Callable[[], Any]) -> Any:
-        """Return the result of a call of a logger. One that fails is named, and gets no more calls."""
+        """Call a function of the logger `name`, and return the result.
+
+        If the call fails, report the error, remove the logger, and return None.
+        """
         try:
             return call()
         except Exception as error:  # a full disk, a lost connection, or a fault in the user's function

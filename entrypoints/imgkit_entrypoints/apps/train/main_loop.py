@@ -1,7 +1,7 @@
-"""The steps of a run on the run library: train, evaluate, save, and end.
+"""Take the steps of a run: train, evaluate, save checkpoints, and end.
 
-`Course` is the part ``course`` of dist-train's checkpoints: the position in the data, and the options that
-led there.
+This uses the run library (imgkit_entrypoints.run). In addition to the model and the optimizer, a checkpoint
+of dist-train contains a `Course`: the position in the data, and the options of the run.
 """
 
 from __future__ import annotations
@@ -25,33 +25,36 @@ from imgkit_entrypoints.run import Run
 from imgkit_entrypoints.run.checkpoint import Checkpoint
 from imgkit_entrypoints.run.run_checkpoints import NotSaved
 
-# Name of the course in a checkpoint.
+# Name under which a checkpoint contains the course.
 COURSE = "course"
 Steps = Iterable[tuple[Position, list[MicroBatch]]]
 
 
 @dataclass(slots=True, kw_only=True)
 class Course:
-    """What a checkpoint keeps beside model and optimizer; it is needed before these exist."""
+    """The progress of a run and its options, as a checkpoint keeps them.
+
+    The course is separate from model and optimizer, because it is read before these are created.
+    """
 
     position: Position = field(default_factory=Position)
     first_loss: float = math.nan
     config: Mapping[str, Any] = field(default_factory=dict)
-    """The options, as JSON has them."""
+    """The options as values that JSON supports."""
     samples: int = 0
     """Number of samples in the data."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values in a checkpoint."""
+        """Return the values that are saved in a checkpoint."""
         return {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
 
     def load_state_dict(self, _: Mapping[str, Any]) -> None:
-        """Do nothing: `read_course` has read it."""
+        """Do nothing. `read_course` has already read the course before the run library restores the state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnd:
-    """How a run ended, the same on all ranks."""
+    """How a run ended. It is the same on all ranks."""
 
     reason: str = "all steps are done"
     exit_code: int = 0
@@ -60,42 +63,47 @@ class RunEnd:
 
 @dataclass(frozen=True, slots=True)
 class MainLoop:
-    """Takes the steps of a run, and saves and evaluates every so many of them."""
+    """Takes the steps of a run, and evaluates and saves checkpoints at regular intervals."""
 
     run: Run
     trainer: Trainer
     course: Course
-    """Kept at the step that the run has reached."""
+    """The progress, which is updated after each step."""
     report: RunLog | None
-    """Gets the numbers on rank 0. None on other ranks."""
+    """The log of the run on rank 0. None on other ranks."""
     evaluation: Evaluation | None
     start_up: StartUp
 
     def log_steps(self, latest: LatestSteps) -> None:
-        """Log the sums of the latest steps, and note the first loss of the run."""
+        """Log the sums of the latest steps, and remember the first loss of the run."""
         if math.isnan(self.course.first_loss):
-            # On all ranks: their courses are equal.
+            # All ranks remember it, because the courses of all ranks must be equal in a checkpoint.
             self.course.first_loss = latest.loss
         if self.report:
             self.report.add(latest)
 
     def run_to_end(self, steps: Steps, config: Config, workload: Workload) -> RunEnd:
-        """Take all steps, or those until a request to stop, save the state, and return how the run ended."""
+        """Take the remaining steps, save the state, and return how the run ended.
+
+        A request to stop, a failed save or a loss that is not finite may end the run earlier.
+        """
         try:
             with self.run:
                 self._take_steps(steps, config, workload)
         except (LossIsNoNumber, NotSaved) as error:
             return RunEnd(reason=error.what, exit_code=error.exit_code, hint=error.hint or "")
         except SystemExit as exit_request:
-            if not self.run.stopping:  # not the run library, but a function of the user has called sys.exit
+            # The run library exits after a request to stop. Otherwise, a function of the user has called
+            # sys.exit.
+            if not self.run.stopping:
                 raise
             return RunEnd(reason=self.run.stopping, exit_code=int(str(exit_request.code)))
         return RunEnd()
 
     def _take_steps(self, steps: Steps, config: Config, workload: Workload) -> None:
-        """Take all steps. After each, evaluate and save if it is time.
+        """Take all steps, and evaluate and save after a step if this is due.
 
-        The state after the last step is saved by the end of ``with self.run``, and not here.
+        The state after the last step is not saved here, but when ``with self.run`` ends.
         """
         run = self.run
         last_step = workload.steps
@@ -105,7 +113,7 @@ class MainLoop:
             run.begins()
             step = position.step
             is_evaluated = is_due(step, eval_every, last_step)
-            # Numbers go into the log only after these steps, so only they measure the gradient's norm.
+            # Numbers are logged only after these steps, so the norm of the gradient is only measured in them.
             is_measured = is_evaluated or is_due(step, save_every, last_step) or run.looks()
             self.trainer.step(step - 1, micro_batches, measured=is_measured)
             if step == workload.start + 1:
@@ -114,12 +122,15 @@ class MainLoop:
             is_saved = run.due(save_every=save_every)
             if is_evaluated:
                 self._evaluate(step)
-            # The end of `with self.run` saves the last state.
+            # The state after the last step is saved at the end of `with self.run`.
             if (is_saved or run.stopping) and step < last_step:
                 run.save()
 
     def _evaluate(self, step: int) -> None:
-        """Report the loss on held-out data, if there is any; a collective call in any case."""
+        """Compute and report the loss on held-out data, unless the run is stopping.
+
+        All ranks must call this method, even without held-out data.
+        """
         with self.run.pause():
             if self.evaluation and not self.run.stopping:
                 start_s = time.perf_counter()
@@ -129,12 +140,14 @@ class MainLoop:
 
 
 def find_checkpoint(config: Config, run: Run) -> Checkpoint | None:
-    """Find the checkpoint that ``--resume`` selects; a collective call.
+    """Find the checkpoint that ``--resume`` selects, or return None for a new run.
+
+    All ranks must call this function.
 
     Raises
     ------
-    UsageError : the path of ``--resume`` holds no valid checkpoint on any node, none in the run folder can be
-        read, or ``--resume never`` would replace those of another run.
+    UsageError : the path of ``--resume`` has no valid checkpoint on any node, the run folder has checkpoints
+        but none can be read, or ``--resume never`` would replace the checkpoints of another run.
     """
     if config.resume == "never":
         run.refuse_older()
@@ -150,11 +163,13 @@ def find_checkpoint(config: Config, run: Run) -> Checkpoint | None:
 
 
 def read_course(checkpoint: Checkpoint) -> Course:
-    """Read the course that a checkpoint keeps; a collective call.
+    """Read the course (the position in the data and the options) from a checkpoint.
+
+    All ranks must call this function.
 
     Raises
     ------
-    UsageError : another program has written it.
+    UsageError : the checkpoint was written by another program.
     """
     if COURSE not in checkpoint.names:
         raise UsageError(

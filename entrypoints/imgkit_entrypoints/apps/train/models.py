@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from imgkit_entrypoints.errors import UsageError
 
-# Inputs of the models for rows of numbers, and the classes of the generated data.
+# Number of inputs of the models linear and mlp.
 FEATURES = 20
+# Number of classes in the generated data.
 CLASSES = 10
-# Bytes, so that any text file can be data.
+# Tokens are bytes, so that any text file can be used as data.
 VOCABULARY = 256
-# Bytes that the transformer sees at once.
+# Number of bytes that the transformer sees at once.
 CONTEXT = 64
 
 
@@ -33,7 +34,10 @@ def mlp(classes: int = CLASSES) -> nn.Module:
 
 
 class Residual(nn.Module):  # type: ignore[misc]
-    """Convolutions with a skip connection. A bottleneck ends with four times the channels."""
+    """A block of a ResNet: convolutions with a skip connection.
+
+    A bottleneck block has three convolutions, of which the last has four times as many channels.
+    """
 
     def __init__(self, in_channels: int, channels: int, stride: int, *, bottleneck: bool) -> None:
         super().__init__()
@@ -44,20 +48,24 @@ class Residual(nn.Module):  # type: ignore[misc]
         else:
             out_channels = channels
             layers = [*_conv(in_channels, channels, 3, stride), nn.ReLU(), *_conv(channels, channels, 3)]
-        # Every block begins as its skip connection, which keeps SGD stable.
+        # With zeros here, the block is initially equal to its skip connection, which keeps SGD stable.
         nn.init.zeros_(layers[-1].weight)
         self.body = nn.Sequential(*layers)
-        # The skip connection. Its name, as that of every module here, is part of checkpoints.
+        # The skip connection. Checkpoints contain the names of modules, so this name must not change.
         self.way: nn.Module = nn.Identity()
         if stride != 1 or in_channels != out_channels:
             self.way = nn.Sequential(*_conv(in_channels, out_channels, 1, stride))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Map (batch, channels, height, width) to the new channels, height / stride and width / stride."""
+        """Apply the block to a tensor with the shape (batch, channels, height, width).
+
+        The result has `out_channels` channels, and its height and width are divided by the stride.
+        """
         return torch.relu(self.body(inputs) + self.way(inputs))
 
 
 def _conv(in_channels: int, out_channels: int, size: int, stride: int = 1) -> list[nn.Module]:
+    """Return a convolution and the batch normalization after it."""
     return [
         nn.Conv2d(in_channels, out_channels, size, stride, padding=size // 2, bias=False),
         nn.BatchNorm2d(out_channels),
@@ -65,7 +73,7 @@ def _conv(in_channels: int, out_channels: int, size: int, stride: int = 1) -> li
 
 
 def resnet(name: str, classes: int) -> nn.Module:
-    """Return torchvision's ResNet if torchvision is installed, and otherwise the small one of this module.
+    """Return torchvision's ResNet if torchvision is installed, and otherwise `small_resnet`.
 
     Raises
     ------
@@ -75,7 +83,7 @@ def resnet(name: str, classes: int) -> nn.Module:
         vision = importlib.import_module("torchvision.models")
     except ImportError:
         return small_resnet(name, classes)
-    except RuntimeError as error:  # its operators belong to another torch
+    except RuntimeError as error:  # the operators of this torchvision were built for another torch
         raise UsageError(
             f"the installed torchvision is incompatible with this torch: {error}",
             where=f"--model {name}",
@@ -86,7 +94,7 @@ def resnet(name: str, classes: int) -> nn.Module:
 
 
 def small_resnet(name: str, classes: int) -> nn.Module:
-    """Return a ResNet for small images (He et al. 2015, section 4.2), which begins without pooling."""
+    """Return a ResNet for small images (He et al. 2015, section 4.2). It has no pooling at its beginning."""
     blocks = {"resnet18": (2, 2, 2, 2), "resnet50": (3, 4, 6, 3)}[name]
     bottleneck = name == "resnet50"
     layers: list[nn.Module] = [*_conv(3, 64, 3), nn.ReLU()]
@@ -101,7 +109,7 @@ def small_resnet(name: str, classes: int) -> nn.Module:
 
 
 class Block(nn.Module):  # type: ignore[misc]
-    """Causal self-attention, then two linear layers, each with a skip connection."""
+    """A transformer layer: causal self-attention, then two linear layers, each with a skip connection."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -114,7 +122,7 @@ class Block(nn.Module):  # type: ignore[misc]
         self.layers = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Map (batch, time, width) to the same shape."""
+        """Apply the layer to a tensor with the shape (batch, time, width). The shape stays the same."""
         batch, time, width = tokens.shape
         mixed = self.queries_keys_values(self.before_attention(tokens))
         queries, keys, values = mixed.view(batch, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
@@ -128,7 +136,7 @@ class Block(nn.Module):  # type: ignore[misc]
 
 
 class Gpt(nn.Module):  # type: ignore[misc]
-    """A small decoder-only transformer over bytes."""
+    """A small decoder-only transformer that predicts the next byte of a text."""
 
     def __init__(self, width: int = 128, heads: int = 4, depth: int = 4, dropout: float = 0.1) -> None:
         super().__init__()
@@ -139,14 +147,17 @@ class Gpt(nn.Module):  # type: ignore[misc]
         self.out = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Map (batch, time) to the scores of the next byte, (batch, time, VOCABULARY)."""
+        """Return the scores of the next byte for each position.
+
+        The input has the shape (batch, time), and the result (batch, time, VOCABULARY).
+        """
         positions = self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         outputs = self.blocks(self.tokens(tokens) + positions)
         scores: Tensor = self.out(self.end(outputs))
         return scores
 
 
-# Constructors of the built-in models; the argument is the number of classes, if the model has any.
+# The constructors of the built-in models. The argument is the number of classes, which some models ignore.
 BUILT_IN: Mapping[str, Callable[[int], nn.Module]] = {
     "linear": lambda _: nn.Linear(FEATURES, 1),
     "mlp": mlp,
@@ -159,7 +170,7 @@ BUILT_IN: Mapping[str, Callable[[int], nn.Module]] = {
 def mean_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     """Return the mean loss of a batch (inputs, targets).
 
-    It is the cross entropy for integer targets, and otherwise the squared error.
+    If the targets are integers, this is the cross entropy. Otherwise, it is the squared error.
     """
     inputs, targets = batch
     outputs = model(inputs)

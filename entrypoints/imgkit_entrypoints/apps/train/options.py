@@ -1,7 +1,7 @@
-"""The command line of dist-train, and the file of ``--config``.
+"""Read the command line of dist-train and the file of ``--config``.
 
-This module does not import torch, so ``--help`` and refusals are quick. A file's options are turned into
-arguments, so that one set of rules checks both.
+This module does not import torch, so that ``--help`` and error messages appear quickly. The options in a file
+are converted to command-line arguments, so that the same rules check both.
 """
 
 from __future__ import annotations
@@ -28,31 +28,35 @@ Your own model, and the files of a run: docs/guides/train.md."""
 
 
 def _flag(name: str) -> str:
-    """Return the option of a field: ``stop_after_s`` -> ``--stop-after``."""
+    """Return the option for the name of a field: ``stop_after_s`` -> ``--stop-after``."""
     return "--" + name.removesuffix("_s").replace("_", "-")
 
 
 def _takes_momentum(options: argparse.Namespace) -> bool:
-    """Return whether the optimizer has a momentum."""
+    """Return whether the optimizer has a momentum, which is only the case for sgd."""
     defaults = MODELS.get(options.model, MODELS["linear"])
     return (options.optimizer or defaults.optimizer) == "sgd"
 
 
 def _may_have_built_in_data(options: argparse.Namespace) -> bool:
-    # The data of a function of the user may be of any kind.
+    """Return whether ``--samples`` may have an effect."""
+    # A user's function may read any option, so no option is refused for it.
     return options.data == "builtin" or plugins.is_plugin(options.data)
 
 
 def _may_have_images(options: argparse.Namespace) -> bool:
+    """Return whether ``--image-size`` may have an effect."""
     return Path(options.data).is_dir() or plugins.is_plugin(options.data)
 
 
 def _has_run_folder(options: argparse.Namespace) -> bool:
+    """Return whether the run has a folder, in which checkpoints and other files are saved."""
     return options.run_dir is not None
 
 
 _NO_FOLDER = "without a run folder (--run-dir DIR)"
-# Options that have no effect without others, or with others.
+# Conditions under which options have an effect. If a condition is not met, the option is refused with the
+# reason.
 NEEDS = (
     Need(option="--samples", reason="without built-in data", met=_may_have_built_in_data),
     Need(option="--image-size", reason="without a folder of images (--data DIR)", met=_may_have_images),
@@ -76,7 +80,9 @@ NEEDS = (
 
 
 def check(argv: Sequence[str], env: Mapping[str, str]) -> argparse.Namespace:
-    """Return the options of a command line and of its ``--config`` file.
+    """Parse the options of a command line and of its ``--config`` file, and check them.
+
+    Options on the command line override options in the file.
 
     Raises
     ------
@@ -86,6 +92,7 @@ def check(argv: Sequence[str], env: Mapping[str, str]) -> argparse.Namespace:
     add_options(parser, OPTIONS)
     options = parser.parse_args(argv)
     if options.config:
+        # The last value of an option counts, so the command line comes after the file.
         options = parser.parse_args([*_read_file(options.config, parser), *argv])
     if options.run_dir is None and env.get("IMGKIT_RUN_DIR"):
         options.run_dir = Path(env["IMGKIT_RUN_DIR"])
@@ -98,13 +105,13 @@ def check(argv: Sequence[str], env: Mapping[str, str]) -> argparse.Namespace:
 
 
 def read_config(argv: Sequence[str], env: Mapping[str, str]) -> Config:
-    """Read a worker's command line, and fill in the defaults of its model.
+    """Read the command line of a worker, and fill in the defaults that depend on the model.
 
-    The node agent has checked the command line already, before it started workers.
+    The node agent, which starts the workers, has already checked the command line.
 
     Raises
     ------
-    UsageError : as of `check`, or this image cannot compile.
+    UsageError : an option is wrong (see `check`), or ``--compile`` does not work in this image.
     """
     options = check(argv, env)
     del options.config
@@ -123,9 +130,10 @@ def read_config(argv: Sequence[str], env: Mapping[str, str]) -> Config:
 
 
 def _refuse_missing_compiler(env: Mapping[str, str]) -> None:
-    """Raise UsageError if torch.compile lacks something in this image.
+    """Raise UsageError if this image lacks a program or package that torch.compile needs.
 
-    It writes C++ for the CPU, and for a GPU a loader in C for Triton.
+    torch.compile generates C++ for CPUs, so it needs a C++ compiler. For GPUs, it needs Triton and a C
+    compiler, because Triton compiles a loader in C.
     """
     hint = "leave --compile out, or add it to the image"
     variable = "CXX"
@@ -143,7 +151,10 @@ def _refuse_missing_compiler(env: Mapping[str, str]) -> None:
 
 
 def _read_file(path: Path, parser: Parser) -> tuple[str, ...]:
-    """Return the file's options as arguments, checked by the same rules with the same messages."""
+    """Return the options in a ``--config`` file as command-line arguments.
+
+    They are checked by the same rules as the command line. All errors in the file are reported together.
+    """
     where = f"--config {path}"
     try:
         arguments = file_arguments(path)
@@ -152,7 +163,7 @@ def _read_file(path: Path, parser: Parser) -> tuple[str, ...]:
     except ValueError as error:
         raise UsageError(str(error), where=where) from error
     errors = []
-    # One by one: argparse stops at its first error.
+    # Parse each argument separately, because argparse stops at its first error.
     for argument in arguments:
         try:
             parser.parse_args([argument])
@@ -164,12 +175,12 @@ def _read_file(path: Path, parser: Parser) -> tuple[str, ...]:
 
 
 def file_arguments(path: Path) -> tuple[str, ...]:
-    """Return the options in the file as flags: ``{"lr": 0.1, "compile": true} -> --lr=0.1, --compile``.
+    """Convert the options in a JSON file to flags: ``{"lr": 0.1, "compile": true} -> --lr=0.1, --compile``.
 
     Raises
     ------
     OSError : the file cannot be read.
-    ValueError : the file contains no table of options.
+    ValueError : the file does not contain a table of options with single values.
     """
     content = json_text.load(path)
     if not isinstance(content, dict):
@@ -182,6 +193,7 @@ def file_arguments(path: Path) -> tuple[str, ...]:
             raise ValueError(f"`{key}` holds more than one value")
         if value is True:
             flags.append(_flag(key))
-        elif value is not None and value is not False:  # False is the default of all such options
+        # null means that the option is not set, and false is the default of all boolean options.
+        elif value is not None and value is not False:
             flags.append(f"{_flag(key)}={value}")
     return tuple(flags)

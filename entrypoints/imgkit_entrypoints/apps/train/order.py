@@ -1,7 +1,8 @@
-"""Which samples each step takes, and which rank computes them. Pure arithmetic, without torch.
+"""Decide which samples belong to each step, and which rank computes them. This module does not need torch.
 
-An epoch is a permutation of the data that depends only on (seed, epoch). A position counts samples that were
-trained on, not samples that were loaded ahead, so its meaning does not depend on the number of ranks.
+In each epoch, the data has a random order that depends only on the seed and the epoch. A position in the data
+is the number of samples that were trained on. Samples that were only loaded do not count, so a position does
+not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -15,53 +16,58 @@ from imgkit_entrypoints.errors import UsageError
 
 
 def seed_of(*parts: int | str) -> int:
-    """Return a seed below 2**63 that depends on all `parts`, equal on every platform and Python version."""
+    """Return a seed below 2**63 that depends on all `parts`.
+
+    It is the same on every platform and with every version of Python, unlike the result of hash().
+    """
     text = "\0".join(map(str, parts)).encode()
+    # The shift leaves 63 bits, so that the seed fits into a signed 64-bit integer.
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """The progress of a run."""
+    """The progress of a run, which is the position in its data."""
 
     step: int = 0
-    """Optimizer steps done."""
+    """Number of optimizer steps that are done."""
     epoch: int = 0
     consumed: int = 0
-    """Samples of `epoch` that were trained on."""
+    """Number of samples in this epoch that were trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchSlice:
-    """One micro-batch of one rank: samples `first` to `end` (exclusive) of the step."""
+    """The samples that a rank computes at once: samples `first` to `end` (exclusive) of a step."""
 
     first: int
     end: int
     weight: float
-    """Factor of its mean loss.
+    """Factor for the mean loss of these samples.
 
-    DDP averages gradients over ranks. With these weights the result is the average over the step's samples,
-    however ranks and micro-batches divide them. 0: the rank has no sample, and takes part with another's.
+    DDP averages gradients over ranks. With these weights, the result is the average over all samples of the
+    step, no matter how the samples are divided among ranks and micro-batches. If a rank has no samples, the
+    weight is 0. The rank then computes a sample of another rank, in order to take part in the collectives.
     """
     last: bool
-    """Whether it is the last micro-batch of the step."""
+    """True if this is the last micro-batch of the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """The division of epochs into steps, and of steps among the ranks."""
+    """How epochs are divided into steps, and steps among the ranks."""
 
     size: int
-    """Samples in the data."""
+    """Number of samples in the data."""
     global_batch: int
-    """Samples per step over all ranks; the last step of an epoch takes the rest."""
+    """Number of samples in a step over all ranks. The last step of an epoch may have fewer."""
     world_size: int
     batch_size: int
     """Largest number of samples that a rank computes at once."""
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of an epoch, the last one with the rest of the samples included."""
+        """Number of steps in an epoch, including the last step, which may have fewer samples."""
         return math.ceil(self.size / self.global_batch)
 
     def samples_at(self, position: Position) -> int:
@@ -79,37 +85,43 @@ class Order:
     def micro_batches(self, samples: int, rank: int) -> tuple[MicroBatchSlice, ...]:
         """Return the micro-batches of `rank` in a step that has `samples` samples over all ranks.
 
-        A micro-batch is what a rank computes at once. All ranks have equally many, since they take part in
-        the same collectives. For example 5 samples on 2 ranks with a `batch_size` of 2 are the samples 0, 1
-        on rank 0, and 2, 3-4 on rank 1.
+        A micro-batch is a set of samples that a rank computes at once. All ranks have the same number of
+        micro-batches, because they take part in the same collectives. For example, with 5 samples, 2 ranks
+        and a `batch_size` of 2, rank 0 has the micro-batches (0) and (1), and rank 1 has (2) and (3, 4).
         """
+        # The rank with most samples determines how many micro-batches all ranks have.
         most_samples_of_rank = math.ceil(samples / self.world_size)
         count = math.ceil(most_samples_of_rank / self.batch_size)
         rank_start, rank_end = share(samples, rank, self.world_size)
         slices = []
-        for number in range(count):
-            start, end = share(rank_end - rank_start, number, count)
+        for index in range(count):
+            start, end = share(rank_end - rank_start, index, count)
+            # DDP divides the sum of the gradients by world_size, which this factor cancels.
             weight = (end - start) * self.world_size / samples
-            is_last = number == count - 1
+            is_last = index == count - 1
             if start < end:
-                part = MicroBatchSlice(
+                micro_batch = MicroBatchSlice(
                     first=rank_start + start, end=rank_start + end, weight=weight, last=is_last
                 )
-            else:  # the rank has no sample, and computes the first one of the step without weight
-                part = MicroBatchSlice(first=0, end=1, weight=weight, last=is_last)
-            slices.append(part)
+            else:  # the rank has no sample left, so it computes the step's first sample with the weight 0
+                micro_batch = MicroBatchSlice(first=0, end=1, weight=weight, last=is_last)
+            slices.append(micro_batch)
         return tuple(slices)
 
 
 def plan_order(size: int, world_size: int, batch_size: int | None, global_batch: int | None) -> Order:
-    """Return the division of the data into steps and among ranks that the options ask for.
+    """Return how the data is divided into steps and among ranks, by the options of the run.
 
-    The global batch is the samples of one step over all ranks, by default one batch of each rank. If it is
-    larger, each rank computes several micro-batches in a step.
+    Parameters
+    ----------
+    size : number of samples in the data.
+    batch_size : largest number of samples that a rank computes at once, or None for the default.
+    global_batch : number of samples in a step over all ranks, or None for one batch of each rank. If it is
+        larger than that, each rank computes several micro-batches in a step.
 
     Raises
     ------
-    UsageError : the ranks cannot share `global_batch` equally, or there are no samples.
+    UsageError : `global_batch` cannot be divided equally among the ranks, or there are no samples.
     """
     if size < 1:
         raise UsageError("the data is empty", hint="--data must return at least one sample")
@@ -126,9 +138,9 @@ def plan_order(size: int, world_size: int, batch_size: int | None, global_batch:
 
 
 def _suggest_sizes(world_size: int, global_batch: int) -> str:
-    """Return a hint with the nearest numbers of ranks, and of samples, with which the division works.
+    """Return a hint with the nearest numbers of ranks and of samples that can be divided equally.
 
-    For 3 ranks and 32 samples it names 2 or 4 ranks, and 30 or 33 samples.
+    For example, for 3 ranks and 32 samples, the hint suggests 2 or 4 ranks, or 30 or 33 samples.
     """
     divisors = [count for count in range(1, global_batch + 1) if global_batch % count == 0]
     fewer_ranks = [str(count) for count in divisors if count < world_size]

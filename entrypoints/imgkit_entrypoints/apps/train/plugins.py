@@ -1,7 +1,7 @@
-"""The user's own functions: ``package.module:function`` or ``file.py:function``.
+"""Find and import the user's own functions: ``package.module:function`` or ``file.py:function``.
 
-The node agent first searches the source text for the function, without running it. So every node reports a
-misspelt name before a process starts.
+Before workers start, the node agent searches the source code for the function, without running the code. So
+every node reports a misspelled name early.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ from imgkit_entrypoints.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contract:
-    """The signature that a function must have."""
+    """The signature that a user's function must have.
+
+    `arguments` is the number of positional arguments with which the function is called.
+    """
 
     signature: str
     arguments: int
 
     @property
     def form(self) -> str:
-        """The form of the argument and the signature, for messages."""
+        """How to name such a function in an option, and its signature, for messages."""
         return f"MOD:FN or file.py:FN with {self.signature}"
 
 
@@ -47,16 +50,16 @@ LOGGER = Contract(
 
 
 def is_plugin(text: str) -> bool:
-    """Return whether `text` names a function of the user, and not something built in."""
+    """Return whether the value of an option names a function of the user instead of a built-in one."""
     return ":" in text
 
 
 def check(text: str, contract: Contract) -> str:
-    """Return `text` if it names a function with the signature of `contract`. Nothing is executed.
+    """Return `text` if it names a function with the signature of `contract`. No code is executed.
 
     Raises
     ------
-    argparse.ArgumentTypeError : there is no such function; the message shows the signature.
+    argparse.ArgumentTypeError : there is no such function. The message shows the expected signature.
     """
     try:
         module, _, name = text.rpartition(":")
@@ -67,18 +70,23 @@ def check(text: str, contract: Contract) -> str:
 
 
 def _refuse_missing_function(module: str, name: str, arguments: int) -> None:
-    """Raise ValueError if the source text of `module` has no function `name` that takes `arguments`."""
+    """Raise ValueError if the source code of `module` has no suitable function `name`.
+
+    The function must accept `arguments` positional arguments. If the code defines the name in another way
+    than by ``def``, the name is accepted, because the source code does not show what it stands for.
+    """
     if not module or not name.isidentifier():
         raise ValueError("not of the form MOD:FN")
     path = _find_source(module)
     if path is None:
         raise ValueError(f"no module {module} found")
-    if path.suffix != ".py":  # a compiled module has no source text
+    if path.suffix != ".py":  # a compiled module has no source code, so it cannot be checked
         return
     source, tree = _parse_source(path)
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     if name not in functions:
-        # Something else may have this name: an import, a class, the result of a call.
+        # The name may be defined by an import, a class, or an assignment. So it is only refused if it does
+        # not occur in the source code at all.
         if not re.search(rb"\b%s\b" % name.encode(), source):
             names = ", ".join(functions) or "none"
             raise ValueError(f"{path} has no function {name}; its functions: {names}")
@@ -90,7 +98,12 @@ def _refuse_missing_function(module: str, name: str, arguments: int) -> None:
 
 
 def _parse_source(path: Path) -> tuple[bytes, ast.Module]:
-    """Return the source text of a module, and its syntax tree; raise ValueError for what is no Python."""
+    """Return the source code of a module, and its syntax tree.
+
+    Raises
+    ------
+    ValueError : the file cannot be read, or is not valid Python.
+    """
     try:
         source = files.read_bytes(path)
         return source, ast.parse(source, str(path))
@@ -104,14 +117,18 @@ def _accepts_arguments(arguments: ast.arguments, count: int) -> bool:
     """Return whether a function with these parameters can be called with `count` positional arguments."""
     positional = len(arguments.posonlyargs) + len(arguments.args)
     required = positional - len(arguments.defaults)
-    if None in arguments.kw_defaults:  # a keyword without a default
+    if None in arguments.kw_defaults:  # a keyword-only parameter without a default
         return False
     takes_more = arguments.vararg is not None
     return required <= count and (count <= positional or takes_more)
 
 
 def _find_source(module: str) -> Path | None:
-    """Return the file of ``package.module`` or ``file.py``, or None. Nothing is imported."""
+    """Return the path of the source file of ``package.module`` or ``file.py``, or None if there is none.
+
+    The module is not imported. importlib.util.find_spec would import the parent packages, so each part of the
+    name is searched for in the folders of its parent package.
+    """
     if module.endswith(".py"):
         return Path(module)
     search_path: list[str] = [*sys.path, str(Path.cwd())]
@@ -132,11 +149,12 @@ def load(text: str, contract: Contract) -> Callable[..., Any]:
 
     Raises
     ------
-    UsageError : its module cannot be imported, or the name is not callable.
+    UsageError : the module cannot be imported, or the name does not stand for a function.
     """
     source, _, name = text.rpartition(":")
     if str(Path.cwd()) not in sys.path:
-        # Last, so that a json.py here does not hide Python's own.
+        # The current folder comes last, so that a file such as json.py in it does not hide Python's own
+        # module.
         sys.path.append(str(Path.cwd()))
     try:
         module = _import_source(source)
@@ -161,16 +179,18 @@ def _import_source(source: str) -> Any:
 
 
 def _import_file(path: Path) -> Any:
-    """Import a file as a module whose name is the absolute path of the file."""
+    """Import a file as a module. The name of the module is the absolute path of the file."""
     name = str(path.resolve())
-    # --model and --data may name functions of one file, which is imported once, so that they share its state.
+    # --model and --data may name functions in the same file. It is imported only once, so that they share its
+    # state.
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, name)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Without this, processes that load data could not unpickle the classes that the file defines.
+    # The module must be in sys.modules. Otherwise, worker processes could not unpickle the classes in the
+    # file.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)

@@ -1,10 +1,12 @@
-"""What a step spends its time on: the clock of this rank's own work and of its wait, and traces.
+"""Measure how long each rank works and waits in a step, and record traces of steps.
 
-Nothing waits for the clock. Own work lasts from the end of the last optimizer step, or from the arrival of
-the step's samples if that is later, until this rank's last gradient is ready. The wait lasts from there to
-the end of the reduction. Before the forward pass, DDP copies the buffers of rank 0 (BatchNorm's statistics);
-this copying counts as neither. ``--profile`` writes traces of some steps, one file per rank, for
-chrome://tracing or ui.perfetto.dev.
+A step of a rank consists of its own work and of a wait for other ranks. Own work begins after the last
+optimizer step, or when the samples have arrived if that is later. It ends when the last gradient of this rank
+is ready. The wait lasts from then until the gradients of all ranks are added up. Before the forward pass, DDP
+copies the buffers of rank 0 (such as BatchNorm's statistics) to all ranks. This time counts neither as work
+nor as wait. The measurement does not delay the training.
+
+``--profile`` writes traces of some steps, one file per rank, for chrome://tracing or ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -23,43 +25,51 @@ from imgkit_entrypoints.apps.train.config import Config
 from imgkit_entrypoints.apps.train.order import Position
 from imgkit_entrypoints.run.ranks import Ranks
 
-# Steps timed between two calls of `take_times`, the first ones: more would cost many events on a GPU.
+# Only this many steps are timed after each call of `take_times`, because each timed step needs events on a
+# GPU.
 MAX_STEPS = 64
 
-# Start and end: times of the host's clock on a CPU, events on a GPU.
+# Start and end of an interval: two times of the clock on a CPU, or two CUDA events on a GPU.
 Interval = tuple[Any, Any]
 
 
 class StepTimes(NamedTuple):
-    """Seconds a step, on average over the timed steps. 0 means that none was timed."""
+    """Own work and wait of a step in seconds, averaged over the timed steps. 0 means that none was timed."""
 
     own_s: float = 0.0
     wait_s: float = 0.0
 
 
 class WorkClock:
-    """Times the steps of one rank; with one rank, it does nothing."""
+    """Measures the own work and the wait of this rank in each step.
+
+    If the run has only one rank, there is nothing to compare, and nothing is measured.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self._is_on = ranks.world_size > 1
         self._is_cuda = ranks.device.type == "cuda"
         self._is_running = False
-        # Own work of the present step before the latest copying of buffers.
+        # Intervals of own work in the current step that have ended. Copying of buffers interrupts the work.
         self._work: list[Interval] = []
-        # Start of the own work since then; None while buffers are copied.
+        # Start of the current interval of own work, or None while buffers are copied.
         self._start: Any = None
+        # Time at which the last gradient was ready, or None.
         self._ready: Any = None
-        # Own work and wait of each step.
+        # Own work and wait of each timed step.
         self._timed: list[tuple[list[Interval], Interval]] = []
-        # Steps before the last call of `take_times`, whose events a GPU may not have reached yet.
+        # Steps that ended before the last call of `take_times`, and whose times have not been read yet (GPU
+        # only).
         self._pending: list[tuple[list[Interval], Interval]] = []
 
     def exclude_buffer_copies(self, model: DistributedDataParallel, *, compiled: bool) -> None:
-        """Let own work leave out the time in which DDP copies the buffers of a model from rank 0.
+        """Exclude the time in which DDP copies the buffers of a model from rank 0.
+
+        The copying waits for rank 0, so it must not count as own work of this rank.
 
         Parameters
         ----------
-        compiled : the model will be compiled.
+        compiled : True if the model will be compiled with torch.compile.
         """
         if not self._is_on or next(model.buffers(), None) is None:
             return
@@ -76,14 +86,15 @@ class WorkClock:
         if compiled:
             after_copy = torch.compiler.disable(after_copy)
         model.register_forward_pre_hook(before_copy)
-        # DDP copies the buffers between these two.
+        # DDP copies the buffers after its own forward pre-hook, and before the one of the module inside it.
         model.module.register_forward_pre_hook(after_copy)
 
     def run_first_backward(self, parameters: Sequence[nn.Parameter], backward: Callable[[], object]) -> None:
-        """Run the first backward pass. From then on, note in each step when the last gradient is ready.
+        """Run the first backward pass, and find the parameter whose gradient is ready last.
 
-        The order of gradients is the same in every step of the same model. So one parameter has a hook, which
-        runs before DDP hears of the gradient; a hook on each would cost 2 % of a step of 10 ms.
+        In later steps, a hook on this parameter records when the last gradient is ready. One hook is enough,
+        because the order of the gradients is the same in every step. A hook on each parameter would cost 2 %
+        of a step of 10 ms. The hook runs before DDP processes the gradient.
         """
         order: list[Tensor] = []
         hooks = [parameter.register_post_accumulate_grad_hook(order.append) for parameter in parameters]
@@ -94,7 +105,7 @@ class WorkClock:
             order[-1].register_post_accumulate_grad_hook(self._on_last_gradient)
 
     def start_step(self) -> None:
-        """Note that the forward pass starts."""
+        """Record that the forward pass of a step begins."""
         self._is_running = self._is_on and len(self._timed) < MAX_STEPS
         if self._is_running:
             self._work = []
@@ -102,22 +113,24 @@ class WorkClock:
             self._ready = None
 
     def _on_last_gradient(self, _: Tensor) -> None:
-        # Each micro-batch comes here; the last one counts.
+        """Record the time at which the last gradient of a micro-batch is ready."""
+        # This is called for each micro-batch of a step, and the last call counts.
         if self._is_running:
             self._ready = self._timestamp()
 
     def end_step(self) -> None:
-        """Note that the gradients of all ranks are added up."""
+        """Record that the gradients of all ranks are added up, which ends the wait."""
         if self._is_running and self._ready is not None:
             work = [*self._work, (self._start, self._ready)]
             self._timed.append((work, (self._ready, self._timestamp())))
         self._is_running = False
 
     def take_times(self) -> StepTimes:
-        """Return what the steps since the last call took; on a GPU, the steps before that call.
+        """Return the mean times of the steps since the last call. On a GPU, use the steps before that call.
 
-        A GPU may not have passed the events of the latest steps. It has passed the earlier ones: the caller
-        has read a sum that the GPU has computed after them.
+        The times of CUDA events can only be read after the GPU has reached the events. For the latest steps,
+        this may not be the case yet. The earlier events have been reached, because the caller has since read
+        a sum that the GPU has computed after them.
         """
         latest_steps = self._timed
         self._timed = []
@@ -135,7 +148,7 @@ class WorkClock:
         return StepTimes(own_s / len(steps), wait_s / len(steps))
 
     def _timestamp(self) -> Any:
-        """Return the present time, as one end of an `Interval`."""
+        """Return the current time as the start or the end of an `Interval`."""
         if not self._is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -143,11 +156,11 @@ class WorkClock:
         return event
 
     def _seconds(self, interval: Interval) -> float:
-        """Return the length of an interval."""
+        """Return the length of an interval in seconds."""
         start, end = interval
         if not self._is_cuda:
             return float(end - start)
-        return float(start.elapsed_time(end)) / 1e3
+        return float(start.elapsed_time(end)) / 1e3  # CUDA returns milliseconds
 
 
 Batch = TypeVar("Batch")
@@ -156,8 +169,8 @@ Batch = TypeVar("Batch")
 def trace_steps(
     steps: Iterable[tuple[Position, Batch]], config: Config, ranks: Ranks
 ) -> Iterable[tuple[Position, Batch]]:
-    """Return the steps unchanged, and record a trace of the steps that ``--profile`` names."""
-    # A generator around the steps would cost time in each.
+    """Return the steps unchanged, and record a trace while those of ``--profile`` are taken."""
+    # Without --profile, return the iterable itself, because a generator would cost some time in each step.
     if config.profile is None:
         return steps
     return _record_steps(steps, config, ranks)
@@ -166,7 +179,10 @@ def trace_steps(
 def _record_steps(
     steps: Iterable[tuple[Position, Batch]], config: Config, ranks: Ranks
 ) -> Iterator[tuple[Position, Batch]]:
-    """Yield the steps, and write one trace of those in ``--profile``: ``100:5`` are the steps 101 to 105."""
+    """Yield the steps, and record a trace of those that ``--profile`` selects.
+
+    For example, ``100:5`` selects the steps 101 to 105.
+    """
     traced_steps = config.traced_steps()
     recorder: profile | None = None
     try:
@@ -178,7 +194,7 @@ def _record_steps(
             if recorder is not None and is_last:
                 _write_trace(recorder, config, ranks)
                 recorder = None
-    finally:  # the run ended within the traced steps: keep what there is
+    finally:  # if the run has ended during the traced steps, write what was recorded so far
         if recorder is not None:
             _write_trace(recorder, config, ranks)
 

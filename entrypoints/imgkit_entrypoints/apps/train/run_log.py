@@ -1,4 +1,7 @@
-"""The log of a run: progress lines, ``metrics.jsonl``, ``summary.json`` and ``curves.svg``. No torch."""
+"""Write the log of a run: lines of progress, ``metrics.jsonl``, ``summary.json`` and ``curves.svg``.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -24,25 +27,25 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatestSteps:
-    """The sums over the latest steps: `steps` of them, up to `step`."""
+    """Sums over the latest steps. There are `steps` steps, and the last one has the number `step`."""
 
     step: int
     steps: int
     skipped: int
     seconds: float
-    """Duration of the steps on this rank's clock."""
+    """Duration of the steps, measured on this rank."""
     sums: tuple[float, ...]
-    """The losses of the steps that were not skipped, added up, and so the user's numbers."""
+    """The sum of the losses, then the sum of each of the user's numbers. Skipped steps are left out."""
     grad_norm: float = math.nan
-    """Norm of the last step's gradient, before clipping; NaN if it was not measured."""
+    """Norm of the gradient in the last step, before clipping; NaN if it was not measured."""
     own_s: tuple[float, ...] = ()
-    """Seconds of own work of each rank in a step. 0 means not measured. Empty with one rank."""
+    """Own work of each rank in a step, in seconds. 0 means not measured. Empty if there is only one rank."""
     wait_s: float = math.nan
-    """Seconds that a rank waits for the gradients of the others in a step; the mean of all ranks."""
+    """Time in seconds that a rank waits for the gradients of other ranks in a step; the mean of all ranks."""
 
     @property
     def loss(self) -> float:
-        """The mean loss of the steps that were not skipped; NaN if all were."""
+        """The mean loss of the steps that were not skipped, or NaN if all steps were skipped."""
         counted_steps = self.steps - self.skipped
         if not counted_steps:
             return math.nan
@@ -51,26 +54,29 @@ class LatestSteps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What the log needs to know of model, data and ranks."""
+    """The facts about model, data and ranks that the log needs."""
 
     start: int
-    """Steps before this start."""
+    """Number of steps that earlier starts of the run have done."""
     steps: int
     steps_per_epoch: int
     placements: Sequence[RankOnNode]
     """Where each rank runs."""
     waited_s: Callable[[], float]
-    """Returns the seconds without data since the start."""
+    """Returns the total time in seconds that the training has waited for data."""
     memory_MiB: Callable[[], float]
-    """Returns the peak memory of rank 0 so far: tensors on the GPU, or the process on CPU."""
+    """Returns the peak memory of rank 0 so far: that of tensors on a GPU, or that of the process on a CPU."""
     tokens_per_sample: int | None = None
-    """None: the samples are not rows of tokens."""
+    """None if the samples are not rows of tokens."""
     names: tuple[str, ...] = ()
-    """Names of the user's numbers."""
+    """Names of the numbers that the user's function returns in addition to the loss."""
 
 
 class RunLog:
-    """Writes a line every `log_every` steps or `LINE_EVERY_S` seconds. Only rank 0 uses it."""
+    """Writes a line of progress every `log_every` steps and every `LINE_EVERY_S` seconds, and the summary.
+
+    Only rank 0 uses it.
+    """
 
     def __init__(
         self,
@@ -105,7 +111,7 @@ class RunLog:
         self._metrics.write(lambda folder: _drop_lines_after(folder / METRICS, workload.start))
 
     def add(self, latest: LatestSteps) -> None:
-        """Add the sums of the latest steps, and write a line if it is time."""
+        """Add the sums of the latest steps, and write a line of progress if it is due."""
         if math.isnan(self._first_loss):
             self._first_loss = latest.loss
         self._skipped += latest.skipped
@@ -113,13 +119,14 @@ class RunLog:
         self._training_s += latest.seconds
         self._trained_steps += latest.steps
         self._usual_s = self._stragglers.judge(latest.step, latest.own_s)
+        # In addition, the first and the last step always get a line.
         is_due = latest.step % self._config.log_every == 0
         is_late = sum(entry.seconds for entry in self._unwritten) >= LINE_EVERY_S
         if is_due or is_late or latest.step in (self._workload.start + 1, self._workload.steps):
             self._write_line(latest.step)
 
     def report_evaluation(self, step: int, loss: float, seconds: float) -> None:
-        """Report the loss on held-out data, which took `seconds` to compute."""
+        """Report the loss on held-out data. `seconds` is the duration of the evaluation."""
         self._eval_loss = loss
         self._evaluation_s += seconds
         terminal.print_results(f"{self._progress(step)}  held out: loss {loss:.6f}")
@@ -127,13 +134,18 @@ class RunLog:
         self._loggers.log(step, {"eval_loss": loss})
 
     def _position(self, step: int) -> dict[str, Any]:
+        """Return the fields with which each line of ``metrics.jsonl`` begins."""
         return {"time": utc_timestamp(), "step": step, "epoch": step / self._workload.steps_per_epoch}
 
     def _progress(self, step: int) -> str:
+        """Return the beginning of a line on the terminal: ``step  10/100``."""
         return f"step {step:>{len(str(self._workload.steps))}}/{self._workload.steps}"
 
     def _write_line(self, step: int) -> None:
-        """Write the means since the last line to the terminal, to ``metrics.jsonl`` and to the loggers."""
+        """Write a line of progress to the terminal, to ``metrics.jsonl`` and to the loggers.
+
+        It contains the means over all steps since the last line.
+        """
         workload = self._workload
         unwritten = self._unwritten
         self._unwritten = []
@@ -166,21 +178,22 @@ class RunLog:
         }
         self._metrics.add(values)
         self._loggers.log(values.pop("step"), {**values, **numbers})
+        # The estimate of the remaining time also includes evaluations and saves.
         elapsed_s = time.perf_counter() - self._start_s
         step_s = elapsed_s / (step - workload.start)
         left_s = step_s * (workload.steps - step)
         terminal.print_results(self._format_line(step, values, left_s))
 
     def _average_steps(self, entries: Sequence[LatestSteps]) -> tuple[float | None, dict[str, float | None]]:
-        """Return the mean loss of some steps, and the means of the user's numbers by name.
+        """Return the mean loss over steps, and the mean of each of the user's numbers by name.
 
-        Skipped steps do not count. Where all steps were skipped, each mean is None.
+        Skipped steps do not count. If all steps were skipped, all means are None.
         """
         names = self._workload.names
         counted_steps = sum(entry.steps - entry.skipped for entry in entries)
         if counted_steps == 0:
             return None, dict.fromkeys(names)
-        # The loss and each number, over all entries.
+        # Each column has the sums of the loss or of one number, in all entries.
         columns = zip(*[entry.sums for entry in entries], strict=True)
         mean_loss, *number_means = [sum(column) / counted_steps for column in columns]
         finite_means = map(_finite, number_means)
@@ -191,8 +204,8 @@ class RunLog:
 
         Parameters
         ----------
-        values : the values of the line in ``metrics.jsonl``.
-        left_s : seconds until the end of the run.
+        values : the values that are written to ``metrics.jsonl``.
+        left_s : estimated time until the end of the run, in seconds.
         """
         texts = [self._progress(step), _format_number("loss", values["loss"], ".6f")]
         for name, value in values["numbers"].items():
@@ -207,7 +220,16 @@ class RunLog:
         return "  ".join(texts)
 
     def close(self, *, step: int, reason: str, saved_step: int, saving_s: float, stall_s: float) -> None:
-        """Write the last line, and the summary of this start."""
+        """Write the last line of progress, the summary of this start, and the charts.
+
+        Parameters
+        ----------
+        step : number of the last step that is done.
+        reason : why this start has ended.
+        saved_step : step of the latest checkpoint, or -1 if there is none.
+        saving_s : total time in seconds that the training has waited for saves.
+        stall_s : longest single wait for a save.
+        """
         if self._unwritten:
             self._write_line(self._unwritten[-1].step)
         self._loggers.close()
@@ -256,19 +278,22 @@ class RunLog:
 
 
 def _finite(value: float) -> float | None:
-    """Return a number, or None for NaN and infinities, which JSON does not have."""
+    """Return the number, or None if it is NaN or infinite, because JSON does not have such values."""
     return value if math.isfinite(value) else None
 
 
 def _format_number(name: str, value: float | None, format_spec: str) -> str:
-    """Return a number with its name: ``loss 0.123456``, or ``loss none``."""
+    """Return a text with a name and a number: ``loss 0.123456``, or ``loss none`` if the number is None."""
     if value is None:
         return f"{name} none"
     return f"{name} {value:{format_spec}}"
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
-    """Remove the lines of the metrics after `step`, from which this start goes on: it repeats these steps."""
+    """Remove the lines after `step` from ``metrics.jsonl``.
+
+    This start resumes after `step`, so it repeats the later steps and writes their lines again.
+    """
     try:
         with files.open_own(path) as stream:
             lines = stream.read().decode(errors="replace").splitlines(keepends=True)
@@ -278,17 +303,18 @@ def _drop_lines_after(path: Path, step: int) -> None:
 
 
 def _step_of_line(line: str) -> float:
-    """Return the step of a line of the metrics, or infinity if it cannot be read."""
+    """Return the step in a line of ``metrics.jsonl``, or infinity if the line cannot be parsed."""
     try:
         row: Any = json_text.parse(line)
         return float(row["step"])
     except (ValueError, KeyError, TypeError):
-        # Half a line, left by a run that was killed.
+        # The line is incomplete, because the run was killed while writing it. Infinity means that it is
+        # removed.
         return math.inf
 
 
 def _write_curves(folder: Path) -> None:
-    """Draw the curves of all starts of the run."""
+    """Draw the curves of the loss and the speed over all starts of the run, and write ``curves.svg``."""
     with files.open_own(folder / METRICS) as stream:
         rows = [json_text.parse(line) for line in stream.read().decode().splitlines()]
     losses = {"trained on": _list_points(rows, "loss"), "held out": _list_points(rows, "eval_loss")}
@@ -298,12 +324,12 @@ def _write_curves(folder: Path) -> None:
 
 
 def _list_points(rows: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
-    """Return the step and the value under `key` of each line of the metrics that has such a value."""
+    """Return the step and the value of `key` for each row of the metrics that has this value."""
     return [(row["step"], row[key]) for row in rows if row.get(key) is not None]
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration as ``5s``, ``3m20s`` or ``2h05m``."""
+    """Format a duration, as in ``5s``, ``3m20s`` or ``2h05m``."""
     minutes, rest_s = divmod(round(seconds), 60)
     hours, rest_minutes = divmod(minutes, 60)
     if hours:

@@ -1,4 +1,8 @@
-"""Stragglers: ranks whose own work takes longer than the work of others, again and again. No torch."""
+"""Find stragglers: ranks that are repeatedly slower than the others in their own work.
+
+Own work is what a rank computes in a step, without its wait for other ranks. This module does not import
+torch.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +12,29 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-# Part of the usual time by which a straggler exceeds it, at least.
+# A rank is slow only if its time exceeds the usual time by more than this share.
 SHARE = 0.2
-# Median absolute deviations by which a straggler exceeds the median.
+# A rank is slow only if its time exceeds the median by more than this many median absolute deviations.
 MADS = 5
-# A straggler loses more than this in a step: short steps differ by more than `SHARE` from chance.
+# A rank is slow only if it exceeds the usual time by more than this. Very short steps differ by more than
+# `SHARE` by chance.
 FLOOR_S = 0.001
-# Comparisons in a row that make a rank a straggler, and usual again.
+# A rank becomes a straggler if it is slow in this many successive comparisons. After as many comparisons in
+# which it is not slow, it is no straggler any more.
 COMPARISONS = 3
-# Fewer ranks than this have no meaningful median: the fastest is the usual one.
+# With fewer ranks than this, the median is not meaningful, so the fastest rank defines the usual time.
 FEW = 4
-# Most ranks that one comparison reports by a line each.
+# Most ranks for which one comparison writes a line each.
 LINES = 8
-# Times that the log names the same rank; ranks that share a processor become stragglers in turn.
+# How often the log reports the same rank. Ranks that share a processor may become stragglers by turns.
 MAX_REPORTS = 3
-# Most ranks in a line of ``metrics.jsonl``, which readers bound.
+# Most ranks in a line of ``metrics.jsonl``, because programs that read the file limit the length of a line.
 ROWS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOnNode:
-    """Where a rank runs."""
+    """The node on which a rank runs, and its number on this node."""
 
     node: str
     local_rank: int
@@ -36,7 +42,7 @@ class RankOnNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Straggler:
-    """A rank that is or was a straggler, as ``metrics.jsonl`` and ``summary.json`` have it."""
+    """A rank that is or was a straggler. The fields are saved in ``metrics.jsonl`` and ``summary.json``."""
 
     rank: int
     node: str
@@ -44,44 +50,44 @@ class Straggler:
     from_step: int
     """Step of the first comparison in which it was slow."""
     to_step: int
-    """Step of the last such comparison."""
+    """Step of the last comparison in which it was slow."""
     times: int
-    """Number of times that it was named."""
+    """How often it has become a straggler."""
     own_work_s: float
-    """Seconds of own work in a step, in the last comparison in which it was slow."""
+    """Own work in a step in seconds, from the last comparison in which it was slow."""
     usual_s: float
-    """The seconds of the others: their median, or those of the fastest of fewer than 4 ranks."""
+    """Usual own work in seconds: the median of all ranks, or the fastest of fewer than 4 ranks."""
 
     @property
     def name(self) -> str:
-        """The rank and its node."""
+        """The rank and its node, for a message."""
         return f"rank {self.rank} on {self.node} (local rank {self.local_rank})"
 
     @property
     def excess(self) -> str:
-        """Its time beside the usual time, for a message."""
+        """Its own work in comparison with the usual time, for a message."""
         return (
             f"its own work takes {_milliseconds(self.own_work_s)} a step, not {_milliseconds(self.usual_s)}"
         )
 
 
 class UsualWork(NamedTuple):
-    """The seconds of own work that are usual in a step, and those above which a rank is slow."""
+    """The usual own work in a step, and the limit above which a rank is slow, in seconds."""
 
     usual_s: float
     limit_s: float
 
 
 def find_usual_work(own_s: Sequence[float]) -> UsualWork:
-    """Return the usual seconds of own work, and the seconds above which a rank is slow.
+    """Return the usual time of own work in a step, and the limit above which a rank is slow.
 
-    Own work is what a rank computes in a step, without its wait for others. Usual is the median of all ranks,
-    or the fastest of fewer than `FEW`. With fewer than two known values there is nothing to compare, and the
-    results are NaN and infinity.
+    Own work is what a rank computes in a step, without its wait for other ranks. The usual time is the median
+    of all ranks, or the time of the fastest rank if there are fewer than `FEW` ranks. If fewer than two times
+    are known, there is nothing to compare, and the results are NaN and infinity.
 
     Parameters
     ----------
-    own_s : seconds of each rank in a step; what is not a positive number is unknown.
+    own_s : own work of each rank in a step, in seconds. Values that are not positive and finite are unknown.
     """
     measured = sorted(seconds for seconds in own_s if 0 < seconds < math.inf)
     if len(measured) < 2:
@@ -91,7 +97,8 @@ def find_usual_work(own_s: Sequence[float]) -> UsualWork:
         return UsualWork(fastest, _least_limit(fastest))
     median = statistics.median(measured)
     limit = _least_limit(median)
-    # If even the slowest rank is below this limit, nobody is slow. That saves sorting thousands of values.
+    # If even the slowest rank is not above the lowest possible limit, no rank is slow. In this case, there is
+    # no need to sort thousands of deviations.
     if measured[-1] > limit:
         deviation = statistics.median(abs(seconds - median) for seconds in measured)
         limit = max(limit, median + MADS * deviation)
@@ -99,27 +106,40 @@ def find_usual_work(own_s: Sequence[float]) -> UsualWork:
 
 
 def _least_limit(usual_s: float) -> float:
-    """Return the seconds that a straggler exceeds at least."""
+    """Return the lowest possible limit above which a rank is slow, in seconds."""
     return max(usual_s * (1 + SHARE), usual_s + FLOOR_S)
 
 
 class Stragglers:
-    """Names the stragglers of one start, and those that recover."""
+    """Compares the ranks of a run repeatedly, and reports stragglers and ranks that have recovered.
+
+    Parameters
+    ----------
+    placements : the node of each rank.
+    say : function that prints a message.
+    """
 
     def __init__(self, placements: Sequence[RankOnNode], say: Callable[[str], None]) -> None:
         self._placements = placements
         self._say = say
-        # Steps of the latest comparisons in a row that contradict what a rank is named, by rank: it was slow
-        # and is no straggler, or usual and is one.
+        # For each rank, the steps of the latest successive comparisons that contradict its state: it was slow
+        # but is not a straggler, or it was not slow but is a straggler.
         self._contradictions: dict[int, list[int]] = {}
+        # Ranks that are stragglers now.
         self._named: set[int] = set()
+        # Ranks that are or were stragglers.
         self._stragglers: dict[int, Straggler] = {}
 
     def judge(self, step: int, own_s: Sequence[float]) -> float:
-        """Compare the seconds of own work of all ranks up to a step, and return the usual seconds.
+        """Compare the own work of all ranks, report changes, and return the usual time in seconds.
 
-        A rank that was slow in `COMPARISONS` comparisons in a row is named as a straggler. After as many in
-        which it was as fast as the others, it is a straggler no longer.
+        If a rank is slow in `COMPARISONS` successive comparisons, it is reported as a straggler. After as
+        many comparisons in which it is not slow, it is reported as recovered.
+
+        Parameters
+        ----------
+        step : the latest step that `own_s` includes.
+        own_s : own work of each rank in a step, in seconds.
         """
         usual_s, limit_s = find_usual_work(own_s)
         if math.isinf(limit_s):
@@ -140,7 +160,9 @@ class Stragglers:
         return usual_s
 
     def _find_changes(self, step: int, slow: Set[int]) -> dict[int, int]:
-        """Return the ranks that become or stop being stragglers now, each with the first step of the change.
+        """Return the ranks that become stragglers now, or stop being stragglers.
+
+        The value for each rank is the step of the first comparison that contributed to the change.
 
         Parameters
         ----------
@@ -148,7 +170,7 @@ class Stragglers:
         """
         contradictions = {}
         changed = {}
-        # Ranks that are slow and not named as stragglers, or named and not slow.
+        # The symmetric difference: ranks that are slow but no stragglers, and stragglers that are not slow.
         for rank in sorted(slow ^ self._named):
             steps = [*self._contradictions.get(rank, ()), step]
             if len(steps) < COMPARISONS:
@@ -159,7 +181,10 @@ class Stragglers:
         return changed
 
     def _add_straggler(self, rank: int, from_step: int) -> None:
-        """Add a rank that is named from now on, or count it again. `judge` fills in its seconds."""
+        """Add a rank that has become a straggler, or increase its count if it was one before.
+
+        `judge` sets the times of the new entry afterwards.
+        """
         earlier = self._stragglers.get(rank)
         if earlier is not None:
             self._stragglers[rank] = replace(earlier, to_step=from_step, times=earlier.times + 1)
@@ -177,7 +202,10 @@ class Stragglers:
         )
 
     def _report(self, step: int, changed: Sequence[int]) -> None:
-        """Report ranks that were slow, or are usual again, but the same rank only a few times."""
+        """Report the ranks that have become stragglers or have recovered.
+
+        The same rank is reported only a few times, and only a few ranks are reported at once.
+        """
         comparison = "the median of all ranks"
         if len(self._placements) < FEW:
             comparison = "as that of the fastest"
@@ -195,17 +223,17 @@ class Stragglers:
             self._say(f"{len(reported) - LINES} more ranks became stragglers or recovered at step {step}")
 
     def current_rows(self) -> list[dict[str, Any]]:
-        """Return the ranks that are slow now, the slowest first, for ``metrics.jsonl``."""
+        """Return the ranks that are stragglers now, for ``metrics.jsonl``. The slowest comes first."""
         rows = [asdict(self._stragglers[rank]) for rank in self._named]
         return sorted(rows, key=lambda row: -row["own_work_s"])[:ROWS]
 
     def all_rows(self) -> list[dict[str, Any]]:
-        """Return the ranks that were slow at any time of this start, for ``summary.json``."""
+        """Return the ranks that were stragglers at any time since this start, for ``summary.json``."""
         return [asdict(self._stragglers[rank]) for rank in sorted(self._stragglers)]
 
 
 def _milliseconds(seconds: float) -> str:
-    """Write a duration with three digits, such as ``131 ms`` or ``4.56 ms``."""
+    """Format a duration with three digits, such as ``131 ms`` or ``4.56 ms``."""
     if seconds < 1:
         return f"{seconds * 1e3:.3g} ms"
-    return f"{seconds * 1e3:.0f} ms"  # :.3g would write 1.2e+03
+    return f"{seconds * 1e3:.0f} ms"  # with .3g, 1200 would be printed as 1.2e+03

@@ -1,8 +1,8 @@
-"""One training step of the model and its optimizer, on one rank or many, on CPU or GPU by the same code.
+"""Training steps, the evaluation, and the sums over all ranks. The same code runs on CPUs and GPUs.
 
-`Evaluation` is the loss on held-out data; it leaves the training state unchanged. `StepSums` are the numbers
-of the steps, added up over all ranks: losses, skipped steps, own work. With the sums comes the own work of
-each rank: each adds its seconds to a slot of its own, where all others add 0.
+`Trainer` has the model and its optimizer. `Evaluation` computes the loss on held-out data, and leaves the
+state of the training unchanged. `StepSums` adds up the numbers of steps over all ranks: losses, skipped
+steps, and times.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from imgkit_entrypoints.run.agreement import Agreed
 from imgkit_entrypoints.run.ranks import Ranks
 
 Loss = Callable[[nn.Module, Any], Any]
-# One for all: a step enters it for each micro-batch.
+# A shared object, because each step enters a context for every micro-batch.
 NO_CONTEXT = contextlib.nullcontext()
-# Types of mixed precision, by the names of ``--amp``.
+# Element types of mixed precision, by the value of ``--amp``.
 AMP_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Trainer:
-    """The model, the optimizer and everything else that a step changes."""
+    """Takes training steps. It contains the model, the optimizer, and all other state that a step changes."""
 
     def __init__(
         self, config: Config, model: nn.Module, loss: Loss, steps: int, ranks: Ranks, clock: WorkClock
@@ -49,7 +49,7 @@ class Trainer:
         is_cuda = ranks.device.type == "cuda"
         dtype = torch.float64 if config.dtype == "fp64" else torch.float32
         has_convolutions = any(isinstance(module, nn.Conv2d) for module in model.modules())
-        # Measured with resnet18: 3 to 7 % slower on a CPU without AMX.
+        # Only on GPUs, because on a CPU without AMX, this layout is 3 to 7 % slower (measured with resnet18).
         self.channels_last = is_cuda and has_convolutions
         layout = torch.channels_last if self.channels_last else torch.preserve_format
         self.plain = model.to(ranks.device, dtype, memory_format=layout)
@@ -65,42 +65,50 @@ class Trainer:
         self._scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.amp == "fp16")
         self._device = ranks.device
         self._open_sums(())
-        # From here on, ranks draw different numbers, for dropout.
+        # All ranks have created the same model. From here on, their random numbers differ, for example for
+        # dropout.
         random_state.seed_everything(seed_of(config.seed, "rank", ranks.rank))
 
     def _open_sums(self, number_names: tuple[str, ...]) -> None:
-        """Open sums for the loss and for the numbers that the user's step returns beside it."""
+        """Create the tensor of sums, with places for the loss and for each of the user's numbers.
+
+        The user's numbers are those that the function of ``--step`` returns in addition to the loss.
+        """
         self.number_names = number_names
         """Names of the user's numbers."""
         self.sums = torch.zeros(3 + len(number_names), dtype=torch.float64, device=self._device)
-        """Sums since the last exchange: skipped steps, then this rank's share of the losses and of the user's
-        numbers. The second value is the latest norm of the gradient. All stay on the device, so that no step
-        waits."""
-        # These show the memory of the sums.
+        """Sums since the last exchange between ranks.
+
+        The first value is the number of skipped steps, and the second is the latest norm of the gradient. The
+        others are this rank's share of the losses and of the user's numbers. The tensor stays on the device,
+        so that no step waits for the GPU.
+        """
+        # These are views of the same memory, so a change of a view changes `sums`.
         self._skipped = self.sums[0]
         self._norm = self.sums[1]
         self._losses = self.sums[2:]
         self.reset_sums()
 
     def reset_sums(self) -> None:
-        """Begin new sums, without a norm of the gradient until one is measured."""
+        """Set the sums to 0, and the norm of the gradient to NaN, which means that it was not measured."""
         self.sums.zero_()
         self._norm.fill_(math.nan)
 
     def warm_up(self, micro_batch: MicroBatch) -> None:
-        """Run one forward and backward pass before the first step of every start, and discard the result.
+        """Run one forward and backward pass before the first step, and discard the result.
 
-        DDP rearranges its buckets after the first backward pass, which changes the order of sums. Without
-        this call, a resumed run on 3 or more ranks would not equal an uninterrupted one bit by bit.
+        DDP rearranges its buckets of gradients after the first backward pass, which changes the order of
+        additions. If this happened in the first step of each start, a resumed run on 3 or more ranks would
+        not be equal to an uninterrupted run bit by bit.
 
         Raises
         ------
-        UsageError : the user's step returns something else than a loss and numbers.
+        UsageError : the user's step does not return a loss, optionally with numbers.
         """
         buffers = [buffer.detach().clone() for buffer in self.plain.buffers()]
         state = random_state.capture()
         if self._config.compile:
-            # In place, so that the names of the weights stay.
+            # Compile the module in place, so that the names of the weights in checkpoints stay the same.
             self.plain.compile()
         with self._autocast:
             loss, numbers = _loss_and_numbers(self._loss(self.model, micro_batch.batch))
@@ -113,7 +121,7 @@ class Trainer:
         random_state.restore(state)
 
     def _refuse_no_numbers(self, loss: Any, numbers: Mapping[str, Any]) -> None:
-        """Raise UsageError if the user's step returns something else than a loss and numbers."""
+        """Raise UsageError if the result of the user's step is not a loss, optionally with numbers."""
         if not isinstance(loss, Tensor):
             raise self._no_number_error("the loss", loss)
         for name, value in {"the loss": loss, **numbers}.items():
@@ -122,7 +130,7 @@ class Trainer:
                 raise self._no_number_error(name, value)
 
     def _no_number_error(self, name: str, value: Any) -> UsageError:
-        """Return the error for a value of the user's step that is not one number."""
+        """Return the error for a value from the user's step that is not a single number."""
         kind = f"a {type(value).__name__}"
         if isinstance(value, Tensor):
             kind += f" of shape {tuple(value.shape)}"
@@ -133,12 +141,13 @@ class Trainer:
         )
 
     def step(self, number: int, micro_batches: list[MicroBatch], *, measured: bool = False) -> None:
-        """Take a step, and update the weights.
+        """Take a step: compute the gradients of all micro-batches, and update the weights.
 
         Parameters
         ----------
-        number : number of the step, from 0.
-        measured : whether the norm of the gradient goes into the log.
+        number : number of the step, counted from 0.
+        micro_batches : the samples of this rank.
+        measured : True to measure the norm of the gradient for the log, which costs some time.
         """
         if self._config.schedule != "constant" or self._config.warmup_steps:  # the rate changes
             for group in self._optimizer.param_groups:
@@ -146,29 +155,36 @@ class Trainer:
         losses = []
         self._clock.start_step()
         for micro_batch in micro_batches:
-            # DDP adds the gradients of all ranks up with the last micro-batch.
+            # DDP adds up the gradients of all ranks only once, in the backward pass of the last micro-batch.
             with NO_CONTEXT if micro_batch.last else self.model.no_sync():
                 losses.append(self._add_gradients(micro_batch))
         self._clock.end_step()
-        loss = sum(losses[1:], start=losses[0])  # from 0, it would be one addition more
+        loss = sum(
+            losses[1:], start=losses[0]
+        )  # sum(losses) would add the first loss to 0, one addition more
         self._update_weights(loss, measured=measured)
         self._drop_gradients()
 
     def _add_gradients(self, micro_batch: MicroBatch) -> Tensor:
-        """Add the gradients of a micro-batch to those of the step, and return its loss and numbers."""
+        """Compute the gradients of a micro-batch, add them to the gradients of the step, and return the loss.
+
+        If the user's step returns numbers, the result contains them after the loss.
+        """
         with self._autocast:
             loss, numbers = _loss_and_numbers(self._loss(self.model, micro_batch.batch))
-        if micro_batch.weight != 1.0:  # most have the weight 1, and a multiplication costs time
+        if micro_batch.weight != 1.0:  # avoid the multiplication in the usual case of the weight 1
             loss = loss * micro_batch.weight
         self._scaler.scale(loss).backward()
         return self._join_numbers(loss.detach(), numbers, micro_batch.weight)
 
     def _join_numbers(self, loss: Tensor, numbers: Mapping[str, Any], weight: float) -> Tensor:
-        """Return the loss and the weighted numbers of the user's step in one tensor.
+        """Return a tensor with the loss and the numbers of the user's step.
+
+        The numbers are multiplied by `weight`, the weight of the micro-batch. The loss already contains it.
 
         Raises
         ------
-        UsageError : the step has returned other names than in the warm-up.
+        UsageError : the names of the numbers differ from those in the warm-up.
         """
         if tuple(numbers) != self.number_names:
             raise UsageError(
@@ -186,17 +202,21 @@ class Trainer:
         return torch.stack(tensors)
 
     def _drop_gradients(self) -> None:
-        """Do the same as zero_grad(), without its profiler record: a twentieth of a short step."""
+        """Do the same as the optimizer's zero_grad(), but faster.
+
+        zero_grad() also records an event for the profiler, which takes a twentieth of a short step.
+        """
         for parameter in self._parameters:
             parameter.grad = None
 
     def _update_weights(self, loss: Tensor, *, measured: bool) -> None:
-        """Update the weights, unless ``--on-nan skip`` is given and the gradient is not finite.
+        """Update the weights, unless the gradient is not finite and ``--on-nan skip`` is given.
 
-        Every rank has the sum of all gradients, which holds any NaN, so all decide alike without a message.
+        Every rank has the sum of the gradients of all ranks. If any gradient is NaN, the sum is NaN, too. So
+        all ranks take the same decision without communication.
         """
         is_skippable = self._config.on_nan == "skip"
-        norm: Tensor | None = None  # to measure it costs time, so only where it is needed
+        norm: Tensor | None = None  # measuring it costs time, so this is only done if it is needed
         if self._config.clip is not None or measured or is_skippable:
             norm = self._clip_gradient()
         if measured and norm is not None:
@@ -207,16 +227,19 @@ class Trainer:
             is_skipped = ~torch.isfinite(norm)
             self._skipped += is_skipped
             self._losses += torch.where(is_skipped, 0.0, loss)
-            # An enabled scaler skips such a gradient itself.
+            # If the gradient scaler is enabled, its step() skips such a gradient itself.
             if not self._scaler.is_enabled() and is_skipped:
                 return
         self._scaler.step(self._optimizer)
         self._scaler.update()
 
     def _clip_gradient(self) -> Tensor:
-        """Limit the norm of the unscaled gradient to ``--clip``, and return the norm before that."""
+        """Limit the norm of the gradient to ``--clip``, and return the norm before clipping.
+
+        The gradient scaler's factor is removed first.
+        """
         self._scaler.unscale_(self._optimizer)
-        limit = math.inf  # measures the norm and changes nothing
+        limit = math.inf  # without --clip, the norm is measured, but the gradient does not change
         if self._config.clip is not None:
             limit = self._config.clip
         norm: Tensor = nn.utils.clip_grad_norm_(self._parameters, limit)
@@ -224,7 +247,10 @@ class Trainer:
 
     @contextlib.contextmanager
     def switch_to_evaluation(self) -> Iterator[None]:
-        """Switch to evaluation; training continues afterwards as if nothing had happened."""
+        """Switch the model to evaluation mode in a ``with`` block, without gradients.
+
+        Afterwards, the random numbers are restored, so that the training continues as without an evaluation.
+        """
         state = random_state.capture()
         self.plain.eval()
         try:
@@ -235,7 +261,7 @@ class Trainer:
             random_state.restore(state)
 
     def loss(self, batch: Any) -> Tensor:
-        """Return the loss of one batch, computed as in training."""
+        """Return the loss of one batch, with the same loss function and precision as in training."""
         with self._autocast:
             loss, _ = _loss_and_numbers(self._loss(self.model, batch))
             detached: Tensor = loss.detach()
@@ -246,9 +272,10 @@ class Trainer:
         return {"optimizer": self._optimizer.state_dict(), "scaler": self._scaler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state that `state_dict` returned.
+        """Load a state that `state_dict` has returned.
 
-        The learning rate, the momentum and the weight decay stay those of this start's options.
+        The learning rate, the momentum and the weight decay are not loaded. They come from the options of
+        this start.
         """
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({**state["optimizer"], "param_groups": groups})
@@ -256,7 +283,10 @@ class Trainer:
 
 
 def _loss_and_numbers(result: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Return the loss, and the numbers by name, from the result of a step: a loss, or a pair of both."""
+    """Split the result of the user's step into the loss and the numbers by name.
+
+    The result is either a loss, or a tuple of a loss and numbers.
+    """
     if isinstance(result, tuple) and len(result) == 2:
         loss, numbers = result
         if isinstance(numbers, Mapping):
@@ -265,7 +295,7 @@ def _loss_and_numbers(result: Any) -> tuple[Any, Mapping[str, Any]]:
 
 
 def _create_optimizer(config: Config, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the optimizer of the options, with the fastest of torch's implementations."""
+    """Return the optimizer that the options select, in the fastest of torch's implementations."""
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if _should_fuse(config, parameters[0].device):
         options["fused"] = True
@@ -278,19 +308,24 @@ def _create_optimizer(config: Config, parameters: list[nn.Parameter]) -> torch.o
 
 
 def _should_fuse(config: Config, device: torch.device) -> bool:
-    """Return whether torch has a fused implementation of the optimizer that is faster than the plain one."""
+    """Return whether torch has a fused implementation of the optimizer that is faster than the default."""
     if device.type == "cuda":
         return True
-    # Measured on CPU: fused is up to 7 times as fast, but slower for plain SGD (w -= lr * g).
+    # Measured on a CPU: the fused implementation is up to 7 times as fast, but slower for SGD without
+    # momentum (w -= lr * g).
     if config.optimizer == "sgd" and not config.momentum:
         return False
-    # torch 2.3 takes fused=True for SGD on a CPU, and has no such kernel.
+    # torch 2.3 accepts fused=True for SGD on a CPU, although it has no such kernel. So ask torch's
+    # dispatcher.
     kernel = f"aten::_fused_{config.optimizer}_"
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(kernel, "CPU"))
 
 
 class Evaluation:
-    """Evaluates all held-out samples, each once, shared by the ranks in batches of the training's size."""
+    """Computes the loss on all held-out samples.
+
+    The samples are divided among the ranks. The batches have the same size as in training.
+    """
 
     def __init__(self, samples: Any, order: Order, config: Config, trainer: Trainer, ranks: Ranks) -> None:
         global_batch = min(order.batch_size * order.world_size, order.global_batch)
@@ -300,15 +335,20 @@ class Evaluation:
         self._feed = Batches(samples, self._order, config, ranks, channels_last=trainer.channels_last)
 
     def loss(self, on_batch: Callable[[], object]) -> float:
-        """Return the mean loss over all samples, equal on every rank; a collective call.
+        """Return the mean loss over all held-out samples. It is equal on every rank.
 
-        Calls `on_batch` after each batch, so that the watchdog sees progress.
+        All ranks must call this method.
+
+        Parameters
+        ----------
+        on_batch : function that is called after each batch, so that the watchdog sees progress.
         """
         total = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
         position = Position()
         with self._trainer.switch_to_evaluation():
             for next_position, micro_batches in self._feed.steps(position, self._order.steps_per_epoch):
-                # A micro-batch has the weight of its samples among those of one rank.
+                # The weight of a micro-batch is its share of a rank's mean number of samples in the step, so
+                # this product is its number of samples.
                 samples_per_rank = self._order.samples_at(position) / self._order.world_size
                 for micro_batch in micro_batches:
                     total += self._trainer.loss(micro_batch.batch) * (micro_batch.weight * samples_per_rank)
@@ -319,12 +359,17 @@ class Evaluation:
 
 
 class LossIsNoNumber(CheckFailed):
-    """A loss was NaN or infinite; all ranks raise it at the same step."""
+    """A loss is NaN or infinite. All ranks raise this error at the same step."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepSums:
-    """What the ranks add up at each exchange; `on_sums` gets the sums, on every rank."""
+    """The numbers that the ranks add up in each exchange of the run library.
+
+    Each rank also learns the own work of every other rank. For this, the tensor has a place for each rank, in
+    which only this rank adds its time, and all others add 0. On every rank, `on_sums` is called with the
+    results.
+    """
 
     trainer: Trainer
     clock: WorkClock
@@ -332,10 +377,13 @@ class StepSums:
     on_sums: Callable[[LatestSteps], object]
 
     def take(self) -> Tensor:
-        """Return this rank's numbers since the last exchange, on its device; no call waits for it."""
+        """Return this rank's numbers since the last exchange as a tensor on its device, and begin new sums.
+
+        This does not wait for the device.
+        """
         step_times = self.clock.take_times()
         sums = self.trainer.sums
-        # The wait, and a slot for the own work of each rank.
+        # The wait, then a place for the own work of each rank.
         seconds = torch.zeros(1 + self.ranks.world_size, dtype=sums.dtype)
         seconds[0] = step_times.wait_s
         seconds[1 + self.ranks.rank] = step_times.own_s
@@ -344,17 +392,17 @@ class StepSums:
         return numbers
 
     def arrived(self, exchange: Agreed) -> None:
-        """Hand the means over all ranks to the log.
+        """Convert the sums over all ranks to means, and pass them to `on_sums`.
 
         Raises
         ------
-        LossIsNoNumber : a loss of these steps is not finite.
+        LossIsNoNumber : a loss in these steps is not finite.
         """
         if not exchange.steps:
             return
         world_size = self.ranks.world_size
-        # The last values are the own work of each rank. Each of the others is a sum over all ranks, of which
-        # the log gets the mean.
+        # The last values are the own work of each rank. All others are sums over all ranks, which are divided
+        # by the number of ranks.
         own_s = exchange.sums[-world_size:]
         if world_size == 1:
             own_s = ()

@@ -1,7 +1,8 @@
-"""The checks of dist-doctor on a node, which need no other node. Each check is one function.
+"""The checks that dist-doctor runs on each node. They do not communicate with other nodes.
 
-A check yields one result or several. One that does not apply, such as InfiniBand on a laptop, yields none.
-Limits and texts come from NCCL's user guide, "Troubleshooting", unless a check names another source.
+Each check is a function that yields one or several results. If a check does not apply, such as InfiniBand on
+a laptop, it yields none. Limits and texts come from the section "Troubleshooting" of NCCL's user guide,
+unless a check names another source.
 """
 
 from __future__ import annotations

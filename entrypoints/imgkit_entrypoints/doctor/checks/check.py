@@ -1,4 +1,4 @@
-"""The result of a check, and the input of the checks."""
+"""The result of a check of dist-doctor, and the facts that all checks get."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from imgkit_entrypoints.facts import HostFacts, Reader
 from imgkit_entrypoints.system import SystemFacts
 
 Verdict = Literal["ok", "warn", "unknown", "fail"]
-"""The verdicts in the order of the summary line. ``unknown`` means that a fact is missing."""
+"""The possible results of a check, in the order of the report's last line.
+
+``unknown`` means that the check could not decide, because a fact is missing.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One result of a check, which is a line of the report."""
+    """One result of a check, which is shown as one line of the report."""
 
     name: str
     verdict: Verdict
@@ -27,25 +30,25 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedNode:
-    """Everything that the checks read about the node."""
+    """All facts about a node that the checks need."""
 
     facts: HostFacts
     has_recipe: bool
-    """False in an image of another tool."""
+    """False if the image was not built by imgkit."""
     system: SystemFacts
-    """Facts of the recipe. Without a recipe, the defaults, which expect nothing."""
+    """What the recipe says about the cluster. Without a recipe, the defaults, which expect no hardware."""
     env: dict[str, str]
-    """The environment without the variables that the node agent has set."""
+    """The environment without the variables that the node agent (imgkit's process on each node) has set."""
     plan: FabricPlan
-    """Network plan for several nodes, even if this run has only one."""
+    """The network settings for a run on several nodes, even if this run has only one."""
     has_several_nodes: bool
-    """True if this run has several nodes. Then a problem between nodes is a failure and not a warning."""
+    """True if this run has several nodes. Problems between nodes are then failures instead of warnings."""
     reader: Reader
-    """Reads the few files that are not among the facts of a launch."""
+    """Reads the files that only dist-doctor needs. They are not part of `facts`."""
 
     @property
     def uses_rdma(self) -> bool:
-        """Return whether traffic between nodes uses RDMA."""
+        """Return whether traffic between nodes uses RDMA. Every fabric except TCP does."""
         return self.plan.kind != "tcp"
 
     @property

@@ -17,10 +17,13 @@ SLOWDOWNS = {
     "hw_slowdown": "a hardware slowdown",
     "sw_thermal_slowdown": "heat (by the driver)",
 }
-"""Reasons for low clocks that a healthy node never has. A power cap is not one of them."""
+"""Reasons for low clocks that a healthy node never has. A power cap is normal, so it is not listed."""
 PROGRAM_XIDS = {13, 31, 43, 45}
-"""Xid numbers that a faulty program causes (NVIDIA, "Xid errors"). Others point to the hardware or driver."""
-# Meaning of some Xid numbers of hardware and driver, for the message.
+"""Xid numbers of errors that a faulty program causes (NVIDIA, "Xid errors").
+
+All other numbers point to a fault of the hardware or the driver.
+"""
+# Meaning of the most important Xid numbers of hardware and driver, for messages.
 XIDS = {
     48: "double-bit ECC error",
     63: "a memory row was remapped",
@@ -34,16 +37,16 @@ XIDS = {
     120: "error of the GPU's system processor",
 }
 _XID_LINE = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): ([0-9]{1,9})")
-"""``NVRM: Xid (PCI:0000:1b:00): 79, GPU has fallen off the bus.`` in the kernel log."""
+"""A line of the kernel log: ``NVRM: Xid (PCI:0000:1b:00): 79, GPU has fallen off the bus.``"""
 _MAX_LINE_CHARACTERS = 160
-"""How much of a line of the kernel log a check quotes."""
+"""How many characters of a line of the kernel log are quoted."""
 
 
 def check_pcie(node: CheckedNode) -> Iterator[Check]:
     """Check that the PCIe links of GPUs and NICs use all their lanes.
 
-    A card that is badly seated uses fewer lanes, and is slower. A NIC with fewer lanes passes if its link is
-    still as fast as its ports.
+    If a card is badly seated, its link uses fewer lanes and is slower. A NIC with fewer lanes passes the
+    check if the link is still as fast as the ports of the NIC.
     """
     port_rates_Gbps = {}
     for device in node.facts.rdma:
@@ -56,6 +59,7 @@ def check_pcie(node: CheckedNode) -> Iterator[Check]:
         if link.width < link.most_width and not _is_fast_enough(link, needed_Gbps):
             warnings.append(_narrow_link(link, needed_Gbps))
     yield from warnings
+    # One result for all good links is enough.
     if len(links) == 1 and not warnings:
         yield Check("pcie", "ok", "1 link of a GPU or NIC is wide enough")
     elif links and not warnings:
@@ -63,7 +67,10 @@ def check_pcie(node: CheckedNode) -> Iterator[Check]:
 
 
 def _is_fast_enough(link: PcieLink, needed_Gbps: float | None) -> bool:
-    """Return whether a link is known to be as fast as the ports of its NIC."""
+    """Return whether a PCIe link is at least as fast as the ports of its NIC.
+
+    If the rate of the link is unknown, or the device is a GPU (`needed_Gbps` is None), return False.
+    """
     if needed_Gbps is None or link.rate_Gbps is None:
         return False
     return link.rate_Gbps >= needed_Gbps
@@ -74,7 +81,7 @@ def _narrow_link(link: PcieLink, needed_Gbps: float | None) -> Check:
 
     Parameters
     ----------
-    needed_Gbps : rate of the ports of a NIC in Gbit/s. None for a GPU.
+    needed_Gbps : total rate of a NIC's ports in Gbit/s, or None for a GPU.
     """
     evidence = f"{link.device}: {link.path}/current_link_width: {link.width} of {link.most_width} lanes "
     if link.rate_Gbps:
@@ -89,27 +96,27 @@ def _narrow_link(link: PcieLink, needed_Gbps: float | None) -> Check:
 
 
 def check_port_errors(node: CheckedNode) -> Iterator[Check]:
-    """Check that no port in use has counted errors, which come from a bad cable or switch.
+    """Check that the RDMA ports in use have not counted errors, which indicate a bad cable or switch.
 
-    The counters keep old errors, so the remedy is to check them again after a run.
+    The counters also include errors of the past. So the hint says to check them again after a run.
     """
     counts = health.read_port_errors(node.reader, node.facts)
     for name in node.plan.devices:
         errors = counts.get(name)
         if not errors:
             continue
-        device, _, number = name.partition(":")
+        device, _, port_number = name.partition(":")
         counters = ", ".join(f"{counter}: {count}" for counter, count in errors.items())
-        evidence = f"/sys/class/infiniband/{device}/ports/{number}/counters/{counters}"
+        evidence = f"/sys/class/infiniband/{device}/ports/{port_number}/counters/{counters}"
         fix = "check again after a run: if they grow, the cable or the switch port is bad; report them "
-        fix += f"to the site. To count from zero: sudo perfquery -C {device} -P {number} -R"
+        fix += f"to the site. To count from zero: sudo perfquery -C {device} -P {port_number} -R"
         yield Check("port errors", "warn", evidence, fix)
 
 
 def check_gpu_health(node: CheckedNode) -> Iterator[Check]:
     """Check that nvidia-smi reports neither memory errors nor reduced clocks for any GPU.
 
-    Without GPUs, or without a readable report of nvidia-smi, there is no result.
+    If there are no GPUs, or the report of nvidia-smi cannot be read, there is no result.
     """
     if not node.facts.gpu_devices:
         return
@@ -129,7 +136,10 @@ def check_gpu_health(node: CheckedNode) -> Iterator[Check]:
 
 
 def _gpu_problems(gpu: ElementTree.Element) -> Iterator[Check]:
-    """Yield the problems of one GPU, whose element in the report of ``nvidia-smi -q -x`` is `gpu`."""
+    """Yield the problems of one GPU: memory errors, failed repairs of its memory, and reduced clocks.
+
+    `gpu` is the element of this GPU in the XML report of ``nvidia-smi -q -x``.
+    """
     address = gpu.get("id", "")
     source = f"{address}: nvidia-smi -q:"
     reset = f"stop all programs on it, then: sudo nvidia-smi -r -i {address}, or reboot the node"
@@ -137,6 +147,8 @@ def _gpu_problems(gpu: ElementTree.Element) -> Iterator[Check]:
     if errors:
         evidence = f"{source} {errors} uncorrectable ECC errors since the last reset"
         yield Check("gpu health", "warn", evidence, reset)
+    # The driver replaces a faulty row of memory by a spare row, which takes effect after a reset. If this
+    # fails, the GPU must be replaced.
     if gpu.findtext("remapped_rows/remapped_row_failure") == "Yes":
         evidence = f"{source} Remapping Failure Occurred: Yes, so memory errors will continue"
         fix = "drain the node (Slurm: scontrol update nodename=NODE state=drain), and have the GPU replaced"
@@ -152,7 +164,10 @@ def _gpu_problems(gpu: ElementTree.Element) -> Iterator[Check]:
 
 
 def _count_uncorrectable_errors(gpu: ElementTree.Element) -> int:
-    """Return the sum of a GPU's counters of uncorrectable errors, such as ``dram_uncorrectable``."""
+    """Return the number of uncorrectable memory errors of a GPU since its last reset.
+
+    It is the sum of several counters, such as ``dram_uncorrectable``.
+    """
     errors = 0
     for counter in gpu.findall("ecc_errors/volatile/*"):
         if "uncorrectable" in counter.tag:
@@ -163,7 +178,7 @@ def _count_uncorrectable_errors(gpu: ElementTree.Element) -> int:
 def _active_clock_reasons(gpu: ElementTree.Element) -> set[str]:
     """Return the reasons why the clocks of a GPU are low now, such as ``hw_thermal_slowdown``."""
     reasons = set()
-    # Older drivers call them "clocks_throttle_reasons".
+    # Newer drivers use the name "clocks_event_reasons", and older drivers "clocks_throttle_reasons".
     for kind in ("event", "throttle"):
         for reason in gpu.findall(f"clocks_{kind}_reasons/*"):
             if reason.text == "Active":
@@ -172,21 +187,20 @@ def _active_clock_reasons(gpu: ElementTree.Element) -> set[str]:
 
 
 def check_xids(node: CheckedNode) -> Iterator[Check]:
-    """Check that the kernel log has no Xid error of a GPU.
+    """Check that the kernel log contains no Xid of a GPU, which is a numbered error of NVIDIA's driver.
 
-    NVIDIA's driver numbers its errors, and calls them Xids. Numbers that a faulty program causes are left
-    out.
+    Numbers of errors that a faulty program causes are ignored.
     """
     if not node.facts.gpu_devices:
         return
     log = health.read_xids(node.reader)
-    # Only the last line is reported for each GPU and number.
+    # An error may occur many times, so only the last line for each GPU and number is reported.
     last_lines: dict[tuple[str, int], str] = {}
     for line in log.splitlines():
         match = _XID_LINE.search(line)
         if match:
-            address, number = match.groups()
-            last_lines[address, int(number)] = line.strip()[:_MAX_LINE_CHARACTERS]
+            address, xid_text = match.groups()
+            last_lines[address, int(xid_text)] = line.strip()[:_MAX_LINE_CHARACTERS]
     for (address, xid), line in last_lines.items():
         if xid in PROGRAM_XIDS:
             continue

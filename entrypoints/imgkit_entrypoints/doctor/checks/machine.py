@@ -14,23 +14,23 @@ from imgkit_entrypoints.schedulers.placement import FIRST_PORT, PORTS
 
 MIB, GIB = 1 << 20, 1 << 30
 STACK_BYTES = 8 * MIB
-"""Stack that NCCL's search for a topology graph needs. It overflows a stack of 2 MB."""
-# Files that a process must be able to open. 1024 is Linux' default.
+"""Size of the stack that NCCL needs. Its search for a topology graph overflows a stack of 2 MB."""
+# Number of files that a process must be able to open. 1024 is Linux's default.
 OPEN_FILES = 1024
 MIN_PROCESSES = 1024
-"""Least number of processes and threads. Each core has several threads of OpenMP, NCCL and data workers."""
+"""Smallest acceptable limit for processes and threads. OpenMP, NCCL and data workers start many threads."""
 SHM = "/dev/shm"  # noqa: S108 - its size is asked for, nothing is put there
 ENOUGH_SHM_BYTES = GIB
 # Docker's default size of /dev/shm.
 DOCKER_SHM_BYTES = 64 * MIB
-# Platform of an image, as its manifest states it, to the output of `uname -m`.
+# The output of `uname -m` for each platform of an image, as it is written in the image's manifest.
 MACHINES = {"linux/amd64": "x86_64", "linux/arm64": "aarch64"}
 
 
 def check_image(node: CheckedNode) -> Iterator[Check]:
     """Check that imgkit has built the image, and that the image is for this machine's architecture.
 
-    Without imgkit's file in the image, the expected hardware is unknown.
+    Other images do not contain imgkit's file with the expected hardware, so the verdict is ``unknown``.
     """
     if not node.has_recipe:
         evidence = "/opt/imgkit/system.json does not exist, so the expected hardware is unknown"
@@ -49,10 +49,10 @@ def check_image(node: CheckedNode) -> Iterator[Check]:
 
 
 def check_gpus(node: CheckedNode) -> Iterator[Check]:
-    """Check that the node has as many GPUs as the recipe states.
+    """Check that the node has as many usable GPUs as the recipe expects.
 
-    An image or a node for AMD GPUs fails, because imgkit supports only CUDA and NCCL. If the run is on CPUs
-    on purpose, missing GPUs are only a warning.
+    The check fails for an image or a node with AMD GPUs, because imgkit supports only CUDA and NCCL. If the
+    user has chosen CPUs (``--device cpu``), missing GPUs are only a warning.
     """
     facts = node.facts
     expected = node.system.node.gpus
@@ -67,7 +67,7 @@ def check_gpus(node: CheckedNode) -> Iterator[Check]:
         fix += "or CPUs only (--device cpu)"
         yield Check("gpus", verdict, evidence, fix)
         return
-    # The driver shows GPUs in /proc even if the container was started without --nv.
+    # If the driver shows GPUs in /proc but none can be used, the container was probably started without --nv.
     are_hidden = facts.gpu_devices and "CUDA_VISIBLE_DEVICES" not in node.env
     requested = expected or len(facts.gpu_devices)
     fix = f"start the container with --nv, and request GPUs (Slurm: --gres=gpu:{requested})"
@@ -84,7 +84,11 @@ def check_gpus(node: CheckedNode) -> Iterator[Check]:
 
 
 def _is_for_other_gpus(node: CheckedNode) -> bool:
-    """Return whether the image is made for AMD GPUs, or the node has only GPUs of other makers."""
+    """Return whether the image is built for AMD GPUs, or the node has only GPUs of other makers.
+
+    GPUs of makers other than AMD count only if the recipe expects GPUs, because many nodes have a display
+    adapter that is not meant for computing.
+    """
     facts = node.facts
     if facts.rocm:
         return True
@@ -96,8 +100,8 @@ def _is_for_other_gpus(node: CheckedNode) -> bool:
 def report_driver(node: CheckedNode) -> Iterator[Check]:
     """Report the versions of the driver and of the image's CUDA.
 
-    Whether the driver is too old for this CUDA is not checked here, because the table of known issues has an
-    entry for it.
+    This function does not check whether the driver is too old for the CUDA version. The table of known issues
+    has an entry for that.
     """
     if not node.facts.gpus:
         return
@@ -114,7 +118,7 @@ def report_driver(node: CheckedNode) -> Iterator[Check]:
 def check_processors(node: CheckedNode) -> Iterator[Check]:
     """Check that there are enough processors to feed the GPUs with data.
 
-    The recipe may state how many each GPU needs. Otherwise, one for each GPU is enough.
+    The recipe can set how many processors each GPU needs. The default is one.
     """
     per_gpu = node.system.node.cpus_per_gpu or 1
     needed = per_gpu * node.facts.gpus
@@ -130,7 +134,8 @@ def check_processors(node: CheckedNode) -> Iterator[Check]:
 def check_locked_memory(node: CheckedNode) -> Iterator[Check]:
     """Check that the limit of locked memory is high enough for RDMA.
 
-    RDMA locks its buffers in memory, so it fails if this limit is low. Without RDMA, there is no result.
+    RDMA locks its buffers in memory, so it fails if the limit is too low. On a node without RDMA, there is no
+    result.
     """
     limit = node.facts.memlock
     if not node.uses_rdma:
@@ -143,6 +148,7 @@ def check_locked_memory(node: CheckedNode) -> Iterator[Check]:
     if limit.unlimited:
         yield Check("memlock", "ok", evidence)
         return
+    # Below 1 GiB, RDMA usually fails. A higher limit may be enough, so it is only a warning.
     is_too_low = limit.value is not None and limit.value < GIB
     yield Check(
         "memlock",
@@ -154,7 +160,10 @@ def check_locked_memory(node: CheckedNode) -> Iterator[Check]:
 
 
 def check_shared_memory(node: CheckedNode) -> Iterator[Check]:
-    """Check that /dev/shm is large enough for NCCL between the ranks of a node and for data workers."""
+    """Check that /dev/shm is large enough.
+
+    The ranks of a node exchange data through this shared memory, and so do data workers.
+    """
     size_bytes = node.facts.shm_bytes
     if size_bytes is None:
         yield Check(SHM, "unknown", "the size cannot be read", "read the size: df -h /dev/shm")
@@ -162,7 +171,7 @@ def check_shared_memory(node: CheckedNode) -> Iterator[Check]:
     if size_bytes >= ENOUGH_SHM_BYTES:
         yield Check(SHM, "ok", f"{size_bytes / GIB:.1f} GiB")
         return
-    # NCCL fails with Docker's default size if it has to connect two GPUs.
+    # With Docker's default size, NCCL fails as soon as it connects two GPUs.
     is_too_small = size_bytes <= DOCKER_SHM_BYTES and node.facts.gpus > 1
     yield Check(
         SHM,
@@ -175,7 +184,7 @@ def check_shared_memory(node: CheckedNode) -> Iterator[Check]:
 def check_disk(node: CheckedNode) -> Iterator[Check]:
     """Check that temporary files can be written, and measure how fast.
 
-    If the facts come from a saved tree of files (``IMGKIT_ROOT``), there is no disk to check, and no result.
+    If the facts come from a saved tree of files (``IMGKIT_ROOT``), there is no disk to check and no result.
     """
     if not node.reader.live:
         return
@@ -190,7 +199,7 @@ def check_disk(node: CheckedNode) -> Iterator[Check]:
 
 
 def check_limits(node: CheckedNode) -> Iterator[Check]:
-    """Check the limits of the stack and of open files."""
+    """Check that the limits of the stack and of open files are high enough for NCCL and torch."""
     fix = "before the launch: ulimit -s 8192"
     yield from _check_limit("stack", node.facts.stack, STACK_BYTES, fix)
     fix = "before the launch: ulimit -n 65536; docker: --ulimit nofile=16384"
@@ -198,7 +207,7 @@ def check_limits(node: CheckedNode) -> Iterator[Check]:
 
 
 def _check_limit(name: str, limit: Limit, least: int, fix: str) -> Iterator[Check]:
-    """Check that a limit is at least `least`. An unknown limit yields nothing."""
+    """Check that a limit is at least `least`. If the limit is unknown, there is no result."""
     evidence = f"/proc/self/limits: {limit}"
     if limit.unlimited or (limit.value is not None and limit.value >= least):
         yield Check(name, "ok", evidence)
@@ -207,15 +216,16 @@ def _check_limit(name: str, limit: Limit, least: int, fix: str) -> Iterator[Chec
 
 
 def check_ports(node: CheckedNode) -> Iterator[Check]:
-    """Check that the kernel does not assign the ports of jobs to outgoing connections.
+    """Check that the kernel does not use the ports of jobs for outgoing connections.
 
-    If it does, a connection of any program may already use the port on which torchrun wants to listen.
+    If the ranges of ports overlap, another program's connection may already use the port on which torchrun
+    has to listen.
     """
     if node.facts.ephemeral_ports is None:
         return
     first, last = node.facts.ephemeral_ports
     evidence = f"/proc/sys/net/ipv4/ip_local_port_range: {first} {last}"
-    # Ports of jobs follow from the job id and are all in this range (schedulers/placement.py).
+    # The port of a job is computed from the job id, and is always in this range (schedulers/placement.py).
     last_job_port = FIRST_PORT + PORTS - 1
     if first > last_job_port or last < FIRST_PORT:
         yield Check("ports", "ok", evidence)
@@ -229,11 +239,10 @@ def check_processes(node: CheckedNode) -> Iterator[Check]:
     """Check that the limits of the user and the container allow enough processes and threads."""
     limit = node.facts.processes
     source = node.facts.processes_source
-    # The limit is unknown.
-    if limit == Limit():
+    if limit == Limit():  # the limit is unknown
         return
     evidence = source or str(limit)
-    # Each core has several threads of OpenMP, NCCL and data workers.
+    # Each processor may run several threads of OpenMP, NCCL and data workers.
     needed = max(MIN_PROCESSES, 4 * node.facts.cpus)
     if limit.value is None or limit.value >= needed:
         yield Check("processes", "ok", evidence)
@@ -246,9 +255,10 @@ def check_processes(node: CheckedNode) -> Iterator[Check]:
 
 
 def report_iommu(node: CheckedNode) -> Iterator[Check]:
-    """Report that the node has an IOMMU, which may slow down traffic between GPUs.
+    """Report if the node has an IOMMU, which may slow down traffic between GPUs.
 
-    The verdict is ``unknown``, because only a measurement shows whether the traffic is slow.
+    An IOMMU translates the memory addresses that devices use. The verdict is ``unknown``, because only a
+    measurement shows whether the traffic is slow.
     """
     if node.facts.gpus < 2:
         return
@@ -263,7 +273,7 @@ def report_iommu(node: CheckedNode) -> Iterator[Check]:
 def report_nccl(node: CheckedNode) -> Iterator[Check]:
     """Report the version of NCCL and the settings in nccl.conf files.
 
-    NCCL reads these files besides the variables of the environment.
+    NCCL reads these files in addition to the environment.
     """
     facts = node.facts
     if facts.nccl_version:

@@ -1,4 +1,4 @@
-"""Check the network between nodes: the plan's decisions, devices, libraries and distance from the GPUs."""
+"""Check the network between nodes: its settings, devices, libraries, and the distance of NICs from GPUs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from imgkit_entrypoints.system import HOST_LIBS
 
 
 def report_network(node: CheckedNode) -> Iterator[Check]:
-    """Report the kind of network that a run would use, and what is wrong with it.
+    """Report the kind of network that a run would use, and every problem that the network plan contains.
 
-    The plan of the network has blockers (a run on several nodes would fail), known issues and warnings. Each
-    of them is a result.
+    A problem is a blocker (a run on several nodes would fail), a known issue, or a warning. Each problem is a
+    separate result.
     """
     plan = node.plan
     devices = ", ".join(plan.devices) or "no device"
@@ -33,9 +33,9 @@ def report_network(node: CheckedNode) -> Iterator[Check]:
 
 
 def check_net_plugin(node: CheckedNode) -> Iterator[Check]:
-    """Check that the dynamic linker can load the network plug-in that NCCL_NET_PLUGIN names.
+    """Check that the dynamic linker can load the network plug-in in NCCL_NET_PLUGIN.
 
-    The file may exist, but need other libraries that are missing.
+    Loading can fail although the file exists, because the plug-in needs other libraries.
     """
     value = node.plan.env.get(plugin.VARIABLE) or node.env.get(plugin.VARIABLE, "")
     if plugin.VARIABLE in node.plan.unset or not value:
@@ -43,8 +43,7 @@ def check_net_plugin(node: CheckedNode) -> Iterator[Check]:
     fix = "put the folders of what it needs on LD_LIBRARY_PATH, or use a plug-in for this image's glibc"
     for path in plugin.plugin_files(node.facts, value):
         problem = ""
-        if node.reader.live:
-            # The plug-in is loaded in another process, because its constructors may do anything.
+        if node.reader.live:  # the files of another machine cannot be loaded here
             problem = health.load_problem(path)
         evidence = f"{plugin.VARIABLE}={value}: {path}"
         if problem:
@@ -54,25 +53,25 @@ def check_net_plugin(node: CheckedNode) -> Iterator[Check]:
 
 
 def report_interface(node: CheckedNode) -> Iterator[Check]:
-    """Report the network interface for the bootstrap of NCCL and Gloo.
+    """Report the network interface over which the processes of NCCL and Gloo connect to each other.
 
-    In the bootstrap, their processes find each other. It uses TCP, even if the data uses RDMA.
+    These connections use TCP, even if the data uses RDMA.
     """
     if not node.facts.interfaces:
         fix = "start the container with /sys, without --contain"
         yield Check("interface", "unknown", "/sys/class/net shows no interface", fix)
         return
-    # If no interface can be used, `report_network` reports it as a blocker.
+    # If no interface is usable, there is no such decision, and `report_network` reports a blocker.
     for decision in node.plan.decisions:
         if decision.variable == sockets.NCCL and decision.value:
             yield Check("interface", "ok", f"{decision.value}: {decision.reason}")
 
 
 def check_rdma_ports(node: CheckedNode) -> Iterator[Check]:
-    """Report the RDMA ports in use, and check the other ports for faults.
+    """Report the RDMA ports that NCCL uses, and check the other ports for faults.
 
-    A port without a link is often unused on purpose. It is a fault only if no port can be used, or if its
-    whole card has failed (`_ports_of_failed_cards`).
+    A port without a link often has no cable on purpose. It counts as a fault only if no port can be used, or
+    if its whole card has failed (see `_ports_of_failed_cards`).
     """
     all_ports: dict[str, Port] = {}
     for device in node.facts.rdma:
@@ -82,11 +81,12 @@ def check_rdma_ports(node: CheckedNode) -> Iterator[Check]:
         links = ", ".join(f"{port.name} {port.link_layer} {port.rate}" for port in used)
         yield Check("rdma ports", "ok", links)
     failed = _ports_of_failed_cards(node, used)
+    # Without any usable port, a node of an RDMA cluster is broken. On other nodes, RDMA is optional.
     is_expected = node.system.fabric.kind in ("infiniband", "roce")
     verdict: Verdict = "fail" if is_expected and not used else "warn"
     fix = "report the node to the site with the output of ibstat; for INIT, check the subnet manager"
     for decision in node.plan.decisions:
-        # A decision that is not used has the name of a port that was left out, and the reason.
+        # The plan has a decision for each port that NCCL does not use. Its value is the name of the port.
         if decision.variable != ports.HCA or decision.used or decision.value not in all_ports:
             continue
         port = all_ports[decision.value]
@@ -96,18 +96,21 @@ def check_rdma_ports(node: CheckedNode) -> Iterator[Check]:
 
 
 def _ports_of_failed_cards(node: CheckedNode, used: Sequence[Port]) -> set[str]:
-    """Return the names of ports without a link whose card has failed, such as ``mlx5_3:1``.
+    """Return the names of ports, such as ``mlx5_3:1``, that have no link because their card has failed.
 
-    A card has failed if none of its ports has a link while most cards of its kind work. The second port of a
-    working card often has no cable on purpose. If as many NICs work as the recipe states, no card has failed.
+    A card has failed if none of its ports has a link while most cards of the same kind work. A working card
+    does not count, because its second port often has no cable on purpose. If the node has as many working
+    ports as the recipe lists NICs, no card has failed.
 
     Parameters
     ----------
     used : ports that NCCL uses for the run.
     """
+    # If the node has all NICs that the recipe expects, the other ports are unused on purpose.
     nics = node.system.fabric.nics
     if nics is not None and len(used) >= nics:
         return set()
+    # The ports of a card may be separate devices, so compare cards instead of devices.
     used_devices = {port.device for port in used}
     working_cards = {device.card for device in node.facts.rdma if device.name in used_devices}
     link_layers = {port.link_layer for port in used}
@@ -119,16 +122,16 @@ def _ports_of_failed_cards(node: CheckedNode, used: Sequence[Port]) -> set[str]:
             if not port.has_link and port.link_layer in link_layers:
                 failed_cards.add(device.card)
                 failed_ports.add(port.name)
-    # If as many cards have no link as work, the cards without a link probably have another purpose.
+    # If at least half of the cards have no link, they were probably not meant to be connected.
     if len(failed_cards) >= len(working_cards):
         return set()
     return failed_ports
 
 
 def check_verbs(node: CheckedNode) -> Iterator[Check]:
-    """Report the device files and libraries of InfiniBand and RoCE.
+    """Report that the device files and libraries of InfiniBand and RoCE are available.
 
-    If one of them is missing, the plan of the network has a warning, which `report_network` reports.
+    If one of them is missing, the network plan contains a warning, which `report_network` reports instead.
     """
     facts, devices = node.facts, _used_devices(node)
     if node.plan.kind not in ("infiniband", "roce") or not devices:
@@ -147,14 +150,17 @@ def check_verbs(node: CheckedNode) -> Iterator[Check]:
 
 
 def report_gid(node: CheckedNode) -> Iterator[Check]:
-    """Report the GID of RoCE ports. If a port has no IPv4 GID, `report_network` reports it."""
+    """Report which GIDs (addresses for RDMA) the RoCE ports use.
+
+    If a port has no suitable GID, the plan contains a blocker, which `report_network` reports instead.
+    """
     reasons = [item.reason for item in node.plan.decisions if item.variable == ports.GID_INDEX]
     if node.plan.kind == "roce" and reasons and not node.plan.blockers:
         yield Check("gid", "ok", "; ".join(reasons))
 
 
 def check_slingshot(node: CheckedNode) -> Iterator[Check]:
-    """Check that Slingshot's NICs can be opened, and that NCCL's plug-in and its libraries exist.
+    """Check that the Slingshot NICs can be opened, and that NCCL's plug-in and the libraries it needs exist.
 
     On a node without Slingshot, there is no result.
     """
@@ -169,7 +175,7 @@ def check_slingshot(node: CheckedNode) -> Iterator[Check]:
     else:
         names = ", ".join(f"/dev/{device.name}" for device in facts.cxi)
         yield Check("slingshot", "ok", f"{names} can be opened")
-    # A library may come from the host (`links`) or be on the library path.
+    # A library is either a link to a file of the host (`links`), or it is on the image's library path.
     plugin_path = find_plugin(facts, links)
     needed = ("libfabric.so.1", "libcxi.so.1")
     missing = [name for name in needed if name not in links and facts.library(name) is None]
@@ -186,9 +192,10 @@ def check_slingshot(node: CheckedNode) -> Iterator[Check]:
 
 
 def _host_libraries(node: CheckedNode) -> Iterator[Check]:
-    """Check that the dynamic linker can load the libraries that the plan takes from the host.
+    """Check that the dynamic linker can load the host's libraries that workers would use.
 
-    Like a launch, this makes a folder with a link to each library, so that the linker searches as in a run.
+    A launch creates a folder with links to these libraries and adds it to the library path. This check does
+    the same, so that the dynamic linker finds the libraries in the same way as in a run.
     """
     links = node.plan.links
     if not links or not node.reader.live:
@@ -209,9 +216,10 @@ def _host_libraries(node: CheckedNode) -> Iterator[Check]:
 
 
 def check_gpudirect(node: CheckedNode) -> Iterator[Check]:
-    """Check that NICs can read the memory of GPUs directly, and that each NIC in use is near a GPU.
+    """Check that NICs can directly access the memory of GPUs, and that each NIC in use is near a GPU.
 
-    NVIDIA calls this GPUDirect RDMA. Without GPUs or RDMA, there is no result.
+    NVIDIA calls this GPUDirect RDMA. It needs a kernel module (nvidia_peermem) or DMA-BUF. On a node without
+    GPUs or without RDMA, there is no result.
     """
     facts = node.facts
     if not (facts.gpus and node.uses_rdma):
@@ -230,15 +238,15 @@ def check_gpudirect(node: CheckedNode) -> Iterator[Check]:
 
 
 def _used_devices(node: CheckedNode) -> list[RdmaDevice]:
-    """Return the RDMA devices of the ports in use: mlx5_0 for the port ``mlx5_0:1``."""
+    """Return the RDMA devices whose ports NCCL uses. The port ``mlx5_0:1`` belongs to the device mlx5_0."""
     names = {name.partition(":")[0] for name in node.plan.devices}
     return [device for device in node.facts.rdma if device.name in names]
 
 
 def _check_affinity(node: CheckedNode, device: RdmaDevice) -> Check:
-    """Check that an RDMA device is near a GPU: under the same PCI switch, or on the same NUMA node.
+    """Check that an RDMA device is near a GPU: below the same PCI switch, or on the same NUMA node.
 
-    Data between distant devices crosses the processors, which is slower.
+    Otherwise, data between GPU and network crosses the processors, which is slower.
     """
     evidence = f"{device.name}: {device.path}/device -> {device.pci or '?'}, numa_node {device.numa_node}"
     match ports.gpu_distance(node.facts, device):

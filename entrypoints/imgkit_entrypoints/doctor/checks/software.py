@@ -1,4 +1,4 @@
-"""Check how image and host fit together: scheduler, glibc, variables and the mount of the image."""
+"""Check that image and host fit together: scheduler, glibc, variables and the mount of the image."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from imgkit_entrypoints.facts import HostFacts, Reader
 from imgkit_entrypoints.facts.software import absent_files
 from imgkit_entrypoints.schedulers.resolve import launcher_variables, missing_launcher_clause
 
-# Where distributions have the C library, such as /usr/lib/x86_64-linux-gnu/libc.so.6 on Ubuntu.
+# Where Linux distributions install the C library, such as /usr/lib/x86_64-linux-gnu/libc.so.6 on Ubuntu.
 LIBC = (
     "/usr/lib/{machine}-linux-gnu/libc.so.6",
     "/usr/lib64/libc.so.6",
@@ -20,10 +20,10 @@ LIBC = (
 
 
 def check_scheduler(node: CheckedNode) -> Iterator[Check]:
-    """Check that the variables of the recipe's scheduler are visible.
+    """Check that the environment contains the variables of the scheduler in the recipe, such as Slurm.
 
-    A container that was started with ``--cleanenv`` hides them, and each node would then start a run of its
-    own.
+    If the container was started with ``--cleanenv``, they are missing. Nodes then do not know of each other,
+    and each would start a run of its own.
     """
     problem = missing_launcher_clause(node.system.scheduler, node.env)
     if problem:
@@ -38,7 +38,8 @@ def check_scheduler(node: CheckedNode) -> Iterator[Check]:
 def check_glibc(node: CheckedNode) -> Iterator[Check]:
     """Check that the image's glibc is new enough for the host's libraries that workers load.
 
-    A library that needs ``GLIBC_2.38`` cannot be loaded with an older glibc. NCCL then uses TCP or ends.
+    For example, a library that needs ``GLIBC_2.38`` cannot be loaded with an older glibc. NCCL then uses TCP
+    or exits.
     """
     path, version = image_glibc(node.facts, node.reader)
     needed = needed_glibc(node.facts, node.reader)
@@ -56,7 +57,10 @@ def check_glibc(node: CheckedNode) -> Iterator[Check]:
 
 
 def image_glibc(facts: HostFacts, reader: Reader) -> tuple[str, int]:
-    """Return the path of the image's C library and its version: 34 for ``GLIBC_2.34``, 0 if unknown."""
+    """Return the path of the image's C library and its version, which is 34 for ``GLIBC_2.34``.
+
+    If the library is not found, return ``("", 0)``.
+    """
     for template in LIBC:
         path = template.format(machine=facts.arch)
         version = newest_glibc(reader, path)
@@ -66,32 +70,38 @@ def image_glibc(facts: HostFacts, reader: Reader) -> tuple[str, int]:
 
 
 def needed_glibc(facts: HostFacts, reader: Reader) -> dict[str, int]:
-    """Return which glibc each library of the fabric needs: ``{"/usr/lib/libfabric.so.1.2": 34}``."""
-    # NCCL is left out: it always belongs to the image, and has hundreds of megabytes.
+    """Return which version of glibc each library of the fabric needs.
+
+    For example, ``{"/usr/lib/libfabric.so.1.2": 34}`` means that this library needs ``GLIBC_2.34``.
+    """
+    # NCCL is left out: it always comes from the image, and reading hundreds of megabytes would take long.
     paths = [library.target for library in facts.libraries if library.name != "libnccl.so.2"]
     versions = {path: newest_glibc(reader, path) for path in paths}
     return {path: version for path, version in versions.items() if version}
 
 
 def newest_glibc(reader: Reader, path: str) -> int:
-    """Return N of the newest ``GLIBC_2.N`` in the text of a library, or 0 if it has none."""
+    """Return N of the newest ``GLIBC_2.N`` in the file of a library, or 0 if there is none.
+
+    Versions are stored as plain text, so the file can be searched without parsing it.
+    """
     versions = re.findall(r"\bGLIBC_2\.([0-9]{1,3})\b", reader.text(path) or "")
     return max(map(int, versions), default=0)
 
 
 def check_variables(node: CheckedNode) -> Iterator[Check]:
-    """Check that files that variables name exist, and that NCCL or Gloo knows the name of each NCCL variable.
+    """Check that files in variables exist, and that the names of NCCL's and Gloo's variables are known.
 
-    A misspelled name has no effect, and nobody reports it.
+    A misspelled variable has no effect, and no library reports it.
     """
     settings = {item.name: item.value for item in node.facts.nccl_settings}
-    # The user's environment counts before an nccl.conf file, and that before the recipe.
+    # The last value of a name counts: the environment overrides nccl.conf, which overrides the recipe.
     env = {**node.system.env, **settings, **node.env}
     for text, fix in absent_files(node.reader, env):
         yield Check("variables", "warn", text, fix)
     for name in lint.unknown_names(env):
-        # `report_network` warns about a name that is similar to a known one. Names with TORCH_ are left out,
-        # because other packages use this prefix too.
+        # `report_network` already warns about names that are similar to a known name. Names that begin with
+        # TORCH_ are left out, because other packages use this prefix, too.
         if not name.startswith("TORCH_") and not lint.similar_name(name):
             evidence = f"{name}={env[name]}: neither NCCL (2.10 to 2.30) nor Gloo reads this variable"
             fix = f"unset {name}, unless a plug-in of this site reads it"
@@ -99,9 +109,10 @@ def check_variables(node: CheckedNode) -> Iterator[Check]:
 
 
 def check_image_mount(node: CheckedNode) -> Iterator[Check]:
-    """Check that the image's files are not served by a squashfuse process of this Slurm job step.
+    """Check that the image is not mounted by a squashfuse process that belongs to this Slurm job step.
 
-    A signal of Slurm to the step would end this process, and with it the program that runs from the image.
+    Squashfuse serves the files of the image. Slurm sends signals to all processes of a job step. If such a
+    signal ends squashfuse, the program that runs from the image ends, too.
     """
     if "SLURM_JOB_ID" not in node.env:
         return
@@ -117,15 +128,15 @@ def check_image_mount(node: CheckedNode) -> Iterator[Check]:
 
 
 def _ancestors(reader: Reader) -> Iterator[str]:
-    """Yield the process ids of this process and its parents, beginning with ``self``."""
+    """Yield the ids of this process and of all its ancestors. The first id is ``self``, as in /proc/self."""
     pid = "self"
-    while pid not in ("", "0"):
+    while pid not in ("", "0"):  # the parent of the first process of a system is 0
         yield pid
         pid = _parent(reader, pid)
 
 
 def _parent(reader: Reader, pid: str) -> str:
-    """Return the id of a process' parent as a text, or an empty text if it is unknown."""
+    """Return the id of a process's parent as a text, or an empty text if it is unknown."""
     status = reader.text(f"/proc/{pid}/status") or ""
     match = re.search(r"^PPid:\s*([0-9]{1,9})$", status, re.MULTILINE)
     return match[1] if match else ""
