@@ -343,10 +343,10 @@ def _inflate_members(pieces: list[bytes]) -> list[_InflatedPiece]:
 
 def _inflate_member(piece: bytes, most_bytes: int) -> bytes | None:
     """Return the unpacked bytes of `piece`, or None if it is not a single member of at most `most_bytes`."""
-    inflate = zlib.decompressobj(wbits=31)
+    decompressor = zlib.decompressobj(wbits=31)
     with contextlib.suppress(zlib.error):
-        plain = inflate.decompress(piece, most_bytes)
-        if inflate.eof and not inflate.unused_data:
+        plain = decompressor.decompress(piece, most_bytes)
+        if decompressor.eof and not decompressor.unused_data:
             return plain
     return None
 

@@ -482,7 +482,7 @@ class LayerTree:
         # In reverse order, so that `pop` returns the next name, and `+=` puts the target of a link before the
         # remaining names.
         pending_names = names[::-1]
-        hops = 0
+        link_count = 0
         while pending_names:
             name = pending_names.pop()
             if name in ("", "."):
@@ -508,16 +508,16 @@ class LayerTree:
             if target is None:  # the name does not exist, or is a file
                 missing.append(name)
                 continue
-            hops += 1
+            link_count += 1
             if links is not None:
                 link_path = "/".join([folder.name for folder in folders[1:]] + [name])
                 links.append(_FollowedLink(link_path, target, leaves_image=target.startswith("/")))
-            if hops > _MOST_HOPS:
+            if link_count > _MOST_HOPS:
                 raise CheckFailed(f"{path}: its folder is a link that leads to itself", where=self._where)
             if target.startswith("/"):  # continue at the root
                 del folders[1:]
             pending_names += target.split("/")[::-1]
-        if hops:
+        if link_count:
             path_names = [folder.name for folder in folders] + missing
             if len("/".join(path_names)) >= _MOST_PATH_BYTES:
                 raise CheckFailed(f"{path}: too many links in its path", where=self._where)

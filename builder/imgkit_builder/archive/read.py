@@ -314,9 +314,9 @@ class _Selector(Generic[File]):
         CheckFailed : the file is missing, has a wrong digest, or is not JSON.
         """
         raw = self._read_document(name, named_by)
-        digest = hashlib.sha256(raw).hexdigest()
-        if name.startswith(_BLOBS) and name != _BLOBS + digest:
-            raise self._error(f"{name} is damaged: its sha256 is {digest}")
+        sha256 = hashlib.sha256(raw).hexdigest()
+        if name.startswith(_BLOBS) and name != _BLOBS + sha256:
+            raise self._error(f"{name} is damaged: its sha256 is {sha256}")
         try:
             return json_text.parse(raw)
         except ValueError as error:

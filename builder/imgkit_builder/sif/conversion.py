@@ -261,9 +261,9 @@ class ConversionJob:
 #   gzip 6                           18 s    197 MB
 #   zstd 3                           2.9 s   198 MB
 #   zstd 15 (its default level)      57 s    171 MB
-# A program that starts reads many small pieces, and for each piece a whole block is decompressed. `import
-# torch` takes 3.6 CPU seconds with blocks of 1 MiB (228 MB), 2.8 with 256 KiB (239 MB), and 2.7 with 128 KiB
-# (251 MB).
+# A program that starts reads many small pieces, and for each piece a whole block is decompressed.
+# `import torch` takes 3.6 CPU seconds with blocks of 1 MiB (228 MB), 2.8 with 256 KiB (239 MB), and 2.7 with
+# 128 KiB (251 MB).
 ZSTD = Compression(name="zstd", level=3, options=("-comp", "zstd", "-Xcompression-level", "3", "-b", "256K"))
 GZIP = Compression(name="gzip", level=6, options=("-comp", "gzip", "-Xcompression-level", "6"))
 

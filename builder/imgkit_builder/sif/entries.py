@@ -497,8 +497,8 @@ def export_entries(
     """Yield the entries of a ``docker export`` stream, without the files that the engine adds.
 
     For an export, the engine creates a container and adds files such as ``etc/hosts`` to it. imgkit
-    recognizes these files by their names and by their time. The time is that of ``.dockerenv``, the first
-    file of the stream.
+    recognizes these files by their names and properties: some are empty, and others have almost the same
+    time as ``.dockerenv``, the first file of the stream.
 
     Parameters
     ----------

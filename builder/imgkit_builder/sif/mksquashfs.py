@@ -96,7 +96,7 @@ def _find_bundled(prefix: Path) -> Iterator[str | None]:
     has a subfolder for each architecture. The folders of both runtimes are searched, because Apptainer may be
     installed only under the name ``singularity``.
     """
-    folders = [prefix / f"libexec/{flavour}/bin" for flavour in _RUNTIMES]
+    folders = [prefix / f"libexec/{runtime_name}/bin" for runtime_name in _RUNTIMES]
     folders += [prefix / "utils/bin", *prefix.glob("*/utils/bin")]
     for folder in folders:
         yield shutil.which("mksquashfs", path=str(folder))
@@ -112,9 +112,9 @@ def _find_configured(prefix: Path) -> Iterator[str | None]:
     folders = [prefix / "etc", *prefix.glob("*/etc")]
     if prefix == Path("/usr"):
         folders.append(Path("/etc"))
-    for folder, flavour in itertools.product(folders, _RUNTIMES):
+    for folder, runtime_name in itertools.product(folders, _RUNTIMES):
         try:
-            with files.open_regular(folder / flavour / f"{flavour}.conf") as stream:
+            with files.open_regular(folder / runtime_name / f"{runtime_name}.conf") as stream:
                 text = stream.read(_MAX_CONFIG_BYTES).decode("utf-8", "replace")
         except OSError:
             continue
@@ -156,11 +156,11 @@ class Limits:
 
     @property
     def mksquashfs_memory_mib(self) -> int:
-        """Memory for the buffers of mksquashfs in MiB: a quarter of the limit, but at most 512."""
-        share = _MAX_MEMORY_BYTES
+        """Memory for the buffers of mksquashfs in MiB: a quarter of the limit, but from 128 to 512."""
+        limit_bytes = _MAX_MEMORY_BYTES
         if self.memory_bytes is not None:
-            share = min(share, self.memory_bytes // 4)
-        return max(share, _MIN_MEMORY_BYTES) >> 20
+            limit_bytes = min(limit_bytes, self.memory_bytes // 4)
+        return max(limit_bytes, _MIN_MEMORY_BYTES) >> 20
 
     def mksquashfs_options(self) -> tuple[str, ...]:
         """Return the options that pass these limits to mksquashfs: ``-processors N -mem MM``."""

@@ -105,17 +105,17 @@ def find_runtime(command: str | None = None, *, module_hint: str | None = None) 
     names = (command,) if command else COMMANDS
     programs = [program for program in map(shutil.which, names) if program]
     if not programs:
-        load = module_hint or "module avail singularity apptainer   (then: module load ...)"
+        load_command = module_hint or "module avail singularity apptainer   (then: module load ...)"
         raise ToolMissing(
             f"{' or '.join(names)} is not on PATH: a .sif is made and run by one of them",
-            hint=f"on a cluster: {load}; elsewhere: https://apptainer.org/docs/admin/latest/installation.html",
+            hint=f"on a cluster: {load_command}; elsewhere: https://apptainer.org/docs/admin/latest/installation.html",
         )
     # `absolute` does not resolve links: Apptainer may find its own files by the path that starts it.
     path = Path(programs[0]).absolute()
-    answer = _ask(path, "--version")
-    output = answer.output.strip()
+    version_result = _ask(path, "--version")
+    output = version_result.output.strip()
     match = _FLAVOUR.match(output)
-    if answer.returncode != 0 or match is None:
+    if version_result.returncode != 0 or match is None:
         # Debian's package "singularity" is a game, so the message shows what the program printed.
         first_line = "(no output)"
         if output:
@@ -365,8 +365,8 @@ def isolation(tool: RuntimeTool) -> Isolation:
     with tempfile.TemporaryDirectory(prefix="imgkit-empty-") as empty:
         for name in ("dev", "proc", "sys", "tmp"):
             (Path(empty) / name).mkdir()
-        answer = _ask(tool.path, "exec", *without_network.options, empty, "/nothing")
-    is_refused = "network" in answer.output.lower()
+        result = _ask(tool.path, "exec", *without_network.options, empty, "/nothing")
+    is_refused = "network" in result.output.lower()
     return Isolation(network=is_refused)
 
 

@@ -122,16 +122,16 @@ def check_space(image_bytes: int, temporary_bytes: int, target: Path, base: Path
     if not unmet_needs:
         return
     # There are one or two unmet needs. The message begins with the first, and adds the other.
-    first, *others = unmet_needs
+    first_need, *other_needs = unmet_needs
     message = (
-        f"{size_text(first.free_bytes)} are free, "
-        f"an image of {size_text(image_bytes)} needs {size_text(first.needed_bytes)}"
+        f"{size_text(first_need.free_bytes)} are free, "
+        f"an image of {size_text(image_bytes)} needs {size_text(first_need.needed_bytes)}"
     )
-    for need in others:
+    for need in other_needs:
         needed, free = size_text(need.needed_bytes), size_text(need.free_bytes)
         message += f"; {needed} in {need.folder}, where {free} are free"
     options = " and ".join(need.option for need in unmet_needs)
-    raise CheckFailed(message, where=str(first.folder), hint=f"{options} on a larger disk")
+    raise CheckFailed(message, where=str(first_need.folder), hint=f"{options} on a larger disk")
 
 
 def spare_bytes(image_bytes: int, disk_share: float, target: Path, base: Path) -> int:
