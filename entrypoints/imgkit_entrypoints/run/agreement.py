@@ -181,9 +181,9 @@ class Agreement:
         # `_receive` notices them.
         step_hash = (step + _hash_text(call, _STEP_HASH_LIMIT)) % _STEP_HASH_LIMIT
         own_reasons = self._find_reasons()
-        answers = [reason in own_reasons for reason in REASONS]
+        reason_flags = [reason in own_reasons for reason in REASONS]
         # `_receive` reads the values in the same order.
-        own_values = [seconds / max(1, steps), step_hash, step_hash * step_hash, *answers]
+        own_values = [seconds / max(1, steps), step_hash, step_hash * step_hash, *reason_flags]
         own_numbers = torch.tensor(own_values, dtype=numbers.dtype)
         own_numbers_on_device = own_numbers.to(numbers.device, non_blocking=True)
         values = torch.cat([own_numbers_on_device, numbers])
@@ -299,8 +299,7 @@ class NumberLog:
         Raises
         ------
         UsageError : the names differ from those of the first call, there are too many names, or a value is
-            not
-            a number.
+            not a number.
         """
         if tuple(numbers) != self._names:
             self._refuse_names(numbers)

@@ -88,8 +88,8 @@ def _find_os_error(error: BaseException) -> OSError:
     if failures:
         rank = min(failures)
         failure, _ = failures[rank]
-        reason = _find_os_error(failure)
-        return OSError(reason.errno, f"rank {rank}: {reason.strerror}")
+        rank_error = _find_os_error(failure)
+        return OSError(rank_error.errno, f"rank {rank}: {rank_error.strerror}")
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError):
@@ -145,8 +145,7 @@ class CheckpointWriter:
         Parameters
         ----------
         index : the pickled position in the data and states of all objects, without their tensors. Rank 0
-            saves
-            it.
+            saves it.
         tensors : DTensors, and tensors that are equal on all ranks. The keys are the same on all ranks.
         rank_value : the pickled values of this rank.
         """

@@ -88,8 +88,7 @@ def commit(
     Raises
     ------
     OSError : the checkpoint could not be written, another user has a checkpoint of this step, or a later
-        attempt
-        of the run has begun (fence.py). Older checkpoints are unchanged.
+        attempt of the run has begun (fence.py). Older checkpoints are unchanged.
     """
     folder = temporary.parent
     target = folder / checkpoint_name(step)
@@ -211,8 +210,7 @@ def read_manifest(folder: Path) -> StoredCheckpoint:
     Raises
     ------
     InvalidCheckpoint : a file is missing, has another size, or is not in the manifest. Or the manifest cannot
-        be
-        read, was changed, has another version, or belongs to another step than the name of the folder.
+        be read, was changed, has another version, or belongs to another step than the name of the folder.
     """
     path = folder / MANIFEST
     try:

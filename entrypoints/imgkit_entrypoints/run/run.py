@@ -107,9 +107,8 @@ class Run:
         stop_after_s : seconds after which the run saves and stops by itself. Under dist-run, the time begins
             with the first attempt, even after a failure. It begins again if the job is requeued.
         ignore_checkpoints : whether to start from the beginning if the folder has checkpoints but none of
-            them
-            can be read. By default, such a run is refused. The checkpoints remain in the folder, renamed to
-            ``skipped-...``.
+            them can be read. By default, such a run is refused. The checkpoints remain in the folder, renamed
+            to ``skipped-...``.
         say : a function that receives the run's messages. By default, they are printed to stderr.
 
         Raises
@@ -226,10 +225,8 @@ class Run:
 
         Raises
         ------
-        UsageError : the checkpoint contains other objects or cannot be read. Or a state of which only rank
-            0's
-            is saved differs between the ranks. Or a scheduler is not tracked, which `steps` and `save`
-            refuse, too.
+        UsageError : the checkpoint contains other objects or cannot be read. Or the ranks differ in a state
+            that is saved only on rank 0. Or a scheduler is not tracked, which `steps` and `save` refuse, too.
         """
         is_restored = self._checkpoints.restore(source)
         if is_restored:
@@ -248,8 +245,7 @@ class Run:
         Parameters
         ----------
         name : name of this loop, if an epoch has several loops. Each epoch must have the same loops in the
-            same
-            order. A resume skips the loops that were done.
+            same order. A resume skips the loops that were done.
         save_every : number of steps between two checkpoints. If 0, the run saves only at a stop and at its
             end.
 

@@ -110,8 +110,7 @@ class RunCheckpoints:
         ----------
         problems : why each checkpoint cannot be read.
         can_set_aside : whether all checkpoints can be renamed, which a new start requires. The value of rank
-            0
-            decides.
+            0 decides.
         """
         options = can_set_aside, self._ignore_unreadable
         may_start_anew, starts_anew = self._connection.ranks.broadcast(options)
@@ -134,8 +133,7 @@ class RunCheckpoints:
         Raises
         ------
         UsageError : the checkpoint contains other objects or cannot be read, a scheduler is not tracked, or
-            the
-            tracked objects could not be saved later.
+            the tracked objects could not be saved later.
         """
         self.scheduler_search.refuse_untracked(self.tracked.objects)
         self._warn_of_fresh_ddp()

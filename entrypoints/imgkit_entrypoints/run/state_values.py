@@ -48,8 +48,8 @@ def describe_values(stateful: Any, state: Any) -> dict[str, str]:
         text = _describe_value(leaf)
         if text:
             texts[path] = text
-    for path, number in _read_numbers(bit_sums).items():
-        texts[path] = f"bits {number:x}"
+    for path, bit_sum in _read_numbers(bit_sums).items():
+        texts[path] = f"bits {bit_sum:x}"
     if len(texts) > MAX_COMPARED:
         return {"": digest_text(repr(texts))}
     return texts

@@ -92,8 +92,8 @@ class StopRequests:
         """
         if threading.current_thread() is not threading.main_thread():  # only this thread may set handlers
             return
-        for number in STOP_SIGNALS:
-            self._previous_handlers[number] = signal.signal(number, self._on_signal)
+        for signal_number in STOP_SIGNALS:
+            self._previous_handlers[signal_number] = signal.signal(signal_number, self._on_signal)
         os.register_at_fork(after_in_child=self._restore_sigterm)
 
     def _restore_sigterm(self) -> None:
@@ -106,8 +106,8 @@ class StopRequests:
 
     def stop_listening(self) -> None:
         """Restore the handlers that `listen` has replaced."""
-        for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)
+        for signal_number, handler in self._previous_handlers.items():
+            signal.signal(signal_number, handler)
         self._previous_handlers = {}
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:

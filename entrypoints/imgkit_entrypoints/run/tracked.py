@@ -84,8 +84,7 @@ class TrackedObjects:
         Raises
         ------
         UsageError : the name is in use, or the object has no state, has a state that pickle cannot write, or
-            is
-            sharded in another way than by FSDP2.
+            is sharded in another way than by FSDP2.
         """
         if name in self.objects:
             raise _track_error(f"the name {name} is already tracked", "choose another name")
@@ -125,8 +124,7 @@ class TrackedObjects:
         Raises
         ------
         UsageError : (on every rank) a rank has a state that cannot be saved. Or the ranks have different
-            states
-            of an object of which a checkpoint stores only rank 0's state.
+            states of an object of which a checkpoint stores only rank 0's state.
         """
         snapshot = Snapshot()
         error: UsageError | None = None
@@ -204,8 +202,7 @@ class TrackedObjects:
         Raises
         ------
         UsageError : the checkpoint contains other objects or another model. Then nothing is loaded. Or an
-            object
-            refuses its state. Then others may already be loaded.
+            object refuses its state. Then others may already be loaded.
         """
         self._refuse_other_names(checkpoint, rank_values.keys())
         trees = {name: checkpoint.tree(name) for name in checkpoint.names}
@@ -384,8 +381,7 @@ def _may_share_rank_0_value(
     first : the value on each rank when the object was tracked.
     latest : the value on each rank now.
     may_begin_different : whether the first values may differ. This is so for the weights of a model, which
-        DDP
-        makes equal after they were tracked.
+        DDP makes equal after they were tracked.
     """
     if len(set(latest)) == 1:
         return True
