@@ -202,9 +202,8 @@ class RunCheckpoints:
         After its first backward pass, DDP groups the gradients in another way, and so adds them up in another
         order.
         """
-        if (
-            not self.keep or self._connection.ranks.world_size <= 2
-        ):  # the sum of two numbers has only one order
+        # With two ranks, the order does not matter, because the sum of two numbers has only one order.
+        if not self.keep or self._connection.ranks.world_size <= 2:
             return
         if any(map(_contains_fresh_ddp, self.tracked.objects.values())):
             self._connection.report(
